@@ -1,0 +1,310 @@
+"""Configuration: frozen dataclasses in, TOML out, and nothing silently ignored.
+
+A config is the frozen keyword-only dataclass of the thing it configures:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Optimizer:
+        lr: float = 1e-3
+
+    @dataclass(frozen=True, kw_only=True)
+    class Run:
+        steps: int
+        optimizer: Optimizer = field(default_factory=Optimizer)
+
+    run = load(Run, Path("run.toml"), ["optimizer.lr=3e-4"])
+    save(run, Path("resolved.toml"))  # load(Run, Path("resolved.toml")) == run
+
+A table in the file changes only the keys it names; the others keep the field's own default.
+msgspec checks and converts the values, but it drops the unknown keys of a dataclass, so the
+dataclasses are built here, from the leaves up, and msgspec sees them ready-made.
+
+TOML has no null. A None is left out of the file, which is right where None is the default;
+anywhere else it could not be read back, so `save` refuses it. A NaN is written and read as
+`nan`, though like every NaN it then compares unequal to itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path, PurePath
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import get_type_hints as type_hints
+
+import msgspec
+import tomli_w
+
+from ingot.core.errors import ConfigError, UnknownName
+from ingot.core.paths import write_atomic
+
+T = TypeVar("T")
+Keys = tuple[str | int, ...]
+
+
+def load(cls: type[T], path: Path | None = None, overrides: Sequence[str] = ()) -> T:
+    """Build a `cls` from a TOML file and `dotted.key=value` overrides, the last one winning.
+
+    The right side of an override is a TOML value; what is not one is taken as a bare string.
+    """
+    table = {} if path is None else _read(path)
+    applied: list[tuple[Keys, str]] = []
+    for text in overrides:
+        keys, value = _parse_override(text)
+        _apply(table, keys, value, text)
+        applied.append((keys, text))
+    return _Builder(path, tuple(applied)).build_dataclass(cls, table, (), None)
+
+
+def dumps(config: object) -> str:
+    """Write the config as TOML text that `load` turns back into an equal config."""
+    text = tomli_w.dumps(_table(config, (), None))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a string in the config is not valid Unicode: {error.object[error.start]!r}",
+            remedy="TOML is UTF-8; remove the lone surrogate (often an undecodable file name)",
+        ) from error
+    return text
+
+
+def save(config: object, path: Path) -> None:
+    """Write `dumps(config)` to `path` in one step."""
+    write_atomic(path, dumps(config))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        what = f"cannot read config {path}: {error.strerror}"
+        raise ConfigError(what, remedy="check the path") from error
+    except ValueError as error:  # TOMLDecodeError, which names the line, or not UTF-8
+        raise ConfigError(f"{path} is not TOML: {error}", remedy="correct that line") from error
+
+
+def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """Split an override into its keys and value.
+
+    >>> _parse_override("optimizer.lr=3e-4")
+    (('optimizer', 'lr'), 0.0003)
+    >>> _parse_override("name=my run")
+    (('name',), 'my run')
+    """
+    left, equals, right = text.partition("=")
+    try:
+        table: Any = tomllib.loads(f"{left} = 0") if equals else {}
+    except tomllib.TOMLDecodeError:
+        table = {}
+    if not table:
+        raise ConfigError(f"cannot read override '{text}'", remedy="write it as dotted.key=value")
+    keys: list[str] = []
+    while isinstance(table, dict):
+        key, table = next(iter(cast(dict[str, Any], table).items()))
+        keys.append(key)
+    return tuple(keys), _parse_value(right)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    # More keys than one: a string of several lines that happens to look like TOML.
+    return table["value"] if len(table) == 1 else text.strip()
+
+
+def _apply(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        inner: Any = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                f"override '{text}' goes through {_dotted(keys[:depth])}, which is not a table",
+                remedy=f"set {_dotted(keys[:depth])} as a whole",
+            )
+        table = cast(dict[str, Any], inner)
+    table[keys[-1]] = value
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Turns tables into dataclasses; knows where each value came from, for the errors."""
+
+    file: Path | None
+    overrides: tuple[tuple[Keys, str], ...]
+
+    def build_dataclass(self, cls: type[T], table: dict[str, Any], at: Keys, base: T | None) -> T:
+        """Build `cls`; keys that the table lacks come from `base`, else from the defaults."""
+        fields = _init_fields(cls)
+        if unknown := [key for key in table if key not in fields]:
+            here = (*at, unknown[0])
+            where = f"key at {_dotted(here)} in {self.source(here)}:"
+            raise UnknownName(where, unknown[0], fields)
+        hints = type_hints(cls, include_extras=True)
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            default = _default(field, base)
+            if name in table:
+                values[name] = self.build(hints[name], table[name], (*at, name), default)
+            elif default is dataclasses.MISSING:
+                raise self.missing((*at, name), hints[name])
+            else:
+                values[name] = default
+        try:
+            return cls(**values)
+        except ValueError as error:
+            where = f"{_dotted(at) or cls.__name__} in {self.source(at)}"
+            raise ConfigError(f"{where}: {error}", remedy="change the value") from error
+
+    def build(self, hint: Any, value: Any, at: Keys, default: Any) -> Any:
+        """Build the dataclasses anywhere inside `value`, then have msgspec convert the whole."""
+        for arm in _arms(hint):
+            if isinstance(value, dict) and isinstance(arm, type) and dataclasses.is_dataclass(arm):
+                base = default if type(default) is arm else None
+                value = self.build_dataclass(arm, cast(dict[str, Any], value), at, base)
+            elif isinstance(value, dict) and _is_generic(arm, Mapping):
+                items = cast(dict[str, Any], value).items()
+                inner = get_args(arm)[1]
+                value = {key: self.build(inner, v, (*at, key), None) for key, v in items}
+            elif isinstance(value, list) and _is_generic(arm, Collection):
+                elements = cast(list[Any], value)
+                pairs = zip(_element_hints(arm, len(elements)), elements, strict=False)
+                built = [self.build(h, v, (*at, i), None) for i, (h, v) in enumerate(pairs)]
+                value = built + elements[len(built) :]
+        try:
+            return msgspec.convert(value, hint, dec_hook=_decode)
+        except msgspec.ValidationError as error:
+            raise self.invalid(at, hint, value, str(error)) from error
+
+    def source(self, at: Keys) -> str:
+        """Name what set the value at `at`: one override, or the file and overrides inside it."""
+        for keys, text in reversed(self.overrides):
+            if at[: len(keys)] == keys:
+                return f"override '{text}'"
+        inside = [f"override '{text}'" for keys, text in self.overrides if keys[: len(at)] == at]
+        return ", ".join([str(self.file), *inside] if self.file else inside) or "no config file"
+
+    def missing(self, at: Keys, hint: Any) -> ConfigError:
+        """Make the error for a required field that nothing sets."""
+        what = f"missing {_dotted(at)} (in {self.source(at)}): expected {_expected(hint)}"
+        return ConfigError(what, remedy=f"set {_dotted(at)} in the file or as an override")
+
+    def invalid(self, at: Keys, hint: Any, value: Any, message: str) -> ConfigError:
+        """Make the error for a value of the wrong type."""
+        got = message.replace("`object`", "`table`")
+        what = f"{_dotted(at)} in {self.source(at)}: {got[:1].lower()}{got[1:]}"
+        remedy = f"give it {_expected(hint)}"
+        if str in _arms(hint) and not isinstance(value, (dict, list)):
+            remedy += f"; to have it as a string, quote it: {_dotted(at)}='\"{value}\"'"
+        return ConfigError(what, remedy=remedy)
+
+
+def _table(config: Any, at: Keys, base: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for name, field in _init_fields(config).items():
+        value, default = getattr(config, name), _default(field, base)
+        if value is not None or default is not None:
+            table[name] = _plain(value, (*at, name), default)
+    return table
+
+
+def _plain(value: Any, at: Keys, default: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _table(value, at, default if type(default) is type(value) else None)
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, Any], value).items()
+        return {key: _plain(v, (*at, key), None) for key, v in items}
+    if isinstance(value, (list, tuple)):
+        elements = cast(Sequence[Any], value)
+        return [_plain(v, (*at, i), None) for i, v in enumerate(elements)]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if value is None:
+        raise ConfigError(
+            f"{_dotted(at)} is None, which TOML cannot say and which is not its default",
+            remedy="make None the default of the field, or give it another value",
+        )
+    return value
+
+
+def _init_fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(config) if field.init}
+
+
+def _default(field: dataclasses.Field[Any], base: Any) -> Any:
+    """Return what the field is when no file sets it: MISSING if it is required."""
+    if base is not None:
+        return getattr(base, field.name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _arms(hint: Any) -> list[Any]:
+    """Flatten unions and Annotated into the plain types a value may have.
+
+    >>> _arms(int | None)
+    [<class 'int'>, <class 'NoneType'>]
+    """
+    if get_origin(hint) is Annotated:
+        return _arms(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [arm for member in get_args(hint) for arm in _arms(member)]
+    return [hint]
+
+
+def _is_generic(hint: Any, base: type) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, base)
+
+
+def _element_hints(hint: Any, count: int) -> Sequence[Any]:
+    args = get_args(hint)
+    if get_origin(hint) is tuple and args[-1:] != (Ellipsis,):
+        return args
+    return args[:1] * count
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if issubclass(kind, PurePath) and isinstance(value, str):
+        return kind(value)
+    raise ValueError(f"expected `{kind.__name__}`, got `{type(value).__name__}`")
+
+
+def _expected(hint: Any) -> str:
+    """Describe a type to its user.
+
+    >>> _expected(Literal["adam", "muon"]), _expected(int | None)
+    ("one of 'adam', 'muon'", 'int | None')
+    """
+    choices: list[Any] = []
+    for arm in _arms(hint):
+        if get_origin(arm) is Literal:
+            choices += get_args(arm)
+        elif isinstance(arm, type) and issubclass(arm, Enum):
+            choices += [member.value for member in arm]
+    if choices:
+        return "one of " + ", ".join(map(repr, choices))
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+def _dotted(at: Keys) -> str:
+    """Spell a place in a config as an override would.
+
+    >>> _dotted(("groups", "a.b", 0, "lr"))
+    'groups."a.b"[0].lr'
+    """
+    parts = [f"[{key}]" if isinstance(key, int) else f".{_bare_or_quoted(key)}" for key in at]
+    return "".join(parts).removeprefix(".")
+
+
+def _bare_or_quoted(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)

@@ -1,0 +1,347 @@
+"""Facts about the machine this process runs on.
+
+    device = detect()
+    device.cpu.isa[0]      # the best instruction set the kernels may use, e.g. "amx"
+    device.cpu.cores       # how many threads are worth starting
+    device.fingerprint     # the key under which measured peaks and tuned kernels are kept
+
+Only what stays the same from one process to the next is a fact: no free memory, no current
+frequency. Anything that moves a measured peak is one, so the fingerprint covers all of them,
+the torch version included (it brings oneDNN and OpenMP). It leaves out Python's version: our
+kernels use torch's stable ABI, and no peak is measured in Python.
+
+A process may be given less than the machine has, by affinity (taskset, Slurm) or by cgroup
+(containers). The counts here are what the process may use.
+
+Functions that parse take text, so that the tests can show them machines that we do not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# What each tier adds to the one before it. Best last; "portable" needs nothing.
+_TIERS: dict[str, frozenset[str]] = {
+    "portable": frozenset(),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "avx512_bf16": frozenset({"avx512_bf16"}),
+    "amx": frozenset({"amx_tile", "amx_bf16"}),
+}
+_INT8 = ("amx_int8", "avx512_vnni", "avx_vnni")
+_TORCH_NAMES = {"fma3": "fma"} | {
+    f"avx512_{x}": f"avx512{x}" for x in ("f", "bw", "cd", "dq", "vl")
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """The processor, as far as this process may use it. Cache sizes in bytes, of one core's."""
+
+    name: str
+    architecture: str
+    cores: int
+    threads: int
+    isa: tuple[str, ...]
+    """Tiers best first, out of amx, avx512_bf16, avx512, avx2, portable."""
+    int8: tuple[str, ...]
+    """Instructions for int8 dot products, out of amx_int8, avx512_vnni, avx_vnni."""
+    l1d: int | None
+    l2: int | None
+    l3: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator, as torch sees it."""
+
+    type: str
+    name: str
+    memory: int | None
+    capability: str | None
+    """The architecture that kernels are compiled for: "sm_90", "gfx942"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """The C++ compiler that builds the CPU kernels."""
+
+    path: str
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """All facts together."""
+
+    cpu: Cpu
+    memory: int
+    gpus: tuple[Gpu, ...]
+    compiler: Compiler | None
+    system: str
+    torch: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a short hash that changes whenever a fact does."""
+        facts = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+@cache
+def detect() -> Device:
+    """Find the facts out; once per process, since it imports torch and asks the compiler."""
+    import torch
+
+    membership = _read(Path("/proc/self/cgroup"))
+    quota, limit = cgroup_limits(Path("/sys/fs/cgroup"), membership)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(
+        cpu=_detect_cpu(torch.cpu.get_capabilities(), quota),
+        memory=min(installed, limit or installed),
+        gpus=detect_gpus(),
+        compiler=detect_compiler(os.environ.get("CXX")),
+        system=platform.system(),
+        torch=str(torch.__version__),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What the system says about the processor, before this process's limits."""
+
+    name: str
+    flags: frozenset[str]
+    core_of: Mapping[int, tuple[str, str]]
+    """Logical CPU -> (socket, core)."""
+
+
+def parse_cpuinfo(text: str) -> Processor:
+    """Read Linux's /proc/cpuinfo.
+
+    ARM names no model and no cores there: its part number is the name, and each CPU a core.
+    """
+    blocks = [dict(_pairs(block)) for block in text.strip().split("\n\n")]
+    cpus = [block for block in blocks if "processor" in block]
+    first = cpus[0] if cpus else {}
+    part = " ".join(first[key] for key in ("CPU implementer", "CPU part") if key in first)
+    return Processor(
+        name=first.get("model name") or part or "unknown",
+        flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
+        core_of={
+            int(cpu["processor"]): (cpu.get("physical id", ""), cpu.get("core id", f"#{index}"))
+            for index, cpu in enumerate(cpus)
+        },
+    )
+
+
+def parse_capabilities(capabilities: Mapping[str, Any]) -> Processor:
+    """Read what `torch.cpu.get_capabilities()` says, for systems without /proc/cpuinfo."""
+    threads: int = capabilities.get("num_logical_cores") or os.cpu_count() or 1
+    cores: int = capabilities.get("num_physical_cores") or threads
+    return Processor(
+        name=capabilities.get("cpu_name") or platform.processor() or "unknown",
+        flags=frozenset(_TORCH_NAMES.get(k, k) for k, v in capabilities.items() if v is True),
+        core_of={cpu: ("", str(cpu % cores)) for cpu in range(threads)},
+    )
+
+
+def isa_tiers(flags: Collection[str]) -> tuple[str, ...]:
+    """List the tiers that these CPU flags allow, best first.
+
+    >>> isa_tiers({"avx2", "fma", "f16c", "avx512_bf16"})
+    ('avx2', 'portable')
+    """
+    tiers: list[str] = []
+    for tier, needs in _TIERS.items():
+        if not needs.issubset(flags):
+            break
+        tiers.insert(0, tier)
+    return tuple(tiers)
+
+
+def usable(
+    core_of: Mapping[int, tuple[str, str]], allowed: Iterable[int], quota: float | None
+) -> tuple[int, int]:
+    """Count the (cores, threads) for a process bound to some CPUs and a quota of CPU time.
+
+    A quota of 2.5 CPUs makes 2: a third thread would be stopped halfway through each period,
+    and in a parallel loop all others would wait for it.
+    """
+    cpus = [cpu for cpu in allowed if cpu in core_of]
+    cores, threads = len({core_of[cpu] for cpu in cpus}), len(cpus)
+    most = threads if quota is None else int(quota)
+    return max(1, min(cores, most)), max(1, min(threads, most))
+
+
+def parse_size(text: str) -> int:
+    """Read a size as the kernel writes it.
+
+    >>> parse_size("48K"), parse_size("2M"), parse_size("512")
+    (49152, 2097152, 512)
+    """
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return int(text.rstrip("KMG")) * units.get(text[-1:], 1)
+
+
+def data_caches(directory: Path) -> dict[str, int]:
+    """Map level to bytes for one CPU's directory in /sys; empty where Linux does not tell."""
+    indices = directory.glob("index*")
+    data = [index for index in indices if _read(index / "type") in ("Data", "Unified")]
+    sizes = {_read(index / "level"): _read(index / "size") for index in data}
+    return {level: parse_size(size) for level, size in sizes.items() if size}
+
+
+def cgroup_limits(root: Path, membership: str) -> tuple[float | None, int | None]:
+    """Return the (CPUs, bytes of memory) that the process's cgroups, v1 or v2, allow it.
+
+    `membership` is the text of /proc/self/cgroup. A limit on any group above holds too.
+    """
+    groups = {group for line in membership.splitlines() for group in _cgroups(root, line)}
+    quotas = [quota for group in groups if (quota := _cpu_quota(group)) is not None]
+    memory = [int(text) for group in groups if (text := _memory_limit(group)) not in ("", "max")]
+    return min(quotas, default=None), min(memory, default=None)
+
+
+def amx_permitted() -> bool:
+    """Ask the kernel for the AMX tile registers; granted, they are the whole process's.
+
+    It refuses if a thread has a signal stack (`sigaltstack`) too small to save them on.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def detect_gpus() -> tuple[Gpu, ...]:
+    """List the accelerators that torch sees.
+
+    Where there are any, reading their properties starts the driver in this process, but sets
+    up no context on a device (`torch.accelerator.get_memory_info` would).
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return ()
+    module = torch.get_device_module(accelerator)
+    indices = range(torch.accelerator.device_count())
+    if not hasattr(module, "get_device_properties"):  # mps
+        return tuple(_gpu(accelerator.type, None, hip=False) for _ in indices)
+    hip = torch.version.hip is not None
+    return tuple(_gpu(accelerator.type, module.get_device_properties(i), hip) for i in indices)
+
+
+def detect_compiler(preferred: str | None) -> Compiler | None:
+    """Find a C++ compiler: `preferred` ($CXX) if that is one executable, else the usual names."""
+    for command in filter(None, (preferred, "g++", "clang++", "c++")):
+        path = shutil.which(command)
+        if path and (compiler := parse_compiler(path, _output([path, "--version"]))):
+            return compiler
+    return None
+
+
+def parse_compiler(path: str, banner: str) -> Compiler | None:
+    """Read what a compiler prints for --version; None if that names no version.
+
+    >>> parse_compiler("/usr/bin/c++", "Apple clang version 15.0.0 (clang-1500.3.9.4)")
+    Compiler(path='/usr/bin/c++', name='clang', version='15.0.0')
+    """
+    line = banner.partition("\n")[0]
+    # GCC's packagers put a version of their own into parentheses before the real one.
+    version = re.search(r"\d+(\.\d+)+", re.sub(r"\([^()]*\)", "", line))
+    if version is None:
+        return None
+    name = "clang" if "clang" in line else "gcc" if "Free Software" in banner else line.split()[0]
+    return Compiler(path=path, name=name, version=version[0])
+
+
+def _detect_cpu(capabilities: Mapping[str, Any], quota: float | None) -> Cpu:
+    cpuinfo = _read(Path("/proc/cpuinfo"))
+    processor = parse_cpuinfo(cpuinfo) if cpuinfo else parse_capabilities(capabilities)
+    allowed = os.sched_getaffinity(0) if sys.platform == "linux" else processor.core_of
+    cores, threads = usable(processor.core_of, allowed, quota)
+    flags = processor.flags
+    if "amx_tile" in flags and not amx_permitted():
+        flags = frozenset(flag for flag in flags if not flag.startswith("amx"))
+    first = min(allowed, default=0)
+    caches = data_caches(Path(f"/sys/devices/system/cpu/cpu{first}/cache"))
+    return Cpu(
+        name=processor.name,
+        architecture=platform.machine(),
+        cores=cores,
+        threads=threads,
+        isa=isa_tiers(flags),
+        int8=tuple(flag for flag in _INT8 if flag in flags),
+        l1d=caches.get("1") or capabilities.get("l1d_cache_size"),
+        l2=caches.get("2") or capabilities.get("l2_cache_size"),
+        l3=caches.get("3") or capabilities.get("l3_cache_size"),
+    )
+
+
+def _gpu(kind: str, properties: Any, hip: bool) -> Gpu:
+    capability: str | None = None
+    if hip:
+        capability = properties.gcnArchName
+    elif hasattr(properties, "major"):
+        capability = f"sm_{properties.major}{properties.minor}"
+    return Gpu(
+        type=kind,
+        name=getattr(properties, "name", kind),
+        memory=getattr(properties, "total_memory", None),
+        capability=capability,
+    )
+
+
+def _cgroups(root: Path, membership: str) -> list[Path]:
+    """List the directories of one line of /proc/self/cgroup, up to the controller's root."""
+    _, controllers, path = membership.split(":", 2)
+    mounts = [root / name for name in controllers.split(",") if name in ("", "cpu", "memory")]
+    parts = Path(path).parts[1:]
+    return [mount.joinpath(*parts[:n]) for mount in mounts for n in range(len(parts) + 1)]
+
+
+def _cpu_quota(group: Path) -> float | None:
+    v1 = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+    quota, _, period = (_read(group / "cpu.max") or v1).partition(" ")
+    return None if quota in ("", "max", "-1") else int(quota) / int(period)
+
+
+def _memory_limit(group: Path) -> str:
+    return _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+
+
+def _pairs(block: str) -> list[tuple[str, str]]:
+    parts = [line.partition(":") for line in block.splitlines()]
+    return [(key.strip(), value.strip()) for key, _, value in parts]
+
+
+def _read(path: Path) -> str:
+    """Return a file's text, or "" where this system or container does not have it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

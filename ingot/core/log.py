@@ -1,0 +1,133 @@
+"""What ingot tells the person at the terminal, and the log file of the one who is not there.
+
+Modules write to `logger(__name__)`. A program that embeds ingot configures logging as it
+likes; only the command line calls `setup`. Messages and progress go to stderr, so that stdout
+carries results alone and can be piped. Log lines and progress bars share one console, which
+is how a message appears above a running bar and not inside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_ROOT = "ingot"
+
+
+def logger(name: str = _ROOT) -> logging.Logger:
+    """Return the logger of that name below the "ingot" logger.
+
+    >>> logger("ingot.serve").name, logger("serve").name
+    ('ingot.serve', 'ingot.serve')
+    """
+    inside = name == _ROOT or name.startswith(f"{_ROOT}.")
+    return logging.getLogger(name if inside else f"{_ROOT}.{name}")
+
+
+def setup(verbose: bool = False) -> None:
+    """Send ingot's messages to stderr: INFO and above, or all of them if `verbose`.
+
+    Calling it again replaces the former setting. Python's root logger is left alone.
+    """
+    root = logger()
+    for handler in [h for h in root.handlers if h.get_name() == _ROOT]:
+        root.removeHandler(handler)
+        handler.close()
+    root.addHandler(_handler())
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    root.propagate = False
+
+
+@cache
+def stdout() -> Console:
+    """Return the console for results."""
+    from rich.console import Console
+
+    return Console()
+
+
+@cache
+def stderr() -> Console:
+    """Return the console for messages and progress."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+class Progress(Protocol):
+    """What a piece of work reports to."""
+
+    def advance(self, n: float = 1) -> None:
+        """Say that `n` more units are done."""
+        ...
+
+    def describe(self, text: str) -> None:
+        """Say what is being done now."""
+        ...
+
+
+@contextmanager
+def progress(description: str, total: float | None) -> Generator[Progress]:
+    """Show a bar with elapsed and remaining time on a terminal's stderr; elsewhere nothing.
+
+    A total of None is one that is not known.
+    """
+    if not sys.stderr.isatty():
+        yield _Silent()
+        return
+    from rich import progress as rich_progress
+
+    columns = (
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    # Left to itself, rich would send what is printed to a piped stdout to this stderr console.
+    redirect = sys.stdout.isatty()
+    with rich_progress.Progress(*columns, console=stderr(), redirect_stdout=redirect) as bar:
+        yield _Bar(bar, bar.add_task(description, total=total))
+
+
+def _handler() -> logging.Handler:
+    if sys.stderr.isatty():
+        from rich.logging import RichHandler
+
+        handler: logging.Handler = RichHandler(console=stderr(), show_path=False)
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.set_name(_ROOT)
+    return handler
+
+
+class _Silent:
+    def advance(self, n: float = 1) -> None:
+        pass
+
+    def describe(self, text: str) -> None:
+        pass
+
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+
+class _Bar:
+    def __init__(self, bar: RichProgress, task: TaskID) -> None:
+        self._bar, self._task = bar, task
+
+    def advance(self, n: float = 1) -> None:
+        self._bar.advance(self._task, n)
+
+    def describe(self, text: str) -> None:
+        self._bar.update(self._task, description=text)

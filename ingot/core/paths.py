@@ -1,0 +1,114 @@
+"""Where ingot keeps its files, and how it writes them while others read.
+
+Directories follow the XDG base directory specification: `$XDG_CACHE_HOME` for what can be
+made again, `$XDG_DATA_HOME` for what cannot. The specification says to ignore a variable
+that holds a relative path, so we do.
+
+Several processes share these directories (ranks, trials, servers). Three tools keep them from
+each other's way: `write_atomic` for a file that readers must never see half-written, `new_run`
+for a directory that nobody else has, `lock` for work that only one should do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ingot.core.errors import IngotError
+
+
+def cache(*parts: str) -> Path:
+    """Return a path below ingot's cache directory; nothing is created."""
+    return _xdg("XDG_CACHE_HOME", ".cache").joinpath("ingot", *parts)
+
+
+def runs() -> Path:
+    """Return the directory that holds the runs; nothing is created."""
+    return _xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "runs"
+
+
+def new_run(name: str) -> Path:
+    """Create a directory for one run, distinct from every other process's."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_sanitise(name)}"
+    parent = runs()
+    with _explained(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        counter = 0
+        while True:
+            path = parent / (f"{stem}-{counter}" if counter else stem)
+            try:
+                path.mkdir()  # the kernel lets exactly one process succeed
+                return path
+            except FileExistsError:
+                counter += 1
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replace the file at `path` in one step; a reader sees the old content or the new.
+
+    Missing parent directories are created. After a power cut the file is whole too, though it
+    may be the old one: the file is synced, the directory entry is not.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not tempfile: it makes files of mode 0600 whatever the umask says.
+        temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def lock(path: Path) -> Generator[None]:
+    """Hold the only lock on `path` among all processes of this machine; wait until it is free.
+
+    The lock is on `<path>.lock` beside it, so `path` itself need not exist.
+    """
+    import filelock
+
+    guard = filelock.FileLock(f"{path}.lock")
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        guard.acquire()
+    try:
+        yield
+    finally:
+        guard.release()
+
+
+def _xdg(variable: str, default: str) -> Path:
+    path = Path(os.environ.get(variable, ""))
+    return path if path.is_absolute() else Path.home() / default
+
+
+def _sanitise(name: str) -> str:
+    """Make a name fit for a directory.
+
+    >>> _sanitise("../SmolLM2 135M (bf16)"), _sanitise("///")
+    ('SmolLM2-135M-bf16', 'run')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64].strip("-.") or "run"
+
+
+@contextmanager
+def _explained(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise IngotError(
+            f"cannot write {path}: {error.strerror or error}",
+            remedy="make room or grant write access there, or choose another place "
+            "(XDG_CACHE_HOME for caches, XDG_DATA_HOME for runs)",
+        ) from error

@@ -1,0 +1,15 @@
+"""`embedding` by `torch.nn.functional`. A copy of rows, so it is exact."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ingot import ops
+from ingot.kernels.aten import aten
+
+
+@aten(ops.embedding, exact=True)
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """One fused call."""
+    return F.embedding(tokens, weight)

@@ -1,0 +1,30 @@
+"""`loss` by `torch.nn.functional`, in float32."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ingot import ops
+from ingot.kernels.aten import aten
+from ingot.ops.op import wide
+
+
+def _without_z_loss(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> bool:
+    return z_loss == 0.0 and logits.dim() == 2
+
+
+@aten(ops.cross_entropy, supports=_without_z_loss)
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """One fused call."""
+    return F.cross_entropy(
+        logits.to(wide(logits.dtype)),
+        targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )

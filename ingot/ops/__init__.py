@@ -1,0 +1,75 @@
+"""WHAT is computed: every op of ingot, each one record.
+
+>>> import torch
+>>> from ingot import ops
+>>> ops.rms_norm(torch.ones(1, 4), torch.ones(4), eps=0.0)
+tensor([[1., 1., 1., 1.]])
+>>> ops.rms_norm.cost(torch.ones(1, 4), torch.ones(4), 0.0)
+Cost(bytes=48, flops=16)
+"""
+
+from __future__ import annotations
+
+from ingot.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, relu_squared, silu, swiglu
+from ingot.ops.attention import attention
+from ingot.ops.embedding import embedding
+from ingot.ops.linear import (
+    linear,
+    linear_gelu,
+    linear_gelu_tanh,
+    linear_relu,
+    linear_residual,
+    linear_silu,
+    linear_swiglu,
+)
+from ingot.ops.loss import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_token_logprobs,
+    token_logprobs,
+)
+from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from ingot.ops.op import Cost, Op, Provider, Tolerance, catalogue, prefer
+from ingot.ops.rope import rope
+from ingot.ops.sample import penalize, sample, truncate, uniform
+from ingot.ops.softmax import log_softmax, softmax
+
+__all__ = [
+    "Cost",
+    "Op",
+    "Provider",
+    "Tolerance",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "catalogue",
+    "cross_entropy",
+    "embedding",
+    "geglu",
+    "geglu_tanh",
+    "gelu",
+    "gelu_tanh",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "linear_gelu",
+    "linear_gelu_tanh",
+    "linear_relu",
+    "linear_residual",
+    "linear_silu",
+    "linear_swiglu",
+    "linear_token_logprobs",
+    "log_softmax",
+    "penalize",
+    "prefer",
+    "relu_squared",
+    "rms_norm",
+    "rope",
+    "sample",
+    "silu",
+    "softmax",
+    "swiglu",
+    "token_logprobs",
+    "truncate",
+    "uniform",
+]

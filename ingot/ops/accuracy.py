@@ -1,0 +1,111 @@
+"""How wrong is a result, and how wrong may it be.
+
+The oracle is an op's reference in float64. The error of a row is its largest deviation from
+the oracle over its largest magnitude, and the error of a result that of its worst row. The
+gradient of an argument that has no row for each token, such as a weight, is measured whole.
+
+The yardstick is plain PyTorch at the same precision: the same reference, run in the dtype of
+the result with every step rounded. A provider may err `Tolerance.forward` times as much, a
+gradient `Tolerance.backward` times (the rule of FlashAttention's tests). Where the yardstick
+happens to be nearly right, or overflows, rounding is the measure: the one rounding of the
+result where it is narrower than the arithmetic, else a handful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.ops.op import Op, as_tuple, differentiate, prefer, wide
+
+
+def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> list[float]:
+    """Each output's error as a share of its bound: at most 1 where the provider is right.
+
+    >>> args = torch.randn(4, 8), torch.ones(8), 1e-6
+    >>> max(forward_errors(catalogue()["rms_norm"], "aten", args)) <= 1
+    True
+    """
+    with prefer(provider):
+        results = as_tuple(op(*args))
+    oracle = as_tuple(op.reference(*_widened(args, torch.float64)))
+    plain = as_tuple(op.reference(*_widened(args, results[0].dtype)))
+    return [
+        error(result, truth) / _bound(result, error(yardstick, truth), op.tolerance.forward)
+        for result, truth, yardstick in zip(results, oracle, plain, strict=True)
+    ]
+
+
+def backward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> dict[str, float]:
+    """The same for the gradient of each argument that has one, by name."""
+    with prefer(provider):
+        results = _gradients(op, op, args)
+    oracle = _gradients(op, op.reference, _widened(args, torch.float64))
+    plain = _gradients(op, op.reference, args)
+    return {
+        name: error(result, oracle[name], name in op.rows)
+        / _bound(result, error(plain[name], oracle[name], name in op.rows), op.tolerance.backward)
+        for name, result in results.items()
+    }
+
+
+def error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:
+    """The worst row's largest deviation over its largest magnitude; inf where a value is NaN
+    or infinite and should not be, or the other way round, or an integer differs.
+
+    >>> error(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
+    0.25
+    """
+    if not actual.is_floating_point():
+        return 0.0 if torch.equal(actual, oracle) else torch.inf
+    rounded = oracle.to(actual.dtype)
+    finite = rounded.isfinite()
+    if not torch.equal(actual[~finite], rounded[~finite]):
+        return torch.inf
+    deviation = (actual.double() - oracle.double()).abs().where(finite, 0)
+    magnitude = oracle.double().abs().where(finite, 0)
+    if not by_row:
+        deviation, magnitude = deviation.flatten(), magnitude.flatten()
+    # Below the smallest normal number the spacing of floats is absolute.
+    floor = torch.finfo(actual.dtype).tiny
+    shares = deviation.amax(-1) / magnitude.amax(-1).clamp_min(floor)
+    return float(shares.nan_to_num(torch.inf).max())
+
+
+def _bound(result: Tensor, yardstick: float, factor: float) -> float:
+    if not result.is_floating_point():
+        return 1.0
+    eps = torch.finfo(result.dtype).eps
+    roundings = 1 if result.dtype != wide(result.dtype) else 4
+    return factor * max(roundings * eps / 2, yardstick if yardstick < torch.inf else 0.0)
+
+
+def _gradients(
+    op: Op[..., Any], function: Callable[..., Any], args: tuple[Any, ...]
+) -> dict[str, Tensor]:
+    needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+    random = torch.Generator().manual_seed(0)
+    grads = [
+        torch.randn(out.shape, generator=random).to(out.device, out.dtype)
+        for out in as_tuple(function(*args))
+    ]
+    found = differentiate(function)(needs, grads, *args)
+    return {
+        name: torch.zeros_like(arg) if gradient is None else gradient
+        for name, arg, gradient, needed in zip(
+            op.signature.parameters, args, found, needs, strict=True
+        )
+        if needed
+    }
+
+
+def _widened(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(
+        arg.to(torch.promote_types(arg.dtype, dtype))
+        if isinstance(arg, Tensor) and arg.is_floating_point()
+        else arg
+        for arg in args
+    )

@@ -1,0 +1,135 @@
+"""Activations, alone and gated.
+
+    gelu(x)         = x * Phi(x), Phi the normal distribution             Hendrycks & Gimpel 2016
+    gelu_tanh(x)    = its tanh approximation (GPT-2's)
+    silu(x)         = x * sigmoid(x)                                      Elfwing et al. 2017
+    relu_squared(x) = max(x, 0)**2                                        So et al. 2021
+    swiglu(gate, up) = silu(gate) * up,  geglu = gelu(gate) * up          Shazeer 2020
+
+The gated forms take gate and up as two tensors. Where one GEMM made both, they are views of
+its output: strided inputs, no copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, like, op
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    yield Sample("typical", (make(6, 64),))
+    yield Sample("odd", (make(5, 37),))
+    yield Sample("one_row", (make(1, 48),))
+    yield Sample("strided", (make.strided(4, 24),))
+    yield Sample("extreme", (make.spread(4, 33, low=-12, high=6),))
+    yield Sample("zero", (make(2, 8) * 0,))
+
+
+def _gated_samples(make: Make) -> Iterator[Sample]:
+    for sample in _samples(make):
+        (x,) = sample.args
+        yield Sample(sample.name, (x, make(*x.shape)))
+    yield Sample("halves_of_one", make(3, 40).chunk(2, dim=-1))
+
+
+def _cost(x: Tensor) -> Cost:
+    return Cost(bytes=2 * x.nbytes, flops=8 * x.numel())
+
+
+def _gated_cost(gate: Tensor, up: Tensor) -> Cost:
+    return Cost(bytes=3 * gate.nbytes, flops=9 * gate.numel())
+
+
+@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def gelu(x: Tensor) -> Tensor:
+    """The Gaussian error linear unit, exact.
+
+    >>> gelu(torch.tensor([[-1.0, 0.0, 1.0]]))
+    tensor([[-0.1587,  0.0000,  0.8413]])
+    """
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of `gelu`.
+
+    >>> gelu_tanh(torch.tensor([[-1.0, 0.0, 1.0]]))
+    tensor([[-0.1588,  0.0000,  0.8412]])
+    """
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return x * torch.sigmoid(2 * inner)
+
+
+@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def silu(x: Tensor) -> Tensor:
+    """The sigmoid linear unit, also called swish.
+
+    >>> silu(torch.tensor([[-1.0, 0.0, 1.0]]))
+    tensor([[-0.2689,  0.0000,  0.7311]])
+    """
+    return x * torch.sigmoid(x)
+
+
+@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def relu_squared(x: Tensor) -> Tensor:
+    """The square of the positive part.
+
+    >>> relu_squared(torch.tensor([[-1.0, 0.0, 3.0]]))
+    tensor([[0., 0., 9.]])
+    """
+    return torch.relu(x).square()
+
+
+@op(
+    fake=like,
+    samples=_gated_samples,
+    tolerance=Tolerance(),
+    cost=_gated_cost,
+    rows=("gate", "up"),
+)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`.
+
+    >>> swiglu(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
+    tensor([[1.4621]])
+    """
+    return silu.reference(gate) * up
+
+
+@op(
+    fake=like,
+    samples=_gated_samples,
+    tolerance=Tolerance(),
+    cost=_gated_cost,
+    rows=("gate", "up"),
+)
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up`.
+
+    >>> geglu(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
+    tensor([[1.6827]])
+    """
+    return gelu.reference(gate) * up
+
+
+@op(
+    fake=like,
+    samples=_gated_samples,
+    tolerance=Tolerance(),
+    cost=_gated_cost,
+    rows=("gate", "up"),
+)
+def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu_tanh(gate) * up`.
+
+    >>> geglu_tanh(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
+    tensor([[1.6824]])
+    """
+    return gelu_tanh.reference(gate) * up

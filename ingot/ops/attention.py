@@ -1,0 +1,167 @@
+"""Attention over packed sequences: one op for training, prefill and decode.
+
+Queries of all sequences lie one after another, (T, N, H); `cu_seqlens` (B+1) says where
+each begins. What a sequence's queries look at depends on where its keys are:
+
+- training: `k`, `v` are packed like the queries, (T, G, H), and `context_lens` is None;
+- plain KV: `k`, `v` are packed (S, G, H) with `context_lens` (B) keys a sequence;
+- paged KV: `k`, `v` are pools (P, page, G, H); row b of `block_table` (B, M) names the pages
+  of sequence b in order, of which the first `context_lens[b]` slots hold keys.
+
+The last query of a sequence stands at its last key. So with as many queries as keys this is
+a whole prompt, with fewer a chunk of one, with one query a decode step: nothing else tells
+them apart. Causal queries see the keys up to their own; a `window` of W leaves the keys less
+than W away. N query heads share G key heads in groups of N/G (GQA). `scale` is H**-0.5 unless
+given.
+
+Legend: T queries, S keys, N query heads, G key-value heads, H channels, B sequences, P pages;
+Q and K the queries and keys of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.core.errors import OpError
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.softmax import softmax
+
+
+def sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The queries, keys and values of each sequence: (Q, N, H), (K, G, H), (K, G, H).
+
+    >>> q, kv = torch.zeros(3, 2, 4), torch.zeros(3, 1, 4)
+    >>> [len(q_b) for q_b, _, _ in sequences(q, kv, kv, torch.tensor([0, 2, 3]))]
+    [2, 1]
+    """
+    starts = cu_seqlens.tolist()
+    counts = cu_seqlens.diff().tolist() if context_lens is None else context_lens.tolist()
+    first_key = 0
+    for b, num_keys in enumerate(counts):
+        q_b = q[starts[b] : starts[b + 1]]
+        if num_keys < len(q_b):
+            raise OpError(
+                f"sequence {b} has {len(q_b)} queries but {num_keys} keys",
+                remedy="write the keys of the new tokens first; context_lens counts them",
+            )
+        if block_table is None:
+            keys = slice(first_key, first_key + num_keys)
+            yield q_b, k[keys], v[keys]
+            first_key += num_keys
+        else:
+            pages = block_table[b, : -(-num_keys // k.shape[1])]
+            yield q_b, k[pages].flatten(0, 1)[:num_keys], v[pages].flatten(0, 1)[:num_keys]
+
+
+def visible(num_queries: int, num_keys: int, causal: bool, window: int | None) -> Tensor:
+    """Which keys each query of a sequence sees: (Q, K), true where it does.
+
+    >>> visible(2, 3, causal=True, window=2).int()
+    tensor([[1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    """
+    key = torch.arange(num_keys)
+    query = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    seen = key <= query if causal else torch.ones(num_queries, num_keys, dtype=torch.bool)
+    return seen if window is None else seen & ((query - key).abs() < window)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def packed(lengths: list[int]) -> Tensor:
+        return make.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], torch.int32)
+
+    def int32(values: list[int] | list[list[int]]) -> Tensor:
+        return make.tensor(values, torch.int32)
+
+    def training(name: str, lengths: list[int], n: int, g: int, h: int, *rest: object) -> Sample:
+        total = sum(lengths)
+        q, k, v = make(total, n, h), make(total, g, h), make(total, g, h)
+        return Sample(name, (q, k, v, packed(lengths), None, None, *rest))
+
+    yield training("typical", [9, 4], 4, 2, 16, True, None, None)
+    yield training("odd", [7, 1, 5], 3, 1, 11, True, None, None)
+    yield training("one_row", [1], 2, 2, 8, True, None, None)
+    yield training("not_causal", [6, 3], 4, 4, 8, False, None, 0.5)
+    yield training("window", [12, 2], 2, 1, 8, True, 3, None)
+    yield training("window_not_causal", [9], 2, 2, 8, False, 4, None)
+    yield training("empty_sequence", [3, 0, 2], 2, 2, 8, True, None, None)
+
+    q, k, v = make(8, 3, 2, 8).unbind(1)
+    yield Sample("strided", (q, k, v, packed([5, 3]), None, None, True, None, None))
+    q, k, v = make.spread(6, 2, 8), make.spread(6, 2, 8), make.spread(6, 2, 8)
+    yield Sample("extreme", (q, k, v, packed([6]), None, None, True, None, None))
+
+    q, k, v = make(6, 4, 8), make(15, 2, 8), make(15, 2, 8)
+    yield Sample("chunk", (q, k, v, packed([3, 1, 2]), int32([8, 5, 2]), None, True, None, None))
+    q, k, v = make(6, 4, 8), make(7, 4, 2, 8), make(7, 4, 2, 8)
+    paged = packed([1, 4, 1]), int32([5, 9, 1]), int32([[3, 1, 0], [5, 0, 2], [4, 0, 0]])
+    yield Sample("paged", (q, k, v, *paged, True, None, None))
+    yield Sample("paged_window", (q, k, v, *paged, True, 2, None))
+
+
+def _cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Cost:
+    lengths = [
+        (len(q_b), len(k_b))
+        for q_b, k_b, _ in sequences(q, k, v, cu_seqlens, context_lens, block_table)
+    ]
+    num_keys = sum(keys for _, keys in lengths)
+    pairs = sum(int(visible(*length, causal, window).sum()) for length in lengths)
+    key_width = k.shape[-2] * k.shape[-1]
+    return Cost(
+        bytes=2 * q.nbytes + 2 * num_keys * key_width * k.itemsize,
+        flops=4 * pairs * q.shape[-2] * q.shape[-1],
+    )
+
+
+@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Each query's mean of the values it sees, weighted by softmax of query times key.
+
+    >>> q = k = v = torch.ones(3, 1, 4)
+    >>> attention(q, k, v, cu_seqlens=torch.tensor([0, 3])).shape
+    torch.Size([3, 1, 4])
+    """
+    num_heads, width = q.shape[-2:]
+    scale = width**-0.5 if scale is None else scale
+    outputs: list[Tensor] = []
+    for q_QNH, k_KGH, v_KGH in sequences(q, k, v, cu_seqlens, context_lens, block_table):
+        if len(q_QNH) == 0:
+            continue
+        k_KNH = k_KGH.repeat_interleave(num_heads // k_KGH.shape[1], dim=1)
+        v_KNH = v_KGH.repeat_interleave(num_heads // v_KGH.shape[1], dim=1)
+        mask_QK = visible(len(q_QNH), len(k_KNH), causal, window).to(q.device)
+        scores_NQK = torch.einsum("qnh,knh->nqk", q_QNH, k_KNH)
+        p_NQK = softmax.reference(scores_NQK, scale, mask_QK)
+        outputs.append(torch.einsum("nqk,knh->qnh", p_NQK, v_KNH))
+    return torch.cat(outputs)

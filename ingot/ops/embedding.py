@@ -1,0 +1,41 @@
+"""Embedding: a row of a table for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, op
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    yield Sample("typical", (make.ints(50, 16), make(50, 32)))
+    yield Sample("odd", (make.ints(11, 7), make(11, 13)))
+    yield Sample("one_row", (make.ints(11, 1), make(11, 13)))
+    yield Sample("strided", (make.ints(11, 5), make(13, 11).T))
+    yield Sample("extreme", (make.ints(11, 5), make.spread(11, 9, low=-14, high=12)))
+    yield Sample("repeated", (make.tensor([3, 3, 3, 0]), make(5, 8)))
+    yield Sample("batched", (make.ints(11, 2, 3), make(11, 8)))
+
+
+def _fake(tokens: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty((*tokens.shape, weight.shape[1]))
+
+
+def _cost(tokens: Tensor, weight: Tensor) -> Cost:
+    row_bytes = weight.shape[1] * weight.itemsize
+    return Cost(bytes=tokens.nbytes + 2 * tokens.numel() * row_bytes, flops=0)
+
+
+@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("tokens",))
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The row of `weight` for each token.
+
+    >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[3., 4.],
+            [1., 2.]])
+    """
+    return weight[tokens]

@@ -1,0 +1,158 @@
+"""Matrix product with a weight, and what is fused into its last step.
+
+    linear(x)          = x W^T + b
+    linear_gelu(x)     = gelu(x W^T + b),   likewise gelu_tanh, silu, relu
+    linear_swiglu(x)   = silu(x G^T) * (x U^T): gate and up, as one pass over x
+    linear_residual(x) = residual + x W^T + b
+
+The epilogues work on the accumulator before it is rounded and stored, so a fused op moves
+the intermediate neither out nor in and rounds once where two ops round twice.
+
+Weights are (out, in) as `torch.nn.Linear` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.ops import activation
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, op
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def weight(out: int, width: int) -> Tensor:
+        return make(out, width, scale=width**-0.5)
+
+    yield Sample("typical", (make(6, 64), weight(48, 64), make(48)))
+    yield Sample("odd", (make(5, 37), weight(19, 37), None))
+    yield Sample("one_row", (make(1, 48), weight(32, 48), make(32)))
+    yield Sample("strided", (make.strided(4, 24), weight(24, 17).T, make(17)))
+    yield Sample("extreme", (make.spread(4, 33), weight(9, 33), make(9)))
+    yield Sample("batched", (make(2, 3, 16), weight(8, 16), None))
+    yield Sample("one_column", (make(3, 8), weight(1, 8), make(1)))
+
+
+def _swiglu_samples(make: Make) -> Iterator[Sample]:
+    for sample in _samples(make):
+        x, weight, _ = sample.args
+        yield Sample(sample.name, (x, weight, make(*weight.shape, scale=x.shape[-1] ** -0.5)))
+
+
+def _residual_samples(make: Make) -> Iterator[Sample]:
+    for sample in _samples(make):
+        x, weight, bias = sample.args
+        yield Sample(sample.name, (x, weight, make(*x.shape[:-1], weight.shape[0]), bias))
+
+
+def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None) -> Cost:
+    rows, out = _rows(x), weight.shape[0]
+    return Cost(
+        bytes=x.nbytes + weight.nbytes + rows * out * x.itemsize,
+        flops=2 * rows * weight.numel(),
+    )
+
+
+def _swiglu_cost(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Cost:
+    rows, out = _rows(x), gate_weight.shape[0]
+    return Cost(
+        bytes=x.nbytes + 2 * gate_weight.nbytes + rows * out * x.itemsize,
+        flops=4 * rows * gate_weight.numel(),
+    )
+
+
+def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> Cost:
+    return Cost(
+        bytes=x.nbytes + weight.nbytes + 2 * residual.nbytes,
+        flops=2 * _rows(x) * weight.numel(),
+    )
+
+
+@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`.
+
+    >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([[11.]])
+    """
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`gelu(linear(x, weight, bias))`.
+
+    >>> linear_gelu(torch.ones(1, 1), torch.ones(1, 1))
+    tensor([[0.8413]])
+    """
+    return activation.gelu.reference(linear.reference(x, weight, bias))
+
+
+@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`gelu_tanh(linear(x, weight, bias))`.
+
+    >>> linear_gelu_tanh(torch.ones(1, 1), torch.ones(1, 1))
+    tensor([[0.8412]])
+    """
+    return activation.gelu_tanh.reference(linear.reference(x, weight, bias))
+
+
+@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def linear_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`silu(linear(x, weight, bias))`.
+
+    >>> linear_silu(torch.ones(1, 1), torch.ones(1, 1))
+    tensor([[0.7311]])
+    """
+    return activation.silu.reference(linear.reference(x, weight, bias))
+
+
+@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`relu(linear(x, weight, bias))`.
+
+    >>> linear_relu(torch.ones(1, 1), -torch.ones(1, 1))
+    tensor([[0.]])
+    """
+    return torch.relu(linear.reference(x, weight, bias))
+
+
+@op(fake=_fake, samples=_swiglu_samples, tolerance=Tolerance(), cost=_swiglu_cost, rows=("x",))
+def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
+    """`swiglu(linear(x, gate_weight), linear(x, up_weight))`.
+
+    >>> linear_swiglu(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
+    tensor([[0.7311]])
+    """
+    return activation.swiglu.reference(x @ gate_weight.T, x @ up_weight.T)
+
+
+@op(
+    fake=_fake,
+    samples=_residual_samples,
+    tolerance=Tolerance(),
+    cost=_residual_cost,
+    rows=("x", "residual"),
+)
+def linear_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`residual + linear(x, weight, bias)`.
+
+    >>> linear_residual(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
+    tensor([[2.]])
+    """
+    return residual + linear.reference(x, weight, bias)

@@ -1,0 +1,197 @@
+"""Losses over a vocabulary, one number a token.
+
+With z the logits of a token, t its target and lse = log sum exp z:
+
+    token_logprobs = z_t - lse
+    cross_entropy  = lse - (1 - e) z_t - e mean(z) + c lse**2
+
+e is label smoothing and c the weight of the z-loss that keeps lse near 0 (Chowdhery et al.
+2022). Tokens whose target is `ignore_index` lose 0. Nothing is averaged: a per-token loss is
+what masks, weights and reports need, and a mean is one call away.
+
+The `linear_` forms take the hidden states and the vocabulary's weight instead of logits and
+work through the tokens in chunks: at 4096 tokens and a vocabulary of 49152 the logits of a
+batch would take 805 MB in float32, those of a chunk 50 MB.
+
+Results are in float32 (float64 for float64 inputs): in bfloat16 a loss of 8 has steps of 1/32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Backward, Cost, Tolerance, differentiate, op, wide
+
+CHUNK = 256  # tokens whose logits exist at one time
+
+
+def by_chunks(forward: Callable[..., Any]) -> Backward:
+    """The backward of a `linear_` loss: that of each chunk, the weight's parts added up."""
+    backward = differentiate(forward)
+
+    def chunked(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
+        hidden, weight, targets, *options = args
+        weight = weight.to(wide(weight.dtype))  # so that its gradient is rounded once, at the end
+        hidden_grads: list[Tensor | None] = []
+        weight_grad = torch.zeros_like(weight)
+        for h, t, g in _chunks(hidden, targets, grads[0]):
+            of_hidden, of_weight, *_ = backward(needs, [g], h, weight, t, *options)
+            hidden_grads.append(of_hidden)
+            weight_grad += 0 if of_weight is None else of_weight
+        found = torch.cat(hidden_grads) if needs[0] else None, weight_grad.to(args[1].dtype)
+        return [*found, *(None for _ in args[2:])]
+
+    return chunked
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
+
+
+def _rows(make: Make) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, rows and targets; the rows are logits or hidden states."""
+    yield "typical", make(6, 64), make.ints(11, 6)
+    yield "odd", make(5, 37), make.ints(11, 5)
+    yield "one_row", make(1, 48), make.ints(11, 1)
+    yield "strided", make.strided(4, 24), make.ints(11, 4)
+    yield "extreme", make.spread(4, 33, high=6), make.ints(11, 4)
+    yield "ignored", make(4, 16), make.tensor([3, -100, 0, -100])
+    yield "smooth", make(4, 16), make.ints(11, 4)
+
+
+def _logprob_samples(make: Make) -> Iterator[Sample]:
+    for name, logits, targets in _rows(make):
+        if name != "ignored":
+            yield Sample(name, (logits, targets))
+
+
+def _loss_samples(make: Make) -> Iterator[Sample]:
+    for name, logits, targets in _rows(make):
+        smoothing, z_loss = (0.1, 1e-3) if name == "smooth" else (0.0, 0.0)
+        yield Sample(name, (logits, targets, -100, smoothing, z_loss))
+
+
+def _with_weight(make: Make, samples: Iterator[Sample]) -> Iterator[Sample]:
+    for sample in samples:
+        hidden, targets, *options = sample.args
+        weight = make(11, hidden.shape[-1], scale=hidden.shape[-1] ** -0.5)
+        yield Sample(sample.name, (hidden, weight, targets, *options))
+    rows = CHUNK + 3
+    yield Sample("chunks", (make(rows, 5), make(11, 5), make.ints(11, rows), *options))
+
+
+def _linear_logprob_samples(make: Make) -> Iterator[Sample]:
+    return _with_weight(make, _logprob_samples(make))
+
+
+def _linear_loss_samples(make: Make) -> Iterator[Sample]:
+    return _with_weight(make, _loss_samples(make))
+
+
+def _fake(logits: Tensor, targets: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(targets.shape, dtype=wide(logits.dtype))
+
+
+def _linear_fake(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Tensor:
+    return _fake(hidden, targets)
+
+
+def _cost(logits: Tensor, targets: Tensor, *_: object) -> Cost:
+    return Cost(bytes=logits.nbytes + 12 * targets.numel(), flops=4 * logits.numel())
+
+
+def _linear_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Cost:
+    return Cost(
+        bytes=hidden.nbytes + weight.nbytes + 12 * targets.numel(),
+        flops=2 * targets.numel() * (weight.numel() + 2 * weight.shape[0]),
+    )
+
+
+@op(
+    fake=_fake,
+    samples=_logprob_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("logits", "targets"),
+)
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """The log-probability of each token's target, from logits (T, V) and targets (T).
+
+    >>> token_logprobs(torch.zeros(1, 2), torch.tensor([0]))
+    tensor([-0.6931])
+    """
+    chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
+    return chosen - logits.logsumexp(-1)
+
+
+@op(
+    fake=_fake, samples=_loss_samples, tolerance=Tolerance(), cost=_cost, rows=("logits", "targets")
+)
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The loss of each token, from logits (T, V) and targets (T).
+
+    >>> cross_entropy(torch.zeros(2, 2), torch.tensor([0, -100]))
+    tensor([0.6931, 0.0000])
+    """
+    ignored = targets == ignore_index
+    lse = logits.logsumexp(-1)
+    chosen = logits.gather(-1, targets.masked_fill(ignored, 0)[..., None]).squeeze(-1)
+    likely = (1 - label_smoothing) * chosen + label_smoothing * logits.mean(-1)
+    return (lse - likely + z_loss * lse.square()).masked_fill(ignored, 0.0)
+
+
+@op(
+    fake=_linear_fake,
+    samples=_linear_logprob_samples,
+    tolerance=Tolerance(),
+    cost=_linear_cost,
+    rows=("hidden", "targets"),
+    gradient=by_chunks,
+)
+def linear_token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`token_logprobs` of `hidden @ weight.T`, without all of the logits at once.
+
+    >>> linear_token_logprobs(torch.ones(1, 4), torch.zeros(2, 4), torch.tensor([0]))
+    tensor([-0.6931])
+    """
+    return torch.cat(
+        [token_logprobs.reference(h @ weight.T, t) for h, t in _chunks(hidden, targets)]
+    )
+
+
+@op(
+    fake=_linear_fake,
+    samples=_linear_loss_samples,
+    tolerance=Tolerance(),
+    cost=_linear_cost,
+    rows=("hidden", "targets"),
+    gradient=by_chunks,
+)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """`cross_entropy` of `hidden @ weight.T`, without all of the logits at once.
+
+    >>> linear_cross_entropy(torch.ones(1, 4), torch.zeros(2, 4), torch.tensor([0]))
+    tensor([0.6931])
+    """
+    options = (ignore_index, label_smoothing, z_loss)
+    return torch.cat(
+        [cross_entropy.reference(h @ weight.T, t, *options) for h, t in _chunks(hidden, targets)]
+    )

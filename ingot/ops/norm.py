@@ -1,0 +1,139 @@
+"""Normalization of each row to unit scale, then a learned scale (and shift).
+
+    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias       Ba et al. 2016
+    rms_norm(x)   = x / sqrt(mean(x**2) + eps) * weight                      Zhang & Sennrich 2019
+
+A transformer block adds its branch to the residual stream and normalizes the sum for the
+next one. The `add_` forms do both in one pass over memory and return the normalized sum and
+the sum itself, which is the new residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, like, op
+
+
+def _shapes(make: Make) -> Iterator[tuple[str, Tensor]]:
+    yield "typical", make(6, 64)
+    yield "odd", make(5, 37)
+    yield "one_row", make(1, 48)
+    yield "strided", make.strided(4, 24)
+    yield "extreme", make.spread(4, 33)
+    yield "batched", make(2, 3, 16)
+    yield "constant", make(3, 16) * 0 + 1.5
+
+
+def _rms_samples(make: Make) -> Iterator[Sample]:
+    for name, x in _shapes(make):
+        yield Sample(name, (x, make(x.shape[-1]), 1e-5))
+
+
+def _layer_samples(make: Make) -> Iterator[Sample]:
+    for name, x in _shapes(make):
+        bias = None if name == "odd" else make(x.shape[-1])
+        yield Sample(name, (x, make(x.shape[-1]), bias, 1e-5))
+
+
+def _add_rms_samples(make: Make) -> Iterator[Sample]:
+    for sample in _rms_samples(make):
+        x, *rest = sample.args
+        yield Sample(sample.name, (x, make(*x.shape), *rest))
+
+
+def _add_layer_samples(make: Make) -> Iterator[Sample]:
+    for sample in _layer_samples(make):
+        x, *rest = sample.args
+        yield Sample(sample.name, (x, make(*x.shape), *rest))
+
+
+def _rms_cost(x: Tensor, weight: Tensor, eps: float) -> Cost:
+    return Cost(bytes=2 * x.nbytes + weight.nbytes, flops=4 * x.numel())
+
+
+def _layer_cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
+    vectors = weight.nbytes if bias is None else 2 * weight.nbytes
+    return Cost(bytes=2 * x.nbytes + vectors, flops=7 * x.numel())
+
+
+def _add_rms_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Cost:
+    return Cost(bytes=4 * x.nbytes + weight.nbytes, flops=5 * x.numel())
+
+
+def _add_layer_cost(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> Cost:
+    vectors = weight.nbytes if bias is None else 2 * weight.nbytes
+    return Cost(bytes=4 * x.nbytes + vectors, flops=8 * x.numel())
+
+
+def _twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return like(x), like(x)
+
+
+@op(fake=like, samples=_rms_samples, tolerance=Tolerance(), cost=_rms_cost, rows=("x",))
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Scale each row to unit root mean square, then by `weight`.
+
+    >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314]])
+    """
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@op(fake=like, samples=_layer_samples, tolerance=Tolerance(), cost=_layer_cost, rows=("x",))
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Shift each row to mean 0, scale it to variance 1, then by `weight` and `bias`.
+
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), eps=0.0)
+    tensor([[-1.,  1.]])
+    """
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+@op(
+    fake=_twice,
+    samples=_add_rms_samples,
+    tolerance=Tolerance(),
+    cost=_add_rms_cost,
+    rows=("x", "residual"),
+)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of `x + residual`, and the sum.
+
+    >>> y, total = add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), eps=0.0)
+    >>> y, total
+    (tensor([[1., 1.]]), tensor([[2., 2.]]))
+    """
+    total = x + residual
+    return rms_norm.reference(total, weight, eps), total
+
+
+@op(
+    fake=_twice,
+    samples=_add_layer_samples,
+    tolerance=Tolerance(),
+    cost=_add_layer_cost,
+    rows=("x", "residual"),
+)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm` of `x + residual`, and the sum.
+
+    >>> y, total = add_layer_norm(torch.eye(2), torch.eye(2), torch.ones(2), eps=0.0)
+    >>> y
+    tensor([[ 1., -1.],
+            [-1.,  1.]])
+    """
+    total = x + residual
+    return layer_norm.reference(total, weight, bias, eps), total

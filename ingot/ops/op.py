@@ -1,0 +1,402 @@
+"""The op record: WHAT is computed, once, and everything else derived from it.
+
+An op is a plain PyTorch function, its `reference`, with a record around it:
+
+    @op(fake=like, samples=..., tolerance=Tolerance(), cost=..., rows=("x",))
+    def silu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+From that record come
+- a real torch op `ingot::silu`, so that torch.compile, torch.export and autograd see it;
+- a second one, `ingot::silu_backward`, opaque like the first, so that a backward written as
+  a kernel can stand in for the derived one and the graph stays whole either way;
+- dispatch between providers: the reference is one of them and supports every call, kernels
+  under `ingot.kernels.<provider>.<family>` are the others, loaded at the first call;
+- the tests, the catalogue of `ingot ops` and its docs page.
+
+The reference is mathematics: no casts, no tricks. In float64 it is the oracle. As the
+fallback it runs in float32 for half-precision inputs and its results are rounded once.
+
+Ops are registered for `CompositeExplicitAutograd`, the dispatcher's weakest backend key, so
+that a C++ library may later claim the `CPU` key of the same op (2 us a call instead of 4 in
+inference mode, measured) without anything here changing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ingot.core.errors import OpError, UnknownName
+from ingot.ops.inputs import Make, Sample
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
+
+# backward(needs, grads, *args): a gradient per argument, None where it is not needed or zero.
+Backward = Callable[..., Sequence[Tensor | None]]
+# What makes a backward out of a forward.
+Gradient = Callable[[Callable[..., Any]], Backward]
+
+PREFERENCE = ("aten", "reference")  # first that supports the call wins
+
+# A kernel runs where the dispatcher has passed autograd already, and under a TorchDispatchMode
+# (selective checkpointing, FLOP counters, opcheck) autograd stays switched off in it. This is
+# the dispatcher's state at the top of a call, which a derived backward needs to record its
+# graph. No public call does it; torch's own `invoke_leaf_function` uses the same guard.
+with torch.inference_mode(False):
+    _TOP_OF_DISPATCH = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+
+_LIBRARY = torch.library.Library("ingot", "DEF")
+_CATALOGUE: dict[str, Op[..., Any]] = {}
+_preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a call must at least move and compute, whoever computes it.
+
+    >>> Cost(bytes=8, flops=4).intensity
+    0.5
+    """
+
+    bytes: int
+    flops: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte: left or right of the roofline's ridge."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Allowed error, as a multiple of plain PyTorch's own at the same precision.
+
+    Both errors are against the float64 reference (see `ingot.ops.accuracy`). A looser bound
+    than the default carries its reason.
+    """
+
+    forward: float = 2.0
+    backward: float = 3.0
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.forward > 2.0 or self.backward > 3.0) and not self.reason:
+            raise OpError(
+                f"tolerance {self.forward}x/{self.backward}x is looser than 2x/3x",
+                remedy="tighten it, or say why in `reason`",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provider:
+    """One way HOW an op is computed.
+
+    `supports` takes the op's arguments. `backward` takes which arguments need a gradient, the
+    gradients of the outputs, and the arguments; without one, the next provider's is used.
+    `exact`: a row's bits do not depend on the other rows of the call.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    exact: bool
+    supports: Callable[..., bool]
+    backward: Backward | None
+
+
+def always(*args: object) -> bool:
+    """A provider that supports every call."""
+    return True
+
+
+def differentiate(forward: Callable[..., Any]) -> Backward:
+    """The backward of a function made of differentiable torch calls: run it again, and ask
+    autograd."""
+
+    def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
+        with torch._C._ForceDispatchKeyGuard(*_TOP_OF_DISPATCH), torch.enable_grad():
+            leaves = [
+                arg.detach().requires_grad_() if needed else arg
+                for arg, needed in zip(args, needs, strict=True)
+            ]
+            wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed]
+            outputs = as_tuple(forward(*leaves))
+            found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        return [next(found) if needed else None for needed in needs]
+
+    return backward
+
+
+@contextmanager
+def prefer(provider: str) -> Iterator[None]:
+    """Use this provider wherever it supports the call: to find out which kernel is wrong.
+
+    >>> with prefer("reference"):
+    ...     y = silu(x)
+    """
+    if provider not in PREFERENCE:
+        raise UnknownName("provider", provider, PREFERENCE)
+    token = _preferred.set(provider)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Op(Generic[P, R]):
+    """The record of one op, and the function itself: call it.
+
+    Fields that are functions of a call take the op's own arguments.
+    """
+
+    name: str
+    family: str
+    reference: Callable[P, R]
+    fake: Callable[..., R]
+    samples: Callable[[Make], Iterator[Sample]]
+    tolerance: Tolerance
+    cost: Callable[..., Cost]
+    rows: tuple[str, ...]
+    gradient: Gradient | None
+    _registered: dict[str, Provider] = field(default_factory=dict[str, Provider])
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.overload(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<op ingot::{self.name}>"
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """The reference's signature, which is the op's."""
+        return inspect.signature(self.reference)
+
+    @cached_property
+    def overload(self) -> Any:
+        """The torch op."""
+        return getattr(torch.ops.ingot, self.name).default
+
+    @cached_property
+    def backward_overload(self) -> Any:
+        """The torch op of the backward."""
+        return getattr(torch.ops.ingot, f"{self.name}_backward").default
+
+    @cached_property
+    def providers(self) -> dict[str, Provider]:
+        """All providers, best first. Imports their modules at the first call."""
+        for name in PREFERENCE:
+            module = f"ingot.kernels.{name}.{self.family}"
+            if name != "reference" and importlib.util.find_spec(module):
+                importlib.import_module(module)
+        backward = self.gradient and self.gradient(self.fallback)
+        self.provide("reference", self.fallback, exact=False, backward=backward)
+        return {name: self._registered[name] for name in PREFERENCE if name in self._registered}
+
+    def provide(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        *,
+        exact: bool,
+        supports: Callable[..., bool] = always,
+        backward: Backward | None = None,
+    ) -> None:
+        """Register a provider: called by the modules under `ingot.kernels`."""
+        if name not in PREFERENCE:
+            raise UnknownName("provider", name, PREFERENCE)
+        self._registered[name] = Provider(
+            name=name, forward=forward, exact=exact, supports=supports, backward=backward
+        )
+
+    def select(self, *args: Any) -> Provider:
+        """The provider that serves this call."""
+        return next(self._candidates(args))
+
+    def fallback(self, *args: Any) -> Any:
+        """The reference as a provider: in float32 at least, rounded once."""
+        return _fill(self.fake(*args), self.reference(*map(_widen, args)))  # pyright: ignore
+
+    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with defaults: torch's dispatcher drops those that equal them."""
+        missing = list(self.signature.parameters.values())[len(args) :]
+        return (*args, *(parameter.default for parameter in missing))
+
+    def _candidates(self, args: tuple[Any, ...]) -> Iterator[Provider]:
+        first = self.providers.get(_preferred.get() or "")
+        if first and first.supports(*args):
+            yield first
+        yield from (p for p in self.providers.values() if p.supports(*args))
+
+    def _forward_kernel(self, *args: Any) -> Any:
+        args = self.complete(args)
+        return self.select(*args).forward(*args)
+
+    def _backward_kernel(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
+        args = self.complete(args)
+        backward = next(p.backward for p in self._candidates(args) if p.backward)
+        found = backward(needs, grads, *args)
+        taken = {grad.untyped_storage().data_ptr() for grad in grads}
+        return [
+            _own(gradient, arg, taken)
+            for arg, gradient, needed in zip(args, found, needs, strict=True)
+            if needed
+        ]
+
+    def _backward_fake(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
+        return [_empty(arg) for arg, needed in zip(self.complete(args), needs, strict=True) if needed]
+
+
+def op(
+    *,
+    fake: Callable[..., R],
+    samples: Callable[[Make], Iterator[Sample]],
+    tolerance: Tolerance,
+    cost: Callable[..., Cost],
+    rows: tuple[str, ...],
+    gradient: Gradient | None = differentiate,
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make the decorated function, the reference, an op.
+
+    - `fake` allocates the outputs: their shapes and dtypes, contiguous, values unset.
+    - `samples` yields the inputs it is tested on; `tolerance` bounds the error on them.
+    - `cost` counts bytes and FLOPs of a call.
+    - `rows` names the arguments whose first dimension is the tokens, where each row of the
+      outputs depends only on the same row of these; () where that does not hold.
+    - `gradient` makes the backward out of the reference; None where there is none, as with
+      integer outputs.
+    """
+
+    def declare(reference: Callable[P, R]) -> Op[P, R]:
+        record = Op(
+            name=reference.__name__,
+            family=reference.__module__.rpartition(".")[2],
+            reference=reference,
+            fake=fake,
+            samples=samples,
+            tolerance=tolerance,
+            cost=cost,
+            rows=rows,
+            gradient=gradient,
+        )
+        object.__setattr__(record, "__doc__", reference.__doc__)
+        _register(record)
+        return record
+
+    return declare
+
+
+def catalogue() -> dict[str, Op[..., Any]]:
+    """Every op by name, in the order of declaration.
+
+    >>> sorted(catalogue())[:2]
+    ['add_layer_norm', 'add_rms_norm']
+    """
+    return dict(_CATALOGUE)
+
+
+def as_tuple(value: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of an op, one or several."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def like(x: Tensor, *_: object) -> Tensor:
+    """The fake of an op whose output looks like its first argument."""
+    return _empty(x)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype arithmetic is done in: float32, or float64 where the input is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _register(record: Op[..., Any]) -> None:
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in record.signature.parameters.values()):
+        raise OpError(
+            f"op '{record.name}' has keyword-only or variable parameters",
+            remedy="make them ordinary ones; callers may still name them",
+        )
+    schema = torch.library.infer_schema(record.reference, mutates_args=())
+    _define(record.name, schema, record._forward_kernel, record.fake)
+    if record.gradient:
+        arguments = schema[1:].rsplit(") -> ", 1)[0]
+        backward_schema = f"(bool[] needs, Tensor[] grads, {arguments}) -> Tensor[]"
+        name = f"{record.name}_backward"
+        _define(name, backward_schema, record._backward_kernel, record._backward_fake)
+        _join(record)
+    _CATALOGUE[record.name] = record
+
+
+def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ingot::{name}", fake, lib=_LIBRARY)
+
+
+def _join(record: Op[..., Any]) -> None:
+    """Tell autograd that the backward op is the gradient of the op."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+
+    # A second derivative is an error that says so, not a silently wrong number; who needs one
+    # calls `op.reference`, which is plain PyTorch.
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = iter(ctx.saved_tensors)
+        args = [
+            next(tensors) if is_tensor else other
+            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        ]
+        given = ctx.needs_input_grad  # without the arguments that were left to their defaults
+        needs = [*given, *(False for _ in args[len(given) :])]
+        found = iter(record.backward_overload(needs, [g.contiguous() for g in grads], *args))
+        return tuple(next(found) if needed else None for needed in given)
+
+    torch.library.register_autograd(
+        f"ingot::{record.name}", backward, setup_context=setup, lib=_LIBRARY
+    )
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(wide(value.dtype))
+    return value
+
+
+def _empty(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _own(gradient: Tensor | None, arg: Tensor, taken: set[int]) -> Tensor:
+    """The gradient as an op may return it: contiguous, with a storage of its own."""
+    if gradient is None:
+        return torch.zeros_like(arg, memory_format=torch.contiguous_format)
+    gradient = gradient.contiguous()
+    if gradient.untyped_storage().data_ptr() in taken:
+        gradient = gradient.clone()
+    taken.add(gradient.untyped_storage().data_ptr())
+    return gradient
+
+
+def _fill(outputs: Any, results: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs.copy_(results)
+    return tuple(out.copy_(result) for out, result in zip(outputs, results, strict=True))

@@ -1,0 +1,258 @@
+"""From logits to the next token.
+
+A draw must not depend on who else is in the batch, nor on how often the engine was
+restarted. So the random number is a pure function of the request's seed and the token's
+position: Philox4x32-10 (Salmon et al. 2011), the counter-based generator that CUDA, Triton
+and PyTorch use too, with the seed as its key and the position as its counter.
+
+    penalize   lower the logits of tokens that were there already
+    truncate   temperature, then top-k, top-p and min-p: log-probabilities, -inf where cut
+    uniform    the random number of a (seed, position)
+    sample     truncate, then the first token whose cumulative probability exceeds `uniform`
+
+Options are per token (T), since a batch mixes requests. An option that does nothing is the
+natural one: temperature 1, top_k of the vocabulary's size or more, top_p 1, min_p 0. At
+temperature 0 all probability is on the largest logit, the first if there are several.
+
+Legend: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, like, op, wide
+from ingot.ops.softmax import log_softmax
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four random 32-bit words of a four-word counter and a two-word key, all as int64.
+
+    >>> zero = torch.tensor([0])
+    >>> [f"{int(word):08x}" for word in philox((zero,) * 4, (zero, zero))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    a, b, c, d = counter
+    key_0, key_1 = key
+    for _ in range(_ROUNDS):
+        high_0, low_0 = _multiply(a, _MULTIPLIERS[0])
+        high_1, low_1 = _multiply(c, _MULTIPLIERS[1])
+        a, b, c, d = high_1 ^ b ^ key_0, low_1, high_0 ^ d ^ key_1, low_0
+        key_0, key_1 = (key_0 + _KEY_STEPS[0]) & _WORD, (key_1 + _KEY_STEPS[1]) & _WORD
+    return a, b, c, d
+
+
+def _multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a product of two 32-bit words, in int64 without overflow."""
+    low = (word & 0xFFFF) * by
+    high = (word >> 16) * by + (low >> 16)
+    return (high >> 16) & _WORD, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _logits(make: Make) -> Iterator[tuple[str, Tensor]]:
+    yield "typical", make(6, 64, scale=3.0)
+    yield "odd", make(5, 37)
+    yield "one_row", make(1, 48)
+    yield "strided", make.strided(4, 24)
+    yield "extreme", make.spread(4, 33, high=6)
+    yield "ties", make.ints(3, 4, 16).to(make.dtype)
+
+
+def _options(make: Make, rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every row another mix: all off, each alone, all on, greedy."""
+
+    def cycle(*values: float) -> list[float]:
+        return [values[row % len(values)] for row in range(rows)]
+
+    return (
+        make.floats(cycle(1.0, 0.7, 1.5, 1.0, 0.8, 0.0)),
+        make.tensor([int(k) for k in cycle(vocabulary, 5, vocabulary, vocabulary, 7, 3)]),
+        make.floats(cycle(1.0, 1.0, 0.8, 1.0, 0.9, 0.5)),
+        make.floats(cycle(0.0, 0.0, 0.0, 0.1, 0.05, 0.2)),
+    )
+
+
+def _penalize_samples(make: Make) -> Iterator[Sample]:
+    for name, logits in _logits(make):
+        rows = len(logits)
+        prompt = make.bools(*logits.shape)
+        counts = make.ints(3, *logits.shape, dtype=torch.int32)
+        options = (make.floats([value] * rows) for value in (1.3, 0.5, 0.2))
+        yield Sample(name, (logits, prompt, counts, *options))
+
+
+def _truncate_samples(make: Make) -> Iterator[Sample]:
+    for name, logits in _logits(make):
+        yield Sample(name, (logits, *_options(make, *logits.shape)))
+
+
+def _uniform_samples(make: Make) -> Iterator[Sample]:
+    for name, rows in (("typical", 6), ("odd", 37), ("one_row", 1)):
+        yield Sample(name, (make.ints(1 << 40, rows), make.ints(1 << 20, rows)))
+    yield Sample("strided", (make.ints(99, 8)[::2], make.ints(99, 8)[::2]))
+    yield Sample("extreme", (make.tensor([0, 2**63 - 1, -(2**63)]), make.tensor([0, 2**40, 1])))
+
+
+def _sample_samples(make: Make) -> Iterator[Sample]:
+    for name, logits in _logits(make):
+        rows = len(logits)
+        draw = make.ints(1 << 40, rows), make.ints(1 << 20, rows)
+        yield Sample(name, (logits, *_options(make, *logits.shape), *draw))
+
+
+def _uniform_fake(seeds: Tensor, positions: Tensor) -> Tensor:
+    return seeds.new_empty(seeds.shape, dtype=torch.float32)
+
+
+def _truncate_fake(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=wide(logits.dtype))
+
+
+def _sample_fake(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+
+
+def _penalize_cost(logits: Tensor, prompt: Tensor, counts: Tensor, *_: object) -> Cost:
+    return Cost(bytes=2 * logits.nbytes + prompt.nbytes + counts.nbytes, flops=4 * logits.numel())
+
+
+def _uniform_cost(seeds: Tensor, positions: Tensor) -> Cost:
+    return Cost(bytes=seeds.nbytes + positions.nbytes + 4 * seeds.numel(), flops=0)
+
+
+def _truncate_cost(logits: Tensor, *_: object) -> Cost:
+    return Cost(bytes=logits.nbytes + 4 * logits.numel(), flops=8 * logits.numel())
+
+
+def _sample_cost(logits: Tensor, *_: object) -> Cost:
+    return Cost(bytes=logits.nbytes, flops=8 * logits.numel())
+
+
+@op(
+    fake=like,
+    samples=_penalize_samples,
+    tolerance=Tolerance(),
+    cost=_penalize_cost,
+    rows=("logits", "prompt", "counts", "repetition", "presence", "frequency"),
+)
+def penalize(
+    logits: Tensor,
+    prompt: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Lower the logits (T, V) of tokens in the prompt or generated before.
+
+    `prompt` (T, V) is true for tokens of the prompt, `counts` (T, V) says how often each was
+    generated. `repetition` divides positive and multiplies negative logits of both kinds;
+    `presence` is taken off once for each generated token, `frequency` as often as it came.
+
+    >>> one = torch.ones(1)
+    >>> seen = torch.tensor([[2, 0]], dtype=torch.int32)
+    >>> penalize(torch.zeros(1, 2), seen > 9, seen, one, one * 0.5, one * 0.1)
+    tensor([[-0.7000,  0.0000]])
+    """
+    generated = counts > 0
+    factor = repetition[:, None].to(logits.dtype)
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(prompt | generated, repeated, logits)
+    penalty = presence[:, None] * generated + frequency[:, None] * counts
+    return logits - penalty.to(logits.dtype)
+
+
+@op(
+    fake=_truncate_fake,
+    samples=_truncate_samples,
+    tolerance=Tolerance(),
+    cost=_truncate_cost,
+    rows=("logits", "temperature", "top_k", "top_p", "min_p"),
+    gradient=None,
+)
+def truncate(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """The log-probabilities (T, V) a token is drawn from; -inf where it can't be.
+
+    top-k keeps the k likeliest; top-p the fewest of these whose probability reaches p; min-p
+    those at least p times as likely as the likeliest. Of equals the first comes first.
+
+    >>> one, zero = torch.ones(1), torch.zeros(1)
+    >>> truncate(torch.tensor([[2.0, 1.0, 0.0]]), one, torch.tensor([2]), one, zero).exp()
+    tensor([[0.7311, 0.2689, 0.0000]])
+    """
+    greedy = (temperature == 0)[:, None]
+    scaled = logits / temperature.where(temperature > 0, 1)[:, None].to(logits.dtype)
+    ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = rank < top_k[:, None].where(~greedy, 1)
+    p = log_softmax.reference(ranked, 1.0, keep).exp()
+    before = p.cumsum(-1) - p
+    # The sum may round to 1 early: a top_p of 1 keeps all.
+    keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0)
+    keep &= p >= min_p[:, None] * p[:, :1]
+    keep = torch.zeros_like(keep).scatter(-1, order, keep)
+    return log_softmax.reference(scaled, 1.0, keep)
+
+
+@op(
+    fake=_uniform_fake,
+    samples=_uniform_samples,
+    tolerance=Tolerance(),
+    cost=_uniform_cost,
+    rows=("seeds", "positions"),
+    gradient=None,
+)
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A random number in [0, 1) for each seed and position: 24 bits, exact in float32.
+
+    >>> uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
+    tensor([0.9546, 0.4070, 0.5105])
+    """
+    zero = torch.zeros_like(seeds)
+    counter = positions & _WORD, (positions >> 32) & _WORD, zero, zero
+    word, *_ = philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
+    return (word >> 8).double() * 2.0**-24
+
+
+@op(
+    fake=_sample_fake,
+    samples=_sample_samples,
+    tolerance=Tolerance(),
+    cost=_sample_cost,
+    rows=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions"),
+    gradient=None,
+)
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Draw a token (T) from each row of logits (T, V).
+
+    >>> one, zero = torch.ones(1), torch.zeros(1)
+    >>> seed, position, top_k = torch.tensor([7]), torch.tensor([0]), torch.tensor([3])
+    >>> sample(torch.zeros(1, 3), one, top_k, one, zero, seed, position)
+    tensor([2])
+    """
+    p = truncate.reference(logits, temperature, top_k, top_p, min_p).exp()
+    cumulative = p.cumsum(-1)
+    threshold = uniform.reference(seeds, positions).to(p.dtype) * cumulative[:, -1]
+    reached = cumulative > threshold[:, None]
+    # Rounding may leave nothing above the threshold: then it is the last token with any chance.
+    last = p.shape[-1] - 1 - (p > 0).int().flip(-1).argmax(-1)
+    return torch.where(reached.any(-1), reached.int().argmax(-1), last)

@@ -1,0 +1,69 @@
+"""Softmax over the last dimension, scaled and masked.
+
+    softmax(x)_i     = exp(s_i - max s) / sum_j exp(s_j - max s),   s = scale * x
+    log_softmax(x)_i = s_i - max s - log sum_j exp(s_j - max s)
+
+`mask` is true where an entry takes part. The others get probability 0 (log-probability
+-inf), and so does every entry of a row that has none: attention over nothing is nothing,
+not NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, like, op
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    yield Sample("typical", (make(6, 64, scale=3.0), 1.0, None))
+    yield Sample("odd", (make(5, 37), 0.125, None))
+    yield Sample("one_row", (make(1, 48), 1.0, None))
+    yield Sample("strided", (make.strided(4, 24), 2.0, None))
+    yield Sample("extreme", (make.spread(4, 33, low=-8, high=9), 1.0, None))
+    yield Sample("one_column", (make(3, 1), 1.0, None))
+    yield Sample("masked", (make(5, 19), 0.5, make.bools(5, 19)))
+    padded = make.tensor([True] * 9 + [False] * 7, torch.bool)
+    yield Sample("mask_broadcast", (make(2, 3, 16), 0.5, padded))
+    second_row_masked = make.tensor([[True], [False], [True]], torch.bool)
+    yield Sample("nothing_left", (make(3, 8), 1.0, second_row_masked))
+
+
+def _cost(x: Tensor, scale: float, mask: Tensor | None) -> Cost:
+    mask_bytes = 0 if mask is None else mask.numel()
+    return Cost(bytes=2 * x.nbytes + mask_bytes, flops=5 * x.numel())
+
+
+def _shifted_scores(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    scores = x * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores - scores.amax(-1, keepdim=True).detach()
+
+
+@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    """Probabilities of each row.
+
+    >>> softmax(torch.zeros(1, 4), mask=torch.tensor([True, True, False, False]))
+    tensor([[0.5000, 0.5000, 0.0000, 0.0000]])
+    """
+    weights = _shifted_scores(x, scale, mask).exp()
+    p = weights / weights.sum(-1, keepdim=True)
+    return p if mask is None else p.masked_fill(~mask, 0.0)
+
+
+@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+def log_softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    """Log-probabilities of each row.
+
+    >>> log_softmax(torch.zeros(1, 2))
+    tensor([[-0.6931, -0.6931]])
+    """
+    scores = _shifted_scores(x, scale, mask)
+    log_p = scores - scores.exp().sum(-1, keepdim=True).log()
+    return log_p if mask is None else log_p.masked_fill(~mask, -torch.inf)

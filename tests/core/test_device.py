@@ -1,0 +1,372 @@
+"""Facts of this machine, and of machines that we only have the texts of.
+
+The Xeon's text was captured on the machine that tests ingot and shortened; the others follow
+the format of the kernels for those machines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from ingot.core import device
+from ingot.core.device import Compiler, Cpu, Device, Gpu
+
+XEON = """\
+processor	: 0
+vendor_id	: GenuineIntel
+model name	: Intel(R) Xeon(R) Processor
+cpu MHz		: 2100.000
+physical id	: 0
+core id		: 0
+flags		: fpu sse4_2 fma f16c avx2 avx512f avx512dq avx512cd avx512bw avx512vl avx_vnni \
+avx512_bf16 avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8
+
+processor	: 1
+vendor_id	: GenuineIntel
+model name	: Intel(R) Xeon(R) Processor
+cpu MHz		: 2100.000
+physical id	: 0
+core id		: 1
+flags		: fpu sse4_2 fma f16c avx2
+"""
+
+# Two sockets of two cores of two threads: the second threads are numbered last.
+EPYC = "\n\n".join(
+    f"""\
+processor	: {cpu}
+model name	: AMD EPYC 7763 64-Core Processor
+physical id	: {cpu % 4 // 2}
+core id		: {cpu % 2}
+flags		: fpu vme sse4_2 fma movbe avx f16c avx2 sha_ni vaes"""
+    for cpu in range(8)
+)
+
+NEOVERSE = "\n\n".join(
+    f"""\
+processor	: {cpu}
+BogoMIPS	: 243.75
+Features	: fp asimd evtstrm aes fphp asimdhp asimddp
+CPU implementer	: 0x41
+CPU architecture: 8
+CPU part	: 0xd0c"""
+    for cpu in range(4)
+)
+
+EXAMPLE = Device(
+    cpu=Cpu(
+        name="Intel(R) Xeon(R) Processor",
+        architecture="x86_64",
+        cores=2,
+        threads=4,
+        isa=("avx2", "portable"),
+        int8=("avx_vnni",),
+        l1d=49152,
+        l2=2097152,
+        l3=314572800,
+    ),
+    memory=24 << 30,
+    gpus=(Gpu(type="cuda", name="NVIDIA H100", memory=80 << 30, capability="sm_90"),),
+    compiler=Compiler(path="/usr/bin/g++", name="gcc", version="12.2.0"),
+    system="Linux",
+    torch="2.13.0+cpu",
+)
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """Yield values that differ from `value` in one fact, whatever its type."""
+    match value:
+        case int():
+            yield value + 1
+        case str():
+            yield value + "x"
+        case tuple():
+            items = cast(tuple[Any, ...], value)
+            yield items[1:]
+            yield (*items, *items)
+            for i, item in enumerate(items):
+                for other in variants(item):
+                    yield (*items[:i], other, *items[i + 1 :])
+        case _:
+            assert dataclasses.is_dataclass(value), f"teach this test to change {value!r}"
+            for field in dataclasses.fields(value):
+                others = list(variants(getattr(value, field.name)))
+                if "None" in str(field.type):
+                    others.append(None)
+                for other in others:
+                    yield dataclasses.replace(value, **{field.name: other})  # type: ignore[type-var]
+
+
+def test_the_fingerprint_changes_with_every_fact() -> None:
+    all_devices = [EXAMPLE, *variants(EXAMPLE)]
+    assert len(all_devices) > len(dataclasses.fields(Cpu)) + len(dataclasses.fields(Gpu))
+    for one, other in itertools.combinations(all_devices, 2):
+        assert one != other
+        assert one.fingerprint != other.fingerprint
+
+
+def test_the_fingerprint_is_the_same_in_every_process() -> None:
+    script = """
+import sys
+from ingot.core import device
+assert "torch" not in sys.modules, "importing core must not import torch"
+print(device.detect().fingerprint)
+import torch
+assert not torch.cuda.is_initialized()
+"""
+    environment = {**os.environ, "PYTHONHASHSEED": "123"}
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.strip() == device.detect().fingerprint
+
+
+def test_this_machine_is_described_in_full() -> None:
+    found = device.detect()
+    assert found is device.detect()
+    assert found.cpu.name != "unknown"
+    assert 1 <= found.cpu.cores <= found.cpu.threads <= (os.cpu_count() or 1)
+    assert found.cpu.isa[-1] == "portable"
+    assert found.cpu.l1d is not None
+    assert found.cpu.l2 is not None
+    assert 2**13 < found.cpu.l1d < found.cpu.l2 < found.memory
+    assert found.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found.torch == torch.__version__
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what the kernel says and torch says")
+def test_the_kernel_and_torch_agree_about_this_cpu() -> None:
+    ours = device.parse_cpuinfo(Path("/proc/cpuinfo").read_text())
+    theirs = device.parse_capabilities(torch.cpu.get_capabilities())
+    assert device.isa_tiers(ours.flags) == device.isa_tiers(theirs.flags)
+    everything = range(os.cpu_count() or 1)
+    assert device.usable(ours.core_of, everything, None) == device.usable(
+        theirs.core_of, everything, None
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity and AMX are Linux's to grant")
+def test_a_process_that_is_given_less_says_less() -> None:
+    # With a signal stack too small for tile registers, the kernel does not grant them.
+    script = """
+import ctypes, os
+class Stack(ctypes.Structure):
+    _fields_ = [("p", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8000)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+from ingot.core.device import detect
+cpu = detect().cpu
+print(cpu.cores, cpu.threads, *cpu.isa, *cpu.int8)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    cpu = device.detect().cpu
+    rest = [name for name in cpu.isa + cpu.int8 if not name.startswith("amx")]
+    assert done.stdout.split() == ["1", "1", *rest]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "tiers", "counts"),
+    [
+        (
+            XEON,
+            "Intel(R) Xeon(R) Processor",
+            ("amx", "avx512_bf16", "avx512", "avx2", "portable"),
+            (2, 2),
+        ),
+        (EPYC, "AMD EPYC 7763 64-Core Processor", ("avx2", "portable"), (4, 8)),
+        (NEOVERSE, "0x41 0xd0c", ("portable",), (4, 4)),
+        ("", "unknown", ("portable",), (1, 1)),
+    ],
+)
+def test_other_machines(
+    text: str, name: str, tiers: tuple[str, ...], counts: tuple[int, int]
+) -> None:
+    processor = device.parse_cpuinfo(text)
+    assert processor.name == name
+    assert device.isa_tiers(processor.flags) == tiers
+    assert device.usable(processor.core_of, range(64), None) == counts
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "counts"),
+    [
+        ({0, 4}, None, (1, 2)),  # two threads of one core
+        ({0, 1}, None, (2, 2)),
+        ({0, 2, 6}, None, (2, 3)),  # a core of either socket, the second with both threads
+        (range(8), 2.5, (2, 2)),
+        (range(8), 6.0, (4, 6)),
+        (range(8), 0.5, (1, 1)),
+        ({0, 4}, 100.0, (1, 2)),
+    ],
+)
+def test_affinity_and_quota_limit_the_counts(
+    allowed: set[int], quota: float | None, counts: tuple[int, int]
+) -> None:
+    assert device.usable(device.parse_cpuinfo(EPYC).core_of, allowed, quota) == counts
+
+
+def test_capabilities_without_names_and_counts_still_describe_a_cpu() -> None:
+    apple = device.parse_capabilities(
+        {"architecture": "arm64", "neon": True, "sve": False, "cpu_name": "Apple M3",
+         "num_physical_cores": 8, "num_logical_cores": 8, "sve_max_length": 1}
+    )  # fmt: skip
+    assert (apple.name, apple.flags, len(apple.core_of)) == ("Apple M3", {"neon"}, 8)
+    laptop = device.parse_capabilities({"num_physical_cores": 2, "num_logical_cores": 4})
+    assert device.usable(laptop.core_of, range(4), None) == (2, 4)
+    assert device.parse_capabilities({}).core_of
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def test_instruction_caches_do_not_count_as_data_caches(tmp_path: Path) -> None:
+    for index, (level, kind, size) in enumerate(
+        [("1", "Instruction", "64K"), ("1", "Data", "32K"), ("1", "Instruction", "64K"),
+         ("2", "Unified", "1024K"), ("3", "Unified", "")]
+    ):  # fmt: skip
+        write(tmp_path / f"index{index}", {"level": level, "type": kind, "size": size})
+    assert device.data_caches(tmp_path) == {"1": 2**15, "2": 2**20}
+    assert device.data_caches(tmp_path / "absent") == {}
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limits"),
+    [
+        ("", {}, (None, None)),
+        ("0::/", {}, (None, None)),
+        ("0::/", {"cpu.max": "150000 100000", "memory.max": "1024"}, (1.5, 1024)),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/b/memory.max": "max"}, (None, None)),
+        # The tightest of the group's own limits and those above it holds.
+        (
+            "0::/a/b",
+            {"a/b/cpu.max": "400000 100000", "a/cpu.max": "200000 100000", "a/b/memory.max": "7"},
+            (2.0, 7),
+        ),
+        # Docker without a cgroup namespace: the path is the host's, the mount our own group.
+        ("0::/docker/1f", {"cpu.max": "50000 100000", "memory.max": "99"}, (0.5, 99)),
+        ("0::/../sibling", {"memory.max": "5"}, (None, 5)),
+        (
+            "4:memory:/x\n3:cpuset:/\n2:cpu,cpuacct:/x\n1:name=systemd:/x\n0::/",
+            {
+                "memory/x/memory.limit_in_bytes": "4096",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "cpu/x/cpu.cfs_quota_us": "300000",
+                "cpu/x/cpu.cfs_period_us": "100000",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+            },
+            (3.0, 4096),
+        ),
+    ],
+)
+def test_cgroups_limit_the_process(
+    tmp_path: Path,
+    membership: str,
+    files: dict[str, str],
+    limits: tuple[float | None, int | None],
+) -> None:
+    write(tmp_path, files)
+    assert device.cgroup_limits(tmp_path, membership) == limits
+
+
+def fake_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str, module: object) -> None:
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: SimpleNamespace(type=kind))
+    monkeypatch.setattr(accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+
+
+def test_cuda_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [
+        SimpleNamespace(name="NVIDIA H100", total_memory=80, major=9, minor=0),
+        SimpleNamespace(name="NVIDIA A100", total_memory=40, major=8, minor=0),
+    ]
+    fake_accelerator(monkeypatch, "cuda", SimpleNamespace(get_device_properties=cards.__getitem__))
+    assert device.detect_gpus() == (
+        Gpu(type="cuda", name="NVIDIA H100", memory=80, capability="sm_90"),
+        Gpu(type="cuda", name="NVIDIA A100", memory=40, capability="sm_80"),
+    )
+
+
+def test_rocm_devices_are_known_by_their_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="MI300X", total_memory=192, major=9, minor=4, gcnArchName="gfx942")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    cards = [card, card]
+    fake_accelerator(monkeypatch, "cuda", SimpleNamespace(get_device_properties=cards.__getitem__))
+    expected = Gpu(type="cuda", name="MI300X", memory=192, capability="gfx942")
+    assert device.detect_gpus() == (expected, expected)
+
+
+def test_an_accelerator_without_properties_is_known_by_its_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_accelerator(monkeypatch, "mps", SimpleNamespace())
+    expected = Gpu(type="mps", name="mps", memory=None, capability=None)
+    assert device.detect_gpus() == (expected, expected)
+
+
+def test_no_accelerator_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert device.detect_gpus() == ()
+
+
+@pytest.mark.parametrize(
+    ("banner", "name", "version"),
+    [
+        (
+            "g++ (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) Free Software Foundation",
+            "gcc",
+            "12.2.0",
+        ),
+        ("c++ (GCC) 13.2.1 20230801\nCopyright (C) Free Software Foundation", "gcc", "13.2.1"),
+        ("c++ (crosstool-NG 1.24.0) 7.5.0\nCopyright (C) Free Software", "gcc", "7.5.0"),
+        ("Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu", "clang", "14.0.6"),
+        ("clang version 19.1.0 (https://github.com/llvm 1.2.3)", "clang", "19.1.0"),
+        ("Intel(R) oneAPI DPC++/C++ Compiler 2025.0.4 (2025.0.4.20241205)", "Intel(R)", "2025.0.4"),
+    ],
+)
+def test_compilers_say_who_they_are(banner: str, name: str, version: str) -> None:
+    assert device.parse_compiler("/c++", banner) == Compiler(
+        path="/c++", name=name, version=version
+    )
+
+
+def test_what_prints_no_version_is_no_compiler() -> None:
+    assert device.parse_compiler("/bin/true", "") is None
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_preferred_compiler_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert device.detect_compiler(None) is None
+    usual = script(tmp_path / "clang++", "echo clang version 17.0.1")
+    mine = script(tmp_path / "my-c++", "echo clang version 18.0.2")
+    broken = script(tmp_path / "g++", "exit 1")
+    found = device.detect_compiler(str(mine))
+    assert found == Compiler(path=str(mine), name="clang", version="18.0.2")
+    for preferred in (None, "", "absent", "ccache g++", str(broken)):
+        found = device.detect_compiler(preferred)
+        assert found == Compiler(path=str(usual), name="clang", version="17.0.1")

@@ -1,0 +1,224 @@
+"""Tests generated from the records: whatever op is declared is tested here, in full.
+
+A case is an op x dtype x sample x provider. The run prints their number at its end.
+"""
+
+from __future__ import annotations
+
+import doctest
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ingot import ops
+from ingot.ops.accuracy import backward_errors, forward_errors
+from ingot.ops.inputs import REQUIRED, Make
+from ingot.ops.op import Op, as_tuple, prefer
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+OPS = list(ops.catalogue().values())
+
+
+@dataclass(frozen=True)
+class Case:
+    op: Op[..., Any]
+    dtype: str
+    sample: str
+    provider: str
+
+    def __str__(self) -> str:
+        return f"{self.op.name}-{self.sample}-{self.dtype}-{self.provider}"
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """New tensors at each call, so that no test sees what another did to them."""
+        samples = self.op.samples(Make(DTYPES[self.dtype]))
+        return next(self.op.complete(s.args) for s in samples if s.name == self.sample)
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """The arguments, those of the case's dtype ready for autograd."""
+        return tuple(
+            arg.detach().requires_grad_() if needed else arg
+            for arg, needed in zip(self.args, self.needs, strict=True)
+        )
+
+    @property
+    def needs(self) -> list[bool]:
+        dtype = DTYPES[self.dtype]
+        return [
+            self.op.gradient is not None and isinstance(arg, Tensor) and arg.dtype == dtype
+            for arg in self.args
+        ]
+
+
+def cases(
+    *dtypes: str, where: Callable[[Case], bool] = lambda case: True
+) -> pytest.MarkDecorator:
+    """Every op x sample x provider that supports it, in the given dtypes."""
+    found = [
+        Case(op, dtype, sample.name, provider.name)
+        for op in OPS
+        for dtype in dtypes
+        for sample in op.samples(Make(DTYPES[dtype]))
+        for provider in op.providers.values()
+        if provider.supports(*op.complete(sample.args))
+    ]
+    return pytest.mark.parametrize("case", [case for case in found if where(case)], ids=str)
+
+
+def by_default(case: Case) -> bool:
+    """Whether this is the provider that a call gets when nobody prefers another."""
+    return case.op.select(*case.args).name == case.provider
+
+
+def differentiable(case: Case) -> bool:
+    return case.op.gradient is not None
+
+
+def exact(case: Case) -> bool:
+    return case.op.providers[case.provider].exact
+
+
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+@each_op
+def test_record_is_complete(op: Op[..., Any]) -> None:
+    names = [sample.name for sample in op.samples(Make(torch.float32))]
+    assert set(REQUIRED) <= set(names)
+    assert len(names) == len(set(names))
+    assert set(op.rows) <= set(op.signature.parameters)
+    assert "reference" in op.providers
+
+
+@each_op
+def test_example_in_docstring(op: Op[..., Any]) -> None:
+    source = sys.modules[op.reference.__module__]
+    test = doctest.DocTestParser().get_doctest(
+        op.__doc__ or "", {**vars(source), "torch": torch}, op.name, None, None
+    )
+    assert test.examples, "every op shows how it is called"
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@cases("fp32", "bf16", "fp16")
+def test_forward_error_is_within_bound(case: Case) -> None:
+    assert max(forward_errors(case.op, case.provider, case.args)) <= 1
+
+
+@cases("fp32", "bf16", "fp16", where=differentiable)
+def test_backward_error_is_within_bound(case: Case) -> None:
+    errors = backward_errors(case.op, case.provider, case.args)
+    assert max(errors.values()) <= 1, errors
+
+
+@cases("fp32", "bf16", "fp16")
+def test_fake_and_real_agree(case: Case) -> None:
+    with prefer(case.provider):
+        real = as_tuple(case.op(*case.args))
+    fake = as_tuple(case.op(*(a.to("meta") if isinstance(a, Tensor) else a for a in case.args)))
+    assert [(t.shape, t.dtype, t.stride()) for t in real] == [
+        (t.shape, t.dtype, t.stride()) for t in fake
+    ]
+
+
+@cases("fp64", where=differentiable)
+def test_gradient_is_the_derivative(case: Case) -> None:
+    def finite(*args: Any) -> tuple[Tensor, ...]:  # a masked log-probability is -inf
+        return tuple(out.where(out.isfinite(), 0) for out in as_tuple(case.op(*args)))
+
+    with prefer(case.provider):
+        assert torch.autograd.gradcheck(finite, case.leaves, fast_mode=True)
+
+
+@cases("fp32", where=by_default)
+def test_opcheck(case: Case) -> None:
+    torch.library.opcheck(case.op.overload, case.leaves)
+
+
+@cases("fp32", where=lambda case: by_default(case) and differentiable(case))
+def test_opcheck_of_the_backward(case: Case) -> None:
+    grads = [torch.ones_like(out) for out in as_tuple(case.op(*case.args))]
+    torch.library.opcheck(case.op.backward_overload, (case.needs, grads, *case.args))
+
+
+@cases("fp32", "bf16", "fp16", where=lambda case: case.sample == "typical" and by_default(case))
+def test_compiles_without_graph_breaks(case: Case) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *args: case.op(*args), fullgraph=True, backend="aot_eager")
+    assert_same(compiled, case)
+
+
+@pytest.mark.slow
+@cases("fp32", where=by_default)
+def test_compiles_with_inductor(case: Case) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *args: case.op(*args), fullgraph=True)
+    assert_same(compiled, case)
+
+
+@cases("fp32", where=lambda case: case.sample == "typical" and by_default(case))
+def test_exports(case: Case) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *args: Any) -> Any:
+            return case.op(*args)
+
+    exported = torch.export.export(Module(), case.args)
+    assert case.op.overload in [node.target for node in exported.graph.nodes]
+    assert_equal(exported.module()(*case.args), case.op(*case.args))
+
+
+@cases("fp32", "bf16", "fp16", where=exact)
+def test_rows_do_not_depend_on_the_batch(case: Case) -> None:
+    names = list(case.op.signature.parameters)
+    rows = len(case.args[names.index(case.op.rows[0])])
+    with prefer(case.provider):
+        whole = as_tuple(case.op(*case.args))
+        for row in range(rows):
+            alone = as_tuple(
+                case.op(
+                    *(
+                        arg[row : row + 1] if name in case.op.rows else arg
+                        for name, arg in zip(names, case.args, strict=True)
+                    )
+                )
+            )
+            assert_equal(alone, tuple(out[row : row + 1] for out in whole))
+
+
+@cases("fp32", "bf16", "fp16", where=by_default)
+def test_cost_lies_between_the_least_and_all_that_could_move(case: Case) -> None:
+    cost = case.op.cost(*case.args)
+    outputs = sum(out.nbytes for out in as_tuple(case.op(*case.args)))
+    inputs = sum(arg.nbytes for arg in case.args if isinstance(arg, Tensor))
+    assert outputs < cost.bytes <= inputs + outputs
+    assert cost.flops >= 0
+
+
+def assert_same(compiled: Callable[..., Any], case: Case) -> None:
+    """Same bits from the compiled function and from the op, forward and backward."""
+    ours, theirs = case.leaves, case.leaves
+    expected, actual = as_tuple(case.op(*ours)), as_tuple(compiled(*theirs))
+    assert_equal(actual, expected)
+    if case.op.gradient:
+        grads = [torch.ones_like(out) for out in expected]
+        torch.autograd.backward(expected, grads)
+        torch.autograd.backward(actual, grads)
+        for one, other, needed in zip(ours, theirs, case.needs, strict=True):
+            if needed:
+                assert_equal(one.grad, other.grad)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

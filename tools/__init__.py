@@ -1,0 +1,1 @@
+"""What the checks of this repository need and the package does not."""
