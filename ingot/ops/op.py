@@ -333,12 +333,11 @@ def _register(record: Op[..., Any]) -> None:
         )
     schema = torch.library.infer_schema(record.reference, mutates_args=())
     _define(record.name, schema, record._forward_kernel, record.fake)
-    if record.gradient:
-        arguments = schema[1:].rsplit(") -> ", 1)[0]
-        backward_schema = f"(bool[] needs, Tensor[] grads, {arguments}) -> Tensor[]"
-        name = f"{record.name}_backward"
-        _define(name, backward_schema, record._backward_kernel, record._backward_fake)
-        _join(record)
+    arguments = schema[1:].rsplit(") -> ", 1)[0]
+    backward_schema = f"(bool[] needs, Tensor[] grads, {arguments}) -> Tensor[]"
+    name = f"{record.name}_backward"
+    _define(name, backward_schema, record._backward_kernel, record._backward_fake)
+    _join(record)
     _CATALOGUE[record.name] = record
 
 
@@ -360,6 +359,11 @@ def _join(record: Op[..., Any]) -> None:
     # calls `op.reference`, which is plain PyTorch.
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if record.gradient is None:
+            raise OpError(
+                f"op '{record.name}' has no gradient",
+                remedy="detach its inputs, or leave it out of what is trained",
+            )
         tensors = iter(ctx.saved_tensors)
         args = [
             next(tensors) if is_tensor else other

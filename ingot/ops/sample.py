@@ -64,7 +64,7 @@ def _logits(make: Make) -> Iterator[tuple[str, Tensor]]:
     yield "one_row", make(1, 48)
     yield "strided", make.strided(4, 24)
     yield "extreme", make.spread(4, 33, high=6)
-    yield "ties", make.ints(3, 4, 16).to(make.dtype)
+    yield "ties", (make.ints(3, 4, 16) + 1).to(make.dtype)
 
 
 def _options(make: Make, rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -192,7 +192,9 @@ def truncate(
     tensor([[0.7311, 0.2689, 0.0000]])
     """
     greedy = (temperature == 0)[:, None]
-    scaled = logits / temperature.where(temperature > 0, 1)[:, None].to(logits.dtype)
+    # Relative to the largest first, so that no temperature overflows it.
+    relative = logits - logits.amax(-1, keepdim=True)
+    scaled = relative / temperature.where(temperature > 0, 1)[:, None].to(logits.dtype)
     ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = rank < top_k[:, None].where(~greedy, 1)

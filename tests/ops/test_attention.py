@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ingot import ops
+from ingot.core.errors import OpError
+from ingot.ops.op import prefer
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def qkv(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((length, HEADS, WIDTH), (length, KV_HEADS, WIDTH), (length, KV_HEADS, WIDTH))
+    q, k, v = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+    return q, k, v
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    return ops.attention(q, k, v, int32(0, len(q)), window=window)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_reference_is_scaled_dot_product_attention(causal: bool) -> None:
+    q, k, v = qkv(11)
+    theirs = F.scaled_dot_product_attention(
+        *(t.transpose(0, 1) for t in (q, k, v)), is_causal=causal, enable_gqa=True
+    ).transpose(0, 1)
+    with prefer("reference"):
+        torch.testing.assert_close(ops.attention(q, k, v, int32(0, 11), causal=causal), theirs)
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    one, other = qkv(5, 1), qkv(7, 2)
+    both = [torch.cat(pair) for pair in zip(one, other, strict=True)]
+    together = ops.attention(*both, cu_seqlens=int32(0, 5, 12))
+    torch.testing.assert_close(together, torch.cat((whole(*one), whole(*other))))
+
+
+@given(
+    length=st.integers(1, 24),
+    page=st.integers(1, 6),
+    window=st.none() | st.integers(1, 30),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_chunks_and_any_pages_give_what_the_whole_prompt_gives(
+    length: int, page: int, window: int | None, data: st.DataObject
+) -> None:
+    q, k, v = qkv(length)
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set())))
+    num_pages = -(-length // page)
+    table = data.draw(st.permutations(range(num_pages + 2)))[:num_pages]
+    pools = [torch.full((num_pages + 2, page, KV_HEADS, WIDTH), torch.nan).double() for _ in "kv"]
+    for position in range(length):
+        for pool, values in zip(pools, (k, v), strict=True):
+            pool[table[position // page], position % page] = values[position]
+
+    plain: list[Tensor] = []
+    paged: list[Tensor] = []
+    for start, end in zip([0, *cuts], [*cuts, length], strict=True):
+        starts, lens = int32(0, end - start), int32(end)
+        plain.append(
+            ops.attention(q[start:end], k[:end], v[:end], starts, lens, window=window)
+        )
+        block_table = torch.tensor([table], dtype=torch.int32)
+        paged.append(
+            ops.attention(q[start:end], *pools, starts, lens, block_table, window=window)
+        )
+    torch.testing.assert_close(torch.cat(plain), whole(q, k, v, window))
+    assert torch.equal(torch.cat(paged), torch.cat(plain))
+
+
+def test_a_window_of_one_sees_itself() -> None:
+    q, k, v = qkv(6)
+    torch.testing.assert_close(whole(q, k, v, window=1), v.repeat_interleave(2, dim=1))
+
+
+def test_more_queries_than_keys_is_an_error_with_a_remedy() -> None:
+    q, k, v = qkv(3)
+    with pytest.raises(OpError, match="3 queries but 2 keys"):
+        ops.attention(q, k[:2], v[:2], int32(0, 3), int32(2))

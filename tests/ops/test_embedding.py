@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ingot import ops
+
+
+def test_the_gradient_of_a_repeated_token_adds_up() -> None:
+    weight = torch.randn(4, 3, requires_grad=True)
+    ops.embedding(torch.tensor([2, 2, 0]), weight).sum().backward()
+    assert torch.equal(weight.grad[:, 0], torch.tensor([1.0, 0.0, 2.0, 0.0]))
+
+
+@pytest.mark.parametrize("token", [4, -5])
+def test_a_token_outside_the_table_is_an_error(token: int) -> None:
+    with pytest.raises(IndexError, match="out of range"):
+        ops.embedding(torch.tensor([token]), torch.randn(4, 3))

@@ -1,0 +1,162 @@
+"""The record itself: what it demands, how it dispatches, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ingot import ops
+from ingot.core.errors import OpError, UnknownName
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Op, Tolerance, like, op, prefer
+
+
+def samples(make: Make) -> Iterator[Sample]:
+    yield Sample("typical", (make(3, 4),))
+
+
+def cost(x: Tensor) -> Cost:
+    return Cost(bytes=2 * x.nbytes, flops=x.numel())
+
+
+RECORD: dict[str, Any] = {
+    "fake": like,
+    "samples": samples,
+    "tolerance": Tolerance(),
+    "cost": cost,
+    "rows": ("x",),
+}
+
+
+@pytest.fixture
+def made_up() -> Iterator[Op[..., Any]]:
+    """An op that exists for one test. Its name stays taken, so it is made once."""
+    if not hasattr(torch.ops.ingot, "made_up_double"):
+
+        @op(**RECORD)
+        def made_up_double(x: Tensor) -> Tensor:
+            return 2 * x
+
+        made_up_double_record.append(made_up_double)
+    yield made_up_double_record[0]
+
+
+made_up_double_record: list[Op[..., Any]] = []
+
+
+@pytest.mark.parametrize("missing", RECORD)
+def test_an_op_without_one_of_its_fields_cannot_be_declared(missing: str) -> None:
+    rest = {field: value for field, value in RECORD.items() if field != missing}
+    with pytest.raises(TypeError, match=f"missing 1 required keyword-only argument: '{missing}'"):
+        op(**rest)
+
+
+def test_schema_comes_from_annotations() -> None:
+    with pytest.raises(ValueError, match="x must have a type annotation"):
+
+        @op(**RECORD)
+        def untyped(x):  # noqa: ANN001, ANN202
+            return x
+
+
+def test_keyword_only_parameters_are_refused() -> None:
+    with pytest.raises(OpError, match="keyword-only"):
+
+        @op(**RECORD)
+        def keyword_only(x: Tensor, *, eps: float = 0.0) -> Tensor:
+            return x + eps
+
+
+def test_a_looser_tolerance_needs_a_reason() -> None:
+    with pytest.raises(OpError, match="looser than 2x/3x"):
+        Tolerance(forward=4.0)
+    assert Tolerance(forward=4.0, reason="a table lookup of 8 bits").forward == 4.0
+
+
+def test_a_declared_op_is_whole(made_up: Op[..., Any]) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    made_up(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0))
+    assert ops.catalogue()["made_up_double"] is made_up
+    assert [p for p in made_up.providers] == ["reference"]
+
+
+def test_providers_are_chosen_in_order_of_preference() -> None:
+    x = torch.randn(2, 4)
+    assert ops.softmax.select(x, 1.0, None).name == "aten"
+    assert ops.softmax.select(x, 1.0, x > 0).name == "reference"  # aten supports no mask
+    with prefer("reference"):
+        assert ops.softmax.select(x, 1.0, None).name == "reference"
+    assert ops.softmax.select(x, 1.0, None).name == "aten"
+
+
+def test_an_unknown_provider_is_named() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'aten'"), prefer("atten"):
+        pass
+    with pytest.raises(UnknownName, match="unknown provider"):
+        ops.silu.provide("mps", lambda x: x, exact=False)
+
+
+def test_half_precision_is_rounded_once_by_the_reference() -> None:
+    x = torch.randn(64, 64).bfloat16()
+    with prefer("reference"):
+        assert torch.equal(ops.silu(x), ops.silu.reference(x.float()).bfloat16())
+
+
+def test_a_second_derivative_is_an_error_not_a_wrong_number() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(ops.silu(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+def test_an_op_without_a_gradient_says_so() -> None:
+    logits = torch.randn(1, 4, requires_grad=True)
+    one, zero = torch.ones(1), torch.zeros(1)
+    result = ops.truncate(logits, one, torch.tensor([4]), one, zero)
+    with pytest.raises(OpError, match="no gradient"):
+        result.sum().backward()
+
+
+def test_backward_works_below_a_dispatch_mode() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    with FlopCounterMode(display=False):
+        ops.silu(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_gradients_of_several_outputs_where_one_is_unused() -> None:
+    x, residual = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    _, total = ops.add_rms_norm(x, residual, torch.ones(4))
+    total.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 4))
+    assert torch.equal(residual.grad, torch.ones(2, 4))
+
+
+def test_inference_mode_works_after_training_and_before() -> None:
+    x = torch.randn(2, 4)
+    with torch.inference_mode():
+        served = ops.rms_norm(x, torch.ones(4))
+    trained = ops.rms_norm(x.requires_grad_(), torch.ones(4))
+    assert torch.equal(served, trained)
+    trained.sum().backward()
+
+
+def test_a_graph_of_many_ops_compiles_with_inductor() -> None:
+    def block(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+        x, residual = ops.add_rms_norm(x, residual, norm)
+        hidden = ops.linear_swiglu(x, weight, weight)
+        return ops.softmax(ops.linear_residual(hidden, weight, residual).relu())
+
+    inputs = [torch.randn(3, 8), torch.randn(3, 8), torch.randn(8, 8), torch.ones(8)]
+    ours = [t.clone().requires_grad_() for t in inputs]
+    theirs = [t.clone().requires_grad_() for t in inputs]
+    block(*ours).square().sum().backward()
+    torch.compile(block, fullgraph=True)(*theirs).square().sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

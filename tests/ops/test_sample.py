@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ingot import ops
+from ingot.ops.sample import philox
+
+
+def row(value: float, rows: int = 1) -> Tensor:
+    return torch.full((rows,), value)
+
+
+def truncated(
+    logits: Tensor, temperature: float = 1.0, k: int = 99, p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    rows = len(logits)
+    top_k = torch.full((rows,), k)
+    return ops.truncate(logits, row(temperature, rows), top_k, row(p, rows), row(min_p, rows)).exp()
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000",
+         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)  # fmt: skip
+def test_philox_gives_the_published_answers(counter: str, key: str, expected: str) -> None:
+    """The known-answer tests of Random123, the generator's own library."""
+
+    def words(text: str) -> tuple[Tensor, ...]:
+        return tuple(torch.tensor([int(word, 16)]) for word in text.split())
+
+    first, second = words(key)
+    assert philox(words(counter), (first, second)) == words(expected)
+
+
+def test_uniform_is_uniform_over_positions_and_over_seeds() -> None:
+    count, bins = 40_000, 50
+    index, same = torch.arange(count), torch.full((count,), 7)
+    for seeds, positions in ((same, index), (index, same)):
+        drawn = ops.uniform(seeds, positions)
+        assert drawn.min() >= 0
+        assert drawn.max() < 1
+        observed = torch.histc(drawn, bins, 0, 1)
+        chi_square = ((observed - count / bins) ** 2 / (count / bins)).sum()
+        assert chi_square < 85  # 49 degrees of freedom: 0.1 % lie above
+
+
+def test_high_bits_of_seed_and_position_count() -> None:
+    seeds = torch.tensor([5, 5 + 2**32, 5 + 2**62, 5])
+    positions = torch.tensor([1, 1, 1, 1 + 2**32])
+    assert ops.uniform(seeds, positions).unique().numel() == 4
+
+
+def test_draws_follow_the_probabilities() -> None:
+    count = 40_000
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    tokens = ops.sample(
+        p.log().expand(count, 4), row(1.0, count), torch.full((count,), 4), row(1.0, count),
+        row(0.0, count), torch.full((count,), 3), torch.arange(count),
+    )  # fmt: skip
+    observed = tokens.bincount(minlength=4).double()
+    chi_square = ((observed - count * p) ** 2 / (count * p)).sum()
+    assert chi_square < 16.3  # 3 degrees of freedom: 0.1 % lie above
+
+
+def test_temperature_zero_is_greedy_and_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
+    assert torch.equal(truncated(logits, temperature=0.0), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
+
+
+def test_each_cut_on_its_own() -> None:
+    p = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
+    keep = {
+        "k": truncated(p.log(), k=2),
+        "p": truncated(p.log(), p=0.6),
+        "min_p": truncated(p.log(), min_p=0.4),
+    }
+    for cut, result in keep.items():
+        torch.testing.assert_close(result, torch.tensor([[0.0, 0.625, 0.0, 0.375]]), msg=cut)
+    sharper = p**2 / (p**2).sum()
+    torch.testing.assert_close(truncated(p.log(), temperature=0.5), sharper)
+
+
+def test_top_p_of_zero_keeps_the_likeliest() -> None:
+    assert torch.equal(truncated(torch.tensor([[1.0, 2.0]]), p=0.0), torch.tensor([[0.0, 1.0]]))
+
+
+def test_penalties_in_their_signs() -> None:
+    logits = torch.tensor([[2.0, -2.0, 2.0, 2.0]])
+    prompt = torch.tensor([[True, True, False, False]])
+    counts = torch.tensor([[0, 0, 3, 0]], dtype=torch.int32)
+    result = ops.penalize(logits, prompt, counts, row(2.0), row(0.5), row(0.1))
+    torch.testing.assert_close(result, torch.tensor([[1.0, -4.0, 1.0 - 0.5 - 0.3, 2.0]]))
+
+
+@given(
+    rows=st.integers(1, 5),
+    vocabulary=st.integers(1, 40),
+    temperature=st.floats(0, 3),
+    k=st.integers(1, 50),
+    p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    numbers=st.randoms(use_true_random=False),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_draw_is_possible_and_does_not_depend_on_the_batch(
+    rows: int, vocabulary: int, temperature: float, k: int, p: float, min_p: float, seed: int,
+    numbers: object,
+) -> None:  # fmt: skip
+    random = torch.Generator().manual_seed(numbers.randint(0, 2**31))  # pyright: ignore
+    logits = torch.randn(rows, vocabulary, generator=random) * 5
+    options = (
+        row(temperature, rows), torch.full((rows,), k), row(p, rows), row(min_p, rows),
+        torch.full((rows,), seed), torch.arange(rows),
+    )  # fmt: skip
+    tokens = ops.sample(logits, *options)
+    allowed = truncated(logits, temperature, k, p, min_p)
+    assert (allowed.gather(1, tokens[:, None]) > 0).all()
+    torch.testing.assert_close(allowed.sum(-1), torch.ones(rows))
+    assert ((allowed > 0).sum(-1) <= k).all()
+    for index in range(rows):
+        alone = ops.sample(logits[index : index + 1], *(o[index : index + 1] for o in options))
+        assert alone == tokens[index]
