@@ -18,6 +18,7 @@ Legend: T queries, S keys, N query heads, G key-value heads, H channels, B seque
 Q and K the queries and keys of one sequence.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -127,10 +128,11 @@ def _cost(
     ]
     num_keys = sum(keys for _, keys in lengths)
     pairs = sum(int(visible(*length, causal, window).sum()) for length in lengths)
-    key_width = k.shape[-2] * k.shape[-1]
+    row_bytes = k.shape[-2] * k.shape[-1] * k.itemsize
+    heads, width = q.shape[-2:]
     return Cost(
-        bytes=2 * q.nbytes + 2 * num_keys * key_width * k.itemsize,
-        flops=4 * pairs * q.shape[-2] * q.shape[-1],
+        bytes=2 * q.nbytes + 2 * num_keys * row_bytes,
+        flops=4 * pairs * heads * width,
     )
 
 
@@ -153,7 +155,7 @@ def attention(
     torch.Size([3, 1, 4])
     """
     num_heads, width = q.shape[-2:]
-    scale = width**-0.5 if scale is None else scale
+    score_scale = width**-0.5 if scale is None else scale
     outputs: list[Tensor] = []
     for q_QNH, k_KGH, v_KGH in sequences(q, k, v, cu_seqlens, context_lens, block_table):
         if len(q_QNH) == 0:
@@ -162,6 +164,6 @@ def attention(
         v_KNH = v_KGH.repeat_interleave(num_heads // v_KGH.shape[1], dim=1)
         mask_QK = visible(len(q_QNH), len(k_KNH), causal, window).to(q.device)
         scores_NQK = torch.einsum("qnh,knh->nqk", q_QNH, k_KNH)
-        p_NQK = softmax.reference(scores_NQK, scale, mask_QK)
+        p_NQK = softmax.reference(scores_NQK, score_scale, mask_QK)
         outputs.append(torch.einsum("nqk,knh->qnh", p_NQK, v_KNH))
     return torch.cat(outputs)

@@ -57,26 +57,21 @@ def _rows(x: Tensor) -> int:
 
 
 def _cost(x: Tensor, weight: Tensor, bias: Tensor | None) -> Cost:
-    rows, out = _rows(x), weight.shape[0]
-    return Cost(
-        bytes=x.nbytes + weight.nbytes + rows * out * x.itemsize,
-        flops=2 * rows * weight.numel(),
-    )
+    rows = _rows(x)
+    result = rows * weight.shape[0] * x.itemsize
+    return Cost(bytes=x.nbytes + weight.nbytes + result, flops=2 * rows * weight.numel())
 
 
 def _swiglu_cost(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Cost:
-    rows, out = _rows(x), gate_weight.shape[0]
-    return Cost(
-        bytes=x.nbytes + 2 * gate_weight.nbytes + rows * out * x.itemsize,
-        flops=4 * rows * gate_weight.numel(),
-    )
+    rows = _rows(x)
+    result = rows * up_weight.shape[0] * x.itemsize
+    return Cost(bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=4 * rows * up_weight.numel())
 
 
 def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> Cost:
-    return Cost(
-        bytes=x.nbytes + weight.nbytes + 2 * residual.nbytes,
-        flops=2 * _rows(x) * weight.numel(),
-    )
+    rows = _rows(x)
+    result = residual.nbytes
+    return Cost(bytes=x.nbytes + weight.nbytes + 2 * result, flops=2 * rows * weight.numel())
 
 
 @op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))

@@ -22,12 +22,13 @@ that a C++ library may later claim the `CPU` key of the same op (2 us a call ins
 inference mode, measured) without anything here changing.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -143,11 +144,12 @@ def differentiate(forward: Callable[..., Any]) -> Backward:
 
 
 @contextmanager
-def prefer(provider: str) -> Iterator[None]:
+def prefer(provider: str) -> Generator[None]:
     """Use this provider wherever it supports the call: to find out which kernel is wrong.
 
     >>> with prefer("reference"):
-    ...     y = silu(x)
+    ...     catalogue()["silu"](torch.zeros(1))
+    tensor([0.])
     """
     if provider not in PREFERENCE:
         raise UnknownName("provider", provider, PREFERENCE)
@@ -177,6 +179,7 @@ class Op(Generic[P, R]):
     _registered: dict[str, Provider] = field(default_factory=dict[str, Provider])
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute it, by the best provider that supports the call."""
         return self.overload(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -259,7 +262,9 @@ class Op(Generic[P, R]):
         ]
 
     def _backward_fake(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
-        return [_empty(arg) for arg, needed in zip(self.complete(args), needs, strict=True) if needed]
+        return [
+            _empty(arg) for arg, needed in zip(self.complete(args), needs, strict=True) if needed
+        ]
 
 
 def op(

@@ -16,6 +16,7 @@ change only them, and some scale the rotated result; each scaling is a class her
 Legend: T tokens, N heads, H channels of a head, F frequencies.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import math

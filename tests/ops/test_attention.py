@@ -32,11 +32,14 @@ def whole(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_reference_is_scaled_dot_product_attention(causal: bool) -> None:
     q, k, v = qkv(11)
-    theirs = F.scaled_dot_product_attention(
-        *(t.transpose(0, 1) for t in (q, k, v)), is_causal=causal, enable_gqa=True
-    ).transpose(0, 1)
+    q_NTH, k_GTH, v_GTH = (t.transpose(0, 1) for t in (q, k, v))
+    theirs_NTH = F.scaled_dot_product_attention(
+        q_NTH, k_GTH, v_GTH, is_causal=causal, enable_gqa=True
+    )
     with prefer("reference"):
-        torch.testing.assert_close(ops.attention(q, k, v, int32(0, 11), causal=causal), theirs)
+        torch.testing.assert_close(
+            ops.attention(q, k, v, int32(0, 11), causal=causal), theirs_NTH.transpose(0, 1)
+        )
 
 
 def test_sequences_do_not_see_each_other() -> None:
@@ -60,21 +63,20 @@ def test_any_chunks_and_any_pages_give_what_the_whole_prompt_gives(
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set())))
     num_pages = -(-length // page)
     table = data.draw(st.permutations(range(num_pages + 2)))[:num_pages]
-    pools = [torch.full((num_pages + 2, page, KV_HEADS, WIDTH), torch.nan).double() for _ in "kv"]
+    k_pool = torch.full((num_pages + 2, page, KV_HEADS, WIDTH), torch.nan).double()
+    v_pool = k_pool.clone()
     for position in range(length):
-        for pool, values in zip(pools, (k, v), strict=True):
-            pool[table[position // page], position % page] = values[position]
+        slot = table[position // page], position % page
+        k_pool[slot], v_pool[slot] = k[position], v[position]
 
     plain: list[Tensor] = []
     paged: list[Tensor] = []
     for start, end in zip([0, *cuts], [*cuts, length], strict=True):
         starts, lens = int32(0, end - start), int32(end)
-        plain.append(
-            ops.attention(q[start:end], k[:end], v[:end], starts, lens, window=window)
-        )
+        plain.append(ops.attention(q[start:end], k[:end], v[:end], starts, lens, window=window))
         block_table = torch.tensor([table], dtype=torch.int32)
         paged.append(
-            ops.attention(q[start:end], *pools, starts, lens, block_table, window=window)
+            ops.attention(q[start:end], k_pool, v_pool, starts, lens, block_table, window=window)
         )
     torch.testing.assert_close(torch.cat(plain), whole(q, k, v, window))
     assert torch.equal(torch.cat(paged), torch.cat(plain))

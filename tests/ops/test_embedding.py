@@ -8,8 +8,9 @@ from ingot import ops
 
 def test_the_gradient_of_a_repeated_token_adds_up() -> None:
     weight = torch.randn(4, 3, requires_grad=True)
-    ops.embedding(torch.tensor([2, 2, 0]), weight).sum().backward()
-    assert torch.equal(weight.grad[:, 0], torch.tensor([1.0, 0.0, 2.0, 0.0]))
+    rows = ops.embedding(torch.tensor([2, 2, 0]), weight)
+    (grad,) = torch.autograd.grad(rows.sum(), weight)
+    assert torch.equal(grad[:, 0], torch.tensor([1.0, 0.0, 2.0, 0.0]))
 
 
 @pytest.mark.parametrize("token", [4, -5])

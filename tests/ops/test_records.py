@@ -62,9 +62,7 @@ class Case:
         ]
 
 
-def cases(
-    *dtypes: str, where: Callable[[Case], bool] = lambda case: True
-) -> pytest.MarkDecorator:
+def cases(*dtypes: str, where: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
     """Every op x sample x provider that supports it, in the given dtypes."""
     found = [
         Case(op, dtype, sample.name, provider.name)

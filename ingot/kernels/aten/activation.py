@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ingot.kernels.aten import aten
 from ingot import ops
+from ingot.kernels.aten import aten
 
 
 @aten(ops.gelu)

@@ -60,8 +60,6 @@ def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
 
 
 @aten(ops.linear_residual)
-def linear_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None
-) -> Tensor:
+def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
     """A GEMM and a sum."""
     return (residual + F.linear(x, weight, bias)).contiguous()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ingot.kernels.aten import aten
 from ingot import ops
+from ingot.kernels.aten import aten
 
 
 @aten(ops.rms_norm)
@@ -22,9 +22,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 @aten(ops.add_rms_norm)
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """A sum and a fused norm."""
     total = (x + residual).contiguous()
     return rms_norm(total, weight, eps), total

@@ -1,0 +1,80 @@
+"""The command line: `ingot <verb>`, one file a verb.
+
+A verb is a function with typed parameters; tyro makes its options and its help out of them.
+Only the verb that is called is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ingot
+from ingot.core.errors import IngotError
+from ingot.core.log import setup, stderr, stdout
+from ingot.core.registry import Registry
+
+SUMMARIES = {
+    "doctor": "what this machine is and can do, what is missing, and the remedy",
+    "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
+}
+VERBS: Registry[Callable[..., Any]] = Registry("verb")
+for _verb in SUMMARIES:
+    VERBS.register(_verb, f"ingot.cli.{_verb}:{_verb}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `ingot` with these arguments, those of the process by default; always exits."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        sys.exit(_run(arguments))
+    except IngotError as error:
+        stderr().print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
+        stderr().print(f"[bold]remedy:[/] {_plain(error.remedy)}", highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # `ingot ops | head`: the reader has left. Nothing may be flushed into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _run(arguments: list[str]) -> int:
+    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if verb in ("--help", "-h"):
+        _print_help()
+    elif verb == "--version":
+        stdout().print(f"ingot {ingot.__version__}", highlight=False)
+    else:
+        function = VERBS.get(verb)
+        setup()
+        import tyro
+
+        # tyro answers --help and mistakes itself, and names the nearest option.
+        tyro.cli(function, args=rest, prog=f"ingot {verb}")
+    return 0
+
+
+def _print_help() -> None:
+    from rich.table import Table
+
+    verbs = Table.grid(padding=(0, 3))
+    for verb, summary in SUMMARIES.items():
+        verbs.add_row(f"  [bold]{verb}[/]", summary)
+    console = stdout()
+    console.print("[bold]ingot[/]: one model, from training to serving, through the same kernels\n")
+    console.print("usage: ingot VERB ...\n", highlight=False)
+    console.print(verbs)
+    console.print("\nexamples:")
+    console.print("  ingot doctor          measure this machine", highlight=False)
+    console.print("  ingot ops rms_norm    one op, with its reference", highlight=False)
+    console.print("\n`ingot VERB --help` tells a verb's options.", highlight=False)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

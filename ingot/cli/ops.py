@@ -1,0 +1,97 @@
+"""`ingot ops`: the catalogue, or one op of it."""
+
+from __future__ import annotations
+
+import json as json_format
+from typing import Annotated, Any
+
+import tyro
+
+from ingot.core.errors import UnknownName
+from ingot.core.log import stdout
+
+
+def ops(
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Show every op: the providers that can run here, whether they are exact, how far a result
+    may be off, and what a call must move and compute.
+
+    Examples: `ingot ops` for all, `ingot ops rms_norm` for one with its reference,
+    `ingot ops --json` for machines.
+
+    Args:
+        name: Show this op alone, with its reference and its cost.
+        json: Print JSON instead of a table.
+    """
+    from ingot.ops.description import row, rows
+    from ingot.ops.op import catalogue
+
+    if name is not None and name not in catalogue():
+        raise UnknownName("op", name, catalogue())
+    if json:
+        shown = rows() if name is None else row(catalogue()[name])
+        print(json_format.dumps(shown, indent=2))  # noqa: T201
+    elif name is None:
+        _print_table(rows())
+    else:
+        _print_op(name)
+
+
+def _print_table(catalogue_rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("op", "here", "error"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("bytes", "FLOPs"):
+        table.add_column(heading, overflow="fold")
+    family = None
+    for row in catalogue_rows:
+        if family not in (None, row["family"]):
+            table.add_section()
+        family = row["family"]
+        costs = (short(formula) for formula in row["cost"].values())
+        table.add_row(f"[bold]{row['op']}[/]", providers(row), bound(row), *costs)
+    stdout().print(table)
+    stdout().print(
+        f"{len(catalogue_rows)} ops. here: providers besides the reference; = marks an exact one, "
+        "where the\nbits of a row do not depend on the batch. error: of a result and of a "
+        "gradient, at\nmost so many times plain PyTorch's. In a cost a tensor stands for its "
+        "bytes or\nelements.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def providers(row: dict[str, Any]) -> str:
+    """The providers besides the reference in order of preference, exact ones marked."""
+    marked = [f"{p['name']}{'=' if p['exact'] else ''}" for p in row["providers"]]
+    return " ".join(name for name in marked if name != "reference") or "-"
+
+
+def short(formula: str) -> str:
+    """A cost without what can be guessed.
+
+    >>> short("2 * x.nbytes + weight.nbytes")
+    '2 x + weight'
+    """
+    return formula.replace(".nbytes", "").replace(".numel()", "").replace(" * ", " ")
+
+
+def bound(row: dict[str, Any]) -> str:
+    """Forward and backward tolerance."""
+    tolerance = row["tolerance"]
+    backward = f"{tolerance['backward']:g}x" if row["differentiable"] else "-"
+    return f"{tolerance['forward']:g}x {backward}"
+
+
+def _print_op(name: str) -> None:
+    from rich.markdown import Markdown
+
+    from ingot.ops.description import page
+    from ingot.ops.op import catalogue
+
+    stdout().print(Markdown(page(catalogue()[name])))

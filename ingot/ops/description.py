@@ -1,0 +1,110 @@
+"""The catalogue in words: what `ingot ops` prints and what the docs page is made of."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from ingot.ops.op import Op, catalogue
+
+
+def rows() -> list[dict[str, Any]]:
+    """One row an op, by family, as `ingot ops --json` prints it.
+
+    >>> next(row for row in rows() if row["op"] == "silu")["tolerance"]
+    {'forward': 2.0, 'backward': 3.0, 'reason': ''}
+    """
+    return [row(op) for op in sorted(catalogue().values(), key=lambda op: op.family)]
+
+
+def row(op: Op[..., Any]) -> dict[str, Any]:
+    """What the catalogue says of one op."""
+    tolerance = op.tolerance
+    return {
+        "op": op.name,
+        "family": op.family,
+        "summary": (op.__doc__ or "").strip().partition("\n")[0],
+        "schema": str(op.overload._schema),
+        "providers": [{"name": p.name, "exact": p.exact} for p in op.providers.values()],
+        "differentiable": op.gradient is not None,
+        "tolerance": {
+            "forward": tolerance.forward,
+            "backward": tolerance.backward,
+            "reason": tolerance.reason,
+        },
+        "cost": cost_formula(op),
+    }
+
+
+def cost_formula(op: Op[..., Any]) -> dict[str, str]:
+    """The expressions for bytes and FLOPs, read from the cost function itself.
+
+    >>> cost_formula(catalogue()["rms_norm"])
+    {'bytes': '2 * x.nbytes + weight.nbytes', 'flops': '4 * x.numel()'}
+    """
+    for node in ast.walk(ast.parse(source(op.cost))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Cost":
+            return {str(k.arg): ast.unparse(k.value) for k in node.keywords}
+    raise ValueError(f"the cost of '{op.name}' does not end in `Cost(...)`")
+
+
+def source(function: Any) -> str:
+    """The source of a reference or a cost, without its decorator and docstring.
+
+    >>> print(source(catalogue()["silu"].reference))
+    def silu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+    """
+    text = textwrap.dedent(inspect.getsource(function))
+    definition = ast.parse(text).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    start = definition.lineno - 1
+    lines = text.splitlines()
+    if ast.get_docstring(definition) is not None:
+        docstring = definition.body[0]
+        del lines[docstring.lineno - 1 : docstring.end_lineno]
+    return "\n".join(lines[start:])
+
+
+def page(op: Op[..., Any]) -> str:
+    """One op as Markdown: for the terminal and for the docs.
+
+    >>> page(catalogue()["silu"]).splitlines()[0]
+    '### silu'
+    """
+    facts = row(op)
+    tolerance, cost = facts["tolerance"], facts["cost"]
+    providers = ", ".join(
+        f"{p['name']} ({'exact' if p['exact'] else 'not exact'})" for p in facts["providers"]
+    )
+    backward = f", backward {tolerance['backward']:g}x" if op.gradient else ""
+    lines = [
+        f"### {op.name}",
+        f"`{facts['schema']}`",
+        inspect.cleandoc(op.__doc__ or "").partition(">>>")[0].rstrip(),
+        f"- **providers**: {providers}",
+        f"- **error**: at most {tolerance['forward']:g}x plain PyTorch's{backward}"
+        + (f"; {tolerance['reason']}" if tolerance["reason"] else ""),
+        f"- **gradient**: {'yes' if op.gradient else 'none'}",
+        f"- **bytes**: `{cost['bytes']}`",
+        f"- **FLOPs**: `{cost['flops']}`",
+        "Example:",
+        f"```python\n{_example(op)}\n```",
+        "Reference:",
+        f"```python\n{source(op.reference)}\n```",
+    ]
+    blocks: list[str] = []
+    for line in lines:
+        joined = line.startswith("- ") and blocks and blocks[-1].startswith("- ")
+        if joined:
+            blocks[-1] += "\n" + line
+        else:
+            blocks.append(line)
+    return "\n\n".join(blocks)
+
+
+def _example(op: Op[..., Any]) -> str:
+    doc = inspect.cleandoc(op.__doc__ or "")
+    return doc[doc.index(">>>") :]
