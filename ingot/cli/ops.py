@@ -58,11 +58,10 @@ def _print_table(catalogue_rows: list[dict[str, Any]]) -> None:
     stdout().print(table)
     stdout().print(
         f"{len(catalogue_rows)} ops. here: providers besides the reference; = marks an exact one, "
-        "where the\nbits of a row do not depend on the batch. error: of a result and of a "
-        "gradient, at\nmost so many times plain PyTorch's. In a cost a tensor stands for its "
-        "bytes or\nelements.",
+        "where the bits of a row do not depend on the batch. error: of a result and of a gradient, "
+        "at most so many times plain PyTorch's. In a cost a tensor stands for its bytes or "
+        "elements.",
         highlight=False,
-        soft_wrap=True,
     )
 
 

@@ -199,6 +199,12 @@ def test_other_machines(
     assert device.usable(processor.core_of, range(64), None) == counts
 
 
+def test_a_tier_needs_all_below_it() -> None:
+    flags = set(device.parse_cpuinfo(XEON).flags)
+    assert device.isa_tiers(flags - {"avx512vl"}) == ("avx2", "portable")
+    assert device.isa_tiers(flags - {"fma"}) == ("portable",)
+
+
 @pytest.mark.parametrize(
     ("allowed", "quota", "counts"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,7 @@ def test_a_run_stays_in_its_place_whatever_its_name(home: Path, name: str) -> No
     run = paths.new_run(name)
     assert run.is_dir()
     assert run.resolve().parent == paths.runs().resolve()
+    assert re.fullmatch(r"\d{8}-\d{6}-[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", run.name)
 
 
 def test_processes_that_start_runs_at_once_get_distinct_directories(home: Path) -> None:

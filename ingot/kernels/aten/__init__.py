@@ -22,11 +22,9 @@ def aten(
     supports: Callable[..., bool] = always,
     backward: Backward | None = None,
 ) -> Callable[[F], F]:
-    """Register the decorated function for an op. Its backward is asked of autograd unless
-    given.
+    """Register the decorated function for an op: `@aten(ops.silu)`.
 
-    >>> @aten(ops.silu)
-    ... def silu(x): return F.silu(x)
+    Its backward is asked of autograd unless given.
     """
 
     def register(forward: F) -> F:

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ingot import ops
+from ingot.ops.description import cost_formula, page, rows, source
+
+
+def test_the_catalogue_lists_every_op_once() -> None:
+    assert sorted(row["op"] for row in rows()) == sorted(ops.catalogue())
+
+
+@pytest.mark.parametrize("op", ops.catalogue().values(), ids=lambda op: op.name)
+def test_every_cost_has_a_formula(op: ops.Op) -> None:
+    formula = cost_formula(op)
+    assert set(formula) == {"bytes", "flops"}
+
+
+def test_the_formula_is_what_is_computed() -> None:
+    x, weight = torch.ones(3, 4), torch.ones(4)
+    formula = cost_formula(ops.rms_norm)
+    cost = ops.rms_norm.cost(x, weight, 1e-6)
+    assert eval(formula["bytes"], {"x": x, "weight": weight}) == cost.bytes
+    assert eval(formula["flops"], {"x": x}) == cost.flops
+
+
+def test_source_leaves_out_decorator_and_docstring() -> None:
+    assert source(ops.silu.reference) == (
+        "def silu(x: Tensor) -> Tensor:\n    return x * torch.sigmoid(x)"
+    )
+
+
+def test_a_page_has_schema_bound_cost_example_and_reference() -> None:
+    text = page(ops.uniform)
+    for part in ("ingot::uniform(", "at most 2x", "gradient**: none", ">>> uniform(", "philox("):
+        assert part in text

@@ -1,0 +1,114 @@
+"""The policies of the repository, in one place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ingot import ops
+from ingot.cli import SUMMARIES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ingot"
+FILES = sorted(PACKAGE.rglob("*.py"))
+FAMILIES = {op.family for op in ops.catalogue().values()}
+
+
+def modules_after(statement: str) -> set[str]:
+    """What a new process has imported after the statement."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def basenames(folder: Path) -> set[str]:
+    names = {path.name.partition(".")[0] for path in folder.iterdir() if path.is_file()}
+    return names - {"__init__"}
+
+
+@pytest.mark.parametrize(
+    "statement", ["import ingot", "import ingot.core.device", "import ingot.cli"]
+)
+def test_importing_what_is_light_imports_nothing_heavy(light: str) -> None:
+    assert modules_after(f"import {light}").isdisjoint({"torch", "triton", "transformers", "numpy"})
+
+
+def test_every_module_of_core_imports_without_torch() -> None:
+    names = ", ".join(f"ingot.core.{name}" for name in sorted(basenames(PACKAGE / "core")))
+    assert "torch" not in modules_after(f"import {names}")
+
+
+def test_importing_the_ops_imports_no_kernels_and_touches_no_device() -> None:
+    statement = (
+        "import ingot; ingot.ops\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()"
+    )
+    loaded = modules_after(statement)
+    assert loaded.isdisjoint({"triton", "transformers"})
+    assert not any(name.startswith("ingot.kernels") for name in loaded)
+
+
+def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
+    providers = [
+        path for path in (PACKAGE / "kernels").iterdir() if (path / "__init__.py").exists()
+    ]
+    assert providers
+    for provider in providers:
+        assert basenames(provider) <= FAMILIES, provider
+
+
+def test_every_family_has_its_file_and_its_tests() -> None:
+    assert basenames(PACKAGE / "ops") >= FAMILIES
+    assert {f"test_{family}" for family in FAMILIES} <= basenames(ROOT / "tests/ops")
+
+
+@pytest.mark.parametrize("room", [path.name for path in PACKAGE.iterdir() if path.is_dir()])
+def test_tests_mirror_the_source(room: str) -> None:
+    if room in ("kernels", "__pycache__"):  # kernels are tested through the ops they serve
+        return
+    sources = basenames(PACKAGE / room)
+    tested = {name.removeprefix("test_") for name in basenames(ROOT / "tests" / room)}
+    assert sources <= tested
+
+
+def test_every_verb_has_its_file_and_its_summary() -> None:
+    assert basenames(PACKAGE / "cli") == set(SUMMARIES)
+
+
+def public_definitions(tree: ast.Module) -> list[ast.AST]:
+    """Functions, classes and methods whose whole path has no underscore."""
+    found: list[ast.AST] = []
+    queue: list[ast.AST] = list(tree.body)
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            found.append(node)
+            queue += node.body if isinstance(node, ast.ClassDef) else []
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_everything_public_has_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not tree.body or ast.get_docstring(tree), "the module"
+    for node in public_definitions(tree):
+        assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+        assert ast.get_docstring(node), f"{node.name} in line {node.lineno}"
+
+
+def test_no_device_is_hard_coded() -> None:
+    allowed = {PACKAGE / "core/device.py", *(PACKAGE / "kernels").rglob("*.py")}
+    for path in set(FILES) - allowed:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not node.value.startswith("cuda"), f"{path} line {node.lineno}"
+
+
+def test_nobody_opens_a_room_for_leftovers() -> None:
+    leftovers = {"utils", "util", "common", "helpers", "misc", "experimental"}
+    assert leftovers.isdisjoint(path.stem for path in PACKAGE.rglob("*"))
