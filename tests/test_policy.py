@@ -30,11 +30,10 @@ def basenames(folder: Path) -> set[str]:
     return names - {"__init__"}
 
 
-@pytest.mark.parametrize(
-    "statement", ["import ingot", "import ingot.core.device", "import ingot.cli"]
-)
+@pytest.mark.parametrize("light", ["ingot", "ingot.core.device", "ingot.cli"])
 def test_importing_what_is_light_imports_nothing_heavy(light: str) -> None:
-    assert modules_after(f"import {light}").isdisjoint({"torch", "triton", "transformers", "numpy"})
+    heavy = {"torch", "triton", "transformers", "numpy"}
+    assert modules_after(f"import {light}").isdisjoint(heavy)
 
 
 def test_every_module_of_core_imports_without_torch() -> None:
@@ -51,6 +50,19 @@ def test_importing_the_ops_imports_no_kernels_and_touches_no_device() -> None:
     loaded = modules_after(statement)
     assert loaded.isdisjoint({"triton", "transformers"})
     assert not any(name.startswith("ingot.kernels") for name in loaded)
+
+
+def test_importing_ingot_and_its_ops_is_quick() -> None:
+    """Beyond torch. Typically 3 ms and 80 ms; the best of three, as machines are noisy."""
+
+    def seconds() -> float:
+        command = [sys.executable, "-X", "importtime", "-c", "import torch, ingot, ingot.ops"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        rows = [line.removeprefix("import time:").split("|") for line in report.splitlines()[1:]]
+        cumulative = {name.strip(): int(total) for _, total, name in rows}
+        return (cumulative["ingot"] + cumulative["ingot.ops"]) / 1e6
+
+    assert min(seconds() for _ in range(3)) < 0.3
 
 
 def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:

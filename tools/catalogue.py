@@ -5,6 +5,7 @@ A hook of mkdocs: the page is made from the records at every build, so it cannot
 
 from __future__ import annotations
 
+import sys
 from itertools import groupby
 from typing import Any
 
@@ -22,8 +23,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def render() -> str:
     """Every op, by family."""
     ops = sorted(catalogue().values(), key=lambda op: op.family)
+    families = groupby(ops, key=lambda op: sys.modules[op.reference.__module__])
     sections = [
-        f"## {family}\n\n" + "\n\n".join(page_of(op) for op in members)
-        for family, members in groupby(ops, key=lambda op: op.family)
+        f"## {members[0].family}\n\n{family.__doc__}\n\n" + "\n\n".join(map(page_of, members))
+        for family, members in ((family, list(members)) for family, members in families)
     ]
     return f"{len(ops)} ops.\n\n" + "\n\n".join(sections)

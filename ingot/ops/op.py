@@ -7,6 +7,7 @@ An op is a plain PyTorch function, its `reference`, with a record around it:
         return x * torch.sigmoid(x)
 
 From that record come
+
 - a real torch op `ingot::silu`, so that torch.compile, torch.export and autograd see it;
 - a second one, `ingot::silu_backward`, opaque like the first, so that a backward written as
   a kernel can stand in for the derived one and the graph stays whole either way;
@@ -17,9 +18,9 @@ From that record come
 The reference is mathematics: no casts, no tricks. In float64 it is the oracle. As the
 fallback it runs in float32 for half-precision inputs and its results are rounded once.
 
-Ops are registered for `CompositeExplicitAutograd`, the dispatcher's weakest backend key, so
-that a C++ library may later claim the `CPU` key of the same op (2 us a call instead of 4 in
-inference mode, measured) without anything here changing.
+Ops are registered for `CompositeExplicitAutograd`, the dispatcher's weakest backend key: a C++
+library that claims the `CPU` key of the same op is called without a detour through Python, and
+nothing here changes.
 """
 
 # pyright: basic
@@ -237,8 +238,11 @@ class Op(Generic[P, R]):
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with defaults: torch's dispatcher drops those that equal them."""
-        missing = list(self.signature.parameters.values())[len(args) :]
-        return (*args, *(parameter.default for parameter in missing))
+        return args + self._defaults[len(args) :]
+
+    @cached_property
+    def _defaults(self) -> tuple[Any, ...]:
+        return tuple(parameter.default for parameter in self.signature.parameters.values())
 
     def _candidates(self, args: tuple[Any, ...]) -> Iterator[Provider]:
         first = self.providers.get(_preferred.get() or "")

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ingot import ops
 from ingot.core.errors import OpError, UnknownName
+from ingot.ops import op as record
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Op, Tolerance, like, op, prefer
 
@@ -34,14 +35,15 @@ RECORD: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def made_up() -> Op[..., Any]:
-    """An op that exists for this file; torch lets a name be defined once a process."""
+def made_up() -> Iterator[Op[..., Any]]:
+    """An op in the catalogue while this file runs; torch knows its name for good."""
 
     @op(**RECORD)
     def made_up_double(x: Tensor) -> Tensor:
         return 2 * x
 
-    return made_up_double
+    yield made_up_double
+    del record._CATALOGUE["made_up_double"]
 
 
 @pytest.mark.parametrize("missing", RECORD)

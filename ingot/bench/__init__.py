@@ -1,0 +1,1 @@
+"""How fast things are: timing, the machine's peaks, and comparisons with its limit and peers."""
