@@ -177,6 +177,9 @@ class Op(Generic[P, R]):
     cost: Callable[..., Cost]
     rows: tuple[str, ...]
     gradient: Gradient | None
+    # The torch ops. Plain attributes: Dynamo cannot trace the lock of a cached_property.
+    overload: Any = field(init=False)
+    backward_overload: Any = field(init=False)
     _registered: dict[str, Provider] = field(default_factory=dict[str, Provider])
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -190,16 +193,6 @@ class Op(Generic[P, R]):
     def signature(self) -> inspect.Signature:
         """The reference's signature, which is the op's."""
         return inspect.signature(self.reference)
-
-    @cached_property
-    def overload(self) -> Any:
-        """The torch op."""
-        return getattr(torch.ops.ingot, self.name).default
-
-    @cached_property
-    def backward_overload(self) -> Any:
-        """The torch op of the backward."""
-        return getattr(torch.ops.ingot, f"{self.name}_backward").default
 
     @cached_property
     def providers(self) -> dict[str, Provider]:
@@ -303,7 +296,6 @@ def op(
             rows=rows,
             gradient=gradient,
         )
-        object.__setattr__(record, "__doc__", reference.__doc__)
         _register(record)
         return record
 
@@ -340,20 +332,26 @@ def _register(record: Op[..., Any]) -> None:
             f"op '{record.name}' has keyword-only or variable parameters",
             remedy="make them ordinary ones; callers may still name them",
         )
+    name = record.name
     schema = torch.library.infer_schema(record.reference, mutates_args=())
-    _define(record.name, schema, record._forward_kernel, record.fake)
     arguments = schema[1:].rsplit(") -> ", 1)[0]
     backward_schema = f"(bool[] needs, Tensor[] grads, {arguments}) -> Tensor[]"
-    name = f"{record.name}_backward"
-    _define(name, backward_schema, record._backward_kernel, record._backward_fake)
+    forward = _define(name, schema, record._forward_kernel, record.fake)
+    backward = _define(
+        f"{name}_backward", backward_schema, record._backward_kernel, record._backward_fake
+    )
+    object.__setattr__(record, "__doc__", record.reference.__doc__)
+    object.__setattr__(record, "overload", forward)
+    object.__setattr__(record, "backward_overload", backward)
     _join(record)
-    _CATALOGUE[record.name] = record
+    _CATALOGUE[name] = record
 
 
-def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ingot::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.ingot, name).default
 
 
 def _join(record: Op[..., Any]) -> None:

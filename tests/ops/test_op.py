@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +83,18 @@ def test_a_declared_op_is_whole(made_up: Op[..., Any]) -> None:
     assert torch.equal(grad, torch.full((3, 4), 2.0))
     assert ops.catalogue()["made_up_double"] is made_up
     assert list(made_up.providers) == ["reference"]
+
+
+def test_the_first_call_of_an_op_may_be_a_compiled_one() -> None:
+    """In a new process: nothing that is made at the first call may need tracing."""
+    code = (
+        "import torch\n"
+        "from ingot import ops\n"
+        "f = torch.compile(lambda x: ops.silu(x), fullgraph=True, backend='aot_eager')\n"
+        "f(torch.ones(2, 3, requires_grad=True)).sum().backward()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_providers_are_chosen_in_order_of_preference() -> None:
