@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -49,9 +51,9 @@ def test_a_wrong_option_suggests_the_right_one(ingot: Run, verb: str) -> None:
     assert "--json" in result.stderr
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback(ingot: Run) -> None:
-    result = subprocess.run(
-        ["bash", "-c", "ingot ops --json | head -1"], capture_output=True, text=True
-    )
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    command = Path(sys.executable).parent / "ingot"
+    piped = ["bash", "-c", f"{command} ops --json | head -1"]
+    result = subprocess.run(piped, capture_output=True, text=True)
     assert result.stdout == "[\n"
     assert result.stderr == ""

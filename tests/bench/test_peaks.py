@@ -1,0 +1,215 @@
+"""Real measurements on tiny budgets and buffers: what holds for every number, not the numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ingot.bench import peaks as module
+from ingot.bench.peaks import ROUNDS, Peak, Peaks, measure, peaks
+from ingot.core import device, paths
+
+quick = partial(measure, budget=0.1)
+
+DTYPES = ("fp32", "bf16", "int8")
+PEAK = Peak(value=4.0, low=1.0, typical=2.0, high=3.0)
+PEAKS = Peaks(
+    method=1,
+    measured=datetime(2026, 11, 15, tzinfo=UTC),
+    read_bandwidth=PEAK,
+    matmul={"fp32": PEAK, "bf16": PEAK, "int8": None},
+    missing={"int8": "no kernel"},
+)
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "_bytes_per_core", lambda _: 2**23)
+    monkeypatch.setattr(module, "measure", quick)
+
+
+@pytest.fixture
+def path() -> Path:
+    return paths.cache("peaks", f"{device.detect().fingerprint}.json")
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("it measured")
+
+
+def test_a_measurement_is_complete() -> None:
+    rounds: list[None] = []
+    before = datetime.now(UTC)
+    found = measure(lambda: rounds.append(None), budget=0.5)
+    assert found.missing == {}
+    assert len(rounds) == ROUNDS
+    assert before <= found.measured <= datetime.now(UTC)
+    assert tuple(found.matmul) == DTYPES
+    for peak in (found.read_bandwidth, *found.matmul.values()):
+        assert peak is not None
+        assert peak.value > 0
+        assert 0 < peak.low <= peak.typical <= peak.high
+
+
+def test_it_measures_even_when_there_is_no_time() -> None:
+    assert measure(budget=0).read_bandwidth.value > 0
+
+
+def test_threads_are_as_before() -> None:
+    def report() -> None:
+        counts.append(torch.get_num_threads())
+
+    counts: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        quick()
+        report()
+        thread = Thread(target=report)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [3, 3]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux tells")
+def test_affinity_is_as_before() -> None:
+    before = os.sched_getaffinity(0)
+    quick()
+    assert os.sched_getaffinity(0) == before
+    assert None not in module._cpus(1)
+    assert len(module._cpus(1000)) == 1000
+
+
+def test_threads_sit_on_different_cores() -> None:
+    core_of = {0: ("0", "0"), 1: ("0", "1"), 2: ("0", "0"), 3: ("0", "1"), 4: ("1", "0")}
+    assert module._one_per_core(range(5), core_of) == [0, 1, 4]
+    assert module._one_per_core([3, 2, 1], core_of) == [1, 2]
+    assert module._one_per_core([7, 5], {}) == [5, 7]
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    quick()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel\nat line 7"), AttributeError()])
+def test_a_dtype_that_fails_is_none_with_a_reason(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: int) -> module.Run:
+        raise error
+
+    monkeypatch.setitem(module._MATMULS, "bf16", (fail, 1, 1, 1))
+    found = quick()
+    assert found.matmul["bf16"] is None
+    assert found.missing == {"bf16": "no kernel" if str(error) else "AttributeError"}
+    assert found.matmul["fp32"]
+    assert found.matmul["int8"]
+
+
+def test_int8_does_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: torch.Tensor) -> module.Run:
+        raise RuntimeError("no oneDNN")
+
+    monkeypatch.setattr(module, "_packed_int8", fail)
+    out = module._int8_matmul(32, 32, 32)()
+    assert isinstance(out, torch.Tensor)
+    assert out.dtype is torch.int32
+
+
+def test_windows_beside_a_pausing_core_do_not_count() -> None:
+    # Two cores share a memory that does one window a second: alone in the first ten seconds,
+    # the first core takes all of it, then each of them half.
+    alone, shared = np.arange(11.0), np.arange(12.0, 52.0, 2)
+    turns = [[np.append(alone, shared), np.append(10.0, shared)]]
+    every = [np.diff(core) for core in turns[0]]
+    first, second = module._beside_busy_cores(turns, every)
+    assert len(every[0]) == 30
+    assert first.tolist() == second.tolist() == [2.0] * 20
+
+
+def test_a_lone_core_keeps_all_its_windows() -> None:
+    turns = [[np.array([0.0, 1.0, 3.0])], [np.array([4.0, 5.0])]]
+    assert module._beside_busy_cores(turns, [np.array([1.0, 2.0, 1.0])])[0].tolist() == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "l3", "cores", "total"),
+    [
+        (2**32, 2**25, 4, 2**29),  # a small machine: an eighth of 4 GiB
+        (2**35, 2**25, 4, 2**29),  # an ordinary one
+        (2**35, 2**28, 4, 2**30),  # a large cache
+        (2**35, None, 32, 2**31),  # many cores
+        (2**30, 2**28, 1, 2**27),  # hardly any memory
+    ],
+)
+def test_the_buffer_is_beyond_caches_and_within_memory(
+    memory: int, l3: int | None, cores: int, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    here = device.detect()
+    machine = replace(here, memory=memory, cpu=replace(here.cpu, l3=l3, cores=cores))
+    assert module._bytes_per_core(machine) * cores == total
+
+
+def test_json_round_trip() -> None:
+    assert Peaks.from_json(PEAKS.to_json()) == PEAKS
+    assert json.loads(PEAKS.to_json())["matmul"]["int8"] is None
+
+
+def test_the_cache_is_hit_and_refreshed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = peaks()
+    assert Peaks.from_json(path.read_bytes()) == first
+    again = peaks(refresh=True)
+    assert again.measured > first.measured
+    monkeypatch.setattr(module, "measure", refuse)
+    assert peaks() == again
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"method": 0},
+        {"measured": "yesterday"},
+        {"read_bandwidth": None},
+        {"read_bandwidth": {"value": 1.0}},
+        {"read_bandwidth": {"value": -4.0, "low": 1.0, "typical": 2.0, "high": 3.0}},
+        {"read_bandwidth": {"value": "4", "low": 1.0, "typical": 2.0, "high": 3.0}},
+        {"matmul": {}},
+        {"matmul": {"fp32": None, "bf16": None, "fp8": None}},
+        {"missing": [1]},
+    ],
+)
+def test_what_is_not_exactly_peaks_is_measured_again(
+    change: dict[str, object], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "measure", lambda _: PEAKS)
+    text = json.dumps(json.loads(PEAKS.to_json()) | change).encode()
+    with pytest.raises(msgspec.DecodeError):
+        Peaks.from_json(text)
+    paths.write_atomic(path, text)
+    assert peaks() == PEAKS
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"null", b"[1]", b"\xff\xfe", b'{"tokens": 3}'])
+def test_a_corrupt_file_is_measured_again(
+    text: bytes, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "measure", lambda _: PEAKS)
+    paths.write_atomic(path, text)
+    assert peaks() == PEAKS
+    assert Peaks.from_json(path.read_bytes()) == PEAKS
