@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `ingot` with these arguments, those of the process by default; always exits."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        sys.exit(_run(arguments))
+        status = _run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe can be answered
+        sys.exit(status)
     except IngotError as error:
         stderr().print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
         stderr().print(f"[bold]remedy:[/] {_plain(error.remedy)}", highlight=False)

@@ -30,15 +30,26 @@ from ingot.ops.loss import (
 )
 from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ingot.ops.op import Cost, Op, Provider, Tolerance, catalogue, prefer
-from ingot.ops.rope import rope
+from ingot.ops.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    YarnScaling,
+    rope,
+    rope_frequencies,
+)
 from ingot.ops.sample import penalize, sample, truncate, uniform
 from ingot.ops.softmax import log_softmax, softmax
 
 __all__ = [
     "Cost",
+    "LinearScaling",
+    "Llama3Scaling",
+    "NtkScaling",
     "Op",
     "Provider",
     "Tolerance",
+    "YarnScaling",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
@@ -65,6 +76,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "rope_frequencies",
     "sample",
     "silu",
     "softmax",

@@ -42,10 +42,11 @@ def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> li
 
 def backward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> dict[str, float]:
     """The same for the gradient of each argument that has one, by name."""
+    cotangents = _cotangents(op, args)
     with prefer(provider):
-        results = _gradients(op, op, args)
-    oracle = _gradients(op, op.reference, _widened(args, torch.float64))
-    plain = _gradients(op, op.reference, args)
+        results = _gradients(op, op, args, cotangents)
+    oracle = _gradients(op, op.reference, _widened(args, torch.float64), cotangents)
+    plain = _gradients(op, op.reference, args, cotangents)
     return {
         name: error(result, oracle[name], name in op.rows)
         / _bound(result, error(plain[name], oracle[name], name in op.rows), op.tolerance.backward)
@@ -84,15 +85,22 @@ def _bound(result: Tensor, yardstick: float, factor: float) -> float:
     return factor * max(roundings * eps / 2, yardstick if yardstick < torch.inf else 0.0)
 
 
+def _cotangents(op: Op[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+    """Gradients of the outputs, rounded as the outputs are."""
+    random = torch.Generator().manual_seed(0)
+    outputs = as_tuple(op.fake(*args))
+    return [torch.randn(o.shape, generator=random).to(o.device, o.dtype) for o in outputs]
+
+
 def _gradients(
-    op: Op[..., Any], function: Callable[..., Any], args: tuple[Any, ...]
+    op: Op[..., Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    cotangents: list[Tensor],
 ) -> dict[str, Tensor]:
     needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
-    random = torch.Generator().manual_seed(0)
-    grads = [
-        torch.randn(out.shape, generator=random).to(out.device, out.dtype)
-        for out in as_tuple(function(*args))
-    ]
+    outputs = as_tuple(function(*args))
+    grads = [grad.to(out.dtype) for grad, out in zip(cotangents, outputs, strict=True)]
     found = differentiate(function)(needs, grads, *args)
     return {
         name: torch.zeros_like(arg) if gradient is None else gradient

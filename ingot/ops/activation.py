@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.op import Cost, Tolerance, like, op, same_dtype, same_shape
 
 
 def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("typical", (make(6, 64),))
+    yield Sample("large", (make(67, 1031),))
     yield Sample("odd", (make(5, 37),))
     yield Sample("one_row", (make(1, 48),))
     yield Sample("strided", (make.strided(4, 24),))
@@ -38,6 +39,14 @@ def _gated_samples(make: Make) -> Iterator[Sample]:
     yield Sample("halves_of_one", make(3, 40).chunk(2, dim=-1))
 
 
+def _check(x: Tensor) -> None:
+    same_dtype("activation", x=x)
+
+
+def _check_gated(gate: Tensor, up: Tensor) -> None:
+    same_shape("gate and up", gate=gate, up=up)
+
+
 def _cost(x: Tensor) -> Cost:
     return Cost(bytes=2 * x.nbytes, flops=8 * x.numel())
 
@@ -46,7 +55,14 @@ def _gated_cost(gate: Tensor, up: Tensor) -> Cost:
     return Cost(bytes=3 * gate.nbytes, flops=9 * gate.numel())
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=like,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def gelu(x: Tensor) -> Tensor:
     """The Gaussian error linear unit, exact.
 
@@ -56,7 +72,14 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=like,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of `gelu`.
 
@@ -67,7 +90,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return x * torch.sigmoid(2 * inner)
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=like,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def silu(x: Tensor) -> Tensor:
     """The sigmoid linear unit, also called swish.
 
@@ -77,7 +107,14 @@ def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=like,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def relu_squared(x: Tensor) -> Tensor:
     """The square of the positive part.
 
@@ -88,6 +125,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 @op(
+    check=_check_gated,
     fake=like,
     samples=_gated_samples,
     tolerance=Tolerance(),
@@ -104,6 +142,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @op(
+    check=_check_gated,
     fake=like,
     samples=_gated_samples,
     tolerance=Tolerance(),
@@ -120,6 +159,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @op(
+    check=_check_gated,
     fake=like,
     samples=_gated_samples,
     tolerance=Tolerance(),

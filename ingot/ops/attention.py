@@ -26,9 +26,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype, same_shape
 from ingot.ops.softmax import softmax
 
 
@@ -47,21 +46,42 @@ def sequences(
     [2, 1]
     """
     starts = cu_seqlens.tolist()
+    require(
+        starts[:1] == [0] and starts[-1] == len(q) and starts == sorted(starts),
+        f"attention: cu_seqlens is {starts[:8]} for {len(q)} queries",
+        "give the running total of the lengths: 0 first, the number of queries last",
+    )
     counts = cu_seqlens.diff().tolist() if context_lens is None else context_lens.tolist()
+    require(
+        len(counts) == len(starts) - 1,
+        f"attention: {len(starts) - 1} sequences, but {len(counts)} context_lens",
+        "give one for each sequence",
+    )
+    require(
+        block_table is not None or sum(counts) == len(k),
+        f"attention: {len(k)} keys, where the sequences have {sum(counts)}",
+        "give the number of keys of each sequence as context_lens",
+    )
     first_key = 0
     for b, num_keys in enumerate(counts):
         q_b = q[starts[b] : starts[b + 1]]
-        if num_keys < len(q_b):
-            raise OpError(
-                f"sequence {b} has {len(q_b)} queries but {num_keys} keys",
-                remedy="write the keys of the new tokens first; context_lens counts them",
-            )
+        require(
+            num_keys >= len(q_b),
+            f"attention: sequence {b} has {len(q_b)} queries but {num_keys} keys",
+            "write the keys of the new tokens first; context_lens counts them",
+        )
         if block_table is None:
             keys = slice(first_key, first_key + num_keys)
             yield q_b, k[keys], v[keys]
             first_key += num_keys
         else:
             pages = block_table[b, : -(-num_keys // k.shape[1])]
+            require(
+                len(pages) * k.shape[1] >= num_keys
+                and (num_keys == 0 or 0 <= int(pages.min()) <= int(pages.max()) < len(k)),
+                f"attention: the {num_keys} keys of sequence {b} are not in pages {pages.tolist()}",
+                f"name as many pages as the keys fill, each from 0 to {len(k) - 1}",
+            )
             yield q_b, k[pages].flatten(0, 1)[:num_keys], v[pages].flatten(0, 1)[:num_keys]
 
 
@@ -92,7 +112,7 @@ def _samples(make: Make) -> Iterator[Sample]:
 
     yield training("typical", [9, 4], 4, 2, 16, True, None, None)
     yield training("odd", [7, 1, 5], 3, 1, 11, True, None, None)
-    yield training("one_row", [1], 2, 2, 8, True, None, None)
+    yield training("large", [131, 67], 6, 2, 20, True, None, None)
     yield training("not_causal", [6, 3], 4, 4, 8, False, None, 0.5)
     yield training("window", [12, 2], 2, 1, 8, True, 3, None)
     yield training("window_not_causal", [9], 2, 2, 8, False, 4, None)
@@ -103,12 +123,48 @@ def _samples(make: Make) -> Iterator[Sample]:
     q, k, v = make.spread(6, 2, 8), make.spread(6, 2, 8), make.spread(6, 2, 8)
     yield Sample("extreme", (q, k, v, packed([6]), None, None, True, None, None))
 
+    q, k, v = make(1, 4, 8), make(6, 2, 8), make(6, 2, 8)
+    yield Sample("one_row", (q, k, v, packed([1]), int32([6]), None, True, None, None))
     q, k, v = make(6, 4, 8), make(15, 2, 8), make(15, 2, 8)
-    yield Sample("chunk", (q, k, v, packed([3, 1, 2]), int32([8, 5, 2]), None, True, None, None))
+    chunk = packed([3, 1, 2]), int32([8, 5, 2]), None
+    yield Sample("chunk", (q, k, v, *chunk, True, None, None))
+    yield Sample("chunk_not_causal", (q, k, v, *chunk, False, None, None))
     q, k, v = make(6, 4, 8), make(7, 4, 2, 8), make(7, 4, 2, 8)
     paged = packed([1, 4, 1]), int32([5, 9, 1]), int32([[3, 1, 0], [5, 0, 2], [4, 0, 0]])
     yield Sample("paged", (q, k, v, *paged, True, None, None))
     yield Sample("paged_window", (q, k, v, *paged, True, 2, None))
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor | None,
+    block_table: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> None:
+    same_dtype("attention", q=q, k=k, v=v)
+    same_shape("attention", k=k, v=v)
+    paged = block_table is not None
+    require(
+        q.dim() == 3 and k.dim() == 3 + paged,
+        f"attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",
+        "give q as (tokens, heads, channels), k and v likewise or as pools of pages",
+    )
+    require(
+        k.shape[-1] == q.shape[-1] and q.shape[-2] % k.shape[-2] == 0,
+        f"attention: heads x channels are {tuple(q.shape[-2:])} in q, {tuple(k.shape[-2:])} in k",
+        "give as many channels, and query heads that are a multiple of the key heads",
+    )
+    require(
+        not paged or context_lens is not None,
+        "attention: a block_table without context_lens",
+        "give the number of keys of each sequence",
+    )
+    require(window is None or window > 0, f"attention: window is {window}", "None sees all")
 
 
 def _cost(
@@ -136,7 +192,7 @@ def _cost(
     )
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=())
+@op(check=_check, fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=())
 def attention(
     q: Tensor,
     k: Tensor,
@@ -156,7 +212,7 @@ def attention(
     """
     num_heads, width = q.shape[-2:]
     score_scale = width**-0.5 if scale is None else scale
-    outputs: list[Tensor] = []
+    outputs = [q[:0]]
     for q_QNH, k_KGH, v_KGH in sequences(q, k, v, cu_seqlens, context_lens, block_table):
         if len(q_QNH) == 0:
             continue

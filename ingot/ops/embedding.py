@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, op
+from ingot.ops.op import Cost, Tolerance, op, require
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -16,8 +17,19 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("one_row", (make.ints(11, 1), make(11, 13)))
     yield Sample("strided", (make.ints(11, 5), make(13, 11).T))
     yield Sample("extreme", (make.ints(11, 5), make.spread(11, 9, low=-14, high=12)))
+    yield Sample("large", (make.ints(103, 67), make(103, 257)))
+    yield Sample("int32", (make.ints(11, 5, dtype=torch.int32), make(11, 8)))
     yield Sample("repeated", (make.tensor([3, 3, 3, 0]), make(5, 8)))
     yield Sample("batched", (make.ints(11, 2, 3), make(11, 8)))
+
+
+def _check(tokens: Tensor, weight: Tensor) -> None:
+    require(
+        not tokens.is_floating_point() and tokens.dtype != torch.bool,
+        f"embedding: tokens are {tokens.dtype}",
+        "give token ids, int32 or int64; the table comes second",
+    )
+    require(weight.dim() == 2, f"embedding: weight is {tuple(weight.shape)}", "give (V, D)")
 
 
 def _fake(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +41,14 @@ def _cost(tokens: Tensor, weight: Tensor) -> Cost:
     return Cost(bytes=tokens.nbytes + 2 * tokens.numel() * row_bytes, flops=0)
 
 
-@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("tokens",))
+@op(
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("tokens",),
+)
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """The row of `weight` for each token.
 
@@ -37,4 +56,5 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     tensor([[3., 4.],
             [1., 2.]])
     """
-    return weight[tokens]
+    rows = weight.index_select(0, tokens.flatten())  # unlike weight[tokens], no negative ones
+    return rows.view(*tokens.shape, weight.shape[1])

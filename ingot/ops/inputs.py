@@ -18,6 +18,7 @@ from torch import Tensor
 
 REQUIRED = {
     "typical": "a shape from a real model, made small",
+    "large": "several tiles of any kernel, and a rest",
     "odd": "sizes that are no multiple of any vector or tile",
     "one_row": "a single token",
     "strided": "inputs that are not contiguous",
@@ -61,7 +62,7 @@ class Make:
         return self(*shape[:-1], 2 * shape[-1])[..., ::2]
 
     def spread(self, *shape: int, low: int = -8, high: int = 4) -> Tensor:
-        """Magnitudes from 2**low to 2**high, with signs."""
+        """Magnitudes from `2**low` to `2**high`, with signs."""
         exponents = torch.rand(shape, generator=self._random) * (high - low) + low
         return self(*shape) * exponents.exp2().to(self.device, self.dtype)
 

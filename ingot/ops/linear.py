@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ingot.ops import activation
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, op
+from ingot.ops.op import Cost, Tolerance, op, require, same_dtype, same_shape
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -28,11 +28,13 @@ def _samples(make: Make) -> Iterator[Sample]:
         return make(out, width, scale=width**-0.5)
 
     yield Sample("typical", (make(6, 64), weight(48, 64), make(48)))
+    yield Sample("large", (make(67, 259), weight(131, 259), make(131)))
     yield Sample("odd", (make(5, 37), weight(19, 37), None))
     yield Sample("one_row", (make(1, 48), weight(32, 48), make(32)))
     yield Sample("strided", (make.strided(4, 24), weight(24, 17).T, make(17)))
     yield Sample("extreme", (make.spread(4, 33), weight(9, 33), make(9)))
     yield Sample("batched", (make(2, 3, 16), weight(8, 16), None))
+    yield Sample("vector", (make(16), weight(8, 16), make(8)))
     yield Sample("one_column", (make(3, 8), weight(1, 8), make(1)))
 
 
@@ -48,6 +50,36 @@ def _residual_samples(make: Make) -> Iterator[Sample]:
         yield Sample(sample.name, (x, weight, make(*x.shape[:-1], weight.shape[0]), bias))
 
 
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    same_dtype("linear", x=x, weight=weight, bias=bias)
+    require(
+        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
+        f"linear: x has {x.shape[-1]} channels, weight is {tuple(weight.shape)}",
+        "give a weight of (out, in), in being x's channels",
+    )
+    require(
+        bias is None or bias.shape == weight.shape[:1],
+        f"linear: weight is {tuple(weight.shape)}, bias does not have one value a row",
+        "give a bias of (out,)",
+    )
+
+
+def _check_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> None:
+    same_shape("linear_swiglu", gate_weight=gate_weight, up_weight=up_weight)
+    _check(x, gate_weight)
+
+
+def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None:
+    _check(x, weight, bias)
+    same_dtype("linear_residual", x=x, residual=residual)
+    shape = (*x.shape[:-1], weight.shape[0])
+    require(
+        residual.shape == shape,
+        f"linear_residual: residual is {tuple(residual.shape)}, the product {shape}",
+        "give a residual of the product's shape; ops do not broadcast",
+    )
+
+
 def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -56,7 +88,7 @@ def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _cost(x: Tensor, weight: Tensor, bias: Tensor | None) -> Cost:
+def _cost(x: Tensor, weight: Tensor, *_: object) -> Cost:
     rows = _rows(x)
     result = rows * weight.shape[0] * x.itemsize
     return Cost(bytes=x.nbytes + weight.nbytes + result, flops=2 * rows * weight.numel())
@@ -68,13 +100,20 @@ def _swiglu_cost(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Cost:
     return Cost(bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=4 * rows * up_weight.numel())
 
 
-def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> Cost:
+def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, *_: object) -> Cost:
     rows = _rows(x)
     result = residual.nbytes
     return Cost(bytes=x.nbytes + weight.nbytes + 2 * result, flops=2 * rows * weight.numel())
 
 
-@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -85,7 +124,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`gelu(linear(x, weight, bias))`.
 
@@ -95,7 +141,14 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return activation.gelu.reference(linear.reference(x, weight, bias))
 
 
-@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`gelu_tanh(linear(x, weight, bias))`.
 
@@ -105,7 +158,14 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return activation.gelu_tanh.reference(linear.reference(x, weight, bias))
 
 
-@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def linear_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`silu(linear(x, weight, bias))`.
 
@@ -115,7 +175,14 @@ def linear_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return activation.silu.reference(linear.reference(x, weight, bias))
 
 
-@op(fake=_fake, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`relu(linear(x, weight, bias))`.
 
@@ -125,7 +192,14 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.relu(linear.reference(x, weight, bias))
 
 
-@op(fake=_fake, samples=_swiglu_samples, tolerance=Tolerance(), cost=_swiglu_cost, rows=("x",))
+@op(
+    check=_check_swiglu,
+    fake=_fake,
+    samples=_swiglu_samples,
+    tolerance=Tolerance(),
+    cost=_swiglu_cost,
+    rows=("x",),
+)
 def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     """`swiglu(linear(x, gate_weight), linear(x, up_weight))`.
 
@@ -136,6 +210,7 @@ def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
 
 
 @op(
+    check=_check_residual,
     fake=_fake,
     samples=_residual_samples,
     tolerance=Tolerance(),

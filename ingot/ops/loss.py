@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Backward, Cost, Tolerance, differentiate, op, wide
+from ingot.ops.op import Backward, Cost, Tolerance, differentiate, op, require, same_dtype, wide
 
 CHUNK = 256  # tokens whose logits exist at one time
 
@@ -52,27 +52,39 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
 
 
+# Samples that are about options of the loss: ignore_index, label_smoothing, z_loss.
+_LOSS_ONLY = {
+    "ignored": (-100, 0.0, 0.0),
+    "other_ignored": (7, 0.0, 0.0),
+    "smooth": (-100, 0.1, 0.0),
+    "smooth_z": (-100, 0.1, 1e-3),
+}
+
+
 def _rows(make: Make) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, rows and targets; the rows are logits or hidden states."""
     yield "typical", make(6, 64), make.ints(11, 6)
+    yield "large", make(67, 1031), make.ints(11, 67)
     yield "odd", make(5, 37), make.ints(11, 5)
     yield "one_row", make(1, 48), make.ints(11, 1)
     yield "strided", make.strided(4, 24), make.ints(11, 4)
     yield "extreme", make.spread(4, 33, high=6), make.ints(11, 4)
     yield "ignored", make(4, 16), make.tensor([3, -100, 0, -100])
+    yield "other_ignored", make(4, 16), make.tensor([3, 7, 0, 7])
     yield "smooth", make(4, 16), make.ints(11, 4)
+    yield "smooth_z", make(4, 16), make.ints(11, 4)
+    yield "int32", make(4, 16), make.ints(11, 4, dtype=torch.int32)
 
 
 def _logprob_samples(make: Make) -> Iterator[Sample]:
     for name, logits, targets in _rows(make):
-        if name != "ignored":
+        if name not in _LOSS_ONLY:
             yield Sample(name, (logits, targets))
 
 
 def _loss_samples(make: Make) -> Iterator[Sample]:
     for name, logits, targets in _rows(make):
-        smoothing, z_loss = (0.1, 1e-3) if name == "smooth" else (0.0, 0.0)
-        yield Sample(name, (logits, targets, -100, smoothing, z_loss))
+        yield Sample(name, (logits, targets, *_LOSS_ONLY.get(name, (-100, 0.0, 0.0))))
 
 
 def _with_weight(make: Make, samples: Iterator[Sample]) -> Iterator[Sample]:
@@ -90,6 +102,24 @@ def _linear_logprob_samples(make: Make) -> Iterator[Sample]:
 
 def _linear_loss_samples(make: Make) -> Iterator[Sample]:
     return _with_weight(make, _loss_samples(make))
+
+
+def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
+    require(
+        targets.shape == logits.shape[:-1] and not targets.is_floating_point(),
+        f"loss: rows are {tuple(logits.shape)}, targets {targets.dtype} {tuple(targets.shape)}",
+        "give one token id for each row",
+    )
+
+
+def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> None:
+    _check(hidden, targets)
+    same_dtype("loss", hidden=hidden, weight=weight)
+    require(
+        hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1],
+        f"loss: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
+        "give hidden as (tokens, channels) and weight as (vocabulary, channels)",
+    )
 
 
 def _fake(logits: Tensor, targets: Tensor, *_: object) -> Tensor:
@@ -114,6 +144,7 @@ def _linear_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) ->
 
 
 @op(
+    check=_check,
     fake=_fake,
     samples=_logprob_samples,
     tolerance=Tolerance(),
@@ -126,12 +157,17 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     >>> token_logprobs(torch.zeros(1, 2), torch.tensor([0]))
     tensor([-0.6931])
     """
-    chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
+    chosen = logits.gather(-1, targets.long()[..., None]).squeeze(-1)
     return chosen - logits.logsumexp(-1)
 
 
 @op(
-    fake=_fake, samples=_loss_samples, tolerance=Tolerance(), cost=_cost, rows=("logits", "targets")
+    check=_check,
+    fake=_fake,
+    samples=_loss_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("logits", "targets"),
 )
 def cross_entropy(
     logits: Tensor,
@@ -147,12 +183,15 @@ def cross_entropy(
     """
     ignored = targets == ignore_index
     lse = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets.masked_fill(ignored, 0)[..., None]).squeeze(-1)
-    likely = (1 - label_smoothing) * chosen + label_smoothing * logits.mean(-1)
+    chosen = logits.gather(-1, targets.long().masked_fill(ignored, 0)[..., None]).squeeze(-1)
+    likely = chosen
+    if label_smoothing:  # not 0 times the mean, which is NaN where a logit is -inf
+        likely = (1 - label_smoothing) * chosen + label_smoothing * logits.mean(-1)
     return (lse - likely + z_loss * lse.square()).masked_fill(ignored, 0.0)
 
 
 @op(
+    check=_check_linear,
     fake=_linear_fake,
     samples=_linear_logprob_samples,
     tolerance=Tolerance(),
@@ -172,6 +211,7 @@ def linear_token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Te
 
 
 @op(
+    check=_check_linear,
     fake=_linear_fake,
     samples=_linear_loss_samples,
     tolerance=Tolerance(),

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype, same_shape
 
 
 def _shapes(make: Make) -> Iterator[tuple[str, Tensor]]:
     yield "typical", make(6, 64)
+    yield "large", make(67, 1031)
     yield "odd", make(5, 37)
     yield "one_row", make(1, 48)
     yield "strided", make.strided(4, 24)
     yield "extreme", make.spread(4, 33)
+    yield "huge", make(4, 33, scale=5e3)  # the squares overflow float16
     yield "batched", make(2, 3, 16)
     yield "constant", make(3, 16) * 0 + 1.5
 
@@ -52,21 +54,55 @@ def _add_layer_samples(make: Make) -> Iterator[Sample]:
         yield Sample(sample.name, (x, make(*x.shape), *rest))
 
 
-def _rms_cost(x: Tensor, weight: Tensor, eps: float) -> Cost:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    same_dtype("norm", x=x, weight=weight, bias=bias)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        require(
+            vector is None or vector.shape == x.shape[-1:],
+            f"norm: x has {x.shape[-1]} channels, {name} is {_shape(vector)}",
+            f"give a {name} with one value for each channel",
+        )
+
+
+def _shape(vector: Tensor | None) -> tuple[int, ...]:
+    return () if vector is None else tuple(vector.shape)
+
+
+def _check_rms(x: Tensor, weight: Tensor, eps: float) -> None:
+    _check(x, weight)
+
+
+def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    _check(x, weight, bias)
+
+
+def _check_add_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    same_shape("add_rms_norm", x=x, residual=residual)
+    _check(x, weight)
+
+
+def _check_add_layer(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> None:
+    same_shape("add_layer_norm", x=x, residual=residual)
+    _check(x, weight, bias)
+
+
+def _rms_cost(x: Tensor, weight: Tensor, *_: object) -> Cost:
     return Cost(bytes=2 * x.nbytes + weight.nbytes, flops=4 * x.numel())
 
 
-def _layer_cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
+def _layer_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: object) -> Cost:
     vectors = weight.nbytes if bias is None else 2 * weight.nbytes
     return Cost(bytes=2 * x.nbytes + vectors, flops=7 * x.numel())
 
 
-def _add_rms_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Cost:
+def _add_rms_cost(x: Tensor, residual: Tensor, weight: Tensor, *_: object) -> Cost:
     return Cost(bytes=4 * x.nbytes + weight.nbytes, flops=5 * x.numel())
 
 
 def _add_layer_cost(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, *_: object
 ) -> Cost:
     vectors = weight.nbytes if bias is None else 2 * weight.nbytes
     return Cost(bytes=4 * x.nbytes + vectors, flops=8 * x.numel())
@@ -76,7 +112,14 @@ def _twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return like(x), like(x)
 
 
-@op(fake=like, samples=_rms_samples, tolerance=Tolerance(), cost=_rms_cost, rows=("x",))
+@op(
+    check=_check_rms,
+    fake=like,
+    samples=_rms_samples,
+    tolerance=Tolerance(),
+    cost=_rms_cost,
+    rows=("x",),
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale each row to unit root mean square, then by `weight`.
 
@@ -86,7 +129,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-@op(fake=like, samples=_layer_samples, tolerance=Tolerance(), cost=_layer_cost, rows=("x",))
+@op(
+    check=_check_layer,
+    fake=like,
+    samples=_layer_samples,
+    tolerance=Tolerance(),
+    cost=_layer_cost,
+    rows=("x",),
+)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Shift each row to mean 0, scale it to variance 1, then by `weight` and `bias`.
 
@@ -99,6 +149,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
 
 @op(
+    check=_check_add_rms,
     fake=_twice,
     samples=_add_rms_samples,
     tolerance=Tolerance(),
@@ -119,6 +170,7 @@ def add_rms_norm(
 
 
 @op(
+    check=_check_add_layer,
     fake=_twice,
     samples=_add_layer_samples,
     tolerance=Tolerance(),

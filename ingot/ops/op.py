@@ -15,7 +15,7 @@ From that record come
   under `ingot.kernels.<provider>.<family>` are the others, loaded at the first call;
 - the tests, the catalogue of `ingot ops` and its docs page.
 
-The reference is mathematics: no casts, no tricks. In float64 it is the oracle. As the
+The reference is mathematics, in whatever dtype it is given. In float64 it is the oracle. As the
 fallback it runs in float32 for half-precision inputs and its results are rounded once.
 
 Ops are registered for `CompositeExplicitAutograd`, the dispatcher's weakest backend key: a C++
@@ -30,6 +30,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,7 +39,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ingot.core.errors import OpError, UnknownName
 from ingot.ops.inputs import Make, Sample
@@ -56,11 +56,12 @@ PREFERENCE = ("aten", "reference")  # first that supports the call wins
 # A kernel runs where the dispatcher has passed autograd already, and under a TorchDispatchMode
 # (selective checkpointing, FLOP counters, opcheck) autograd stays switched off in it. This is
 # the dispatcher's state at the top of a call, which a derived backward needs to record its
-# graph. No public call does it; torch's own `invoke_leaf_function` uses the same guard.
-with torch.inference_mode(False):
+# graph: that of a new thread, whatever modes this module is imported under. No public call
+# does it; torch's own `invoke_leaf_function` uses the same guard.
+with ThreadPoolExecutor(1) as _thread:
     _TOP_OF_DISPATCH = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
+        _thread.submit(torch._C._dispatch_tls_local_include_set).result(),
+        _thread.submit(torch._C._dispatch_tls_local_exclude_set).result(),
     )
 
 _LIBRARY = torch.library.Library("ingot", "DEF")
@@ -136,12 +137,31 @@ def differentiate(forward: Callable[..., Any]) -> Backward:
                 arg.detach().requires_grad_() if needed else arg
                 for arg, needed in zip(args, needs, strict=True)
             ]
-            wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed]
-            outputs = as_tuple(forward(*leaves))
-            found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-        return [next(found) if needed else None for needed in needs]
+            return _pull_back(as_tuple(forward(*leaves)), grads, leaves, needs)
 
     return backward
+
+
+def _pull_back(
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    args: Sequence[Any],
+    needs: Sequence[bool],
+    again: bool = False,
+) -> list[Tensor | None]:
+    """Autograd's gradient of each argument that needs one; `again` if it will be differentiated."""
+    # An output may have nothing to do with what is needed: the sum of add_rms_norm with its weight.
+    pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+    wanted = [arg for arg, needed in zip(args, needs, strict=True) if needed]
+    found = torch.autograd.grad(
+        [output for output, _ in pairs],
+        wanted,
+        [grad for _, grad in pairs],
+        create_graph=again,
+        allow_unused=True,
+    )
+    rest = iter(found)
+    return [next(rest) if needed else None for needed in needs]
 
 
 @contextmanager
@@ -171,6 +191,7 @@ class Op(Generic[P, R]):
     name: str
     family: str
     reference: Callable[P, R]
+    check: Callable[..., None]
     fake: Callable[..., R]
     samples: Callable[[Make], Iterator[Sample]]
     tolerance: Tolerance
@@ -188,6 +209,9 @@ class Op(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<op ingot::{self.name}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _by_name, (self.name,)  # copies and pickles of a model keep the one record
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -223,7 +247,7 @@ class Op(Generic[P, R]):
 
     def select(self, *args: Any) -> Provider:
         """The provider that serves this call."""
-        return next(self._candidates(args))
+        return next(self._candidates(self.complete(args)))
 
     def fallback(self, *args: Any) -> Any:
         """The reference as a provider: in float32 at least, rounded once."""
@@ -245,12 +269,20 @@ class Op(Generic[P, R]):
 
     def _forward_kernel(self, *args: Any) -> Any:
         args = self.complete(args)
-        return self.select(*args).forward(*args)
+        self.check(*args)
+        with _without_autocast(args):
+            return self.select(*args).forward(*args)
+
+    def _forward_fake(self, *args: Any) -> Any:
+        args = self.complete(args)
+        self.check(*args)
+        return self.fake(*args)
 
     def _backward_kernel(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
         args = self.complete(args)
         backward = next(p.backward for p in self._candidates(args) if p.backward)
-        found = backward(needs, grads, *args)
+        with _without_autocast(args):
+            found = backward(needs, grads, *args)
         taken = {grad.untyped_storage().data_ptr() for grad in grads}
         return [
             _own(gradient, arg, taken)
@@ -266,6 +298,7 @@ class Op(Generic[P, R]):
 
 def op(
     *,
+    check: Callable[..., None],
     fake: Callable[..., R],
     samples: Callable[[Make], Iterator[Sample]],
     tolerance: Tolerance,
@@ -275,6 +308,7 @@ def op(
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make the decorated function, the reference, an op.
 
+    - `check` raises an OpError for arguments that do not fit together (see `require`).
     - `fake` allocates the outputs: their shapes and dtypes, contiguous, values unset.
     - `samples` yields the inputs it is tested on; `tolerance` bounds the error on them.
     - `cost` counts bytes and FLOPs of a call.
@@ -289,6 +323,7 @@ def op(
             name=reference.__name__,
             family=reference.__module__.rpartition(".")[2],
             reference=reference,
+            check=check,
             fake=fake,
             samples=samples,
             tolerance=tolerance,
@@ -326,6 +361,61 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def require(condition: bool, what: str, remedy: str) -> None:
+    """Raise an OpError unless the condition holds.
+
+    >>> require(False, "rms_norm: weight has 32 channels, x has 64", "give one weight a channel")
+    Traceback (most recent call last):
+    ...
+    ingot.core.errors.OpError: rms_norm: weight has 32 channels, x has 64
+      remedy: give one weight a channel
+    """
+    if not condition:
+        raise OpError(what, remedy=remedy)
+
+
+def same_dtype(op: str, **tensors: Tensor | None) -> None:
+    """Require that the tensors that are given have one floating dtype.
+
+    >>> same_dtype("linear", x=torch.ones(1), bias=None)
+    """
+    dtypes = {name: t.dtype for name, t in tensors.items() if t is not None}
+    listing = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+    floating = all(dtype.is_floating_point for dtype in dtypes.values())
+    require(
+        floating and len(set(dtypes.values())) == 1,
+        f"{op}: {listing}",
+        "give floats of one dtype; ops do not promote",
+    )
+
+
+def same_shape(op: str, **tensors: Tensor) -> None:
+    """Require that the tensors have one shape and one dtype.
+
+    >>> same_shape("swiglu", gate=torch.ones(2, 3), up=torch.ones(2, 3))
+    """
+    same_dtype(op, **tensors)
+    first, *rest = tensors.values()
+    listing = ", ".join(f"{name} is {tuple(t.shape)}" for name, t in tensors.items())
+    fits = all(first.shape == t.shape for t in rest)
+    require(fits, f"{op}: {listing}", "give them one shape; ops do not broadcast")
+
+
+def _by_name(name: str) -> Op[..., Any]:
+    return _CATALOGUE[name]
+
+
+@contextmanager
+def _without_autocast(args: tuple[Any, ...]) -> Generator[None]:
+    """Ops compute in the dtypes they are given; autocast would change them within."""
+    device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            yield
+    else:
+        yield
+
+
 def _register(record: Op[..., Any]) -> None:
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in record.signature.parameters.values()):
         raise OpError(
@@ -336,11 +426,12 @@ def _register(record: Op[..., Any]) -> None:
     schema = torch.library.infer_schema(record.reference, mutates_args=())
     arguments = schema[1:].rsplit(") -> ", 1)[0]
     backward_schema = f"(bool[] needs, Tensor[] grads, {arguments}) -> Tensor[]"
-    forward = _define(name, schema, record._forward_kernel, record.fake)
+    forward = _define(name, schema, record._forward_kernel, record._forward_fake)
     backward = _define(
         f"{name}_backward", backward_schema, record._backward_kernel, record._backward_fake
     )
     object.__setattr__(record, "__doc__", record.reference.__doc__)
+    object.__setattr__(record, "__signature__", record.signature)
     object.__setattr__(record, "overload", forward)
     object.__setattr__(record, "backward_overload", backward)
     _join(record)
@@ -358,13 +449,11 @@ def _join(record: Op[..., Any]) -> None:
     """Tell autograd that the backward op is the gradient of the op."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.preferred = _preferred.get()
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
 
-    # A second derivative is an error that says so, not a silently wrong number; who needs one
-    # calls `op.reference`, which is plain PyTorch.
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if record.gradient is None:
             raise OpError(
@@ -378,7 +467,13 @@ def _join(record: Op[..., Any]) -> None:
         ]
         given = ctx.needs_input_grad  # without the arguments that were left to their defaults
         needs = [*given, *(False for _ in args[len(given) :])]
+        if torch.is_grad_enabled():  # create_graph=True: what follows is differentiated again
+            outputs = as_tuple(record.fallback(*args))
+            return tuple(_pull_back(outputs, grads, args, needs, again=True)[: len(given)])
+        # Backward may run in another thread, and after the `with prefer(...)` has ended.
+        token = _preferred.set(ctx.preferred)
         found = iter(record.backward_overload(needs, [g.contiguous() for g in grads], *args))
+        _preferred.reset(token)
         return tuple(next(found) if needed else None for needed in given)
 
     torch.library.register_autograd(
@@ -408,6 +503,7 @@ def _own(gradient: Tensor | None, arg: Tensor, taken: set[int]) -> Tensor:
 
 
 def _fill(outputs: Any, results: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs.copy_(results)
-    return tuple(out.copy_(result) for out, result in zip(outputs, results, strict=True))
+    for out, result in zip(as_tuple(outputs), as_tuple(results), strict=True):
+        assert out.shape == result.shape, f"fake says {out.shape}, reference {result.shape}"
+        out.copy_(result)
+    return outputs

@@ -10,7 +10,7 @@ channels make a pair is a convention of the weights: `rope` pairs i with i + F (
 Hugging Face stores it, GPT-NeoX), with `interleaved` 2i with 2i + 1 (GPT-J, Meta's Llama).
 With F frequencies the first 2F channels turn and the rest pass through (partial rotary).
 
-The frequencies are data, made once by `frequencies`. Models that stretch their context
+The frequencies are data, made once by `rope_frequencies`. Models that stretch their context
 change only them, and some scale the rotated result; each scaling is a class here.
 
 Legend: T tokens, N heads, H channels of a head, F frequencies.
@@ -28,18 +28,18 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.op import Cost, Tolerance, like, op, require, wide
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearScaling:
     """Positions divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ntk:
+class NtkScaling:
     """The base raised so that the slowest pair is stretched by `factor` and the fastest not
     (bloc97 2023), at a fixed factor: one that grew with the sequence would change what
     earlier tokens computed."""
@@ -48,7 +48,7 @@ class Ntk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3:
+class Llama3Scaling:
     """Slow pairs divided by `factor`, fast ones left, a ramp in between (Llama 3.1)."""
 
     factor: float
@@ -58,8 +58,8 @@ class Llama3:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """As Llama3 with the ramp over pairs instead of wavelengths, and the result scaled
+class YarnScaling:
+    """As Llama 3 with the ramp over pairs instead of wavelengths, and the result scaled
     (Peng et al. 2023)."""
 
     factor: float
@@ -68,31 +68,32 @@ class Yarn:
     slow: float = 1.0
 
 
-Scaling = Linear | Ntk | Llama3 | Yarn
+Scaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
 
 
-def frequencies(
+def rope_frequencies(
     width: int, theta: float = 10000.0, scaling: Scaling | None = None
 ) -> tuple[Tensor, float]:
     """The frequencies for `width` rotated channels, and the scale of the result.
 
-    >>> frequencies(4, theta=100.0)
+    >>> rope_frequencies(4, theta=100.0)
     (tensor([1.0000, 0.1000]), 1.0)
     """
-    if width < 2 or width % 2:
-        raise OpError(f"rope cannot turn {width} channels", remedy="give an even number of them")
+    if width < 4 or width % 2:
+        raise OpError(f"rope cannot turn {width} channels", remedy="give an even number, 4 or more")
     plain = _plain(width, theta)
     match scaling:
         case None:
             scaled, scale = plain, 1.0
-        case Linear():
+        case LinearScaling():
             scaled, scale = plain / scaling.factor, 1.0
-        case Ntk():
+        case NtkScaling():
             scaled, scale = _plain(width, theta * scaling.factor ** (width / (width - 2))), 1.0
-        case Llama3():
+        case Llama3Scaling():
             scaled, scale = _llama3(plain, scaling), 1.0
-        case Yarn():
-            scaled, scale = _yarn(plain, theta, scaling), 0.1 * math.log(scaling.factor) + 1.0
+        case YarnScaling():
+            scaled = _yarn(plain, theta, scaling)
+            scale = 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     return scaled.float(), scale
 
 
@@ -100,13 +101,13 @@ def _plain(width: int, theta: float) -> Tensor:
     return theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
-def _llama3(plain: Tensor, scaling: Llama3) -> Tensor:
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.context * plain / (2 * math.pi)
     keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return keep * plain + (1 - keep) * plain / scaling.factor
 
 
-def _yarn(plain: Tensor, theta: float, scaling: Yarn) -> Tensor:
+def _yarn(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     width = 2 * len(plain)
 
     def pair_that_turns(times: float) -> float:
@@ -121,9 +122,11 @@ def _yarn(plain: Tensor, theta: float, scaling: Yarn) -> Tensor:
 
 def _samples(make: Make) -> Iterator[Sample]:
     def turned(width: int) -> Tensor:
-        return frequencies(width)[0].to(make.device)
+        return rope_frequencies(width)[0].to(make.device)
 
     yield Sample("typical", (make(6, 4, 16), make.ints(100, 6), turned(16), False, 1.0))
+    yield Sample("large", (make(67, 5, 66), make.ints(4096, 67), turned(66), False, 1.0))
+    yield Sample("int32", (make(4, 2, 8), make.ints(9, 4, dtype=torch.int32), turned(8)))
     yield Sample("odd", (make(5, 3, 14), make.ints(7, 5), turned(14), False, 1.0))
     yield Sample("one_row", (make(1, 2, 8), make.tensor([4095]), turned(8), False, 1.0))
     yield Sample("strided", (make(5, 4, 48)[..., ::3], make.ints(9, 5), turned(16), False, 1.0))
@@ -131,6 +134,25 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("partial", (make(5, 2, 20), make.ints(50, 5), turned(8), False, 1.0))
     yield Sample("interleaved", (make(5, 2, 16), make.ints(50, 5), turned(16), True, 1.0))
     yield Sample("interleaved_partial", (make(3, 2, 11), make.ints(50, 3), turned(6), True, 1.2))
+
+
+def _check(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> None:
+    require(x.dim() == 3, f"rope: x is {tuple(x.shape)}", "give (tokens, heads, channels)")
+    require(
+        positions.shape == x.shape[:1] and not positions.is_floating_point(),
+        f"rope: {x.shape[0]} tokens, but {tuple(positions.shape)} positions in {positions.dtype}",
+        "give one integer for each token",
+    )
+    require(
+        freqs.dtype == wide(freqs.dtype),
+        f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",
+        "keep them in float32, out of the reach of `module.to(torch.bfloat16)`",
+    )
+    require(
+        freqs.dim() == 1 and 2 * freqs.shape[0] <= x.shape[-1],
+        f"rope: {tuple(freqs.shape)} frequencies for {x.shape[-1]} channels",
+        "give one frequency for each pair of channels that turns",
+    )
 
 
 def _cost(
@@ -144,15 +166,22 @@ def _cost(
     return Cost(bytes=2 * x.nbytes + positions.nbytes + freqs.nbytes, flops=3 * turned)
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x", "positions"))
+@op(
+    check=_check,
+    fake=like,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x", "positions"),
+)
 def rope(
     x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool = False, scale: float = 1.0
 ) -> Tensor:
     """Turn `x` (T, N, H) by its tokens' positions (T) at the given frequencies (F).
 
-    >>> freqs, scale = frequencies(2)
-    >>> rope(torch.tensor([[[1.0, 0.0]]]), torch.tensor([1]), freqs, scale=scale)
-    tensor([[[0.5403, 0.8415]]])
+    >>> freqs, scale = rope_frequencies(4)
+    >>> rope(torch.tensor([[[1.0, 1.0, 0.0, 0.0]]]), torch.tensor([1]), freqs, scale=scale)
+    tensor([[[0.5403, 0.9999, 0.8415, 0.0100]]])
     """
     turned = 2 * freqs.numel()
     angles_TF = positions[:, None].to(freqs.dtype) * freqs

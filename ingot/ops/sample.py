@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, wide
+from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype, wide
 from ingot.ops.softmax import log_softmax
 
 _WORD = 0xFFFFFFFF
@@ -60,6 +60,7 @@ def _multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
 
 def _logits(make: Make) -> Iterator[tuple[str, Tensor]]:
     yield "typical", make(6, 64, scale=3.0)
+    yield "large", make(67, 1031)
     yield "odd", make(5, 37)
     yield "one_row", make(1, 48)
     yield "strided", make.strided(4, 24)
@@ -96,9 +97,10 @@ def _truncate_samples(make: Make) -> Iterator[Sample]:
 
 
 def _uniform_samples(make: Make) -> Iterator[Sample]:
-    for name, rows in (("typical", 6), ("odd", 37), ("one_row", 1)):
+    for name, rows in (("typical", 6), ("large", 1031), ("odd", 37), ("one_row", 1)):
         yield Sample(name, (make.ints(1 << 40, rows), make.ints(1 << 20, rows)))
     yield Sample("strided", (make.ints(99, 8)[::2], make.ints(99, 8)[::2]))
+    yield Sample("int32", tuple(make.ints(99, 8, dtype=torch.int32) for _ in range(2)))
     yield Sample("extreme", (make.tensor([0, 2**63 - 1, -(2**63)]), make.tensor([0, 2**40, 1])))
 
 
@@ -107,6 +109,38 @@ def _sample_samples(make: Make) -> Iterator[Sample]:
         rows = len(logits)
         draw = make.ints(1 << 40, rows), make.ints(1 << 20, rows)
         yield Sample(name, (logits, *_options(make, *logits.shape), *draw))
+
+
+def _check(logits: Tensor, *options: Tensor) -> None:
+    same_dtype("sampling", logits=logits)
+    require(logits.dim() == 2, f"sampling: logits are {tuple(logits.shape)}", "give (T, V)")
+    for option in options:
+        require(
+            option.shape == logits.shape[:1],
+            f"sampling: {logits.shape[0]} rows of logits, an option is {tuple(option.shape)}",
+            "give one value of each option for each row",
+        )
+
+
+def _check_penalize(logits: Tensor, prompt: Tensor, counts: Tensor, *options: Tensor) -> None:
+    _check(logits, *options)
+    fits = prompt.dtype == torch.bool and prompt.shape == counts.shape == logits.shape
+    require(
+        fits,
+        f"penalize: logits are {tuple(logits.shape)}, prompt {prompt.dtype} {tuple(prompt.shape)}, "
+        f"counts {tuple(counts.shape)}",
+        "give prompt as bools and counts as integers, both shaped as the logits",
+    )
+
+
+def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
+    require(
+        seeds.shape == positions.shape
+        and not (seeds.is_floating_point() or positions.is_floating_point()),
+        f"uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, positions {positions.dtype} "
+        f"{tuple(positions.shape)}",
+        "give an integer seed and an integer position for each number",
+    )
 
 
 def _uniform_fake(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -138,6 +172,7 @@ def _sample_cost(logits: Tensor, *_: object) -> Cost:
 
 
 @op(
+    check=_check_penalize,
     fake=like,
     samples=_penalize_samples,
     tolerance=Tolerance(),
@@ -172,6 +207,7 @@ def penalize(
 
 
 @op(
+    check=_check,
     fake=_truncate_fake,
     samples=_truncate_samples,
     tolerance=Tolerance(),
@@ -191,7 +227,7 @@ def truncate(
     >>> truncate(torch.tensor([[2.0, 1.0, 0.0]]), one, torch.tensor([2]), one, zero).exp()
     tensor([[0.7311, 0.2689, 0.0000]])
     """
-    greedy = (temperature == 0)[:, None]
+    greedy = (temperature <= 0)[:, None]
     # Relative to the largest first, so that no temperature overflows it.
     relative = logits - logits.amax(-1, keepdim=True)
     scaled = relative / temperature.where(temperature > 0, 1)[:, None].to(logits.dtype)
@@ -201,13 +237,15 @@ def truncate(
     p = log_softmax.reference(ranked, 1.0, keep).exp()
     before = p.cumsum(-1) - p
     # The sum may round to 1 early: a top_p of 1 keeps all.
-    keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0)
+    keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)
     keep &= p >= min_p[:, None] * p[:, :1]
+    keep |= rank == 0  # whatever the options, one is left
     keep = torch.zeros_like(keep).scatter(-1, order, keep)
     return log_softmax.reference(scaled, 1.0, keep)
 
 
 @op(
+    check=_check_uniform,
     fake=_uniform_fake,
     samples=_uniform_samples,
     tolerance=Tolerance(),
@@ -221,6 +259,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     >>> uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
     tensor([0.9546, 0.4070, 0.5105])
     """
+    seeds, positions = seeds.long(), positions.long()
     zero = torch.zeros_like(seeds)
     counter = positions & _WORD, (positions >> 32) & _WORD, zero, zero
     word, *_ = philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
@@ -228,6 +267,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 @op(
+    check=_check,
     fake=_sample_fake,
     samples=_sample_samples,
     tolerance=Tolerance(),

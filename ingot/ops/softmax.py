@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype
 
 
 def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("typical", (make(6, 64, scale=3.0), 1.0, None))
+    yield Sample("large", (make(67, 1031), 1.0, None))
     yield Sample("odd", (make(5, 37), 0.125, None))
     yield Sample("one_row", (make(1, 48), 1.0, None))
     yield Sample("strided", (make.strided(4, 24), 2.0, None))
@@ -33,7 +34,20 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("nothing_left", (make(3, 8), 1.0, second_row_masked))
 
 
-def _cost(x: Tensor, scale: float, mask: Tensor | None) -> Cost:
+def _check(x: Tensor, scale: float, mask: Tensor | None) -> None:
+    same_dtype("softmax", x=x)
+    if mask is None:
+        return
+    require(mask.dtype == torch.bool, f"softmax: mask is {mask.dtype}", "give a mask of bools")
+    dims = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    require(
+        mask.dim() <= x.dim() and all(m in (1, size) for m, size in dims),
+        f"softmax: x is {tuple(x.shape)}, mask is {tuple(mask.shape)}",
+        "give a mask that broadcasts to x",
+    )
+
+
+def _cost(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Cost:
     mask_bytes = 0 if mask is None else mask.numel()
     return Cost(bytes=2 * x.nbytes + mask_bytes, flops=5 * x.numel())
 
@@ -45,7 +59,14 @@ def _shifted_scores(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     return scores - scores.amax(-1, keepdim=True).detach()
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=like,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
     """Probabilities of each row.
 
@@ -57,7 +78,14 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor
     return p if mask is None else p.masked_fill(~mask, 0.0)
 
 
-@op(fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=("x",))
+@op(
+    check=_check,
+    fake=like,
+    samples=_samples,
+    tolerance=Tolerance(),
+    cost=_cost,
+    rows=("x",),
+)
 def log_softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
     """Log-probabilities of each row.
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +88,36 @@ def test_any_chunks_and_any_pages_give_what_the_whole_prompt_gives(
 def test_a_window_of_one_sees_itself() -> None:
     q, k, v = qkv(6)
     torch.testing.assert_close(whole(q, k, v, window=1), v.repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "complaint"),
+    [
+        ({"cu_seqlens": int32(4, 4)}, "cu_seqlens is [4, 4] for 4 queries"),
+        ({"cu_seqlens": int32(0, 3)}, "cu_seqlens is [0, 3] for 4 queries"),
+        ({"cu_seqlens": int32(0, 3, 2, 4)}, "cu_seqlens is [0, 3, 2, 4]"),
+        ({"cu_seqlens": int32(0, 4), "context_lens": int32(9)}, "4 keys, where the sequences have"),
+        ({"cu_seqlens": int32(0, 2, 4), "context_lens": int32(4)}, "2 sequences, but 1 context"),
+        ({"cu_seqlens": int32(0, 4), "window": 0}, "window is 0"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_an_error(metadata: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(OpError, match=re.escape(complaint)):
+        ops.attention(*qkv(4), **metadata)
+
+
+@pytest.mark.parametrize("table", [[[0]], [[0, -1]], [[0, 2]]])
+def test_pages_that_do_not_exist_are_an_error(table: list[list[int]]) -> None:
+    q, k, v = qkv(4)
+    k_pool, v_pool = k.view(2, 2, KV_HEADS, WIDTH), v.view(2, 2, KV_HEADS, WIDTH)
+    block_table = torch.tensor(table, dtype=torch.int32)
+    with pytest.raises(OpError, match="are not in pages"):
+        ops.attention(q, k_pool, v_pool, int32(0, 4), int32(4), block_table)
+
+
+def test_no_tokens_give_no_result() -> None:
+    q, k, v = qkv(0)
+    assert ops.attention(q, k, v, int32(0)).shape == q.shape
 
 
 def test_more_queries_than_keys_is_an_error_with_a_remedy() -> None:

@@ -13,7 +13,8 @@ def test_the_gradient_of_a_repeated_token_adds_up() -> None:
     assert torch.equal(grad[:, 0], torch.tensor([1.0, 0.0, 2.0, 0.0]))
 
 
-@pytest.mark.parametrize("token", [4, -5])
+@pytest.mark.parametrize("token", [4, -1])
 def test_a_token_outside_the_table_is_an_error(token: int) -> None:
-    with pytest.raises(IndexError, match="out of range"):
-        ops.embedding(torch.tensor([token]), torch.randn(4, 3))
+    for provider in ops.embedding.providers:
+        with ops.prefer(provider), pytest.raises(IndexError, match="out of range"):
+            ops.embedding(torch.tensor([token]), torch.randn(4, 3))

@@ -44,6 +44,14 @@ def test_z_loss_punishes_the_normalizer() -> None:
     torch.testing.assert_close(with_z - without, 0.5 * torch.tensor([4.0]).log().square())
 
 
+def test_a_token_that_cannot_be_does_not_spoil_the_loss() -> None:
+    logits = torch.tensor([[1.0, -torch.inf, 1.0]], requires_grad=True)
+    loss = ops.cross_entropy(logits, torch.tensor([0]), z_loss=1e-4)
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    assert loss.isfinite().all()
+    assert grad.isfinite().all()
+
+
 def test_logprobs_are_the_loss_with_the_other_sign() -> None:
     targets = TARGETS.clamp_min(0)
     loss = ops.linear_cross_entropy(HIDDEN, WEIGHT, targets)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +31,12 @@ def cost(x: Tensor) -> Cost:
     return Cost(bytes=2 * x.nbytes, flops=x.numel())
 
 
+def check(x: Tensor) -> None:
+    pass
+
+
 RECORD: dict[str, Any] = {
+    "check": check,
     "fake": like,
     "samples": samples,
     "tolerance": Tolerance(),
@@ -119,19 +128,99 @@ def test_half_precision_is_rounded_once_by_the_reference() -> None:
         assert torch.equal(ops.silu(x), ops.silu.reference(x.float()).bfloat16())
 
 
-def test_a_second_derivative_is_an_error_not_a_wrong_number() -> None:
-    x = torch.randn(2, 4, requires_grad=True)
-    (first,) = torch.autograd.grad(ops.silu(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
-
-
 def test_an_op_without_a_gradient_says_so() -> None:
     logits = torch.randn(1, 4, requires_grad=True)
     one, zero = torch.ones(1), torch.zeros(1)
     result = ops.truncate(logits, one, torch.tensor([4]), one, zero)
     with pytest.raises(OpError, match="no gradient"):
         result.sum().backward()
+
+
+def test_autocast_does_not_reach_into_ops() -> None:
+    x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.linear(x, weight)
+        (within,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (without,) = torch.autograd.grad(y.sum(), x)
+    assert y.dtype == torch.float32
+    assert torch.equal(within, without)
+
+
+@pytest.mark.parametrize(
+    "mode", ["torch.autocast('cpu')", "torch.inference_mode()", "FlopCounterMode(display=False)"]
+)
+def test_ops_may_be_imported_under_any_mode(mode: str) -> None:
+    code = (
+        "import torch, ingot\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        f"with {mode}: ingot.ops\n"
+        "x, w = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4)\n"
+        "ours, = torch.autograd.grad(ingot.ops.linear_gelu(x, w).sum(), x)\n"
+        "theirs, = torch.autograd.grad(torch.nn.functional.gelu(x @ w.T).sum(), x)\n"
+        "torch.testing.assert_close(ours, theirs)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_preferred_provider_serves_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    for name, provider in ops.silu.providers.items():
+        assert provider.backward is not None
+
+        def backward(*args: Any, name: str = name, wrapped: Any = provider.backward) -> Any:
+            used.append(name)
+            return wrapped(*args)
+
+        monkeypatch.setitem(ops.silu.providers, name, replace(provider, backward=backward))
+    x = torch.randn(2, 4, requires_grad=True)
+    with prefer("reference"):
+        y = ops.silu(x)
+    y.sum().backward()
+    ops.silu(x).sum().backward()
+    assert used == ["reference", "aten"]
+
+
+def test_a_module_that_holds_an_op_can_be_copied_and_pickled() -> None:
+    module = torch.nn.Module()
+    module.__dict__["activation"] = ops.silu
+    assert copy.deepcopy(module).activation is ops.silu
+    assert pickle.loads(pickle.dumps(module)).activation is ops.silu
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda x: ops.rms_norm(x, torch.ones(5)), "x has 4 channels, weight is (5,)"),
+        (lambda x: ops.rms_norm(x, x), "x has 4 channels, weight is (2, 4)"),
+        (lambda x: ops.add_rms_norm(x, x[:1], x[0]), "x is (2, 4), residual is (1, 4)"),
+        (lambda x: ops.swiglu(x, x.bfloat16()), "gate is torch.float32, up is torch.bfloat16"),
+        (lambda x: ops.silu(x.long()), "x is torch.int64"),
+        (lambda x: ops.softmax(x, 1.0, x), "mask is torch.float32"),
+        (lambda x: ops.softmax(x, 1.0, x[:, :3] > 0), "x is (2, 4), mask is (2, 3)"),
+        (lambda x: ops.linear(x, torch.ones(3, 5)), "x has 4 channels, weight is (3, 5)"),
+        (lambda x: ops.linear(x, x.bfloat16()), "x is torch.float32, weight is torch.bfloat16"),
+        (lambda x: ops.linear_residual(x, x, x), "residual is (2, 4), the product (2, 2)"),
+        (lambda x: ops.embedding(x, x), "tokens are torch.float32"),
+        (lambda x: ops.token_logprobs(x, torch.tensor([1])), "targets torch.int64 (1,)"),
+        (lambda x: ops.rope(x, torch.tensor([0, 1]), x[0]), "x is (2, 4)"),
+        (
+            lambda x: ops.rope(x[:, None], torch.tensor([0, 1]), x[0, :2].bfloat16()),
+            "too coarse for a position of hundreds",
+        ),
+        (
+            lambda x: ops.attention(x, x, x, torch.tensor([0, 2])),
+            "attention: q is (2, 4), k (2, 4)",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    call: Callable[[Tensor], object], complaint: str, compiled: bool
+) -> None:
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    with pytest.raises(Exception, match=re.escape(complaint)):
+        function(torch.randn(2, 4))
 
 
 def test_backward_works_below_a_dispatch_mode() -> None:

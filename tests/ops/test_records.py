@@ -40,6 +40,11 @@ class Case:
         return f"{self.op.name}-{self.sample}-{self.dtype}-{self.provider}"
 
     @property
+    def smooth(self) -> bool:
+        """Small enough for differences of differences, and away from relu_squared's kink."""
+        return self.sample not in ("large", "zero")
+
+    @property
     def args(self) -> tuple[Any, ...]:
         """New tensors at each call, so that no test sees what another did to them."""
         samples = self.op.samples(Make(DTYPES[self.dtype]))
@@ -138,6 +143,27 @@ def test_gradient_is_the_derivative(case: Case) -> None:
 
     with prefer(case.provider):
         assert torch.autograd.gradcheck(finite, case.leaves, fast_mode=True)
+
+
+@cases("fp64", where=lambda case: by_default(case) and differentiable(case) and case.smooth)
+def test_second_gradient_is_the_derivative_of_the_first(case: Case) -> None:
+    def finite(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(out.where(out.isfinite(), 0) for out in as_tuple(case.op(*args)))
+
+    assert torch.autograd.gradgradcheck(finite, case.leaves, fast_mode=True)
+
+
+@cases("fp32", "bf16", where=lambda case: case.sample == "typical" and differentiable(case))
+def test_a_gradient_does_not_depend_on_which_others_are_needed(case: Case) -> None:
+    grads = [torch.ones_like(out) for out in as_tuple(case.op(*case.args))]
+    with prefer(case.provider):
+        together = iter(case.op.backward_overload(case.needs, grads, *case.args))
+        for index, (arg, needed) in enumerate(zip(case.args, case.needs, strict=True)):
+            if needed:
+                only = [i == index for i in range(len(case.args))]
+                (alone,) = case.op.backward_overload(only, grads, *case.args)
+                assert (alone.dtype, alone.shape) == (arg.dtype, arg.shape)
+                torch.testing.assert_close(alone, next(together))
 
 
 @cases("fp32", where=by_default)

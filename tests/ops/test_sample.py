@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,6 +95,12 @@ def test_each_cut_on_its_own() -> None:
 
 def test_top_p_of_zero_keeps_the_likeliest() -> None:
     assert torch.equal(truncated(torch.tensor([[1.0, 2.0]]), p=0.0), torch.tensor([[0.0, 1.0]]))
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"k": -1}, {"min_p": 1.5}, {"temperature": -1.0}])
+def test_options_out_of_range_leave_the_likeliest(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[9.0, 0.0, 0.0, 0.0]])
+    assert truncated(logits, **options)[0, 0] == 1
 
 
 def test_penalties_in_their_signs() -> None:

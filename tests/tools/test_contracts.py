@@ -41,6 +41,7 @@ def test_the_package_keeps_the_contract(copy: Path) -> None:
         ),
         ("core/paths.py", "import ingot.ops.norm", "ingot.core.paths imports ingot.ops.norm"),
         ("kernels/aten/norm.py", "import ingot.cli", "ingot.kernels.aten.norm imports ingot.cli"),
+        ("core/paths.py", "import ingot", "ingot.core.paths imports ingot"),
         ("train/step.py", "import ingot.serve", "ingot.train.step imports ingot.serve"),
         (
             "utils/strings.py",

@@ -15,7 +15,7 @@ def linear_backward(
 ) -> list[Tensor | None]:
     """Written out, for autograd would run the forward's GEMM once more."""
     (grad,) = grads
-    rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
+    rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     return [
         grad @ weight if needs[0] else None,
         grad_rows.T @ rows if needs[1] else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,13 +11,13 @@ from ingot.kernels.aten import aten
 from ingot.ops.op import wide
 
 
-def _without_z_loss(
+def _supports(
     logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> bool:
-    return z_loss == 0.0 and logits.dim() == 2
+    return z_loss == 0.0 and logits.dim() == 2 and targets.dtype == torch.int64
 
 
-@aten(ops.cross_entropy, supports=_without_z_loss)
+@aten(ops.cross_entropy, supports=_supports)
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> Tensor:
