@@ -5,10 +5,10 @@ A hook of mkdocs: the page is made from the records at every build, so it cannot
 
 from __future__ import annotations
 
-import sys
 from itertools import groupby
 from typing import Any
 
+from ingot.ops.description import family_doc
 from ingot.ops.description import page as page_of
 from ingot.ops.op import catalogue
 
@@ -23,9 +23,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def render() -> str:
     """Every op, by family."""
     ops = sorted(catalogue().values(), key=lambda op: op.family)
-    families = groupby(ops, key=lambda op: sys.modules[op.reference.__module__])
-    sections = [
-        f"## {members[0].family}\n\n{family.__doc__}\n\n" + "\n\n".join(map(page_of, members))
-        for family, members in ((family, list(members)) for family, members in families)
-    ]
+    sections: list[str] = []
+    for family, members in groupby(ops, key=lambda op: op.family):
+        first, *rest = members
+        pages = map(page_of, (first, *rest))
+        sections.append("\n\n".join((f"## {family}", family_doc(first), *pages)))
     return f"{len(ops)} ops.\n\n" + "\n\n".join(sections)

@@ -4,51 +4,28 @@
     peaks().matmul["bf16"]               # a Peak in GFLOPS; None where the platform cannot
 
 Speed is stated as a share of these, so they have to be near the hardware's limit and the same
-tomorrow. That is the difficulty: other processes and other tenants take away from a machine what
-they like. The numbers below are from 2 cores of a shared Xeon with AMX, mostly beside other work.
+tomorrow, on machines that do other things too.
 
-**Every core on its own.** Each core has a thread, its own operands and windows of less than 1 ms,
-which it times without waiting for the others; their rates are summed. All cores run at the same
-time, so they share clocks and memory as in real work. torch's own threads meet at the end of
-each call, and there one preempted core stops all: over ten runs beside other work, the p95 of
-reading varied by 1.4x and its p50 by 15x. Threads stay on their cores, for Linux beside two other
-processes may keep both of ours on one core for the whole measurement. And the memory that a core
-reads is touched first by itself, which puts it on its own NUMA node.
+**The best turn.** Four probes take turns of 50 ms, 56 each, so that all meet the same
+neighbours. In a turn all cores work at the same time and share clocks and memory as in real
+work; its rate is what they did together. The peak is the best turn, and the spread (p20, p50,
+p80 of the turns) tells how much of it there usually was.
 
-**The best windows.** The peak is p99.5: what a core does when it is left alone. A neighbour on
-the same physical core takes more than half of AMX for milliseconds or minutes, and neighbours
-take a third of the bandwidth. So over sixteen measurements p50 varied by 2.9x (bf16), 3.0x
-(int8), 1.3x (fp32) and 1.4x (reading). p99.5 varied by 1.02x, 1.03x, 1.00x and 1.15x over twelve,
-with 5 to 7 processes on the 2 cores. `low`, `typical` and `high` tell how much of the peak there
-usually was. No quantile helps while a neighbour never pauses: 2 of about 100 measurements found
-AMX at a third and at two thirds of its peak.
+**Every core on its own.** Each core has a thread that stays on it, with operands of its own,
+which it touched first (so they are on its NUMA node). torch's own threads meet at the end of
+every call, and there one preempted core stops all.
 
-**Not at another's expense.** Where the cores together can read more than the memory delivers, a
-core is fastest while another one pauses, and the sum of such moments never was. So for reading a
-window counts only if the other cores, together, were in it at least as fast as they usually are.
-(On our machine two cores do not exhaust the memory, and it made a difference of 1 %.)
+**Reading** is `torch.mv` over float32 rows of 64 KiB. BLAS reads several rows at once, and a core
+needs several streams to keep its line buffers full; `sum`, `amax` and `dot` have one or two.
+The buffer is walked round and round. It is four times the L3 cache and 64 MiB for each core,
+since caches may be shared or not; but never more than an eighth of the memory.
 
-**Reading** is `torch.mv` over fp32 rows of 64 KiB. BLAS reads several rows at once, and a core
-needs many streams to keep its line buffers full: 43 GB/s, 91 % of an AVX-512 loop with 16
-streams (47.5), above that loop with 2 streams (41.7) or one (37.8, with prefetches 38.3). The
-others have one stream or two: `dot` of two halves 40.0, numpy's `max` 35.4, `sum` 34.1 in fp32
-and 32.5 in int64, `amax` 33.6. `norm`, `count_nonzero`, `sum` of bf16 or uint8 and `dot` of bf16
-are bound by arithmetic (0.2 to 20). Huge pages made no difference.
+**Matmul** has operands that a core's L2 cache holds, of sizes that are multiples of 32 but no
+powers of two, which are slow. int8 is oneDNN's op with packed weights; `torch._int_mm` is slower
+than bf16. Where there is AMX, oneDNN reaches about half of what its registers could do, so a
+good kernel may pass 100 % of these peaks.
 
-The buffer is walked round and round. From 256 MiB to 6 GiB its size made no difference, while
-64 MiB gave 40 % more, out of caches. We take four times the L3 cache, since elsewhere it may be
-ours alone, and 64 MiB for each core, since groups of cores may each have their own; but never
-more than an eighth of the memory.
-
-**Matmul** has operands that a core's L2 cache holds. Sizes are multiples of 32 but no powers of
-two, which are slow, perhaps because their rows fall into the same cache sets: bf16 reaches 2,070
-GFLOPS at 512, 2,570 at 480 and 3,230 at 1472 x 480 x 480; with torch's threads 1,100 at 1024 and
-2,450 at 1056. int8 is oneDNN's op with packed weights (5,200); `torch._int_mm` takes an older way
-through oneDNN and reaches 3,100 at best, less than bf16. Both run on AMX, but oneDNN gets only
-half of it: a loop that never leaves the tile registers does 5,500 and 11,400 here. So a good AMX
-kernel may pass 100 % of these peaks. fp32 has no such gap (330 of 344 at 2.69 GHz).
-
-With a hundred cores and more, Python's lock may get in the way; nobody has measured that yet.
+What else was tried, with its figures, is in the log of the documentation.
 """
 
 # pyright: basic
@@ -71,22 +48,19 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ingot.bench import timing
 from ingot.core import log, paths
 from ingot.core.device import Device, detect, parse_cpuinfo
+from ingot.core.errors import IngotError
 
 Dtype: TypeAlias = Literal["fp32", "bf16", "int8"]
 Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 Run: TypeAlias = Callable[[], object]
-Array: TypeAlias = NDArray[np.float64]
 Cores: TypeAlias = list[ThreadPoolExecutor]
 T = TypeVar("T")
 
-# The four probes take turns of about 0.1 s, so that all of them meet the same neighbours.
-ROUNDS = 28
-_BEST = 0.995
+ROUNDS = 56
 _MiB = 2**20
 _ROW = 16384
 _WINDOW = 4 * _MiB
@@ -96,11 +70,11 @@ _WINDOW = 4 * _MiB
 class Peak:
     """A limit in GB/s or GFLOPS, and what there was of it while it was measured.
 
-    `low`, `typical` and `high` are p20, p50 and p80 of its windows. Far apart, or far below
-    `value`, they tell of other work on the machine.
+    `low`, `typical` and `high` are p20, p50 and p80 of the turns. Far below `value`, they tell
+    of other work on the machine.
 
-    >>> Peak(value=42.4, low=28.1, typical=36.7, high=40.2).value
-    42.4
+    >>> Peak.of([30.0, 42.4, 41.0, 40.0, 38.0])
+    Peak(value=42.4, low=36.4, typical=40.0, high=41.28)
     """
 
     value: Rate
@@ -108,12 +82,18 @@ class Peak:
     typical: Rate
     high: Rate
 
+    @classmethod
+    def of(cls, rates: list[float]) -> Peak:
+        """Sum up the rates of the turns."""
+        low, typical, high = (float(q) for q in np.quantile(rates, (0.2, 0.5, 0.8)).round(3))
+        return cls(value=round(max(rates), 3), low=low, typical=typical, high=high)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     """All peaks of a machine; `missing` says why a matmul is None.
 
-    >>> read = Peak(value=42.4, low=28.1, typical=36.7, high=40.2)
+    >>> read = Peak.of([38.0, 42.4])
     >>> none = {"fp32": None, "bf16": None, "int8": None}
     >>> machine = Peaks(method=1, measured=datetime.now(UTC), read_bandwidth=read, matmul=none)
     >>> Peaks.from_json(machine.to_json()) == machine
@@ -144,19 +124,27 @@ class Peaks:
 def peaks(refresh: bool = False) -> Peaks:
     """Return this machine's peaks: measured once, then read from the cache.
 
-    While another process measures, this one waits, since each would take from the other.
+    While another process measures, this one waits, since each would take from the other. Where
+    the cache cannot be written, a warning says so and the next call measures again.
 
         peaks().read_bandwidth.value
         peaks(refresh=True)     # measures again
     """
     path = paths.cache("peaks", f"{detect().fingerprint}.json")
-    with paths.lock(path):
-        found = None if refresh else _load(path)
-        if found is None:
-            with log.progress("measuring this machine's peaks", ROUNDS) as bar:
-                found = measure(bar.advance)
-            paths.write_atomic(path, found.to_json())
+    found = None if refresh else _load(path)
+    if found:
         return found
+    with log.progress("measuring this machine's peaks", ROUNDS) as bar:
+        try:
+            with paths.lock(path):
+                found = None if refresh else _load(path)  # who held the lock may have measured
+                if found is None:
+                    found = measure(bar.advance)
+                    paths.write_atomic(path, found.to_json())
+                return found
+        except IngotError as error:
+            log.logger(__name__).warning("the peaks are not kept: %s", error)
+            return found or measure(bar.advance)
 
 
 def measure(progress: Callable[[], object] = lambda: None, budget: float = 12.0) -> Peaks:
@@ -182,20 +170,21 @@ def measure(progress: Callable[[], object] = lambda: None, budget: float = 12.0)
     return Peaks(
         method=1,
         measured=datetime.now(UTC),
-        read_bandwidth=reading.peak(shared=True),
-        matmul={dtype: matmuls[dtype].peak() if dtype in matmuls else None for dtype in _MATMULS},
+        read_bandwidth=Peak.of(reading.rates),
+        matmul={
+            dtype: Peak.of(matmuls[dtype].rates) if dtype in matmuls else None for dtype in _MATMULS
+        },
         missing=missing,
     )
 
 
 @dataclass
 class _Probe:
-    """One measurement: what each core runs, how much work a call is, and when the calls were."""
+    """One measurement: what each core runs, how much work a call is, and the rate of each turn."""
 
     runs: list[Run]
     work: float
-    turns: list[list[Array]] = field(default_factory=list)
-    """For each turn, for each core: when each window began, and when the last one ended."""
+    rates: list[float] = field(default_factory=list[float])
 
     @classmethod
     def prepare(cls, cores: Cores, make: Callable[[], Run], work: float) -> _Probe:
@@ -209,21 +198,9 @@ class _Probe:
         return cls(_at_once(cores, [made for _ in cores]), work)
 
     def take_turn(self, cores: Cores, seconds: float) -> None:
-        """Run on all cores at the same time."""
-        self.turns.append(_at_once(cores, [partial(_edges, run, seconds) for run in self.runs]))
-
-    def peak(self, shared: bool = False) -> Peak:
-        """Sum up the cores; `shared` if they draw on one and the same resource."""
-        cores = zip(*self.turns, strict=True)
-        every = [np.concatenate([np.diff(edges) for edges in core]) for core in cores]
-        low, typical, high = (self._rate(every, share) for share in (0.2, 0.5, 0.8))
-        counted = _beside_busy_cores(self.turns, every) if shared else every
-        value = max(self._rate(counted, _BEST), typical)
-        return Peak(value=value, low=low, typical=typical, high=high)
-
-    def _rate(self, times: list[Array], share: float) -> float:
-        """Sum up, in 10^9 per second, the rates that this share of each core's windows is below."""
-        return sum(self.work / float(np.quantile(core, 1 - share)) for core in times) / 1e9
+        """Run on all cores at the same time, and add up what they do."""
+        times = _at_once(cores, [partial(timing.turn, run, seconds) for run in self.runs])
+        self.rates.append(sum(self.work * len(core) / sum(core) for core in times) / 1e9)
 
 
 def _cpus(count: int) -> list[int | None]:
@@ -254,39 +231,6 @@ def _core(cpu: int | None) -> ThreadPoolExecutor:
 def _at_once(cores: Cores, calls: Iterable[Callable[[], T]]) -> list[T]:
     futures = [core.submit(call) for core, call in zip(cores, calls, strict=True)]
     return [future.result() for future in futures]
-
-
-def _edges(run: Run, seconds: float) -> Array:
-    times = timing.turn(run, seconds)
-    return perf_counter() - np.append(np.cumsum(times[::-1])[::-1], 0.0)
-
-
-def _beside_busy_cores(turns: list[list[Array]], every: list[Array]) -> list[Array]:
-    """Pick each core's windows in which the others together were as fast as usual, or faster.
-
-    A core that has no such window keeps all.
-    """
-    usual = np.array([1 / np.median(times) for times in every])
-    picked: list[list[Array]] = [[] for _ in every]
-    for turn in turns:
-        clock, done = _progress(turn)
-        for core, edges in enumerate(turn):
-            times = np.diff(edges)
-            others = (np.diff(np.interp(edges, clock, done)) - 1) / times
-            enough = 0.999 * (usual.sum() - usual[core])  # rounding
-            picked[core].append(times[others >= enough])
-    each = [np.concatenate(times) for times in picked]
-    return [chosen if len(chosen) else times for chosen, times in zip(each, every, strict=True)]
-
-
-def _progress(turn: list[Array]) -> tuple[Array, Array]:
-    """Return how many windows all cores together have done: a line through (time, count)."""
-    speeds = [1 / np.diff(edges) for edges in turn]
-    clock = np.concatenate([ends for edges in turn for ends in (edges[:-1], edges[1:])])
-    change = np.concatenate([change for speed in speeds for change in (speed, -speed)])
-    order = np.argsort(clock)
-    clock, speed = clock[order], np.cumsum(change[order])
-    return clock, np.append(0.0, np.cumsum(speed[:-1] * np.diff(clock)))
 
 
 def _prepare_matmuls(cores: Cores) -> tuple[dict[Dtype, _Probe], dict[Dtype, str]]:

@@ -6,6 +6,7 @@ Only the verb that is called is imported.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,17 +37,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         stderr().print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
         stderr().print(f"[bold]remedy:[/] {_plain(error.remedy)}", highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:
         # `ingot ops | head`: the reader has left. Nothing may be flushed into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        stderr().print("[bold red]error:[/] no space left to write to")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _run(arguments: list[str]) -> int:
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if verb in ("--help", "-h"):
+    if verb in ("--help", "-h", "help"):
         _print_help()
     elif verb == "--version":
         stdout().print(f"ingot {ingot.__version__}", highlight=False)

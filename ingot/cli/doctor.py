@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import platform
 import shutil
 from dataclasses import asdict, dataclass
@@ -63,6 +64,7 @@ def report(device: Device, measured: Peaks, found: list[Finding]) -> dict[str, A
         "versions": _versions(),
         "fingerprint": device.fingerprint,
         **asdict(device),
+        "measured": measured.measured.isoformat(timespec="seconds"),
         "read_bandwidth_gbs": measured.read_bandwidth.value,
         "matmul_gflops": {dtype: peak and peak.value for dtype, peak in matmul.items()},
         "spread": {
@@ -77,8 +79,9 @@ def report(device: Device, measured: Peaks, found: list[Finding]) -> dict[str, A
 
 def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list[Finding]:
     """What is missing or odd on this machine; `installed` names packages and programs."""
+    cxx = os.environ.get("CXX", "")
     speeds = {"reading": measured.read_bandwidth, **measured.matmul}
-    unsteady = [name for name, peak in speeds.items() if peak and peak.high > 1.5 * peak.low]
+    unsteady = [name for name, peak in speeds.items() if peak and peak.typical < 0.7 * peak.value]
     checks = (
         (
             not device.torch.startswith(_TESTED_TORCH),
@@ -89,6 +92,11 @@ def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list
             device.compiler is None,
             "no C++ compiler, which ingot's CPU kernels will need",
             "install g++ 12 or newer, or set CXX",
+        ),
+        (
+            bool(cxx) and (device.compiler is None or shutil.which(cxx) != device.compiler.path),
+            f"CXX is '{cxx}', which is no C++ compiler",
+            "set it to the path of one, without arguments, or unset it",
         ),
         (
             device.cpu.architecture in ("x86_64", "AMD64") and device.cpu.isa == ("portable",),
@@ -112,7 +120,7 @@ def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list
         ),
         (
             bool(unsteady),
-            f"measured beside other work: {', '.join(unsteady)} varied by half or more",
+            f"measured beside other work: {', '.join(unsteady)} reached the peak only at times",
             "close what else is running, then `ingot doctor --refresh`",
         ),
     )
@@ -180,7 +188,9 @@ def _facts(device: Device) -> list[tuple[str, str]]:
 
 
 def _speeds(measured: Peaks) -> list[tuple[str, str]]:
-    rows = [("reading", _speed(measured.read_bandwidth, "GB/s", 1))]
+    when = measured.measured.astimezone().strftime("%Y-%m-%d %H:%M")
+    rows = [("measured", f"{when}; --refresh measures again")]
+    rows.append(("reading", _speed(measured.read_bandwidth, "GB/s", 1)))
     for dtype, peak in measured.matmul.items():
         text = _speed(peak, "GFLOPS", 0) if peak else f"none: {measured.missing[dtype]}"
         rows.append((f"{dtype} matmul", text))
@@ -189,7 +199,7 @@ def _speeds(measured: Peaks) -> list[tuple[str, str]]:
 
 def _speed(peak: Peak, unit: str, digits: int) -> str:
     value, low, high = (f"{rate:,.{digits}f}" for rate in (peak.value, peak.low, peak.high))
-    return f"{value} {unit}, mostly {low} to {high}"
+    return f"{value} {unit} at best, usually {low} to {high}"
 
 
 def _size(size: int) -> str:

@@ -18,25 +18,27 @@ def ops(
     """Show every op: the providers that can run here, whether they are exact, how far a result
     may be off, and what a call must move and compute.
 
-    Examples: `ingot ops` for all, `ingot ops rms_norm` for one with its reference,
-    `ingot ops --json` for machines.
+    Examples: `ingot ops` for all, `ingot ops norm` for a family, `ingot ops rms_norm` for one
+    with its reference, `ingot ops --json` for machines.
 
     Args:
-        name: Show this op alone, with its reference and its cost.
+        name: Show this op with its reference, or this family.
         json: Print JSON instead of a table.
     """
-    from ingot.ops.description import row, rows
+    from ingot.ops.description import page, row, rows
     from ingot.ops.op import catalogue
 
-    if name is not None and name not in catalogue():
-        raise UnknownName("op", name, catalogue())
+    name = name and name.lower()
+    shown = [row for row in rows() if name in (None, row["op"], row["family"])]
+    if name and not shown:
+        raise UnknownName("op", name, {*catalogue(), *(row["family"] for row in rows())})
     if json:
-        shown = rows() if name is None else row(catalogue()[name])
-        print(json_format.dumps(shown, indent=2))  # noqa: T201
-    elif name is None:
-        _print_table(rows())
+        found = row(catalogue()[name]) if name in catalogue() else shown
+        print(json_format.dumps(found, indent=2))  # noqa: T201
+    elif name in catalogue():
+        _print_markdown(page(catalogue()[name], with_family=True))
     else:
-        _print_op(name)
+        _print_table(shown)
 
 
 def _print_table(catalogue_rows: list[dict[str, Any]]) -> None:
@@ -87,10 +89,7 @@ def bound(row: dict[str, Any]) -> str:
     return f"{tolerance['forward']:g}x {backward}"
 
 
-def _print_op(name: str) -> None:
+def _print_markdown(text: str) -> None:
     from rich.markdown import Markdown
 
-    from ingot.ops.description import page
-    from ingot.ops.op import catalogue
-
-    stdout().print(Markdown(page(catalogue()[name])))
+    stdout().print(Markdown(text))

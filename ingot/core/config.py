@@ -47,11 +47,12 @@ T = TypeVar("T")
 Keys = tuple[str | int, ...]
 
 
-def load(cls: type[T], path: Path | None = None, overrides: Sequence[str] = ()) -> T:
+def load(cls: type[T], path: Path | str | None = None, overrides: Sequence[str] = ()) -> T:
     """Build a `cls` from a TOML file and `dotted.key=value` overrides, the last one winning.
 
     The right side of an override is a TOML value; what is not one is taken as a bare string.
     """
+    path = None if path is None else Path(path)
     table = {} if path is None else _read(path)
     applied: list[tuple[Keys, str]] = []
     for text in overrides:
@@ -200,6 +201,10 @@ class _Builder:
         got = message.replace("`object`", "`table`")
         what = f"{_dotted(at)} in {self.source(at)}: {got[:1].lower()}{got[1:]}"
         remedy = f"give it {_expected(hint)}"
+        if bool in _arms(hint):
+            remedy += ", written true or false"
+        if type(None) in _arms(hint):
+            remedy += "; TOML has no null: None is what it is when left out"
         if str in _arms(hint) and not isinstance(value, (dict, list)):
             remedy += f"; to have it as a string, quote it: {_dotted(at)}='\"{value}\"'"
         return ConfigError(what, remedy=remedy)

@@ -47,6 +47,12 @@ _TORCH_NAMES = {"fma3": "fma"} | {
 }
 
 
+_COMPILER_VERSIONS = {
+    "clang": ("__clang_major__", "__clang_minor__", "__clang_patchlevel__"),
+    "gcc": ("__GNUC__", "__GNUC_MINOR__", "__GNUC_PATCHLEVEL__"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
     """The processor, as far as this process may use it. Cache sizes in bytes, of one core's."""
@@ -252,24 +258,27 @@ def detect_compiler(preferred: str | None) -> Compiler | None:
     """Find a C++ compiler: `preferred` ($CXX) if that is one executable, else the usual names."""
     for command in filter(None, (preferred, "g++", "clang++", "c++")):
         path = shutil.which(command)
-        if path and (compiler := parse_compiler(path, _output([path, "--version"]))):
+        macros = path and _output([path, "-dM", "-E", "-x", "c++", os.devnull])
+        if path and (compiler := parse_compiler(path, macros or "")):
             return compiler
     return None
 
 
-def parse_compiler(path: str, banner: str) -> Compiler | None:
-    """Read what a compiler prints for --version; None if that names no version.
+def parse_compiler(path: str, macros: str) -> Compiler | None:
+    """Read the macros a compiler defines; None if they are not those of GCC or clang.
 
-    >>> parse_compiler("/usr/bin/c++", "Apple clang version 15.0.0 (clang-1500.3.9.4)")
-    Compiler(path='/usr/bin/c++', name='clang', version='15.0.0')
+    A banner would not do: `false --version` prints one too.
+
+    >>> macros = "#define __GNUC__ 12\\n#define __GNUC_MINOR__ 2\\n#define __GNUC_PATCHLEVEL__ 0"
+    >>> parse_compiler("/usr/bin/c++", macros)
+    Compiler(path='/usr/bin/c++', name='gcc', version='12.2.0')
     """
-    line = banner.partition("\n")[0]
-    # GCC's packagers put a version of their own into parentheses before the real one.
-    version = re.search(r"\d+(\.\d+)+", re.sub(r"\([^()]*\)", "", line))
-    if version is None:
-        return None
-    name = "clang" if "clang" in line else "gcc" if "Free Software" in banner else line.split()[0]
-    return Compiler(path=path, name=name, version=version[0])
+    defined = dict(re.findall(r"^#define (\w+) (.*)$", macros, re.MULTILINE))
+    # clang says that it is GCC as well, so it is asked first.
+    for name, parts in _COMPILER_VERSIONS.items():
+        if defined.keys() >= set(parts):
+            return Compiler(path=path, name=name, version=".".join(defined[p] for p in parts))
+    return None
 
 
 def _detect_cpu(capabilities: Mapping[str, Any], quota: float | None) -> Cpu:

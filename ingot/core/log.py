@@ -9,6 +9,7 @@ is how a message appears above a running bar and not inside it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -47,10 +48,11 @@ def setup(verbose: bool = False) -> None:
 
 @cache
 def stdout() -> Console:
-    """Return the console for results."""
+    """Return the console for results; as wide as they are where nobody looks at a terminal."""
     from rich.console import Console
 
-    return Console()
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=200 if wide else None)
 
 
 @cache

@@ -109,6 +109,6 @@ def _explained(path: Path) -> Generator[None]:
     except OSError as error:
         raise IngotError(
             f"cannot write {path}: {error.strerror or error}",
-            remedy="make room or grant write access there, or choose another place "
-            "(XDG_CACHE_HOME for caches, XDG_DATA_HOME for runs)",
+            remedy="make room or grant write access there, or choose another place (for caches "
+            "and runs by XDG_CACHE_HOME and XDG_DATA_HOME)",
         ) from error

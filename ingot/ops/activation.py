@@ -1,10 +1,11 @@
 """Activations, alone and gated.
 
-    gelu(x)         = x * Phi(x), Phi the normal distribution             Hendrycks & Gimpel 2016
-    gelu_tanh(x)    = its tanh approximation (GPT-2's)
-    silu(x)         = x * sigmoid(x)                                      Elfwing et al. 2017
-    relu_squared(x) = max(x, 0)**2                                        So et al. 2021
-    swiglu(gate, up) = silu(gate) * up,  geglu = gelu(gate) * up          Shazeer 2020
+    gelu(x)          = x * Phi(x), normally distributed   Hendrycks & Gimpel 2016
+    gelu_tanh(x)     = its tanh approximation (GPT-2's)
+    silu(x)          = x * sigmoid(x)                     Elfwing et al. 2017
+    relu_squared(x)  = max(x, 0)**2                       So et al. 2021
+    swiglu(gate, up) = silu(gate) * up                    Shazeer 2020
+    geglu(gate, up)  = gelu(gate) * up                    likewise
 
 The gated forms take gate and up as two tensors. Where one GEMM made both, they are views of
 its output: strided inputs, no copy.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from typing import Any
 
@@ -68,8 +69,8 @@ def source(function: Any) -> str:
     return "\n".join(lines[start:])
 
 
-def page(op: Op[..., Any]) -> str:
-    """One op as Markdown: for the terminal and for the docs.
+def page(op: Op[..., Any], with_family: bool = False) -> str:
+    """One op as Markdown, for the terminal and for the docs; if asked, with what its family is.
 
     >>> page(catalogue()["silu"]).splitlines()[0]
     '### silu'
@@ -82,7 +83,7 @@ def page(op: Op[..., Any]) -> str:
     backward = f", backward {tolerance['backward']:g}x" if op.gradient else ""
     lines = [
         f"### {op.name}",
-        f"`{facts['schema']}`",
+        f"`{op.name}{str(op.signature).replace(chr(39), '')}`",
         inspect.cleandoc(op.__doc__ or "").partition(">>>")[0].rstrip(),
         f"- **providers**: {providers}",
         f"- **error**: at most {tolerance['forward']:g}x plain PyTorch's{backward}"
@@ -90,6 +91,7 @@ def page(op: Op[..., Any]) -> str:
         f"- **gradient**: {'yes' if op.gradient else 'none'}",
         f"- **bytes**: `{cost['bytes']}`",
         f"- **FLOPs**: `{cost['flops']}`",
+        *([inspect.cleandoc(family_doc(op))] if with_family else []),
         "Example:",
         f"```python\n{_example(op)}\n```",
         "Reference:",
@@ -103,6 +105,15 @@ def page(op: Op[..., Any]) -> str:
         else:
             blocks.append(line)
     return "\n\n".join(blocks)
+
+
+def family_doc(op: Op[..., Any]) -> str:
+    """What the op's family is: formulas, shapes, papers.
+
+    >>> family_doc(catalogue()["silu"]).splitlines()[0]
+    'Activations, alone and gated.'
+    """
+    return sys.modules[op.reference.__module__].__doc__ or ""
 
 
 def _example(op: Op[..., Any]) -> str:

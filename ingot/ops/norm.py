@@ -1,7 +1,9 @@
 """Normalization of each row to unit scale, then a learned scale (and shift).
 
-    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias       Ba et al. 2016
-    rms_norm(x)   = x / sqrt(mean(x**2) + eps) * weight                      Zhang & Sennrich 2019
+    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+    rms_norm(x)   = x / sqrt(mean(x**2) + eps) * weight
+
+by Ba et al. 2016 and Zhang & Sennrich 2019.
 
 A transformer block adds its branch to the residual stream and normalizes the sum for the
 next one. The `add_` forms do both in one pass over memory and return the normalized sum and

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -11,7 +13,6 @@ from pathlib import Path
 from threading import Thread
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -131,20 +132,30 @@ def test_int8_does_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.dtype is torch.int32
 
 
-def test_windows_beside_a_pausing_core_do_not_count() -> None:
-    # Two cores share a memory that does one window a second: alone in the first ten seconds,
-    # the first core takes all of it, then each of them half.
-    alone, shared = np.arange(11.0), np.arange(12.0, 52.0, 2)
-    turns = [[np.append(alone, shared), np.append(10.0, shared)]]
-    every = [np.diff(core) for core in turns[0]]
-    first, second = module._beside_busy_cores(turns, every)
-    assert len(every[0]) == 30
-    assert first.tolist() == second.tolist() == [2.0] * 20
+def test_a_turn_is_what_all_cores_did_together() -> None:
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        probe = module._Probe.prepare([one, other], lambda: partial(sum, range(1000)), work=1e9)
+        probe.take_turn([one, other], seconds=0.01)
+        alone = module._Probe.prepare([one], lambda: partial(sum, range(1000)), work=1e9)
+        alone.take_turn([one], seconds=0.01)
+    assert len(probe.rates) == len(alone.rates) == 1
+    assert probe.rates[0] > 0
 
 
-def test_a_lone_core_keeps_all_its_windows() -> None:
-    turns = [[np.array([0.0, 1.0, 3.0])], [np.array([4.0, 5.0])]]
-    assert module._beside_busy_cores(turns, [np.array([1.0, 2.0, 1.0])])[0].tolist() == [1, 2, 1]
+def test_the_peak_is_the_best_turn() -> None:
+    assert Peak.of([1.0, 5.0, 3.0]) == Peak(value=5.0, low=1.8, typical=3.0, high=4.2)
+
+
+@pytest.mark.parametrize("broken", ["lock", "write_atomic"])
+def test_peaks_that_cannot_be_kept_are_shown_all_the_same(
+    broken: str, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root may write anywhere, so a directory stands where the file or its lock should be."""
+    (path if broken == "write_atomic" else path.with_name(path.name + ".lock")).mkdir(parents=True)
+    monkeypatch.setattr(module, "measure", lambda _: PEAKS)
+    monkeypatch.setattr(logging.getLogger("ingot"), "propagate", True)
+    assert peaks() == PEAKS
+    assert "the peaks are not kept" in caplog.text
 
 
 @pytest.mark.parametrize(

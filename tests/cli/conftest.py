@@ -19,6 +19,7 @@ def ingot(tmp_path: Path) -> Run:
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "80", **variables}
+        environment = {name: value for name, value in environment.items() if value}
         return subprocess.run(
             [command, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True
         )

@@ -36,8 +36,9 @@ def known_peaks(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sound() -> Device:
+def sound(monkeypatch: pytest.MonkeyPatch) -> Device:
     """This machine, without whatever may be odd about it today."""
+    monkeypatch.delenv("CXX", raising=False)
     device = replace(detect(), torch="2.13.0", gpus=())
     return replace(device, cpu=replace(device.cpu, cores=1, isa=("avx2", "portable")))
 
@@ -91,9 +92,23 @@ def test_a_machine_that_gives_torch_too_few_threads_is_odd(sound: Device) -> Non
 
 
 def test_an_unsteady_peak_is_odd(sound: Device) -> None:
-    noisy = replace(MEASURED, read_bandwidth=replace(STEADY, low=10.0))
+    noisy = replace(MEASURED, read_bandwidth=replace(STEADY, typical=10.0))
     (finding,) = findings(sound, noisy, frozenset())
-    assert "measured beside other work: reading varied" in finding.what
+    assert "measured beside other work: reading reached" in finding.what
+
+
+def test_a_cxx_that_is_no_compiler_is_odd(sound: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    (finding,) = findings(sound, MEASURED, frozenset())
+    assert "CXX is '/bin/false'" in finding.what
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_show_nothing(
+    known_peaks: Path, ingot: Run
+) -> None:
+    """A valid file in a directory where not even a lock can be made."""
+    (known_peaks.with_name(known_peaks.name + ".lock")).mkdir()
+    assert "20.0 GB/s" in ingot("doctor").stdout
 
 
 def test_a_gpu_with_triton_is_not_odd(sound: Device) -> None:

@@ -24,6 +24,11 @@ def test_help_fits_a_screen_and_names_every_verb(ingot: Run, arguments: tuple[st
         assert any(verb in line and summary in line for line in lines)
 
 
+def test_python_m_is_the_same() -> None:
+    command = [sys.executable, "-m", "ingot", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("ingot ")
+
+
 def test_version(ingot: Run) -> None:
     assert ingot("--version").stdout == f"ingot {package.__version__}\n"
 

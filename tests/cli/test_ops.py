@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from ingot import ops
 
@@ -30,9 +32,29 @@ def test_the_table_fits_a_terminal_and_names_every_op(ingot: Run) -> None:
 
 def test_one_op_is_shown_with_its_reference(ingot: Run) -> None:
     text = ingot("ops", "silu").stdout
-    assert "ingot::silu(Tensor x) -> Tensor" in text
+    assert "silu(x: Tensor) -> Tensor" in text
+    assert "Elfwing et al. 2017" in text
     assert "return x * torch.sigmoid(x)" in text
     assert json.loads(ingot("ops", "silu", "--json").stdout)["op"] == "silu"
+
+
+def test_a_family_is_shown_as_a_table(ingot: Run) -> None:
+    rows = json.loads(ingot("ops", "NORM", "--json").stdout)
+    assert {row["family"] for row in rows} == {"norm"}
+    assert "add_layer_norm" in ingot("ops", "norm").stdout
+
+
+def test_a_pipe_gets_whole_lines(ingot: Run) -> None:
+    lines = ingot("ops", COLUMNS="").stdout.splitlines()
+    assert any("linear_swiglu" in line and "4 rows up_weight" in line for line in lines)
+
+
+def test_a_full_disk_is_said(ingot: Run, tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "ingot"
+    piped = ["bash", "-c", f"{command} ops > /dev/full"]
+    result = subprocess.run(piped, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "error: no space left to write to\n"
 
 
 def test_an_unknown_op_suggests_the_nearest(ingot: Run) -> None:
