@@ -6,10 +6,14 @@
 Speed is stated as a share of these, so they have to be near the hardware's limit and the same
 tomorrow, on machines that do other things too.
 
-**The best turn.** Four probes take turns of 50 ms, 56 each, so that all meet the same
-neighbours. In a turn all cores work at the same time and share clocks and memory as in real
-work; its rate is what they did together. The peak is the best turn, and the spread (p20, p50,
-p80 of the turns) tells how much of it there usually was.
+**Turns.** Four probes take turns of 10 ms, 280 each, so that all meet the same neighbours. In a
+turn all cores work at the same time and share clocks and memory as in real work; its rate is
+what they did together. The spread (p20, p50, p80 of the turns) tells what there usually was.
+
+**The peak** of reading is the best turn: bandwidth belongs to all cores together, and the sum of
+each one's best moments may be more than they ever have at once. A core's arithmetic is its own,
+so the peak of matmul is the sum of what each core does in its best calls (p99.5), when no
+neighbour takes the other half of it.
 
 **Every core on its own.** Each core has a thread that stays on it, with operands of its own,
 which it touched first (so they are on its NUMA node). torch's own threads meet at the end of
@@ -60,7 +64,7 @@ Run: TypeAlias = Callable[[], object]
 Cores: TypeAlias = list[ThreadPoolExecutor]
 T = TypeVar("T")
 
-ROUNDS = 56
+ROUNDS = 280
 _MiB = 2**20
 _ROW = 16384
 _WINDOW = 4 * _MiB
@@ -73,7 +77,7 @@ class Peak:
     `low`, `typical` and `high` are p20, p50 and p80 of the turns. Far below `value`, they tell
     of other work on the machine.
 
-    >>> Peak.of([30.0, 42.4, 41.0, 40.0, 38.0])
+    >>> Peak.of(42.4, turns=[30.0, 42.4, 41.0, 40.0, 38.0])
     Peak(value=42.4, low=36.4, typical=40.0, high=41.28)
     """
 
@@ -83,17 +87,17 @@ class Peak:
     high: Rate
 
     @classmethod
-    def of(cls, rates: list[float]) -> Peak:
-        """Sum up the rates of the turns."""
-        low, typical, high = (float(q) for q in np.quantile(rates, (0.2, 0.5, 0.8)).round(3))
-        return cls(value=round(max(rates), 3), low=low, typical=typical, high=high)
+    def of(cls, value: float, turns: list[float]) -> Peak:
+        """Give the peak with the spread of the turns' rates."""
+        low, typical, high = (float(q) for q in np.quantile(turns, (0.2, 0.5, 0.8)).round(3))
+        return cls(value=round(value, 3), low=low, typical=typical, high=high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     """All peaks of a machine; `missing` says why a matmul is None.
 
-    >>> read = Peak.of([38.0, 42.4])
+    >>> read = Peak.of(42.4, turns=[38.0, 42.4])
     >>> none = {"fp32": None, "bf16": None, "int8": None}
     >>> machine = Peaks(method=1, measured=datetime.now(UTC), read_bandwidth=read, matmul=none)
     >>> Peaks.from_json(machine.to_json()) == machine
@@ -170,20 +174,20 @@ def measure(progress: Callable[[], object] = lambda: None, budget: float = 12.0)
     return Peaks(
         method=1,
         measured=datetime.now(UTC),
-        read_bandwidth=Peak.of(reading.rates),
-        matmul={
-            dtype: Peak.of(matmuls[dtype].rates) if dtype in matmuls else None for dtype in _MATMULS
-        },
+        read_bandwidth=Peak.of(max(reading.rates), reading.rates),
+        matmul={dtype: _matmul_peak(matmuls.get(dtype)) for dtype in _MATMULS},
         missing=missing,
     )
 
 
 @dataclass
 class _Probe:
-    """One measurement: what each core runs, how much work a call is, and the rate of each turn."""
+    """One measurement: what each core runs, how much work a call is, how long each call of each
+    core took, and the rate of each turn."""
 
     runs: list[Run]
     work: float
+    times: list[list[float]]
     rates: list[float] = field(default_factory=list[float])
 
     @classmethod
@@ -195,12 +199,22 @@ class _Probe:
             run()
             return run
 
-        return cls(_at_once(cores, [made for _ in cores]), work)
+        return cls(_at_once(cores, [made for _ in cores]), work, [[] for _ in cores])
 
     def take_turn(self, cores: Cores, seconds: float) -> None:
         """Run on all cores at the same time, and add up what they do."""
-        times = _at_once(cores, [partial(timing.turn, run, seconds) for run in self.runs])
-        self.rates.append(sum(self.work * len(core) / sum(core) for core in times) / 1e9)
+        turn = _at_once(cores, [partial(timing.turn, run, seconds) for run in self.runs])
+        self.rates.append(sum(self.work * len(core) / sum(core) for core in turn) / 1e9)
+        for times, new in zip(self.times, turn, strict=True):
+            times += new
+
+    def best_calls(self) -> float:
+        """Sum up the rates of each core's best calls."""
+        return sum(self.work / float(np.quantile(times, 0.005)) for times in self.times) / 1e9
+
+
+def _matmul_peak(probe: _Probe | None) -> Peak | None:
+    return probe and Peak.of(probe.best_calls(), probe.rates)
 
 
 def _cpus(count: int) -> list[int | None]:

@@ -270,8 +270,7 @@ class Op(Generic[P, R]):
     def _forward_kernel(self, *args: Any) -> Any:
         args = self.complete(args)
         self.check(*args)
-        with _without_autocast(args):
-            return self.select(*args).forward(*args)
+        return _outside_autocast(next(self._candidates(args)).forward, *args)
 
     def _forward_fake(self, *args: Any) -> Any:
         args = self.complete(args)
@@ -281,8 +280,7 @@ class Op(Generic[P, R]):
     def _backward_kernel(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
         args = self.complete(args)
         backward = next(p.backward for p in self._candidates(args) if p.backward)
-        with _without_autocast(args):
-            found = backward(needs, grads, *args)
+        found = _outside_autocast(backward, needs, grads, *args)
         taken = {grad.untyped_storage().data_ptr() for grad in grads}
         return [
             _own(gradient, arg, taken)
@@ -405,15 +403,13 @@ def _by_name(name: str) -> Op[..., Any]:
     return _CATALOGUE[name]
 
 
-@contextmanager
-def _without_autocast(args: tuple[Any, ...]) -> Generator[None]:
+def _outside_autocast(function: Callable[..., Any], *args: Any) -> Any:
     """Ops compute in the dtypes they are given; autocast would change them within."""
     device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-    if torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            yield
-    else:
-        yield
+    if not torch.is_autocast_enabled(device):
+        return function(*args)
+    with torch.autocast(device, enabled=False):
+        return function(*args)
 
 
 def _register(record: Op[..., Any]) -> None:

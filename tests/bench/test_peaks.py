@@ -142,8 +142,15 @@ def test_a_turn_is_what_all_cores_did_together() -> None:
     assert probe.rates[0] > 0
 
 
-def test_the_peak_is_the_best_turn() -> None:
-    assert Peak.of([1.0, 5.0, 3.0]) == Peak(value=5.0, low=1.8, typical=3.0, high=4.2)
+def test_best_calls_are_each_cores_own() -> None:
+    slow, fast = [0.004] * 990, [0.001] * 10
+    probe = module._Probe([], 1e9, [slow + fast, [0.002] * 1000])
+    assert probe.best_calls() == pytest.approx(1000 + 500)
+
+
+def test_the_spread_is_that_of_the_turns() -> None:
+    expected = Peak(value=6.0, low=1.8, typical=3.0, high=4.2)
+    assert Peak.of(6.0, turns=[1.0, 5.0, 3.0]) == expected
 
 
 @pytest.mark.parametrize("broken", ["lock", "write_atomic"])

@@ -185,7 +185,7 @@ def test_compiles_without_graph_breaks(case: Case) -> None:
 
 
 @pytest.mark.slow
-@cases("fp32", where=by_default)
+@cases("fp32", "bf16", where=lambda case: case.sample == "typical" and by_default(case))
 def test_compiles_with_inductor(case: Case) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda *args: case.op(*args), fullgraph=True)
