@@ -26,8 +26,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype, same_shape
+from ingot.ops.op import Cost, Tolerance, like, op, same_dtype, same_shape
 from ingot.ops.softmax import softmax
 
 
@@ -46,42 +47,44 @@ def sequences(
     [2, 1]
     """
     starts = cu_seqlens.tolist()
-    require(
-        starts[:1] == [0] and starts[-1] == len(q) and starts == sorted(starts),
-        f"attention: cu_seqlens is {starts[:8]} for {len(q)} queries",
-        "give the running total of the lengths: 0 first, the number of queries last",
-    )
+    if not (starts[:1] == [0] and starts[-1] == len(q) and starts == sorted(starts)):
+        raise OpError(
+            f"attention: cu_seqlens is {starts[:8]} for {len(q)} queries",
+            remedy="give the running total of the lengths: 0 first, the number of queries last",
+        )
     counts = cu_seqlens.diff().tolist() if context_lens is None else context_lens.tolist()
-    require(
-        len(counts) == len(starts) - 1,
-        f"attention: {len(starts) - 1} sequences, but {len(counts)} context_lens",
-        "give one for each sequence",
-    )
-    require(
-        block_table is not None or sum(counts) == len(k),
-        f"attention: {len(k)} keys, where the sequences have {sum(counts)}",
-        "give the number of keys of each sequence as context_lens",
-    )
+    if len(counts) != len(starts) - 1:
+        raise OpError(
+            f"attention: {len(starts) - 1} sequences, but {len(counts)} context_lens",
+            remedy="give one for each sequence",
+        )
+    if block_table is None and sum(counts) != len(k):
+        raise OpError(
+            f"attention: {len(k)} keys, where the sequences have {sum(counts)}",
+            remedy="give the number of keys of each sequence as context_lens",
+        )
     first_key = 0
     for b, num_keys in enumerate(counts):
         q_b = q[starts[b] : starts[b + 1]]
-        require(
-            num_keys >= len(q_b),
-            f"attention: sequence {b} has {len(q_b)} queries but {num_keys} keys",
-            "write the keys of the new tokens first; context_lens counts them",
-        )
+        if num_keys < len(q_b):
+            raise OpError(
+                f"attention: sequence {b} has {len(q_b)} queries but {num_keys} keys",
+                remedy="write the keys of the new tokens first; context_lens counts them",
+            )
         if block_table is None:
             keys = slice(first_key, first_key + num_keys)
             yield q_b, k[keys], v[keys]
             first_key += num_keys
         else:
             pages = block_table[b, : -(-num_keys // k.shape[1])]
-            require(
+            if not (
                 len(pages) * k.shape[1] >= num_keys
-                and (num_keys == 0 or 0 <= int(pages.min()) <= int(pages.max()) < len(k)),
-                f"attention: the {num_keys} keys of sequence {b} are not in pages {pages.tolist()}",
-                f"name as many pages as the keys fill, each from 0 to {len(k) - 1}",
-            )
+                and (num_keys == 0 or 0 <= int(pages.min()) <= int(pages.max()) < len(k))
+            ):
+                raise OpError(
+                    f"attention: {num_keys} keys of sequence {b} are not in pages {pages.tolist()}",
+                    remedy=f"name as many pages as the keys fill, each from 0 to {len(k) - 1}",
+                )
             yield q_b, k[pages].flatten(0, 1)[:num_keys], v[pages].flatten(0, 1)[:num_keys]
 
 
@@ -149,22 +152,23 @@ def _check(
     same_dtype("attention", q=q, k=k, v=v)
     same_shape("attention", k=k, v=v)
     paged = block_table is not None
-    require(
-        q.dim() == 3 and k.dim() == 3 + paged,
-        f"attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",
-        "give q as (tokens, heads, channels), k and v likewise or as pools of pages",
-    )
-    require(
-        k.shape[-1] == q.shape[-1] and q.shape[-2] % k.shape[-2] == 0,
-        f"attention: heads x channels are {tuple(q.shape[-2:])} in q, {tuple(k.shape[-2:])} in k",
-        "give as many channels, and query heads that are a multiple of the key heads",
-    )
-    require(
-        not paged or context_lens is not None,
-        "attention: a block_table without context_lens",
-        "give the number of keys of each sequence",
-    )
-    require(window is None or window > 0, f"attention: window is {window}", "None sees all")
+    if q.dim() != 3 or k.dim() != 3 + paged:
+        raise OpError(
+            f"attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",
+            remedy="give q as (tokens, heads, channels), k and v likewise or as pools of pages",
+        )
+    if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2] != 0:
+        raise OpError(
+            f"attention: q has heads x channels {tuple(q.shape[-2:])}, k {tuple(k.shape[-2:])}",
+            remedy="give as many channels, and query heads that are a multiple of the key heads",
+        )
+    if paged and context_lens is None:
+        raise OpError(
+            "attention: a block_table without context_lens",
+            remedy="give the number of keys of each sequence",
+        )
+    if window is not None and window <= 0:
+        raise OpError(f"attention: window is {window}", remedy="None sees all")
 
 
 def _cost(

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, op, require
+from ingot.ops.op import Cost, Tolerance, op
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -24,12 +25,13 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 
 def _check(tokens: Tensor, weight: Tensor) -> None:
-    require(
-        not tokens.is_floating_point() and tokens.dtype != torch.bool,
-        f"embedding: tokens are {tokens.dtype}",
-        "give token ids, int32 or int64; the table comes second",
-    )
-    require(weight.dim() == 2, f"embedding: weight is {tuple(weight.shape)}", "give (V, D)")
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise OpError(
+            f"embedding: tokens are {tokens.dtype}",
+            remedy="give token ids, int32 or int64; the table comes second",
+        )
+    if weight.dim() != 2:
+        raise OpError(f"embedding: weight is {tuple(weight.shape)}", remedy="give (V, D)")
 
 
 def _fake(tokens: Tensor, weight: Tensor) -> Tensor:

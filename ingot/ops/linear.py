@@ -18,9 +18,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ingot.core.errors import OpError
 from ingot.ops import activation
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, op, require, same_dtype, same_shape
+from ingot.ops.op import Cost, Tolerance, op, same_dtype, same_shape
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -52,16 +53,16 @@ def _residual_samples(make: Make) -> Iterator[Sample]:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     same_dtype("linear", x=x, weight=weight, bias=bias)
-    require(
-        weight.dim() == 2 and weight.shape[1] == x.shape[-1],
-        f"linear: x has {x.shape[-1]} channels, weight is {tuple(weight.shape)}",
-        "give a weight of (out, in), in being x's channels",
-    )
-    require(
-        bias is None or bias.shape == weight.shape[:1],
-        f"linear: weight is {tuple(weight.shape)}, bias does not have one value a row",
-        "give a bias of (out,)",
-    )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise OpError(
+            f"linear: x has {x.shape[-1]} channels, weight is {tuple(weight.shape)}",
+            remedy="give a weight of (out, in), in being x's channels",
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise OpError(
+            f"linear: weight is {tuple(weight.shape)}, bias does not have one value a row",
+            remedy="give a bias of (out,)",
+        )
 
 
 def _check_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> None:
@@ -73,11 +74,11 @@ def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | 
     _check(x, weight, bias)
     same_dtype("linear_residual", x=x, residual=residual)
     shape = (*x.shape[:-1], weight.shape[0])
-    require(
-        residual.shape == shape,
-        f"linear_residual: residual is {tuple(residual.shape)}, the product {shape}",
-        "give a residual of the product's shape; ops do not broadcast",
-    )
+    if residual.shape != shape:
+        raise OpError(
+            f"linear_residual: residual is {tuple(residual.shape)}, the product {shape}",
+            remedy="give a residual of the product's shape; ops do not broadcast",
+        )
 
 
 def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Backward, Cost, Tolerance, differentiate, op, require, same_dtype, wide
+from ingot.ops.op import Backward, Cost, Tolerance, differentiate, op, same_dtype, wide
 
 CHUNK = 256  # tokens whose logits exist at one time
 
@@ -105,21 +106,21 @@ def _linear_loss_samples(make: Make) -> Iterator[Sample]:
 
 
 def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
-    require(
-        targets.shape == logits.shape[:-1] and not targets.is_floating_point(),
-        f"loss: rows are {tuple(logits.shape)}, targets {targets.dtype} {tuple(targets.shape)}",
-        "give one token id for each row",
-    )
+    if targets.shape != logits.shape[:-1] or targets.is_floating_point():
+        raise OpError(
+            f"loss: rows are {tuple(logits.shape)}, targets {targets.dtype} {tuple(targets.shape)}",
+            remedy="give one token id for each row",
+        )
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> None:
     _check(hidden, targets)
     same_dtype("loss", hidden=hidden, weight=weight)
-    require(
-        hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1],
-        f"loss: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
-        "give hidden as (tokens, channels) and weight as (vocabulary, channels)",
-    )
+    if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
+        raise OpError(
+            f"loss: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
+            remedy="give hidden as (tokens, channels) and weight as (vocabulary, channels)",
+        )
 
 
 def _fake(logits: Tensor, targets: Tensor, *_: object) -> Tensor:

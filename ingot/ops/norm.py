@@ -17,8 +17,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype, same_shape
+from ingot.ops.op import Cost, Tolerance, like, op, same_dtype, same_shape
 
 
 def _shapes(make: Make) -> Iterator[tuple[str, Tensor]]:
@@ -59,15 +60,11 @@ def _add_layer_samples(make: Make) -> Iterator[Sample]:
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     same_dtype("norm", x=x, weight=weight, bias=bias)
     for name, vector in (("weight", weight), ("bias", bias)):
-        require(
-            vector is None or vector.shape == x.shape[-1:],
-            f"norm: x has {x.shape[-1]} channels, {name} is {_shape(vector)}",
-            f"give a {name} with one value for each channel",
-        )
-
-
-def _shape(vector: Tensor | None) -> tuple[int, ...]:
-    return () if vector is None else tuple(vector.shape)
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise OpError(
+                f"norm: x has {x.shape[-1]} channels, {name} is {tuple(vector.shape)}",
+                remedy=f"give a {name} with one value for each channel",
+            )
 
 
 def _check_rms(x: Tensor, weight: Tensor, eps: float) -> None:

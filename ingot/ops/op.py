@@ -306,7 +306,7 @@ def op(
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make the decorated function, the reference, an op.
 
-    - `check` raises an OpError for arguments that do not fit together (see `require`).
+    - `check` raises an OpError for arguments that do not fit together.
     - `fake` allocates the outputs: their shapes and dtypes, contiguous, values unset.
     - `samples` yields the inputs it is tested on; `tolerance` bounds the error on them.
     - `cost` counts bytes and FLOPs of a call.
@@ -359,44 +359,35 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def require(condition: bool, what: str, remedy: str) -> None:
-    """Raise an OpError unless the condition holds.
-
-    >>> require(False, "rms_norm: weight has 32 channels, x has 64", "give one weight a channel")
-    Traceback (most recent call last):
-    ...
-    ingot.core.errors.OpError: rms_norm: weight has 32 channels, x has 64
-      remedy: give one weight a channel
-    """
-    if not condition:
-        raise OpError(what, remedy=remedy)
-
-
 def same_dtype(op: str, **tensors: Tensor | None) -> None:
     """Require that the tensors that are given have one floating dtype.
 
     >>> same_dtype("linear", x=torch.ones(1), bias=None)
     """
-    dtypes = {name: t.dtype for name, t in tensors.items() if t is not None}
-    listing = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-    floating = all(dtype.is_floating_point for dtype in dtypes.values())
-    require(
-        floating and len(set(dtypes.values())) == 1,
-        f"{op}: {listing}",
-        "give floats of one dtype; ops do not promote",
-    )
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor is not None}
+    if not (len(dtypes) == 1 and next(iter(dtypes)).is_floating_point):
+        raise OpError(
+            f"{op}: " + _listing({n: t.dtype for n, t in tensors.items() if t is not None}),
+            remedy="give floats of one dtype; ops do not promote",
+        )
 
 
 def same_shape(op: str, **tensors: Tensor) -> None:
-    """Require that the tensors have one shape and one dtype.
+    """Require that the tensors have one shape and one floating dtype.
 
     >>> same_shape("swiglu", gate=torch.ones(2, 3), up=torch.ones(2, 3))
     """
     same_dtype(op, **tensors)
     first, *rest = tensors.values()
-    listing = ", ".join(f"{name} is {tuple(t.shape)}" for name, t in tensors.items())
-    fits = all(first.shape == t.shape for t in rest)
-    require(fits, f"{op}: {listing}", "give them one shape; ops do not broadcast")
+    if not (all(first.shape == tensor.shape for tensor in rest)):
+        raise OpError(
+            f"{op}: " + _listing({n: tuple(t.shape) for n, t in tensors.items()}),
+            remedy="give them one shape; ops do not broadcast",
+        )
+
+
+def _listing(facts: dict[str, object]) -> str:
+    return ", ".join(f"{name} is {fact}" for name, fact in facts.items())
 
 
 def _by_name(name: str) -> Op[..., Any]:

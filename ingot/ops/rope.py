@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, require, wide
+from ingot.ops.op import Cost, Tolerance, like, op, wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,22 +137,23 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 
 def _check(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> None:
-    require(x.dim() == 3, f"rope: x is {tuple(x.shape)}", "give (tokens, heads, channels)")
-    require(
-        positions.shape == x.shape[:1] and not positions.is_floating_point(),
-        f"rope: {x.shape[0]} tokens, but {tuple(positions.shape)} positions in {positions.dtype}",
-        "give one integer for each token",
-    )
-    require(
-        freqs.dtype == wide(freqs.dtype),
-        f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",
-        "keep them in float32, out of the reach of `module.to(torch.bfloat16)`",
-    )
-    require(
-        freqs.dim() == 1 and 2 * freqs.shape[0] <= x.shape[-1],
-        f"rope: {tuple(freqs.shape)} frequencies for {x.shape[-1]} channels",
-        "give one frequency for each pair of channels that turns",
-    )
+    if x.dim() != 3:
+        raise OpError(f"rope: x is {tuple(x.shape)}", remedy="give (tokens, heads, channels)")
+    if positions.shape != x.shape[:1] or positions.is_floating_point():
+        raise OpError(
+            f"rope: {x.shape[0]} tokens, but positions {positions.dtype} {tuple(positions.shape)}",
+            remedy="give one integer for each token",
+        )
+    if freqs.dtype != wide(freqs.dtype):
+        raise OpError(
+            f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",
+            remedy="keep them in float32, out of the reach of `module.to(torch.bfloat16)`",
+        )
+    if not (freqs.dim() == 1 and 2 * freqs.shape[0] <= x.shape[-1]):
+        raise OpError(
+            f"rope: {tuple(freqs.shape)} frequencies for {x.shape[-1]} channels",
+            remedy="give one frequency for each pair of channels that turns",
+        )
 
 
 def _cost(

@@ -24,8 +24,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype, wide
+from ingot.ops.op import Cost, Tolerance, like, op, same_dtype, wide
 from ingot.ops.softmax import log_softmax
 
 _WORD = 0xFFFFFFFF
@@ -113,34 +114,34 @@ def _sample_samples(make: Make) -> Iterator[Sample]:
 
 def _check(logits: Tensor, *options: Tensor) -> None:
     same_dtype("sampling", logits=logits)
-    require(logits.dim() == 2, f"sampling: logits are {tuple(logits.shape)}", "give (T, V)")
+    if logits.dim() != 2:
+        raise OpError(f"sampling: logits are {tuple(logits.shape)}", remedy="give (T, V)")
     for option in options:
-        require(
-            option.shape == logits.shape[:1],
-            f"sampling: {logits.shape[0]} rows of logits, an option is {tuple(option.shape)}",
-            "give one value of each option for each row",
-        )
+        if not (option.shape == logits.shape[:1]):
+            raise OpError(
+                f"sampling: {logits.shape[0]} rows of logits, an option is {tuple(option.shape)}",
+                remedy="give one value of each option for each row",
+            )
 
 
 def _check_penalize(logits: Tensor, prompt: Tensor, counts: Tensor, *options: Tensor) -> None:
     _check(logits, *options)
-    fits = prompt.dtype == torch.bool and prompt.shape == counts.shape == logits.shape
-    require(
-        fits,
-        f"penalize: logits are {tuple(logits.shape)}, prompt {prompt.dtype} {tuple(prompt.shape)}, "
-        f"counts {tuple(counts.shape)}",
-        "give prompt as bools and counts as integers, both shaped as the logits",
-    )
+    if prompt.dtype != torch.bool or not prompt.shape == counts.shape == logits.shape:
+        raise OpError(
+            f"penalize: logits are {tuple(logits.shape)}, prompt {prompt.dtype} "
+            f"{tuple(prompt.shape)}, counts {tuple(counts.shape)}",
+            remedy="give prompt as bools and counts as integers, both shaped as the logits",
+        )
 
 
 def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
-    require(
-        seeds.shape == positions.shape
-        and not (seeds.is_floating_point() or positions.is_floating_point()),
-        f"uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, positions {positions.dtype} "
-        f"{tuple(positions.shape)}",
-        "give an integer seed and an integer position for each number",
-    )
+    floating = seeds.is_floating_point() or positions.is_floating_point()
+    if floating or seeds.shape != positions.shape:
+        raise OpError(
+            f"uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, "
+            f"positions {positions.dtype} {tuple(positions.shape)}",
+            remedy="give an integer seed and an integer position for each number",
+        )
 
 
 def _uniform_fake(seeds: Tensor, positions: Tensor) -> Tensor:

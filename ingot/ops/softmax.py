@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, require, same_dtype
+from ingot.ops.op import Cost, Tolerance, like, op, same_dtype
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -38,13 +39,14 @@ def _check(x: Tensor, scale: float, mask: Tensor | None) -> None:
     same_dtype("softmax", x=x)
     if mask is None:
         return
-    require(mask.dtype == torch.bool, f"softmax: mask is {mask.dtype}", "give a mask of bools")
+    if mask.dtype != torch.bool:
+        raise OpError(f"softmax: mask is {mask.dtype}", remedy="give a mask of bools")
     dims = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    require(
-        mask.dim() <= x.dim() and all(m in (1, size) for m, size in dims),
-        f"softmax: x is {tuple(x.shape)}, mask is {tuple(mask.shape)}",
-        "give a mask that broadcasts to x",
-    )
+    if not (mask.dim() <= x.dim() and all(m in (1, size) for m, size in dims)):
+        raise OpError(
+            f"softmax: x is {tuple(x.shape)}, mask is {tuple(mask.shape)}",
+            remedy="give a mask that broadcasts to x",
+        )
 
 
 def _cost(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Cost:
