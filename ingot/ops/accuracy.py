@@ -7,8 +7,8 @@ gradient of an argument that has no row for each token, such as a weight, is mea
 The yardstick is plain PyTorch at the same precision: the same reference, run in the dtype of
 the result with every step rounded. A provider may err `Tolerance.forward` times as much, a
 gradient `Tolerance.backward` times (the rule of FlashAttention's tests). Where the yardstick
-happens to be nearly right, or overflows, rounding is the measure: the one rounding of the
-result where it is narrower than the arithmetic, else a handful.
+happens to be nearly right, or is lost (it overflowed, or cancelled to nothing), rounding is the
+measure: the one rounding of the result where it is narrower than the arithmetic, else a handful.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from ingot.ops.op import Op, as_tuple, differentiate, prefer, wide
+
+_LOST = 0.25  # a yardstick off by more than this measures nothing
 
 
 def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> list[float]:
@@ -82,7 +84,7 @@ def _bound(result: Tensor, yardstick: float, factor: float) -> float:
         return 1.0
     eps = torch.finfo(result.dtype).eps
     roundings = 1 if result.dtype != wide(result.dtype) else 4
-    return factor * max(roundings * eps / 2, yardstick if yardstick < torch.inf else 0.0)
+    return factor * max(roundings * eps / 2, yardstick if yardstick < _LOST else 0.0)
 
 
 def _cotangents(op: Op[..., Any], args: tuple[Any, ...]) -> list[Tensor]:

@@ -21,12 +21,13 @@ from ingot.ops.op import Cost, Tolerance, like, op, same_dtype
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    yield Sample("typical", (make(6, 64, scale=3.0), 1.0, None))
+    yield Sample("typical", (make(6, 64), 1.0, None))
     yield Sample("large", (make(67, 1031), 1.0, None))
     yield Sample("odd", (make(5, 37), 0.125, None))
     yield Sample("one_row", (make(1, 48), 1.0, None))
     yield Sample("strided", (make.strided(4, 24), 2.0, None))
-    yield Sample("extreme", (make.spread(4, 33, low=-8, high=9), 1.0, None))
+    # Not so large that a row is one-hot: its gradient is what is left of a cancellation.
+    yield Sample("extreme", (make.spread(4, 33, low=-8, high=1), 1.0, None))
     yield Sample("one_column", (make(3, 1), 1.0, None))
     yield Sample("masked", (make(5, 19), 0.5, make.bools(5, 19)))
     padded = make.tensor([True] * 9 + [False] * 7, torch.bool)

@@ -53,6 +53,14 @@ def test_a_faulty_forward_is_seen(
     assert max(forward_errors(ops.rms_norm, "aten", args)) > 1
 
 
+def test_a_fault_of_the_yardstick_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16 the squares overflow and plain PyTorch gives 0: that excuses nobody."""
+    args = (torch.full((2, 8), 5e3).half(), torch.ones(8).half(), 1e-6)
+    assert max(forward_errors(ops.rms_norm, "aten", args)) <= 1
+    with_fault(monkeypatch, forward=ops.rms_norm.reference)
+    assert max(forward_errors(ops.rms_norm, "aten", args)) > 1
+
+
 def test_a_faulty_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets_the_norm(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Any]:
         return [grads[0] * args[1], (grads[0] * args[0]).sum(0), None]
