@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.ops.op import Op, as_tuple, differentiate, prefer, wide
+from ingot.ops.gradient import as_tuple, differentiate
+from ingot.ops.op import Op, prefer, wide
 
 _LOST = 0.25  # a yardstick off by more than this measures nothing
 

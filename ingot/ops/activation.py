@@ -19,8 +19,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ingot.ops.check import same_dtype, same_shape
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, same_dtype, same_shape
+from ingot.ops.op import Cost, Tolerance, like, op
 
 
 def _samples(make: Make) -> Iterator[Sample]:

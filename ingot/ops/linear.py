@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops import activation
+from ingot.ops.check import same_dtype, same_shape
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, op, same_dtype, same_shape
+from ingot.ops.op import Cost, Tolerance, op
 
 
 def _samples(make: Make) -> Iterator[Sample]:

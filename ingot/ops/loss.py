@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.check import same_dtype
+from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Backward, Cost, Tolerance, differentiate, op, same_dtype, wide
+from ingot.ops.op import Cost, Tolerance, op, wide
 
 CHUNK = 256  # tokens whose logits exist at one time
 

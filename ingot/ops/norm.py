@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.check import same_dtype, same_shape
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, same_dtype, same_shape
+from ingot.ops.op import Cost, Tolerance, like, op
 
 
 def _shapes(make: Make) -> Iterator[tuple[str, Tensor]]:

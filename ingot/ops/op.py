@@ -29,8 +29,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,28 +40,13 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError, UnknownName
+from ingot.ops.gradient import Backward, Gradient, as_tuple, differentiate, pull_back
 from ingot.ops.inputs import Make, Sample
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
 
-# backward(needs, grads, *args): a gradient per argument, None where it is not needed or zero.
-Backward = Callable[..., Sequence[Tensor | None]]
-# What makes a backward out of a forward.
-Gradient = Callable[[Callable[..., Any]], Backward]
-
 PREFERENCE = ("aten", "reference")  # first that supports the call wins
-
-# A kernel runs where the dispatcher has passed autograd already, and under a TorchDispatchMode
-# (selective checkpointing, FLOP counters, opcheck) autograd stays switched off in it. This is
-# the dispatcher's state at the top of a call, which a derived backward needs to record its
-# graph: that of a new thread, whatever modes this module is imported under. No public call
-# does it; torch's own `invoke_leaf_function` uses the same guard.
-with ThreadPoolExecutor(1) as _thread:
-    _TOP_OF_DISPATCH = (
-        _thread.submit(torch._C._dispatch_tls_local_include_set).result(),
-        _thread.submit(torch._C._dispatch_tls_local_exclude_set).result(),
-    )
 
 _LIBRARY = torch.library.Library("ingot", "DEF")
 _CATALOGUE: dict[str, Op[..., Any]] = {}
@@ -125,43 +109,6 @@ class Provider:
 def always(*args: object) -> bool:
     """A provider that supports every call."""
     return True
-
-
-def differentiate(forward: Callable[..., Any]) -> Backward:
-    """The backward of a function made of differentiable torch calls: run it again, and ask
-    autograd."""
-
-    def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
-        with torch._C._ForceDispatchKeyGuard(*_TOP_OF_DISPATCH), torch.enable_grad():
-            leaves = [
-                arg.detach().requires_grad_() if needed else arg
-                for arg, needed in zip(args, needs, strict=True)
-            ]
-            return _pull_back(as_tuple(forward(*leaves)), grads, leaves, needs)
-
-    return backward
-
-
-def _pull_back(
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    args: Sequence[Any],
-    needs: Sequence[bool],
-    again: bool = False,
-) -> list[Tensor | None]:
-    """Autograd's gradient of each argument that needs one; `again` if it will be differentiated."""
-    # An output may have nothing to do with what is needed: the sum of add_rms_norm with its weight.
-    pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
-    wanted = [arg for arg, needed in zip(args, needs, strict=True) if needed]
-    found = torch.autograd.grad(
-        [output for output, _ in pairs],
-        wanted,
-        [grad for _, grad in pairs],
-        create_graph=again,
-        allow_unused=True,
-    )
-    rest = iter(found)
-    return [next(rest) if needed else None for needed in needs]
 
 
 @contextmanager
@@ -344,11 +291,6 @@ def catalogue() -> dict[str, Op[..., Any]]:
     return dict(_CATALOGUE)
 
 
-def as_tuple(value: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of an op, one or several."""
-    return (value,) if isinstance(value, Tensor) else tuple(value)
-
-
 def like(x: Tensor, *_: object) -> Tensor:
     """The fake of an op whose output looks like its first argument."""
     return _empty(x)
@@ -357,37 +299,6 @@ def like(x: Tensor, *_: object) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype arithmetic is done in: float32, or float64 where the input is."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def same_dtype(op: str, **tensors: Tensor | None) -> None:
-    """Require that the tensors that are given have one floating dtype.
-
-    >>> same_dtype("linear", x=torch.ones(1), bias=None)
-    """
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor is not None}
-    if not (len(dtypes) == 1 and next(iter(dtypes)).is_floating_point):
-        raise OpError(
-            f"{op}: " + _listing({n: t.dtype for n, t in tensors.items() if t is not None}),
-            remedy="give floats of one dtype; ops do not promote",
-        )
-
-
-def same_shape(op: str, **tensors: Tensor) -> None:
-    """Require that the tensors have one shape and one floating dtype.
-
-    >>> same_shape("swiglu", gate=torch.ones(2, 3), up=torch.ones(2, 3))
-    """
-    same_dtype(op, **tensors)
-    first, *rest = tensors.values()
-    if not (all(first.shape == tensor.shape for tensor in rest)):
-        raise OpError(
-            f"{op}: " + _listing({n: tuple(t.shape) for n, t in tensors.items()}),
-            remedy="give them one shape; ops do not broadcast",
-        )
-
-
-def _listing(facts: dict[str, object]) -> str:
-    return ", ".join(f"{name} is {fact}" for name, fact in facts.items())
 
 
 def _by_name(name: str) -> Op[..., Any]:
@@ -456,7 +367,7 @@ def _join(record: Op[..., Any]) -> None:
         needs = [*given, *(False for _ in args[len(given) :])]
         if torch.is_grad_enabled():  # create_graph=True: what follows is differentiated again
             outputs = as_tuple(record.fallback(*args))
-            return tuple(_pull_back(outputs, grads, args, needs, again=True)[: len(given)])
+            return tuple(pull_back(outputs, grads, args, needs, again=True)[: len(given)])
         # Backward may run in another thread, and after the `with prefer(...)` has ended.
         token = _preferred.set(ctx.preferred)
         found = iter(record.backward_overload(needs, [g.contiguous() for g in grads], *args))

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.check import same_dtype
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, same_dtype, wide
+from ingot.ops.op import Cost, Tolerance, like, op, wide
 from ingot.ops.softmax import log_softmax
 
 _WORD = 0xFFFFFFFF

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.check import same_dtype
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, same_dtype
+from ingot.ops.op import Cost, Tolerance, like, op
 
 
 def _samples(make: Make) -> Iterator[Sample]:

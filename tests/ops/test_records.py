@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors
+from ingot.ops.gradient import as_tuple
 from ingot.ops.inputs import REQUIRED, Make
-from ingot.ops.op import Op, as_tuple, prefer
+from ingot.ops.op import Op, prefer
 
 DTYPES = {
     "fp64": torch.float64,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ingot.ops.op import Backward, Op, always, differentiate
+from ingot.ops.gradient import Backward, differentiate
+from ingot.ops.op import Op, always
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.aten import aten
-from ingot.ops.op import Backward, Op, differentiate
+from ingot.ops.gradient import Backward, differentiate
+from ingot.ops.op import Op
 
 
 @aten(ops.rms_norm)

@@ -1,0 +1,42 @@
+"""What ops demand of their arguments; the error names the one that does not fit.
+
+Ops neither broadcast nor promote: a mistake that PyTorch would make into a larger tensor, or a
+wider dtype, is an error here, in eager mode and while tracing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ingot.core.errors import OpError
+
+
+def same_dtype(op: str, **tensors: Tensor | None) -> None:
+    """Require that the tensors that are given have one floating dtype.
+
+    >>> same_dtype("linear", x=Tensor([1.0]), bias=None)
+    """
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor is not None}
+    if not (len(dtypes) == 1 and next(iter(dtypes)).is_floating_point):
+        raise OpError(
+            f"{op}: " + _listing({n: t.dtype for n, t in tensors.items() if t is not None}),
+            remedy="give floats of one dtype; ops do not promote",
+        )
+
+
+def same_shape(op: str, **tensors: Tensor) -> None:
+    """Require that the tensors have one shape and one floating dtype.
+
+    >>> same_shape("swiglu", gate=Tensor([1.0]), up=Tensor([2.0]))
+    """
+    same_dtype(op, **tensors)
+    first, *rest = tensors.values()
+    if not (all(first.shape == tensor.shape for tensor in rest)):
+        raise OpError(
+            f"{op}: " + _listing({n: tuple(t.shape) for n, t in tensors.items()}),
+            remedy="give them one shape; ops do not broadcast",
+        )
+
+
+def _listing(facts: dict[str, object]) -> str:
+    return ", ".join(f"{name} is {fact}" for name, fact in facts.items())

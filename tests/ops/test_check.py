@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ingot import ops
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda x: ops.rms_norm(x, torch.ones(5)), "x has 4 channels, weight is (5,)"),
+        (lambda x: ops.rms_norm(x, x), "x has 4 channels, weight is (2, 4)"),
+        (lambda x: ops.add_rms_norm(x, x[:1], x[0]), "x is (2, 4), residual is (1, 4)"),
+        (lambda x: ops.swiglu(x, x.bfloat16()), "gate is torch.float32, up is torch.bfloat16"),
+        (lambda x: ops.silu(x.long()), "x is torch.int64"),
+        (lambda x: ops.softmax(x, 1.0, x), "mask is torch.float32"),
+        (lambda x: ops.softmax(x, 1.0, x[:, :3] > 0), "x is (2, 4), mask is (2, 3)"),
+        (lambda x: ops.linear(x, torch.ones(3, 5)), "x has 4 channels, weight is (3, 5)"),
+        (lambda x: ops.linear(x, x.bfloat16()), "x is torch.float32, weight is torch.bfloat16"),
+        (lambda x: ops.linear_residual(x, x, x), "residual is (2, 4), the product (2, 2)"),
+        (lambda x: ops.embedding(x, x), "tokens are torch.float32"),
+        (lambda x: ops.token_logprobs(x, torch.tensor([1])), "targets torch.int64 (1,)"),
+        (lambda x: ops.rope(x, torch.tensor([0, 1]), x[0]), "x is (2, 4)"),
+        (
+            lambda x: ops.rope(x[:, None], torch.tensor([0, 1]), x[0, :2].bfloat16()),
+            "too coarse for a position of hundreds",
+        ),
+        (
+            lambda x: ops.attention(x, x, x, torch.tensor([0, 2])),
+            "attention: q is (2, 4), k (2, 4)",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    call: Callable[[Tensor], object], complaint: str, compiled: bool
+) -> None:
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    with pytest.raises(Exception, match=re.escape(complaint)):
+        function(torch.randn(2, 4))
