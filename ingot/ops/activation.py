@@ -57,7 +57,7 @@ def _gated_cost(gate: Tensor, up: Tensor) -> Cost:
     return Cost(bytes=3 * gate.nbytes, flops=9 * gate.numel())
 
 
-@op(
+_unary = op(
     check=_check,
     fake=like,
     samples=_samples,
@@ -65,6 +65,19 @@ def _gated_cost(gate: Tensor, up: Tensor) -> Cost:
     cost=_cost,
     rows=("x",),
 )
+
+
+_gated = op(
+    check=_check_gated,
+    fake=like,
+    samples=_gated_samples,
+    tolerance=Tolerance(),
+    cost=_gated_cost,
+    rows=("gate", "up"),
+)
+
+
+@_unary
 def gelu(x: Tensor) -> Tensor:
     """The Gaussian error linear unit, exact.
 
@@ -74,14 +87,7 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
-@op(
-    check=_check,
-    fake=like,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_unary
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of `gelu`.
 
@@ -92,14 +98,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return x * torch.sigmoid(2 * inner)
 
 
-@op(
-    check=_check,
-    fake=like,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_unary
 def silu(x: Tensor) -> Tensor:
     """The sigmoid linear unit, also called swish.
 
@@ -109,14 +108,7 @@ def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-@op(
-    check=_check,
-    fake=like,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_unary
 def relu_squared(x: Tensor) -> Tensor:
     """The square of the positive part.
 
@@ -126,14 +118,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-@op(
-    check=_check_gated,
-    fake=like,
-    samples=_gated_samples,
-    tolerance=Tolerance(),
-    cost=_gated_cost,
-    rows=("gate", "up"),
-)
+@_gated
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`.
 
@@ -143,14 +128,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu.reference(gate) * up
 
 
-@op(
-    check=_check_gated,
-    fake=like,
-    samples=_gated_samples,
-    tolerance=Tolerance(),
-    cost=_gated_cost,
-    rows=("gate", "up"),
-)
+@_gated
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """`gelu(gate) * up`.
 
@@ -160,14 +138,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return gelu.reference(gate) * up
 
 
-@op(
-    check=_check_gated,
-    fake=like,
-    samples=_gated_samples,
-    tolerance=Tolerance(),
-    cost=_gated_cost,
-    rows=("gate", "up"),
-)
+@_gated
 def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     """`gelu_tanh(gate) * up`.
 

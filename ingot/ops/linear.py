@@ -108,7 +108,7 @@ def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, *_: object) -> C
     return Cost(bytes=x.nbytes + weight.nbytes + 2 * result, flops=2 * rows * weight.numel())
 
 
-@op(
+_with_bias = op(
     check=_check,
     fake=_fake,
     samples=_samples,
@@ -116,6 +116,9 @@ def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, *_: object) -> C
     cost=_cost,
     rows=("x",),
 )
+
+
+@_with_bias
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -126,14 +129,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-@op(
-    check=_check,
-    fake=_fake,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_with_bias
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`gelu(linear(x, weight, bias))`.
 
@@ -143,14 +139,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return activation.gelu.reference(linear.reference(x, weight, bias))
 
 
-@op(
-    check=_check,
-    fake=_fake,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_with_bias
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`gelu_tanh(linear(x, weight, bias))`.
 
@@ -160,14 +149,7 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return activation.gelu_tanh.reference(linear.reference(x, weight, bias))
 
 
-@op(
-    check=_check,
-    fake=_fake,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_with_bias
 def linear_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`silu(linear(x, weight, bias))`.
 
@@ -177,14 +159,7 @@ def linear_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return activation.silu.reference(linear.reference(x, weight, bias))
 
 
-@op(
-    check=_check,
-    fake=_fake,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_with_bias
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`relu(linear(x, weight, bias))`.
 

@@ -56,14 +56,7 @@ def _cost(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Cost:
     return Cost(bytes=2 * x.nbytes + mask_bytes, flops=5 * x.numel())
 
 
-def _shifted_scores(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    scores = x * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores - scores.amax(-1, keepdim=True).detach()
-
-
-@op(
+_op = op(
     check=_check,
     fake=like,
     samples=_samples,
@@ -71,6 +64,16 @@ def _shifted_scores(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     cost=_cost,
     rows=("x",),
 )
+
+
+def _shifted_scores(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    scores = x * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores - scores.amax(-1, keepdim=True).detach()
+
+
+@_op
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
     """Probabilities of each row.
 
@@ -82,14 +85,7 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor
     return p if mask is None else p.masked_fill(~mask, 0.0)
 
 
-@op(
-    check=_check,
-    fake=like,
-    samples=_samples,
-    tolerance=Tolerance(),
-    cost=_cost,
-    rows=("x",),
-)
+@_op
 def log_softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
     """Log-probabilities of each row.
 
