@@ -81,29 +81,25 @@ def page(op: Op[..., Any], with_family: bool = False) -> str:
         f"{p['name']} ({'exact' if p['exact'] else 'not exact'})" for p in facts["providers"]
     )
     backward = f", backward {tolerance['backward']:g}x" if op.gradient else ""
-    lines = [
-        f"### {op.name}",
-        f"`{op.name}{str(op.signature).replace(chr(39), '')}`",
-        inspect.cleandoc(op.__doc__ or "").partition(">>>")[0].rstrip(),
+    bullets = (
         f"- **providers**: {providers}",
         f"- **error**: at most {tolerance['forward']:g}x plain PyTorch's{backward}"
         + (f"; {tolerance['reason']}" if tolerance["reason"] else ""),
         f"- **gradient**: {'yes' if op.gradient else 'none'}",
         f"- **bytes**: `{cost['bytes']}`",
         f"- **FLOPs**: `{cost['flops']}`",
+    )
+    blocks = [
+        f"### {op.name}",
+        f"`{op.name}{str(op.signature).replace(chr(39), '')}`",
+        inspect.cleandoc(op.__doc__ or "").partition(">>>")[0].rstrip(),
+        "\n".join(bullets),
         *([inspect.cleandoc(family_doc(op))] if with_family else []),
         "Example:",
         f"```python\n{_example(op)}\n```",
         "Reference:",
         f"```python\n{source(op.reference)}\n```",
     ]
-    blocks: list[str] = []
-    for line in lines:
-        joined = line.startswith("- ") and blocks and blocks[-1].startswith("- ")
-        if joined:
-            blocks[-1] += "\n" + line
-        else:
-            blocks.append(line)
     return "\n\n".join(blocks)
 
 

@@ -55,19 +55,10 @@ _preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a call must at least move and compute, whoever computes it.
-
-    >>> Cost(bytes=8, flops=4).intensity
-    0.5
-    """
+    """What a call must at least move and compute, whoever computes it."""
 
     bytes: int
     flops: int
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte: left or right of the roofline's ridge."""
-        return self.flops / self.bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +112,12 @@ def prefer(provider: str) -> Generator[None]:
     """
     if provider not in PREFERENCE:
         raise UnknownName("provider", provider, PREFERENCE)
+    with _preferring(provider):
+        yield
+
+
+@contextmanager
+def _preferring(provider: str | None) -> Generator[None]:
     token = _preferred.set(provider)
     try:
         yield
@@ -369,9 +366,8 @@ def _join(record: Op[..., Any]) -> None:
             outputs = as_tuple(record.fallback(*args))
             return tuple(pull_back(outputs, grads, args, needs, again=True)[: len(given)])
         # Backward may run in another thread, and after the `with prefer(...)` has ended.
-        token = _preferred.set(ctx.preferred)
-        found = iter(record.backward_overload(needs, [g.contiguous() for g in grads], *args))
-        _preferred.reset(token)
+        with _preferring(ctx.preferred):
+            found = iter(record.backward_overload(needs, [g.contiguous() for g in grads], *args))
         return tuple(next(found) if needed else None for needed in given)
 
     torch.library.register_autograd(

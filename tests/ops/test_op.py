@@ -162,6 +162,19 @@ def test_the_preferred_provider_serves_the_backward_too(monkeypatch: pytest.Monk
     assert used == ["reference", "aten"]
 
 
+def test_a_backward_that_fails_leaves_no_preference_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("a broken kernel")
+
+    sound = ops.silu.providers["reference"]
+    monkeypatch.setitem(ops.silu.providers, "reference", replace(sound, backward=fail))
+    with prefer("reference"):
+        y = ops.silu(torch.ones(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match="a broken kernel"):
+        y.sum().backward()
+    assert ops.silu.select(torch.ones(1)).name == "aten"
+
+
 def test_a_module_that_holds_an_op_can_be_copied_and_pickled() -> None:
     module = torch.nn.Module()
     module.__dict__["activation"] = ops.silu

@@ -92,6 +92,10 @@ def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_the_result() -> None
     torch.testing.assert_close(y, Q.float() * scale)
 
 
+def test_yarn_that_does_not_stretch_does_not_scale() -> None:
+    assert rope_frequencies(16, scaling=YarnScaling(factor=0.5, context=4096))[1] == 1.0
+
+
 @pytest.mark.parametrize("width", [0, 2, 7])
 def test_an_odd_width_is_refused(width: int) -> None:
     with pytest.raises(OpError, match="even number"):

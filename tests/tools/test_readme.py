@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ingot import ops
 from tools import readme
 
 
@@ -19,6 +20,11 @@ def test_the_readme_has_commands_of_both_kinds() -> None:
         "bash",
         "python",
     }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_number_of_ops_is_right(page: str) -> None:
+    assert f"{len(ops.catalogue())} ops" in (readme.README.parent / page).read_text()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _layer_backward(op: Op[..., Any], forward: Callable[..., Any]) -> Backward:
     """ATen's, except in half precision: there it adds up the bias's gradient in half precision,
-    1.1 times over the bound at 67 rows."""
+    at 67 rows 1.2 times the bound, at 4096 up to 11 times."""
     fused, plain = differentiate(forward), differentiate(op.fallback)
 
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> Any:
