@@ -33,6 +33,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ingot.core.errors import IngotError, UnknownName
+
 # What each tier adds to the one before it. Best last; "portable" needs nothing.
 _TIERS: dict[str, frozenset[str]] = {
     "portable": frozenset(),
@@ -180,6 +182,24 @@ def isa_tiers(flags: Collection[str]) -> tuple[str, ...]:
     return tuple(tiers)
 
 
+def forced(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ...]:
+    """Leave out the tiers above the one that is wanted (by INGOT_ISA): to test it, or to compare.
+
+    >>> forced(("avx512", "avx2", "portable"), "avx2")
+    ('avx2', 'portable')
+    """
+    if not wanted:
+        return tiers
+    if wanted not in _TIERS:
+        raise UnknownName("ISA tier", wanted, _TIERS)
+    if wanted not in tiers:
+        raise IngotError(
+            f"INGOT_ISA is '{wanted}', which this CPU does not have",
+            remedy=f"choose one of {', '.join(tiers)}, or unset it",
+        )
+    return tiers[tiers.index(wanted) :]
+
+
 def usable(
     core_of: Mapping[int, tuple[str, str]], allowed: Iterable[int], quota: float | None
 ) -> tuple[int, int]:
@@ -296,7 +316,7 @@ def _detect_cpu(capabilities: Mapping[str, Any], quota: float | None) -> Cpu:
         architecture=platform.machine(),
         cores=cores,
         threads=threads,
-        isa=isa_tiers(flags),
+        isa=forced(isa_tiers(flags), os.environ.get("INGOT_ISA")),
         int8=tuple(flag for flag in _INT8 if flag in flags),
         l1d=caches.get("1") or capabilities.get("l1d_cache_size"),
         l2=caches.get("2") or capabilities.get("l2_cache_size"),

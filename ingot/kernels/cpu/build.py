@@ -1,0 +1,186 @@
+"""Builds the C++ kernels on first use, and loads them.
+
+    library("norm")          the loaded library of a family, built if need be; None if it cannot be
+    build(["norm", "rope"])  build several at once, without loading them
+
+Installing ingot compiles nothing. The first call of an op compiles its family's one source file
+with the system's compiler, against torch's stable ABI, for the best ISA tier of this CPU (or the
+one that `INGOT_ISA` names). The library is kept under a hash of all that went into it: sources,
+compiler, flags and torch, so whatever changes, a stale one is never loaded.
+
+Many processes may want the same library at once: one builds, the others wait for its lock. A
+library is complete or absent, since it is renamed into place, and its checksum lies beside it:
+what a full disk or a crash has damaged is built again rather than mapped into the process, where
+a missing page would be a SIGBUS. Without a compiler, or where it fails, the op is computed by the
+next provider, and one warning says so.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.core import paths
+from ingot.core.device import Compiler, detect
+from ingot.core.errors import IngotError
+from ingot.core.log import logger
+from ingot.ops.gradient import Backward
+from ingot.ops.op import PREFERRING, Op
+
+HERE = Path(__file__).parent
+FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
+# -ffp-contract=off: see vector.h. No errno and no traps: they cost vectors and mean nothing here.
+FLAGS = (
+    *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fvisibility=hidden", "-shared", "-fPIC"),
+)
+# Each tier adds to the one before it, as `ingot.core.device` asks of the CPU.
+_ADDED = {
+    "portable": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": (
+        *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")),
+        "-mprefer-vector-width=512",
+    ),
+    "avx512_bf16": ("-mavx512bf16",),
+    "amx": ("-mamx-tile", "-mamx-bf16"),
+}
+TIER_FLAGS = dict(zip(_ADDED, accumulate(_ADDED.values()), strict=True))
+
+_LIBRARY = torch.library.Library("ingot_cpu", "DEF")
+_loading = threading.RLock()
+_log = logger(__name__)
+
+
+class BuildError(IngotError):
+    """The compiler refused, or there is none."""
+
+
+def build(
+    families: Sequence[str] = FAMILIES, done: Callable[[str], None] = lambda family: None
+) -> list[Path]:
+    """Build these families, as many at a time as there are cores; `done` hears of each.
+
+    Raises a BuildError for the first that fails.
+    """
+
+    def one(family: str) -> Path:
+        path = _built(family)
+        done(family)
+        return path
+
+    with ThreadPoolExecutor(detect().cpu.cores) as pool:
+        return list(pool.map(one, families))
+
+
+@cache
+def library(family: str) -> ctypes.CDLL | None:
+    """The library of a family, loaded; None, with a warning, where it cannot be built."""
+    with _loading:  # `cache` alone would let two threads load it
+        try:
+            loaded = ctypes.CDLL(str(_built(family)))
+        except (IngotError, OSError) as error:
+            _log.warning("no CPU kernels for '%s', PyTorch computes it: %s", family, error)
+            return None
+        loaded.ingot_join(ctypes.byref(PREFERRING))
+        return loaded
+
+
+def cpu(op: Op[..., Any], backward: Backward | None = None) -> None:
+    """Register the kernel of an op, of the same name in its family's library.
+
+    A gradient comes from `backward`, or else from the next provider.
+    """
+    _LIBRARY.define(str(op.overload._schema).removeprefix("ingot::"))
+    kernel = getattr(torch.ops.ingot_cpu, op.name).default
+
+    def supports(*args: Any) -> bool:
+        return _takes(args) and library(op.family) is not None
+
+    op.provide("cpu", kernel, exact=True, supports=supports, backward=backward)
+
+
+def _takes(args: tuple[Any, ...]) -> bool:
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    half_or_double = (torch.float16, torch.float64)
+    return all(t.device.type == "cpu" and t.dtype not in half_or_double for t in tensors)
+
+
+def _built(family: str) -> Path:
+    """The path of a family's library, which is there and whole when this returns."""
+    device = detect()
+    if device.compiler is None:
+        raise BuildError("no C++ compiler", remedy="install g++ 12 or newer, or set CXX")
+    command = _command(device.compiler, device.cpu.isa[0])
+    key = _key(family, command, device.compiler, device.torch)
+    path = paths.cache("kernels", f"{family}-{device.cpu.isa[0]}-{key}.so")
+    if _whole(path):
+        return path
+    with paths.lock(path):
+        if not _whole(path):
+            _compile(command, HERE / f"{family}.cpp", path)
+    return path
+
+
+def _command(compiler: Compiler, tier: str) -> list[str]:
+    torch_home = Path(torch.__file__).parent
+    extra = shlex.split(os.environ.get("INGOT_CXXFLAGS", ""))
+    return [
+        *(compiler.path, *FLAGS, *TIER_FLAGS[tier], *extra),
+        f"-isystem{torch_home / 'include'}",
+        "-Wl,--no-as-needed",  # the source comes after its libraries
+        *(f"-L{torch_home / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{torch_home / 'lib'}"),
+    ]
+
+
+def _key(family: str, command: list[str], compiler: Compiler, torch_version: str) -> str:
+    digest = hashlib.sha256()
+    for source in (HERE / f"{family}.cpp", *sorted(HERE.glob("*.h"))):
+        digest.update(source.read_bytes())
+    facts = (*command, compiler.name, compiler.version, torch_version)
+    digest.update("\0".join(facts).encode())
+    return digest.hexdigest()[:16]
+
+
+def _compile(command: list[str], source: Path, path: Path) -> None:
+    _log.info("building %s", path.name)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        run = subprocess.run([*command, str(source), "-o", str(temporary)], capture_output=True)
+        if run.returncode:
+            output = run.stderr.decode(errors="replace").strip()
+            errors = [line for line in output.splitlines() if "error" in line] or [output]
+            raise BuildError(
+                f"{command[0]} cannot compile {source.name}: {errors[0][:500]}",
+                remedy="try another compiler by CXX (g++ 12 is tested), or report this",
+            )
+        library = temporary.read_bytes()
+        paths.write_atomic(_checksum(path), hashlib.sha256(library).hexdigest())
+        paths.write_atomic(path, library)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _checksum(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _whole(path: Path) -> bool:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == _checksum(path).read_text()
+    except OSError:
+        return False

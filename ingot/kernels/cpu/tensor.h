@@ -1,0 +1,188 @@
+// Between torch and the kernels: arguments in, a tensor out, and who computes it.
+//
+// A kernel is a function in ingot::kernels with the op's name and signature. It checks all it is
+// given before it reads through a pointer, and throws
+//
+//   Unfit       for what nobody could compute; Python finds the error that tells the remedy
+//   Elsewhere   for what another provider can: other dtypes, other devices
+//
+// OP(name) registers it twice:
+//
+//   ingot_cpu::name   the kernel itself: the `cpu` provider calls it
+//   ingot::name       the op, at the CPU key: the dispatcher calls the kernel without Python. Where
+//                     it has to be computed elsewhere, or someone prefers a provider, Python decides
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "vector.h"
+
+namespace ingot {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+struct Unfit : std::runtime_error {
+  explicit Unfit(const char* what) : runtime_error(std::string("unfit: ") + what) {}
+};
+struct Elsewhere : std::runtime_error {
+  Elsewhere() : runtime_error("the CPU kernels take float32 and bfloat16 on the CPU") {}
+};
+
+inline void need(bool fits, const char* what) {
+  if (!fits) throw Unfit(what);
+}
+
+inline void need_like(const Tensor& tensor, const Tensor& model) {
+  need(tensor.is_cpu() && tensor.scalar_type() == model.scalar_type(), "tensors of one CPU dtype");
+}
+
+// Calls body(float{}) or body(bf16{}).
+template <class Body>
+inline auto with_dtype(const Tensor& x, Body body) {
+  if (!x.is_cpu()) throw Elsewhere();
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return body(float{});
+    case ScalarType::BFloat16: return body(bf16{});
+    default: throw Elsewhere();
+  }
+}
+
+inline Tensor made(std::span<const int64_t> sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i--; stride *= std::max<int64_t>(sizes[i], 1)) strides[i] = stride;
+  AtenTensorHandle handle;
+  int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      sizes.size(), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), -1, &handle));
+  return Tensor(handle);
+}
+inline Tensor made_like(const Tensor& x) {
+  return made({x.sizes().data(), size_t(x.dim())}, x.scalar_type());
+}
+
+template <class T>
+inline T* data(const Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+
+// A matrix of the last dimension by all the others; a copy where the strides are odd.
+template <class T>
+struct Rows {
+  Tensor owner;
+  int64_t count, width, stride;
+  T* first;
+
+  explicit Rows(const Tensor& x) : owner(x) {
+    need(x.dim() >= 1, "at least one dimension");
+    width = x.size(x.dim() - 1);
+    count = width ? x.numel() / width : 0;
+    stride = width;
+    bool two_dims = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= width;
+    if (two_dims) stride = x.stride(0);
+    else if (!x.is_contiguous()) owner = torch::stable::contiguous(x);
+    first = data<T>(owner);
+  }
+  T* operator[](int64_t row) const { return first + row * stride; }
+};
+
+// A vector of `size` values; a copy where it is strided.
+template <class T>
+struct Vector {
+  Tensor owner;
+  T* first;
+
+  Vector(const Tensor& x, int64_t size) : owner(x) {
+    need(x.dim() == 1 && x.size(0) == size, "a vector of the right size");
+    if (!x.is_contiguous()) owner = torch::stable::contiguous(x);
+    first = data<T>(owner);
+  }
+  T& operator[](int64_t index) const { return first[index]; }
+};
+
+// Runs body(begin, end) over parts of [0, count) on torch's threads. `work` is what one costs, in
+// elements: a thread is worth waking for some thousands.
+template <class Body>
+inline void parallel(int64_t count, int64_t work, const Body& body) {
+  constexpr int64_t ENOUGH = 16384;
+  torch::stable::parallel_for(0, count, std::max<int64_t>(1, ENOUGH / std::max<int64_t>(work, 1)), body);
+}
+
+// Runs body(row, at) for every whole vector of every row, body(row, at, count) for the rest.
+template <class Body>
+inline void each(int64_t rows, int64_t width, const Body& body) {
+  parallel(rows, width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      int64_t at = 0;
+      for (; at + WIDTH <= width; at += WIDTH) body(row, at);
+      if (at < width) body(row, at, width - at);
+    }
+  });
+}
+
+// Whether somebody prefers a provider (see `ingot.ops.op.prefer`); Python's memory.
+inline const int* preferring = nullptr;
+
+template <size_t N>
+struct Name {
+  char text[N];
+  constexpr Name(const char (&name)[N]) { std::copy_n(name, N, text); }
+};
+
+template <class T>
+T taken(StableIValue* stack, size_t at) {
+  return torch::stable::detail::to<T>(stack[at]);
+}
+
+template <class R>
+struct Result {
+  static R from(StableIValue* stack) { return taken<R>(stack, 0); }
+};
+template <class... R>
+struct Result<std::tuple<R...>> {
+  static std::tuple<R...> from(StableIValue* stack) {
+    size_t at = 0;
+    return std::tuple<R...>{taken<R>(stack, at++)...};
+  }
+};
+
+template <auto kernel, Name name>
+struct Route;
+template <class R, class... Args, R (*kernel)(Args...), Name name>
+struct Route<kernel, name> {
+  static R call(Args... args) {
+    if (*preferring == 0) {
+      try {
+        return kernel(args...);
+      } catch (const Elsewhere&) {
+      }
+    }
+    StableIValue stack[] = {torch::stable::detail::from(std::remove_cvref_t<Args>(args))...};
+    need(!torch_call_dispatcher(name.text, "", stack, TORCH_ABI_VERSION), "refused by Python too");
+    return Result<R>::from(stack);
+  }
+};
+
+}  // namespace ingot
+
+extern "C" __attribute__((visibility("default"))) void ingot_join(const int* flag) {
+  ingot::preferring = flag;
+}
+
+#define OP(name)                                                                            \
+  STABLE_TORCH_LIBRARY_IMPL(ingot_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&ingot::kernels::name)); } \
+  STABLE_TORCH_LIBRARY_IMPL(ingot, CPU, m) {                                                \
+    m.impl(#name, TORCH_BOX((&ingot::Route<&ingot::kernels::name, "ingot_python::" #name>::call)));  \
+  }

@@ -1,0 +1,279 @@
+// Vectors of floats, in the widest registers of the tier this file is compiled for.
+//
+//   amx, avx512_bf16, avx512   16 floats
+//   avx2                        8
+//   portable                    4, by the compiler's own vector extension
+//
+// GCC's and clang's vector types have + - * /, comparisons and ?: per element already. What is
+// missing is here: loads and stores of both dtypes, whole or in part, multiply-add, sums and
+// the elementary functions. Files are compiled with -ffp-contract=off, so that a product and a
+// sum are rounded as they stand, wherever the compiler inlines them; fma() is one rounding where
+// the tier has it. That is part of exactness: within a tier, one expression has one result.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ingot {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+typedef double Doubles __attribute__((vector_size(4 * WIDTH)));  // half as many
+
+struct bf16 {
+  uint16_t bits;
+};
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+template <class To, class From>
+inline To bits_of(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+inline Floats all(float value) { return value - Floats{}; }  // x - 0 keeps every x as it is
+
+inline float widen(float value) { return value; }
+inline float widen(bf16 value) { return bits_of<float>(uint32_t(value.bits) << 16); }
+
+// Round to nearest, ties to even; a NaN stays one.
+inline bf16 narrow(float value) {
+  uint32_t bits = bits_of<uint32_t>(value);
+  if (value != value) return {uint16_t((bits >> 16) | 0x40)};
+  return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+template <class T>
+inline T rounded(float value) {
+  if constexpr (sizeof(T) == 4) return value;
+  else return narrow(value);
+}
+
+inline Halves narrow(Floats values) {
+#if defined(__AVX512F__)
+  // vcvtneps2bf16 would flush subnormals to zero, so the tiers without it would differ.
+  __m512i bits = _mm512_castps_si512((__m512)values);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i even = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  __mmask16 nan = _mm512_cmp_ps_mask((__m512)values, (__m512)values, _CMP_UNORD_Q);
+  even = _mm512_mask_or_epi32(even, nan, bits, _mm512_set1_epi32(0x400000));
+  return (Halves)_mm512_cvtepi32_epi16(_mm512_srli_epi32(even, 16));
+#else
+  Words bits = (Words)values;
+  Words even = bits + 0x7fff + ((bits >> 16) & 1);
+  even = (Words)(values != values ? (Ints)(bits | 0x400000) : (Ints)even);
+  return __builtin_convertvector(even >> 16, Halves);
+#endif
+}
+
+inline Floats widen(Halves values) {
+  return (Floats)(__builtin_convertvector(values, Words) << 16);
+}
+
+// Whole vectors.
+inline Floats load(const float* from) {
+  Floats values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+inline Floats load(const bf16* from) {
+  Halves values;
+  std::memcpy(&values, from, sizeof values);
+  return widen(values);
+}
+inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+inline void store(bf16* to, Floats values) {
+  Halves narrowed = narrow(values);
+  std::memcpy(to, &narrowed, sizeof narrowed);
+}
+
+// The first `count` elements, 0 < count < WIDTH; the others are 0, or not written.
+inline Floats load(const float* from, int64_t count) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_loadu_ps((1u << count) - 1, from);
+#else
+  Floats values{};
+  std::memcpy(&values, from, 4 * count);
+  return values;
+#endif
+}
+inline Floats load(const bf16* from, int64_t count) {
+#if defined(__AVX512F__)
+  return widen((Halves)_mm256_maskz_loadu_epi16((1u << count) - 1, from));
+#else
+  Halves values{};
+  std::memcpy(&values, from, 2 * count);
+  return widen(values);
+#endif
+}
+inline void store(float* to, Floats values, int64_t count) { std::memcpy(to, &values, 4 * count); }
+inline void store(bf16* to, Floats values, int64_t count) {
+  Halves narrowed = narrow(values);
+  std::memcpy(to, &narrowed, 2 * count);
+}
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Where one is NaN, the second is taken: of max(known, unknown), an unknown NaN stays.
+inline Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+inline Floats min(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// Pairs that are half the width apart, then a quarter, ...: one order for every width.
+template <class Fold>
+inline float folded(Floats values, Fold fold) {
+  float lanes[WIDTH];
+  std::memcpy(lanes, &values, sizeof lanes);
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = fold(lanes[i], lanes[i + half]);
+  return lanes[0];
+}
+inline float sum(Floats values) {
+  return folded(values, [](float a, float b) { return a + b; });
+}
+inline float largest(Floats values) {
+  return folded(values, [](float a, float b) { return a > b || a != a ? a : b; });
+}
+
+// Coefficients below are least-maximum fits of our own; the errors are those of the polynomial.
+
+inline Floats exp(Floats x) {
+  // 2^n e^r with |r| <= ln(2)/2, ln(2) in two parts; the sum with `magic` rounds to an integer.
+  // 3.1e-9 relative.
+  const Floats magic = all(12582912.0f);
+  Floats clamped = min(all(89.0f), max(all(-104.0f), x));
+  Floats shifted = fma(clamped, all(1.44269504f), magic);
+  Floats n = shifted - magic;
+  Floats r = fma(n, all(-0.693145752f), clamped);
+  r = fma(n, all(-1.42860677e-6f), r);
+  Floats p = all(0.00138144331f);
+  p = fma(p, r, all(0.00836879682f));
+  p = fma(p, r, all(0.0416683958f));
+  p = fma(p, r, all(0.1666652f));
+  p = fma(p, r, all(0.499999934f));
+  p = fma(p, r * r, r) + all(1.0f);
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  Ints exponent = (Ints)shifted - (Ints)magic;
+  Ints half = exponent >> 1;  // in two steps, so that subnormal results are reached
+  Floats low = (Floats)((half + 127) << 23), high = (Floats)((exponent - half + 127) << 23);
+  return p * low * high;
+#endif
+}
+
+// 1 / x for normal x; twice as fast as a division where there is an estimate to refine.
+inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  Floats y = (Floats)_mm512_rcp14_ps((__m512)x);
+  return fma(y, fma(-x, y, all(1.0f)), y);
+#else
+  return 1.0f / x;
+#endif
+}
+
+inline Floats sigmoid(Floats x) {
+  return reciprocal(all(1.0f) + exp(min(all(87.0f), -x)));
+}
+
+// The cumulative normal distribution; 5.5e-9 absolute up to 5.4, beyond which it is 0 or 1.
+inline Floats normal_cdf(Floats x) {
+  Floats clamped = min(all(5.4f), max(all(-5.4f), x));
+  Floats t = clamped * clamped;
+  Floats p = all(2.33867961e-8f);
+  p = fma(p, t, all(6.36001945e-6f));
+  p = fma(p, t, all(1.64321183e-4f));
+  p = fma(p, t, all(4.65084802e-3f));
+  p = fma(p, t, all(3.33721752e-2f));
+  p = fma(p, t, all(0.398942245f));
+  Floats q = all(1.21659276e-6f);
+  q = fma(q, t, all(7.24000382e-5f));
+  q = fma(q, t, all(1.85897854e-3f));
+  q = fma(q, t, all(2.83786572e-2f));
+  q = fma(q, t, all(0.250317727f));
+  q = fma(q, t, all(1.0f));
+  Floats cdf = fma(clamped * p, reciprocal(q), all(0.5f));
+  return x < all(-5.4f) ? Floats{} : cdf;
+}
+
+inline Floats silu(Floats x) { return x * sigmoid(x); }
+inline Floats gelu(Floats x) { return x * normal_cdf(x); }
+inline Floats gelu_tanh(Floats x) {
+  return x * sigmoid(x * fma(x * x, all(0.0713548162f), all(1.59576912f)));
+}
+inline Floats relu(Floats x) { return max(Floats{}, x); }
+
+// Sine and cosine of position * frequency. The product is reduced in double: a position of 1e5
+// would leave three digits of it in float. 1.8e-9 after that.
+inline void turn(double position, Floats frequency, Floats& sine, Floats& cosine) {
+  typedef float Part __attribute__((vector_size(2 * WIDTH)));
+  typedef int64_t Longs __attribute__((vector_size(4 * WIDTH)));
+  Floats r;
+  Ints quadrant;
+  for (int half = 0; half < 2; half++) {
+    Part part;
+    std::memcpy(&part, (const char*)&frequency + half * sizeof part, sizeof part);
+    Doubles angle = position * __builtin_convertvector(part, Doubles);
+    const double magic = 6755399441055744.0;  // 1.5 * 2^52
+    Doubles shifted = angle * 0.63661977236758134 + magic;
+    Doubles n = shifted - magic;
+    part = __builtin_convertvector(
+        (angle - n * 1.5707963267341256) - n * 6.0771005065061922e-11, Part);
+    std::memcpy((char*)&r + half * sizeof part, &part, sizeof part);
+    typedef int32_t Quadrants __attribute__((vector_size(2 * WIDTH)));
+    Quadrants q = __builtin_convertvector((Longs)shifted & 3, Quadrants);
+    std::memcpy((char*)&quadrant + half * sizeof q, &q, sizeof q);
+  }
+  Floats t = r * r;
+  Floats s = fma(fma(all(-1.94956352e-4f), t, all(8.33197866e-3f)), t, all(-0.166666507f));
+  s = fma(s * t, r, r);
+  Floats c = fma(fma(all(2.44384506e-5f), t, all(-1.38873675e-3f)), t, all(4.16666469e-2f));
+  c = fma(c * t, t, fma(all(-0.5f), t, all(1.0f)));
+  Ints swapped = (quadrant & 1) != 0;
+  Floats a = swapped ? c : s, b = swapped ? s : c;
+  sine = (Floats)((Ints)a ^ ((quadrant & 2) << 30));
+  cosine = (Floats)((Ints)b ^ (((quadrant + 1) & 2) << 30));
+}
+
+}  // namespace ingot
