@@ -18,6 +18,8 @@ from ingot.core.log import setup, stderr, stdout
 from ingot.core.registry import Registry
 
 SUMMARIES = {
+    "bench": "how fast the ops are, beside the machine's limit and PyTorch",
+    "build": "compile the CPU kernels now rather than at their first use",
     "doctor": "what this machine is and can do, what is missing, and the remedy",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
 }

@@ -79,7 +79,7 @@ def report(device: Device, measured: Peaks, found: list[Finding]) -> dict[str, A
 
 def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list[Finding]:
     """What is missing or odd on this machine; `installed` names packages and programs."""
-    cxx = os.environ.get("CXX", "")
+    cxx, isa = os.environ.get("CXX", ""), os.environ.get("INGOT_ISA", "")
     speeds = {"reading": measured.read_bandwidth, **measured.matmul}
     unsteady = [name for name, peak in speeds.items() if peak and peak.typical < 0.7 * peak.value]
     checks = (
@@ -90,8 +90,13 @@ def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list
         ),
         (
             device.compiler is None,
-            "no C++ compiler, which ingot's CPU kernels will need",
+            "no C++ compiler: PyTorch stands in for ingot's kernels, inexactly",
             "install g++ 12 or newer, or set CXX",
+        ),
+        (
+            bool(isa),
+            f"INGOT_ISA holds ingot's CPU kernels to the tier {isa}",
+            "unset it, unless you want to compare",
         ),
         (
             bool(cxx) and (device.compiler is None or shutil.which(cxx) != device.compiler.path),

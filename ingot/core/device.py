@@ -191,7 +191,7 @@ def forced(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ...]:
     if not wanted:
         return tiers
     if wanted not in _TIERS:
-        raise UnknownName("ISA tier", wanted, _TIERS)
+        raise UnknownName("INGOT_ISA", wanted, _TIERS)
     if wanted not in tiers:
         raise IngotError(
             f"INGOT_ISA is '{wanted}', which this CPU does not have",

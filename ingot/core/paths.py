@@ -6,7 +6,8 @@ that holds a relative path, so we do.
 
 Several processes share these directories (ranks, trials, servers). Three tools keep them from
 each other's way: `write_atomic` for a file that readers must never see half-written, `new_run`
-for a directory that nobody else has, `lock` for work that only one should do.
+for a directory that nobody else has, `lock` for work that only one should do. `trusted` is for
+code: whoever can write where it lies can run what he likes in our name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -68,6 +70,23 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def trusted(directory: Path) -> Path:
+    """Make the directory if it is missing; refuse one that another user can write to.
+
+    Its owner must be this user or root. A group may write: many systems give each user one.
+    """
+    with _explained(directory):
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        status = directory.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+        raise IngotError(
+            f"other users can write to {directory}, so nothing is run from there",
+            remedy="take the right from them (chown, chmod o-w), or choose another place by "
+            "XDG_CACHE_HOME",
+        )
+    return directory
 
 
 @contextmanager

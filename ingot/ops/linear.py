@@ -37,13 +37,15 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("extreme", (make.spread(4, 33), weight(9, 33), make(9)))
     yield Sample("batched", (make(2, 3, 16), weight(8, 16), None))
     yield Sample("vector", (make(16), weight(8, 16), make(8)))
-    yield Sample("one_column", (make(3, 8), weight(1, 8), make(1)))
+    # Positive: a lone result that cancelled would have no row to be small against.
+    yield Sample("one_column", (make(3, 8).abs(), weight(1, 8).abs(), make(1).abs()))
 
 
 def _swiglu_samples(make: Make) -> Iterator[Sample]:
     for sample in _samples(make):
         x, weight, _ = sample.args
-        yield Sample(sample.name, (x, weight, make(*weight.shape, scale=x.shape[-1] ** -0.5)))
+        up_weight = make(*weight.shape, scale=x.shape[-1] ** -0.5)
+        yield Sample(sample.name, (x, weight, up_weight.abs() if len(weight) == 1 else up_weight))
 
 
 def _residual_samples(make: Make) -> Iterator[Sample]:

@@ -240,6 +240,13 @@ class Op(Generic[P, R]):
 
     def _forward_fake(self, *args: Any) -> Any:
         args = self.complete(args)
+        devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
+        if len(devices) > 1 and "meta" in devices:
+            # torch comes here for a single weight without memory; a fake has no values to return.
+            raise OpError(
+                f"{self.name}: tensors on {', '.join(sorted(devices))}",
+                remedy="give the tensors on 'meta' their memory and their values first",
+            )
         self.check(*args)
         return self.fake(*args)
 

@@ -39,6 +39,7 @@ def known_peaks(tmp_path: Path) -> Path:
 def sound(monkeypatch: pytest.MonkeyPatch) -> Device:
     """This machine, without whatever may be odd about it today."""
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("INGOT_ISA", raising=False)
     device = replace(detect(), torch="2.13.0", gpus=())
     return replace(device, cpu=replace(device.cpu, cores=1, isa=("avx2", "portable")))
 
@@ -72,7 +73,7 @@ def test_a_sound_machine_has_no_findings(sound: Device) -> None:
     ("change", "installed", "what"),
     [
         ({"torch": "2.20.1"}, (), "torch 2.20.1 is not the version"),
-        ({"compiler": None}, (), "no C++ compiler"),
+        ({"compiler": None}, (), "PyTorch stands in for ingot's kernels"),
         ({}, ("nvidia-smi",), "torch sees no GPU"),
         ({"gpus": (GPU,)}, (), "without Triton"),
     ],
@@ -101,6 +102,12 @@ def test_a_cxx_that_is_no_compiler_is_odd(sound: Device, monkeypatch: pytest.Mon
     monkeypatch.setenv("CXX", "/bin/false")
     (finding,) = findings(sound, MEASURED, frozenset())
     assert "CXX is '/bin/false'" in finding.what
+
+
+def test_a_forced_tier_is_odd(sound: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INGOT_ISA", "avx2")
+    (finding,) = findings(sound, MEASURED, frozenset())
+    assert "INGOT_ISA holds ingot's CPU kernels to the tier avx2" in finding.what
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_show_nothing(

@@ -45,13 +45,14 @@ def test_a_wrong_verb_suggests_the_right_one(ingot: Run) -> None:
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         "error: unknown verb 'docter'",
-        "remedy: did you mean 'doctor'? valid: doctor, ops",
+        f"remedy: did you mean 'doctor'? valid: {', '.join(sorted(SUMMARIES))}",
     ]
 
 
 @pytest.mark.parametrize("verb", SUMMARIES)
 def test_a_wrong_option_suggests_the_right_one(ingot: Run, verb: str) -> None:
-    result = ingot(verb, "--jsno")
+    subject = ("ops",) if verb == "bench" else ()
+    result = ingot(verb, *subject, "--jsno")
     assert result.returncode == 2
     assert "--json" in result.stderr
 

@@ -21,6 +21,7 @@ import torch
 
 from ingot.core import device
 from ingot.core.device import Compiler, Cpu, Device, Gpu
+from ingot.core.errors import IngotError
 
 XEON = """\
 processor	: 0
@@ -203,6 +204,41 @@ def test_a_tier_needs_all_below_it() -> None:
     flags = set(device.parse_cpuinfo(XEON).flags)
     assert device.isa_tiers(flags - {"avx512vl"}) == ("avx2", "portable")
     assert device.isa_tiers(flags - {"fma"}) == ("portable",)
+
+
+def test_a_tier_can_be_forced() -> None:
+    tiers = ("avx512", "avx2", "portable")
+    assert device.forced(tiers, None) == device.forced(tiers, "") == tiers
+    assert device.forced(tiers, "avx512") == tiers
+    assert device.forced(tiers, "portable") == ("portable",)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "what", "remedy"),
+    [
+        ("avx22", "unknown INGOT_ISA 'avx22'", "did you mean 'avx2'?"),
+        ("amx", "INGOT_ISA is 'amx', which this CPU does not have", "choose one of avx2, portable"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_an_error_with_a_remedy(
+    wanted: str, what: str, remedy: str
+) -> None:
+    with pytest.raises(IngotError) as raised:
+        device.forced(("avx2", "portable"), wanted)
+    assert raised.value.what == what
+    assert remedy in raised.value.remedy
+
+
+@pytest.mark.parametrize("tier", ["portable", "nonsense"])
+def test_the_environment_forces_a_tier(tier: str) -> None:
+    script = "from ingot.core.device import detect; print(*detect().cpu.isa)"
+    environment = {**os.environ, "INGOT_ISA": tier}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if tier == "portable":
+        assert done.stdout == "portable\n"
+    else:
+        assert "unknown INGOT_ISA 'nonsense'" in done.stderr
 
 
 @pytest.mark.parametrize(

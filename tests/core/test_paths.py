@@ -185,3 +185,28 @@ for write in (lambda p: paths.write_atomic(p, b""), lambda p: paths.lock(p).__en
     expected = f"IngotError cannot write {tmp_path / 'x'}: Permission denied\n"
     assert finish([process])[0] == expected * 2
     tmp_path.chmod(0o700)
+
+
+def test_code_is_trusted_where_only_its_owner_can_write(tmp_path: Path) -> None:
+    directory = tmp_path / "deep" / "kernels"
+    old = os.umask(0)
+    try:
+        assert paths.trusted(directory) == directory
+    finally:
+        os.umask(old)
+    assert directory.stat().st_mode & 0o777 == 0o755
+    directory.chmod(0o775)  # a group of one, on many systems
+    assert paths.trusted(directory) == directory
+
+
+def test_code_is_not_trusted_where_others_can_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(IngotError, match=r"other users can write to .*(?s:.)*XDG_CACHE_HOME"):
+        paths.trusted(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_code_is_not_trusted_in_the_directory_of_another_user(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, -1)
+    with pytest.raises(IngotError, match="other users can write"):
+        paths.trusted(tmp_path)

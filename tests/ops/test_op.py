@@ -134,6 +134,14 @@ def test_an_op_without_a_gradient_says_so() -> None:
         result.sum().backward()
 
 
+def test_a_weight_without_memory_is_refused() -> None:
+    """torch calls the fake for it, which would return memory that nobody has written."""
+    x, weight = torch.ones(2, 4), torch.ones(4, device="meta")
+    with pytest.raises(OpError, match="rms_norm: tensors on cpu, meta"):
+        ops.rms_norm(x, weight)
+    assert ops.rms_norm(x.to("meta"), weight).is_meta
+
+
 def test_autocast_does_not_reach_into_ops() -> None:
     x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4)
     with torch.autocast("cpu", torch.bfloat16):

@@ -11,21 +11,26 @@ compiler, flags and torch, so whatever changes, a stale one is never loaded.
 Many processes may want the same library at once: one builds, the others wait for its lock. A
 library is complete or absent, since it is renamed into place, and its checksum lies beside it:
 what a full disk or a crash has damaged is built again rather than mapped into the process, where
-a missing page would be a SIGBUS. Without a compiler, or where it fails, the op is computed by the
-next provider, and one warning says so.
+a missing page would be a SIGBUS. Threads need no lock of their own: loading twice is loading once.
+A build throws out what nobody has loaded for a month; a directory that others can write to is not
+loaded from. Without a compiler, or where it fails, the op is computed by the next provider, and
+one warning says so.
 """
 
 # pyright: basic
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import shlex
 import subprocess
-import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -35,7 +40,7 @@ import torch
 from torch import Tensor
 
 from ingot.core import paths
-from ingot.core.device import Compiler, detect
+from ingot.core.device import Compiler, Device, detect
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.ops.gradient import Backward
@@ -61,8 +66,9 @@ _ADDED = {
 }
 TIER_FLAGS = dict(zip(_ADDED, accumulate(_ADDED.values()), strict=True))
 
+_KEPT = 30 * 24 * 3600  # seconds that a library is kept after its last use
+
 _LIBRARY = torch.library.Library("ingot_cpu", "DEF")
-_loading = threading.RLock()
 _log = logger(__name__)
 
 
@@ -70,18 +76,28 @@ class BuildError(IngotError):
     """The compiler refused, or there is none."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A family's library, there and whole."""
+
+    family: str
+    path: Path
+    seconds: float | None
+    """How long it took to compile; None where it was there already."""
+
+
 def build(
     families: Sequence[str] = FAMILIES, done: Callable[[str], None] = lambda family: None
-) -> list[Path]:
+) -> list[Built]:
     """Build these families, as many at a time as there are cores; `done` hears of each.
 
     Raises a BuildError for the first that fails.
     """
 
-    def one(family: str) -> Path:
-        path = _built(family)
+    def one(family: str) -> Built:
+        built = _built(family, detect())
         done(family)
-        return path
+        return built
 
     with ThreadPoolExecutor(detect().cpu.cores) as pool:
         return list(pool.map(one, families))
@@ -90,14 +106,14 @@ def build(
 @cache
 def library(family: str) -> ctypes.CDLL | None:
     """The library of a family, loaded; None, with a warning, where it cannot be built."""
-    with _loading:  # `cache` alone would let two threads load it
-        try:
-            loaded = ctypes.CDLL(str(_built(family)))
-        except (IngotError, OSError) as error:
-            _log.warning("no CPU kernels for '%s', PyTorch computes it: %s", family, error)
-            return None
-        loaded.ingot_join(ctypes.byref(PREFERRING))
-        return loaded
+    device = detect()  # outside: an INGOT_ISA that cannot be is an error, no reason to fall back
+    try:
+        loaded = ctypes.CDLL(str(_built(family, device).path))
+    except (IngotError, OSError) as error:
+        _warn(str(error))
+        return None
+    loaded.ingot_join(ctypes.byref(PREFERRING))
+    return loaded
 
 
 def cpu(op: Op[..., Any], backward: Backward | None = None) -> None:
@@ -114,26 +130,32 @@ def cpu(op: Op[..., Any], backward: Backward | None = None) -> None:
     op.provide("cpu", kernel, exact=True, supports=supports, backward=backward)
 
 
+@cache
+def _warn(reason: str) -> None:
+    """Once for each reason, though every family may have the same."""
+    _log.warning("PyTorch stands in for ingot's CPU kernels, results are not exact: %s", reason)
+
+
 def _takes(args: tuple[Any, ...]) -> bool:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     half_or_double = (torch.float16, torch.float64)
     return all(t.device.type == "cpu" and t.dtype not in half_or_double for t in tensors)
 
 
-def _built(family: str) -> Path:
-    """The path of a family's library, which is there and whole when this returns."""
-    device = detect()
+def _built(family: str, device: Device) -> Built:
+    """Find the library of a family, or compile it."""
     if device.compiler is None:
         raise BuildError("no C++ compiler", remedy="install g++ 12 or newer, or set CXX")
+    home = paths.trusted(paths.cache("kernels"))
     command = _command(device.compiler, device.cpu.isa[0])
     key = _key(family, command, device.compiler, device.torch)
-    path = paths.cache("kernels", f"{family}-{device.cpu.isa[0]}-{key}.so")
-    if _whole(path):
-        return path
-    with paths.lock(path):
-        if not _whole(path):
-            _compile(command, HERE / f"{family}.cpp", path)
-    return path
+    path = home / f"{family}-{device.cpu.isa[0]}-{key}.so"
+    seconds = None
+    if not _whole(path):
+        with paths.lock(path):
+            if not _whole(path):  # somebody may have built it while we waited
+                seconds = _compile(command, HERE / f"{family}.cpp", path)
+    return Built(family=family, path=path, seconds=seconds)
 
 
 def _command(compiler: Compiler, tier: str) -> list[str]:
@@ -156,23 +178,42 @@ def _key(family: str, command: list[str], compiler: Compiler, torch_version: str
     return digest.hexdigest()[:16]
 
 
-def _compile(command: list[str], source: Path, path: Path) -> None:
+def _compile(command: list[str], source: Path, path: Path) -> float:
+    """Compile a source into a library, and return the seconds that took."""
     _log.info("building %s", path.name)
+    start = time.monotonic()
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         run = subprocess.run([*command, str(source), "-o", str(temporary)], capture_output=True)
         if run.returncode:
-            output = run.stderr.decode(errors="replace").strip()
-            errors = [line for line in output.splitlines() if "error" in line] or [output]
-            raise BuildError(
-                f"{command[0]} cannot compile {source.name}: {errors[0][:500]}",
-                remedy="try another compiler by CXX (g++ 12 is tested), or report this",
-            )
+            raise _failure(command[0], source, run)
         library = temporary.read_bytes()
         paths.write_atomic(_checksum(path), hashlib.sha256(library).hexdigest())
         paths.write_atomic(path, library)
     finally:
         temporary.unlink(missing_ok=True)
+    _forget_unused(path.parent)
+    return time.monotonic() - start
+
+
+def _failure(compiler: str, source: Path, run: subprocess.CompletedProcess[bytes]) -> BuildError:
+    output = run.stderr.decode(errors="replace").strip() or f"exit status {run.returncode}"
+    full, lines = os.strerror(errno.ENOSPC), output.splitlines()
+    first = next((line for line in lines if full in line or "error" in line), output)[:500]
+    if full in output:
+        remedy = "make room there and in TMPDIR, or choose another place by XDG_CACHE_HOME"
+    else:
+        remedy = "try another compiler by CXX (g++ 12 is tested), or report this"
+    return BuildError(f"{compiler} cannot compile {source.name}: {first}", remedy=remedy)
+
+
+def _forget_unused(home: Path) -> None:
+    """By age: another clone or environment may need what this one does not know."""
+    oldest = time.time() - _KEPT
+    for path in home.iterdir():
+        with suppress(OSError):
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _checksum(path: Path) -> Path:
@@ -180,7 +221,13 @@ def _checksum(path: Path) -> Path:
 
 
 def _whole(path: Path) -> bool:
+    """Whether the library is there as it was built; if so, it is marked as used."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() == _checksum(path).read_text()
-    except OSError:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != _checksum(path).read_text():
+            return False
+    except (OSError, UnicodeDecodeError):
         return False
+    with suppress(OSError):  # a cache may be read-only
+        for file in (path, _checksum(path)):
+            os.utime(file)
+    return True

@@ -22,11 +22,11 @@
 #include <tuple>
 #include <vector>
 
+#include "vector.h"  // first, for what it does about a warning
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-
-#include "vector.h"
 
 namespace ingot {
 
@@ -112,6 +112,55 @@ struct Vector {
   T& operator[](int64_t index) const { return first[index]; }
 };
 
+// The rows of a new tensor. What is too large to stay in a cache is streamed past it: whoever
+// writes says settle() at the end.
+template <class T>
+struct Output {
+  T* first;
+  int64_t width;
+  bool streamed;
+
+  explicit Output(const Tensor& y) : first(data<T>(y)), width(y.size(y.dim() - 1)) {
+    constexpr int64_t CACHED = 16 << 20;
+    bool aligned = uintptr_t(first) % 64 == 0 && width * sizeof(T) % 64 == 0;
+    streamed = aligned && y.numel() * int64_t(sizeof(T)) > CACHED;
+  }
+  T* operator[](int64_t row) const { return first + row * width; }
+  void write(int64_t row, int64_t at, Floats values) const {
+    T* to = (*this)[row] + at;
+    if (streamed) stream(to, values);
+    else store(to, values);
+  }
+  void write(int64_t row, int64_t at, Floats values, int64_t count) const {
+    store((*this)[row] + at, values, count);
+  }
+};
+
+// Integers of any dtype; a copy unless they are int32 or int64 without gaps.
+struct Integers {
+  Tensor owner;
+  int64_t count;
+  const int32_t* ints = nullptr;
+  const int64_t* longs = nullptr;
+
+  explicit Integers(const Tensor& x) : owner(x), count(x.numel()) {
+    need(x.is_cpu(), "integers on the CPU");
+    switch (x.scalar_type()) {
+      case ScalarType::Int:
+      case ScalarType::Long: break;
+      case ScalarType::Bool:
+      case ScalarType::Byte:
+      case ScalarType::Char:
+      case ScalarType::Short: owner = torch::stable::to(x, ScalarType::Long); break;
+      default: need(false, "integers");
+    }
+    if (!owner.is_contiguous()) owner = torch::stable::contiguous(owner);
+    if (owner.scalar_type() == ScalarType::Int) ints = data<int32_t>(owner);
+    else longs = data<int64_t>(owner);
+  }
+  int64_t operator[](int64_t index) const { return ints ? ints[index] : longs[index]; }
+};
+
 // Runs body(begin, end) over parts of [0, count) on torch's threads. `work` is what one costs, in
 // elements: a thread is worth waking for some thousands.
 template <class Body>
@@ -132,8 +181,10 @@ inline void each(int64_t rows, int64_t width, const Body& body) {
   });
 }
 
-// Whether somebody prefers a provider (see `ingot.ops.op.prefer`); Python's memory.
-inline const int* preferring = nullptr;
+// Whether somebody prefers a provider (see `ingot.ops.op.prefer`); Python's memory. Until it is
+// joined, Python is asked: another thread may call an op while this library is still being loaded.
+inline const int UNKNOWN = 1;
+inline const int* preferring = &UNKNOWN;
 
 template <size_t N>
 struct Name {
@@ -153,8 +204,9 @@ struct Result {
 template <class... R>
 struct Result<std::tuple<R...>> {
   static std::tuple<R...> from(StableIValue* stack) {
-    size_t at = 0;
-    return std::tuple<R...>{taken<R>(stack, at++)...};
+    return [&]<size_t... At>(std::index_sequence<At...>) {
+      return std::tuple<R...>(taken<R>(stack, At)...);
+    }(std::index_sequence_for<R...>());
   }
 };
 

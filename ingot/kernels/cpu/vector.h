@@ -17,7 +17,10 @@
 #include <limits>
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12's _mm512_undefined_ps()
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace ingot {
@@ -130,6 +133,75 @@ inline void store(bf16* to, Floats values, int64_t count) {
   std::memcpy(to, &narrowed, 2 * count);
 }
 
+// Past the caches, to an aligned address: for results that would not stay in them anyway. The
+// thread that streamed says settle() before others may read.
+inline void stream(float* to, Floats values) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, (__m512)values);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(to, (__m256)values);
+#elif defined(__SSE2__)
+  _mm_stream_ps(to, (__m128)values);
+#else
+  store(to, values);
+#endif
+}
+inline void stream(bf16* to, Floats values) {
+  Halves narrowed = narrow(values);
+#if defined(__AVX512F__)
+  _mm256_stream_si256((__m256i*)to, (__m256i)narrowed);
+#elif defined(__AVX2__)
+  _mm_stream_si128((__m128i*)to, (__m128i)narrowed);
+#elif defined(__SSE2__)
+  _mm_stream_si64((long long*)to, bits_of<long long>(narrowed));
+#else
+  std::memcpy(to, &narrowed, sizeof narrowed);
+#endif
+}
+inline void settle() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// As it will be once stored.
+template <class T>
+inline Floats rounded(Floats values) {
+  if constexpr (sizeof(T) == 4) return values;
+  else return widen(narrow(values));
+}
+
+inline Ints lanes() {
+  Ints lane;
+  for (int i = 0; i < WIDTH; i++) lane[i] = i;
+  return lane;
+}
+// The first `count` lanes of one, the rest of the other.
+inline Floats first(Floats values, int64_t count, Floats rest) {
+  return lanes() < int(count) ? values : rest;
+}
+// One where the flag is set, the other elsewhere. Of a part, the other beyond it.
+inline Floats where(const bool* flags, Floats set, Floats unset, int64_t count = WIDTH) {
+  typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+  Bytes bytes{};
+  std::memcpy(&bytes, flags, count);
+  return __builtin_convertvector(bytes, Ints) != 0 ? set : unset;
+}
+// A bit for each lane of a comparison, the first lane's lowest.
+inline uint32_t bits_set(Ints comparison) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)comparison);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)comparison);
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)comparison);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < WIDTH; i++) bits |= (comparison[i] & 1u) << i;
+  return bits;
+#endif
+}
+
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -160,7 +232,7 @@ inline Floats min(Floats a, Floats b) {
 #endif
 }
 
-// Pairs that are half the width apart, then a quarter, ...: one order for every width.
+// Elements half the width apart are paired, then a quarter, ...: one order for every width.
 template <class Fold>
 inline float folded(Floats values, Fold fold) {
   float lanes[WIDTH];
@@ -170,11 +242,71 @@ inline float folded(Floats values, Fold fold) {
   return lanes[0];
 }
 inline float sum(Floats values) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)values);
+#else
   return folded(values, [](float a, float b) { return a + b; });
+#endif
 }
 inline float largest(Floats values) {
+#if defined(__AVX512F__)
+  if (_mm512_cmp_ps_mask((__m512)values, (__m512)values, _CMP_UNORD_Q)) return NAN;
+  return _mm512_reduce_max_ps((__m512)values);
+#else
   return folded(values, [](float a, float b) { return a > b || a != a ? a : b; });
+#endif
 }
+
+// Runs body(at) for every whole vector of a row, body(at, count) for the rest.
+template <class Body>
+inline void along(int64_t width, const Body& body) {
+  int64_t at = 0;
+  for (; at + WIDTH <= width; at += WIDTH) body(at);
+  if (at < width) body(at, width - at);
+}
+
+// Folds a row into one vector: step(so_far, at) or step(so_far, at, count) takes in a vector of
+// it, join(a, b) adds up. Four chains, so that the latency of a step does not count; lanes beyond
+// the end keep what they have.
+template <class Step, class Join>
+inline Floats folded_row(int64_t width, Floats start, const Step& step, const Join& join) {
+  Floats chain[4] = {start, start, start, start};
+  int64_t at = 0;
+  for (; at + 4 * WIDTH <= width; at += 4 * WIDTH)
+    for (int i = 0; i < 4; i++) chain[i] = step(chain[i], at + i * WIDTH);
+  for (; at + WIDTH <= width; at += WIDTH) chain[0] = step(chain[0], at);
+  if (at < width) chain[1] = first(step(chain[1], at, width - at), width - at, chain[1]);
+  return join(join(chain[0], chain[1]), join(chain[2], chain[3]));
+}
+template <class Step>
+inline Floats summed_row(int64_t width, const Step& step) {
+  return folded_row(width, Floats{}, step, [](Floats a, Floats b) { return a + b; });
+}
+
+#if defined(__AVX512F__)
+// Rows become columns: 16 x 16 words, in 64 shuffles.
+inline void transpose(__m512i (&rows)[16]) {
+  __m512i half[16];
+  for (int i = 0; i < 16; i += 2) {
+    half[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    half[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      rows[i + 2 * j] = _mm512_unpacklo_epi64(half[i + j], half[i + 2 + j]);
+      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(half[i + j], half[i + 2 + j]);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; j++) {
+      half[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + 4 + j], 0x88);
+      half[i + 4 + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + 4 + j], 0xdd);
+    }
+  for (int j = 0; j < 8; j++) {
+    rows[j] = _mm512_shuffle_i32x4(half[j], half[8 + j], 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(half[j], half[8 + j], 0xdd);
+  }
+}
+#endif
 
 // Coefficients below are least-maximum fits of our own; the errors are those of the polynomial.
 
@@ -198,6 +330,30 @@ inline Floats exp(Floats x) {
 #else
   Ints exponent = (Ints)shifted - (Ints)magic;
   Ints half = exponent >> 1;  // in two steps, so that subnormal results are reached
+  Floats low = (Floats)((half + 127) << 23), high = (Floats)((exponent - half + 127) << 23);
+  return p * low * high;
+#endif
+}
+
+// 2^x for x <= 0, what a softmax needs, in fewer steps: 2.0e-9 relative.
+inline Floats exp2_of_negative(Floats x) {
+  const Floats magic = all(12582912.0f);
+  Floats clamped = max(all(-150.0f), x);
+  Floats shifted = clamped + magic;
+  Floats n = shifted - magic;
+  Floats r = clamped - n;
+  Floats p = all(1.5353362e-4f);
+  p = fma(p, r, all(1.33988747e-3f));
+  p = fma(p, r, all(9.61843736e-3f));
+  p = fma(p, r, all(5.55033247e-2f));
+  p = fma(p, r, all(0.240226479f));
+  p = fma(p, r, all(0.693147203f));
+  p = fma(p, r, all(1.0f));
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  Ints exponent = (Ints)shifted - (Ints)magic;
+  Ints half = exponent >> 1;
   Floats low = (Floats)((half + 127) << 23), high = (Floats)((exponent - half + 127) << 23);
   return p * low * high;
 #endif
@@ -236,6 +392,33 @@ inline Floats normal_cdf(Floats x) {
   Floats cdf = fma(clamped * p, reciprocal(q), all(0.5f));
   return x < all(-5.4f) ? Floats{} : cdf;
 }
+
+// The largest of a row, lane by lane, and the sum of e^(x - that): a row is taken in blocks that
+// stay in the first cache, so it comes from memory once. A lane that saw nothing but -inf has the
+// lowest float and a sum of 0.
+struct Exponentials {
+  static constexpr int64_t BLOCK = 64 * WIDTH;
+  Floats peak = all(std::numeric_limits<float>::lowest());
+  Floats total{};
+
+  // x(at) or x(at, count) loads a vector; each(at, e^(x - peak of its block)) sees the powers.
+  template <class Load, class Each>
+  void take(int64_t begin, int64_t end, const Load& x, const Each& each) {
+    Floats before = peak;
+    peak = folded_row(end - begin, peak, [&](Floats so_far, int64_t at, auto... part) {
+      return max(so_far, x(begin + at, part...));
+    }, max);
+    Floats part_total = summed_row(end - begin, [&](Floats so_far, int64_t at, auto... part) {
+      Floats power = exp2_of_negative((x(begin + at, part...) - peak) * all(1.44269504f));
+      each(begin + at, power, part...);
+      return so_far + power;
+    });
+    total = fma(total, exp(before - peak), part_total);
+  }
+  // What brings powers of a lane's peak to those of the row's.
+  Floats weights() const { return exp(peak - all(largest(peak))); }
+  float sum() const { return ingot::sum(total * weights()); }
+};
 
 inline Floats silu(Floats x) { return x * sigmoid(x); }
 inline Floats gelu(Floats x) { return x * normal_cdf(x); }

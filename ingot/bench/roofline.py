@@ -1,0 +1,179 @@
+"""The roofline of a run (Williams et al. 2009): what limits each op, and how near it comes.
+
+An op does some FLOPs for each byte it moves, which is its place from left to right. Memory allows
+it that many times the bandwidth, the sloping roof; the processor no more than its matmul peak, the
+flat ones. The roofs are the doctor's peaks. An op that computes nothing (a copy of rows) stands at
+the left edge, as high as its bytes would be with the edge's FLOPs.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ingot.bench.ops import Row
+from ingot.bench.peaks import Peaks
+from ingot.bench.results import Run, served
+from ingot.core.errors import IngotError
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, bottom, right, top."""
+
+_FONT = 7
+# Filled circles, hollow ones, crosses; what else was timed is left out.
+_MARKERS = {"cpu": "o", "aten": "o", "reference": "x"}
+_SUFFIXES = (".png", ".svg")
+
+
+def check(path: Path) -> None:
+    """Say what would keep `draw` from drawing, before there is anything to draw."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise IngotError("a plot needs matplotlib", remedy="pip install 'ingot[plot]'")
+    if path.suffix not in _SUFFIXES:
+        raise IngotError(
+            f"cannot draw a '{path.suffix}' file", remedy=f"choose one of {', '.join(_SUFFIXES)}"
+        )
+    if not path.absolute().parent.is_dir():
+        raise IngotError(f"there is no directory {path.parent}", remedy="make it first")
+
+
+def draw(rows: Iterable[Row], machine: Peaks, run: Run, path: Path) -> None:
+    """Draw ingot's own kernels and PyTorch's functions, and the reference where it serves an op."""
+    from matplotlib.figure import Figure
+
+    rows = list(rows)
+    first = set(served(rows))
+    shown = [
+        r for r in rows if r.provider in ("cpu", "aten") or (r in first and r.provider in _MARKERS)
+    ]
+    figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
+    axes: Any = figure.add_subplot(xscale="log", yscale="log")
+    edge = 0.5 * min((i for row in shown if (i := intensity(row))), default=0.1)
+    points = {row: place(row, edge) for row in shown}
+    _draw_roofs(axes, machine, edge, max((x for x, _ in points.values()), default=1.0) * 4)
+    colours = _colours(shown)
+    for row, (x, y) in points.items():
+        colour = colours[row.family]
+        filling = colour if row.provider == "cpu" else "none"
+        marker = _MARKERS[row.provider]
+        axes.plot(x, y, marker, ms=6, mfc=filling, mec=colour, mew=1.2, alpha=0.85)
+    _draw_legend(axes, colours)
+    axes.set(xlabel="FLOP / byte", ylabel="GFLOPS")
+    axes.set_title(f"{run.cpu} ({run.isa}), torch {run.torch}, {run.date[:10]}", fontsize=10)
+    axes.grid(alpha=0.2)
+    _draw_labels(axes, points, colours)
+    figure.savefig(path)
+
+
+def intensity(row: Row) -> float:
+    """FLOPs for each byte."""
+    return row.gflops / row.gbs
+
+
+def place(row: Row, edge: float) -> tuple[float, float]:
+    """Where a row stands; `edge` is how far left those without FLOPs do."""
+    return (intensity(row), row.gflops) if row.gflops else (edge, row.gbs * edge)
+
+
+def free_place(x: float, y: float, width: float, height: float, taken: Iterable[Box]) -> Box:
+    """The box of that size nearest to (x, y) that lies over none of those taken.
+
+    >>> free_place(0, 0, width=10, height=4, taken=[(-3, -3, 3, 3)])
+    (4.0, 0.0, 14.0, 4.0)
+    """
+    taken = list(taken)
+    box = (x, y, x + width, y + height)
+    for distance, turn in product(range(4, 400, 4), range(16)):
+        dx, dy = distance * math.cos(turn * math.pi / 8), distance * math.sin(turn * math.pi / 8)
+        left = x + dx - (width if dx < -1 else 0)
+        bottom = y + dy - (height if dy < -1 else 0)
+        box = (left, bottom, left + width, bottom + height)
+        if not any(overlap(box, other) for other in taken):
+            break
+    return box
+
+
+def overlap(one: Box, other: Box) -> bool:
+    """Whether two boxes share any of their area.
+
+    >>> overlap((0, 0, 2, 2), (1, 1, 3, 3)), overlap((0, 0, 2, 2), (2, 0, 3, 3))
+    (True, False)
+    """
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _draw_roofs(axes: Any, machine: Peaks, left: float, right: float) -> None:
+    bandwidth = machine.read_bandwidth.value
+    compute = {name: peak.value for name, peak in machine.matmul.items() if peak and name != "int8"}
+    top = max(compute.values(), default=bandwidth * right)
+    ridge = top / bandwidth
+    right = max(right, ridge * 4)
+    axes.plot((left * 0.7, ridge), (left * 0.7 * bandwidth, top), "k-", lw=1.5)
+    axes.annotate(
+        f"memory {bandwidth:.1f} GB/s",
+        (ridge / 2, top / 2),
+        (-6, 6),
+        textcoords="offset points",
+        ha="right",
+    )
+    for dtype, peak in compute.items():
+        axes.plot((peak / bandwidth, right), (peak, peak), "k-", lw=1.5)
+        axes.annotate(
+            f"{dtype} matmul {peak:,.0f} GFLOPS",
+            (right, peak),
+            (0, 4),
+            textcoords="offset points",
+            ha="right",
+        )
+
+
+def _colours(rows: list[Row]) -> dict[str, Any]:
+    from matplotlib import colormaps
+
+    families = sorted({row.family for row in rows})
+    return {family: colormaps["tab10"](place % 10) for place, family in enumerate(families)}
+
+
+def _draw_labels(
+    axes: Any, points: dict[Row, tuple[float, float]], colours: dict[str, Any]
+) -> None:
+    """Each op's name where there is room for it, with a line to its fastest row."""
+    figure = axes.figure
+    figure.draw_without_rendering()  # settles the scales
+    point = figure.dpi / 72  # in pixels, as all that follows
+    pixels = {row: axes.transData.transform(place) for row, place in points.items()}
+    taken = [
+        (x - 4 * point, y - 4 * point, x + 4 * point, y + 4 * point) for x, y in pixels.values()
+    ]
+    # The last of each op in order of height: its fastest row.
+    named = {row.op: row for row in sorted(points, key=lambda row: points[row][1])}
+    for row in sorted(named.values(), key=lambda row: tuple(pixels[row])):
+        x, y = pixels[row]
+        size = 0.58 * _FONT * point * len(row.op), 1.25 * _FONT * point
+        box = free_place(x, y, *size, taken)
+        taken.append(box)
+        axes.annotate(
+            row.op,
+            points[row],
+            ((box[0] - x) / point, (box[1] - y) / point),
+            textcoords="offset points",
+            fontsize=_FONT,
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": colours[row.family]},
+        )
+
+
+def _draw_legend(axes: Any, colours: dict[str, Any]) -> None:
+    from matplotlib.lines import Line2D
+
+    def marker(colour: Any, filling: Any, label: str, shape: str = "o") -> Line2D:
+        return Line2D([], [], ls="", marker=shape, mec=colour, mfc=filling, label=label)
+
+    handles = [marker(colour, colour, family) for family, colour in colours.items()]
+    handles += [marker("k", "k", "cpu: ingot's"), marker("k", "none", "aten: PyTorch's")]
+    handles.append(marker("k", "k", "reference", shape="x"))
+    axes.legend(handles=handles, loc="lower right", fontsize=8, ncols=2)

@@ -1,0 +1,299 @@
+"""What the ops are timed on: shapes of small language models, in memory beyond the caches.
+
+A `Workload` is an op, a shape, a dtype, and how to draw the arguments of one call. They are a
+table (`WORKLOADS`): every op at the size of a decode step (32 tokens) and of a training step
+(2048 tokens, or 256 rows of a vocabulary), `linear` at the projections of two models and from 1
+row to 2048, attention as decode over pages and as prefill.
+
+**Beyond the caches.** A call that finds its weight where the last one left it is timed at the
+speed of a cache. In a model it finds what all other layers left there. So arguments are drawn
+anew for each call, from one large buffer, the `arena`: floats are views of it, each call's
+behind those of the call before, round and round. The arena is four times the L3 cache, as the
+buffer that `ingot.bench.peaks` reads, and is filled once for all workloads: with random
+bfloat16, which is valid in every view, since the upper half of a float32 is a bfloat16.
+
+What is small or not a float (positions, targets, masks) is drawn beside it and stays in a cache.
+An output goes where the allocator puts it: to memory that was just freed, which often is in a
+cache, as in a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ingot.core.device import Device
+from ingot.core.errors import UnknownName
+from ingot.ops.op import catalogue
+from ingot.ops.rope import rope_frequencies
+
+Args: TypeAlias = tuple[Any, ...]
+Draw: TypeAlias = "Callable[[Views], Args]"
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int64": torch.int64}
+VOCABULARY = 32000
+# Heads of queries, heads of keys, channels of a head.
+HEADS = (12, 4, 64)
+PAGE = 16
+# (out, in) of qkv, gate and up, down, vocabulary; then gate or up and vocabulary of SmolLM2-135M.
+PROJECTIONS = ((1280, 768), (4096, 768), (768, 2048), (32000, 768), (1728, 576), (49152, 576))
+LINEAR_ROWS = (1, 2, 4, 8, 16, 64, 128, 512, 2048)
+
+_MiB = 2**20
+_LINE = 64
+_LEAST_STEP = 2**16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An op to be timed, and on what.
+
+    >>> WORKLOADS[0].op, WORKLOADS[0].shape, WORKLOADS[0].dtype
+    ('gelu', '32x2048', 'bf16')
+    """
+
+    op: str
+    shape: str
+    dtype: str
+    draw: Draw
+    """The arguments of one call."""
+    sdpa: Draw | None = None
+    """Of attention: the same work for `scaled_dot_product_attention`, prepared favourably."""
+
+
+class Views:
+    """Views of the arena, one behind the other from a place on; at its end again from the start.
+
+    >>> views = Views(filled(2**20), torch.float32, at=0)
+    >>> x, y = views(2, 3), views(4)
+    >>> y.storage_offset() * 4, views.taken
+    (64, 40)
+    """
+
+    def __init__(self, arena: Tensor, dtype: torch.dtype, at: int) -> None:
+        self._arena, self._dtype, self._at = arena, dtype, at
+        self._random = torch.Generator().manual_seed(at)
+        self.taken = 0
+        """Bytes of the views so far."""
+
+    def __call__(self, *shape: int) -> Tensor:
+        """The next floats, contiguous."""
+        size = math.prod(shape) * self._dtype.itemsize
+        start = self._at if self._at + size <= len(self._arena) else 0
+        self._at = start + -(-size // _LINE) * _LINE
+        self.taken += size
+        return self._arena[start : start + size].view(self._dtype).view(shape)
+
+    def ints(self, high: int, *shape: int) -> Tensor:
+        """Random integers from 0 to `high`, exclusive; not in the arena."""
+        return torch.randint(high, shape, generator=self._random)
+
+    def order(self, count: int) -> Tensor:
+        """The numbers below `count` in random order; not in the arena."""
+        return torch.randperm(count, generator=self._random, dtype=torch.int32)
+
+
+def arena_size(device: Device) -> int:
+    """Four times the L3 cache and 512 MiB at least, but not more than an eighth of the memory."""
+    return min(max(512 * _MiB, 4 * (device.cpu.l3 or 0)), device.memory // 8)
+
+
+def filled(size: int) -> Tensor:
+    """An arena of so many bytes: normally distributed bfloat16, repeating after 32 MiB.
+
+    Half the size of unit normals, so that the logits they make are those of a model.
+    """
+    random = torch.Generator().manual_seed(0)
+    block = torch.randn(min(size, 32 * _MiB) // 2, generator=random) * 0.5
+    repeats = -(-size // (2 * len(block)))
+    return block.bfloat16().repeat(repeats).view(torch.uint8)[:size]
+
+
+def copies(workload: Workload, arena: Tensor, draw: Draw | None = None) -> list[Args]:
+    """Arguments of as many calls as it takes to walk through the arena, drawn by `draw` if given.
+
+    A call that reads less than it is given (rows of a table) moves on by what it reads.
+    """
+    dtype, draw = DTYPES[workload.dtype], draw or workload.draw
+    views = Views(arena, dtype, at=0)
+    args = workload.draw(views)
+    if not views.taken:
+        return [args]
+    read = min(views.taken, catalogue()[workload.op].cost(*args).bytes)
+    step = -(-max(read, _LEAST_STEP) // _LINE) * _LINE
+    return [draw(Views(arena, dtype, at)) for at in range(0, max(1, len(arena) - step), step)]
+
+
+def chosen(names: Iterable[str] = ()) -> list[Workload]:
+    """The workloads of these ops and families, by family; of all if there are no names.
+
+    >>> {workload.op for workload in chosen(["rope", "silu"])} == {"rope", "silu"}
+    True
+    """
+    ops = catalogue()
+    families = {op.family for op in ops.values()}
+    wanted = {name.lower() for name in names}
+    for name in wanted - ops.keys() - families:
+        raise UnknownName("op", name, {*ops, *families})
+    order = {name: (op.family, place) for place, (name, op) in enumerate(ops.items())}
+    found = [w for w in WORKLOADS if not wanted or wanted & {w.op, ops[w.op].family}]
+    return sorted(found, key=lambda workload: order[workload.op])
+
+
+def floats(*shapes: tuple[int, ...]) -> Draw:
+    """Draw floats of these shapes.
+
+    >>> [len(x) for x in floats((3, 4), (5,))(Views(filled(2**20), torch.float32, at=0))]
+    [3, 5]
+    """
+    return lambda new: tuple(new(*shape) for shape in shapes)
+
+
+def _text(*sizes: int) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _elementwise() -> Iterator[Workload]:
+    for tokens, dtype in product((32, 2048), ("bf16", "fp32")):
+        wide, hidden, channels = (tokens, 2048), (tokens, 768), (768,)
+        for op in ("gelu", "gelu_tanh", "silu", "relu_squared"):
+            yield Workload(op, _text(*wide), dtype, floats(wide))
+        for op in ("swiglu", "geglu", "geglu_tanh"):
+            yield Workload(op, _text(*wide), dtype, floats(wide, wide))
+        for op, shapes in {
+            "rms_norm": (hidden, channels),
+            "layer_norm": (hidden, channels, channels),
+            "add_rms_norm": (hidden, hidden, channels),
+            "add_layer_norm": (hidden, hidden, channels, channels),
+        }.items():
+            yield Workload(op, _text(*hidden), dtype, floats(*shapes))
+        yield Workload("rope", _text(tokens, HEADS[0], HEADS[2]), dtype, _rope(tokens))
+        yield Workload("embedding", _text(*hidden), dtype, _embedding(tokens))
+
+
+def _rope(tokens: int) -> Draw:
+    heads, _, width = HEADS
+    freqs, _ = rope_frequencies(width)
+    positions = torch.arange(tokens)
+    return lambda new: (new(tokens, heads, width), positions, freqs)
+
+
+def _embedding(tokens: int) -> Draw:
+    return lambda new: (new.ints(VOCABULARY, tokens), new(VOCABULARY, 768))
+
+
+def _vocabulary() -> Iterator[Workload]:
+    for rows, dtype in product((32, 256), ("bf16", "fp32")):
+        logits = (rows, VOCABULARY)
+        for op in ("softmax", "log_softmax"):
+            yield Workload(op, _text(*logits), dtype, floats(logits))
+        for op in ("token_logprobs", "cross_entropy"):
+            yield Workload(op, _text(*logits), dtype, _with_targets(logits))
+
+
+def _linear_losses() -> Iterator[Workload]:
+    for op, dtype in product(("linear_token_logprobs", "linear_cross_entropy"), ("bf16", "fp32")):
+        draw = _with_targets((512, 768), (VOCABULARY, 768))
+        yield Workload(op, _text(512, 768, VOCABULARY), dtype, draw)
+
+
+def _with_targets(*shapes: tuple[int, ...]) -> Draw:
+    tokens = shapes[0][0]
+    return lambda new: (*floats(*shapes)(new), new.ints(VOCABULARY, tokens))
+
+
+def _linear() -> Iterator[Workload]:
+    """Shapes are rows x in x out."""
+    for (n, k), m in product(PROJECTIONS, LINEAR_ROWS):
+        yield Workload("linear", _text(m, k, n), "bf16", floats((m, k), (n, k)))
+    for m in (8, 512):
+        yield Workload("linear", _text(m, 768, 4096), "fp32", floats((m, 768), (4096, 768)))
+        up, down = (2048, 768), (768, 2048)
+        for op in ("linear_gelu", "linear_gelu_tanh", "linear_silu", "linear_relu"):
+            yield Workload(op, _text(m, 768, 2048), "bf16", floats((m, 768), up, (2048,)))
+        yield Workload("linear_swiglu", _text(m, 768, 2048), "bf16", floats((m, 768), up, up))
+        draw = floats((m, 2048), down, (m, 768))
+        yield Workload("linear_residual", _text(m, 2048, 768), "bf16", draw)
+
+
+def _attention() -> Iterator[Workload]:
+    for dtype in ("bf16", "fp32"):
+        sdpa = _sdpa(32, queries=1, keys=512)
+        yield Workload("attention", "decode 32 of 512", dtype, _decode(32, 512), sdpa)
+    for tokens, dtype in product((512, 2048), ("bf16", "fp32")):
+        sdpa = _sdpa(1, queries=tokens, keys=tokens)
+        yield Workload("attention", f"prefill {tokens}", dtype, _prefill(tokens), sdpa)
+
+
+def _decode(sequences: int, context: int) -> Draw:
+    """One query a sequence; its pages lie anywhere in the pool."""
+    heads, kv_heads, width = HEADS
+    pages = sequences * context // PAGE
+    starts = torch.arange(sequences + 1, dtype=torch.int32)
+    lengths = torch.full((sequences,), context, dtype=torch.int32)
+
+    def draw(new: Views) -> Args:
+        q, pool = new(sequences, heads, width), (pages, PAGE, kv_heads, width)
+        table = new.order(pages).view(sequences, -1)
+        return q, new(*pool), new(*pool), starts, lengths, table
+
+    return draw
+
+
+def _prefill(tokens: int) -> Draw:
+    heads, kv_heads, width = HEADS
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    kv = (tokens, kv_heads, width)
+    return lambda new: (new(tokens, heads, width), new(*kv), new(*kv), starts)
+
+
+def _sdpa(sequences: int, queries: int, keys: int) -> Draw:
+    """Contiguous by head and of equal length, which no server's keys are."""
+    heads, kv_heads, width = HEADS
+    kv = (sequences, kv_heads, keys, width)
+    return floats((sequences, heads, queries, width), kv, kv)
+
+
+def _sampling() -> Iterator[Workload]:
+    shape = (32, VOCABULARY)
+    for dtype in ("bf16", "fp32"):
+        yield Workload("penalize", _text(*shape), dtype, _penalize)
+        yield Workload("truncate", _text(*shape), dtype, _truncate)
+        yield Workload("sample", _text(*shape), dtype, _sample)
+    yield Workload("uniform", "32", "int64", lambda new: (new.ints(99, 32), new.ints(99, 32)))
+
+
+@cache
+def _seen() -> Args:
+    """Masks of the prompt and counts of generated tokens: 5 MB, once for all calls."""
+    counts = torch.zeros(32, VOCABULARY, dtype=torch.int32)
+    counts[:, ::100] = 1
+    return counts.roll(7, dims=1).bool(), counts
+
+
+def _penalize(new: Views) -> Args:
+    options = (torch.full((32,), value) for value in (1.3, 0.5, 0.2))
+    return new(32, VOCABULARY), *_seen(), *options
+
+
+def _truncate(new: Views) -> Args:
+    temperature, top_p, min_p = (torch.full((32,), value) for value in (0.8, 0.95, 0.0))
+    return new(32, VOCABULARY), temperature, torch.full((32,), 50), top_p, min_p
+
+
+def _sample(new: Views) -> Args:
+    return *_truncate(new), new.ints(2**40, 32), new.ints(4096, 32)
+
+
+WORKLOADS: tuple[Workload, ...] = tuple(
+    workload
+    for family in (_elementwise, _vocabulary, _linear_losses, _linear, _attention, _sampling)
+    for workload in family()
+)

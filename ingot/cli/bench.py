@@ -1,0 +1,184 @@
+"""`ingot bench`: how fast this machine is with ingot, beside its limit and beside others."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+import ingot
+from ingot.core import log
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ingot.bench.ops import Row
+    from ingot.bench.peaks import Peaks
+    from ingot.bench.results import Mean, Run
+    from ingot.bench.workloads import Workload
+
+
+def bench(
+    what: Annotated[Literal["ops"], tyro.conf.Positional],
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")
+    ] = (),
+    seconds: float = 0.3,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+    plot: Path | None = None,
+    results: Path | None = None,
+) -> None:
+    """Time every op on realistic shapes, in memory beyond the caches, in turns with PyTorch's
+    own functions and with torch.compile, as a share of what the machine could do at most.
+
+    Examples: `ingot bench ops` for all, `ingot bench ops norm rope` for some families or ops,
+    `ingot bench ops linear --plot roofline.png`, `ingot bench ops --json` for machines.
+
+    Args:
+        what: What to time.
+        names: Only these ops or families.
+        seconds: How long to time each contender on each shape.
+        json: Print JSON instead of tables.
+        plot: Draw a roofline into this file, .png or .svg.
+        results: Add the rows to `ops.csv` in this directory.
+    """
+    from ingot.bench import results as kept
+    from ingot.bench import roofline
+    from ingot.bench.peaks import peaks
+    from ingot.bench.workloads import chosen
+
+    workloads, run = chosen(names), kept.Run.now(ingot.__version__)
+    file = results and results / "ops.csv"
+    # What can go wrong should do so before an hour of measuring, not after.
+    if plot:
+        roofline.check(plot)
+    if file:
+        kept.prepare(file)
+    machine = peaks()
+    rows = _measured(workloads, machine, seconds, run, file)
+    if plot:
+        roofline.draw(rows, machine, run, plot)
+    if json:
+        print(json_format.dumps(report(rows, machine, run), indent=2))  # noqa: T201
+    else:
+        _print_tables(rows, machine, run)
+
+
+def report(rows: Iterable[Row], machine: Peaks, run: Run) -> dict[str, Any]:
+    """All of it, as `--json` prints it."""
+    peaks = json_format.loads(machine.to_json())
+    return {"header": {**asdict(run), "peaks": peaks}, "rows": [asdict(row) for row in rows]}
+
+
+def _measured(
+    workloads: list[Workload], machine: Peaks, seconds: float, run: Run, file: Path | None
+) -> list[Row]:
+    from ingot.bench import results as kept
+    from ingot.bench.ops import Bench
+
+    rows: list[Row] = []
+    with log.progress("filling memory", len(workloads)) as bar:
+        bench = Bench(machine, seconds)
+        for workload in workloads:
+            bar.describe(f"{workload.op} {workload.shape} {workload.dtype}")
+            new = bench.rows(workload)
+            if file:
+                kept.append(file, run, new)
+            rows += new
+            bar.advance()
+    return rows
+
+
+def _print_tables(rows: list[Row], machine: Peaks, run: Run) -> None:
+    from ingot.bench.results import means
+
+    console = log.stdout()
+    console.print(_table(rows))
+    console.print(_means_table(means(rows)))
+    console.print(
+        "Times in us. limit: share of what memory or matmul would allow. aten, compile: so many "
+        "times faster than PyTorch's function, and than the compiled reference. exact: the bits of "
+        "a row do not depend on the batch. The first line of a shape is the op as it is called.",
+        highlight=False,
+    )
+    matmul = ", ".join(
+        f"{dtype} {peak.value:,.0f}" for dtype, peak in machine.matmul.items() if peak
+    )
+    console.print(
+        f"\n{run.date}, {run.cpu} ({run.isa}), torch {run.torch}, ingot {run.ingot}. Peaks: "
+        f"reading {machine.read_bandwidth.value:.1f} GB/s, matmul in GFLOPS {matmul}.",
+        highlight=False,
+    )
+
+
+def _table(rows: list[Row]) -> Table:
+    """Rows by op and shape, at most 100 columns wide."""
+    table = _new_table("op, shape", "dtype", "provider")
+    for heading in ("p20", "p50", "p80", "rate", "limit", "aten", "compile", "exact"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for op, of_op in groupby(rows, key=lambda row: row.op):
+        table.add_section()
+        table.add_row(f"[bold]{op}[/]")
+        for shape, of_shape in groupby(of_op, key=lambda row: f"{row.shape}|{row.dtype}"):
+            names = shape.split("|")
+            for row in of_shape:
+                table.add_row(*names, *_cells(row))
+                names = ["", ""]
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    rate = f"{digits(row.gbs)} GB/s" if row.limit == "memory" else f"{digits(row.gflops)} GF/s"
+    return (
+        row.provider,
+        *(digits(time) for time in (row.p20_us, row.p50_us, row.p80_us)),
+        rate,
+        f"{row.share_of_limit:.0%}",
+        times(row.vs_aten),
+        times(row.vs_compile),
+        "yes" if row.exact else "-",
+    )
+
+
+def _means_table(means: list[Mean]) -> Table:
+    table = _new_table("geometric means")
+    for heading in ("shapes", "limit", "aten", "compile"):
+        table.add_column(heading, justify="right")
+    for mean in means:
+        share = "-" if mean.share_of_limit is None else f"{mean.share_of_limit:.0%}"
+        speedups = times(mean.vs_aten), times(mean.vs_compile)
+        table.add_row(mean.family, str(mean.workloads), share, *speedups)
+    return table
+
+
+def _new_table(*headings: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def digits(value: float) -> str:
+    """Three digits, and no exponent.
+
+    >>> digits(3.14159), digits(41.27), digits(271828.0)
+    ('3.14', '41.3', '271828')
+    """
+    return f"{value:.{max(0, 3 - len(str(int(value))))}f}"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio of speeds.
+
+    >>> times(1.234), times(None)
+    ('1.23x', '-')
+    """
+    return "-" if ratio is None else f"{digits(ratio)}x"

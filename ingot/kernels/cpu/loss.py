@@ -1,0 +1,11 @@
+"""`loss` in C++."""
+
+from __future__ import annotations
+
+from ingot import ops
+from ingot.kernels.cpu.build import cpu
+
+cpu(ops.token_logprobs)
+cpu(ops.cross_entropy)
+cpu(ops.linear_token_logprobs)
+cpu(ops.linear_cross_entropy)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from ingot.bench.ops import Row
+from ingot.bench.peaks import Peak, Peaks
+from ingot.bench.results import Run
+from ingot.bench.roofline import check, draw, free_place, overlap, place
+from ingot.core.errors import IngotError
+
+PEAK = Peak(value=40.0, low=10.0, typical=20.0, high=30.0)
+PEAKS = Peaks(
+    method=1,
+    measured=datetime(2026, 11, 15, tzinfo=UTC),
+    read_bandwidth=PEAK,
+    matmul={"fp32": PEAK, "bf16": replace(PEAK, value=400.0), "int8": None},
+)
+RUN = Run(date="2026-11-15T12:00:00+00:00", cpu="Xeon, 2 cores", isa="amx", torch="2", ingot="0.1")
+ROW = Row(
+    op="silu",
+    family="activation",
+    shape="32x64",
+    dtype="bf16",
+    provider="cpu",
+    p20_us=1.0,
+    p50_us=2.0,
+    p80_us=3.0,
+    gbs=10.0,
+    gflops=20.0,
+    read_gbs=40.0,
+    limit="memory",
+    share_of_limit=0.25,
+    vs_aten=2.0,
+    vs_compile=None,
+    exact=True,
+)
+ROWS = [
+    ROW,
+    replace(ROW, provider="aten", gbs=5.0, gflops=10.0),
+    replace(ROW, provider="compile"),
+    replace(ROW, op="linear", family="linear", gflops=300.0),
+    replace(ROW, op="embedding", family="embedding", provider="aten", gflops=0.0),
+    replace(ROW, op="sample", family="sample", provider="reference", gflops=0.1),
+]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"roofline{suffix}"
+    check(path)
+    draw(ROWS, PEAKS, RUN, path)
+    start = path.read_bytes()[:5]
+    assert start == {".png": b"\x89PNG\r", ".svg": b"<?xml"}[suffix]
+
+
+def test_a_plot_of_nothing_is_the_roofs(tmp_path: Path) -> None:
+    draw(
+        [], replace(PEAKS, matmul=dict.fromkeys(("fp32", "bf16", "int8"))), RUN, tmp_path / "a.png"
+    )
+    assert (tmp_path / "a.png").exists()
+
+
+def test_an_op_without_flops_stands_at_the_edge() -> None:
+    assert place(ROW, edge=0.1) == (2.0, 20.0)
+    assert place(replace(ROW, gflops=0.0), edge=0.1) == (0.1, 1.0)
+
+
+def test_names_lie_over_nothing() -> None:
+    taken = [(-3.0, -3.0, 3.0, 3.0)]
+    for _ in range(40):
+        taken.append(free_place(0, 0, width=50, height=9, taken=taken))
+    assert not any(overlap(one, other) for one, other in combinations(taken, 2))
+
+
+@pytest.mark.parametrize(("name", "what"), [("a.jpg", "'.jpg'"), ("none/a.png", "no directory")])
+def test_a_plot_that_cannot_be_is_refused_before(tmp_path: Path, name: str, what: str) -> None:
+    with pytest.raises(IngotError, match=what):
+        check(tmp_path / name)
+
+
+def test_a_missing_matplotlib_has_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(IngotError, match=r"pip install 'ingot\[plot\]'"):
+        check(Path("roofline.png"))
