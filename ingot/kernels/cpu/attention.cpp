@@ -408,7 +408,7 @@ class Attention {
         for (int q = 0; q < Q; q++) out[p][q] = products[p * Q + q][0];
       }
       for (int i = 0; i < Q; i++) q[i] = queries + (lane / TILE + i) * size;
-      tiles<P, Q>(k, q, shape_.width, out);
+      tiles<P, Q>(k, q, shape_.width, out, 64);
       for (int p = 0; p < P; p++)
         for (int i = 0; i < Q; i++)
           put_transposed(products[p * Q + i], s + (lane + i * TILE) * CHUNK + key + p * TILE,
@@ -483,7 +483,7 @@ class Attention {
         for (int i = 0; i < P; i++) weights[i].first += TILE_DEPTH;
         for (int q = 0; q < Q; q++) values[q] += width * TILE_DEPTH;
       }
-      store_tiles<P, Q>(to);
+      store_tiles<P, Q>(to, 64);
       for (int i = 0; i < P * Q; i++)
         for (int r = 0; r < std::min<int64_t>(TILE, count - lane - i / Q * TILE); r++)
           std::memcpy(out + (lane + i / Q * TILE + r) * width + at + i % Q * TILE, products[i][r], 64);

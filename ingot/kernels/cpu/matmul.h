@@ -8,9 +8,7 @@
 // Exact: an element is the dot product of one row of x and one row of W in one fixed order. Blocks
 // are cut along rows and columns, never along k.
 //
-// With AMX the weights are the left operand, straight from memory as they lie; x is packed. So there
-// is no second copy of the weights, and nothing to renew when training changes them. It is faster
-// than packed weights too: see `Panel`.
+// No second copy of the weights is kept, so there is nothing to renew when training changes them.
 #pragma once
 
 #include <cstdlib>
@@ -23,17 +21,6 @@
 namespace ingot {
 
 constexpr int BLOCK_ROWS = 32, BLOCK_COLUMNS = 256;
-
-template <class T>
-struct Matrix {
-  const T* first;
-  int64_t rows, width, stride;
-
-  Matrix(const T* first, int64_t rows, int64_t width, int64_t stride)
-      : first(first), rows(rows), width(width), stride(stride) {}
-  Matrix(const Rows<T>& r) : first(r.first), rows(r.count), width(r.width), stride(r.stride) {}
-  const T* operator[](int64_t row) const { return first + row * stride; }
-};
 
 using Values = float[BLOCK_ROWS][BLOCK_COLUMNS];
 
@@ -54,7 +41,7 @@ using Finish = std::function<void(const Block&)>;
 
 // As many groups for each thread, of one size as nearly as tiles allow.
 inline std::vector<Columns> even_columns(int64_t count) {
-  constexpr int64_t UNIT = 16;
+  constexpr int64_t UNIT = 32;
   int64_t threads = torch::stable::get_num_threads(), units = (count + UNIT - 1) / UNIT;
   int64_t each = (units + threads - 1) / threads * UNIT;
   int64_t groups = std::min(units, threads * ((each + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS));
@@ -190,101 +177,11 @@ void multiply_dots(const Matrix<T>& x, const std::array<Matrix<T>, PRODUCTS>& we
   });
 }
 
-// ---- AMX, for bf16.
+// ---- AMX, for bf16. Which operand is packed depends on how many rows x has; the products do not.
 
 #if defined(__AMX_BF16__)
 
-// 16 rows of weights, the left operand. They are not neighbours: `rows_apart` is so large that the 16
-// rows of a group's panels are 16 streams, and panel j + 1 goes on where panel j ended. The memory
-// then reads 16 sequential streams a core, which hardware prefetches best: 36-40 GB/s where 16
-// neighbouring rows, or packed weights, gave 27-31 (2 cores; plain reading 37-42).
-struct Panel {
-  const bf16* first;
-  int64_t stride;  // between its rows, in bytes
-};
-
-// P panels by Q tiles of x: 2 x 2, 4 x 1, 1 x 4 or less. Sums in tiles 0-3, x in 4 and 5, w in 6 and 7.
-template <int P, int Q>
-inline void tile_products(const Panel (&w)[P], const bf16* const (&x)[Q], int64_t steps) {
-  for (int64_t s = 0; s < steps; s++) {
-    auto load_x = [&]<int q>() { tile_load<4 + q % 2>(x[q] + s * TILE * TILE_DEPTH, 64); };
-    auto load_w = [&]<int p>() { tile_load<6 + p % 2>(w[p].first + s * TILE_DEPTH, w[p].stride); };
-    load_x.template operator()<0>();
-    load_w.template operator()<0>();
-    tile_multiply<0, 6, 4>();
-    if constexpr (Q > 1) {
-      load_x.template operator()<1>();
-      tile_multiply<1, 6, 5>();
-    }
-    if constexpr (P > 1) {
-      load_w.template operator()<1>();
-      tile_multiply<Q, 7, 4>();
-      if constexpr (Q > 1) tile_multiply<3, 7, 5>();
-    }
-    if constexpr (Q > 2) {
-      load_x.template operator()<2>();
-      tile_multiply<2, 6, 4>();
-      load_x.template operator()<3>();
-      tile_multiply<3, 6, 5>();
-    }
-    if constexpr (P > 2) {
-      load_w.template operator()<2>();
-      tile_multiply<2, 6, 4>();
-      load_w.template operator()<3>();
-      tile_multiply<3, 7, 4>();
-    }
-  }
-}
-
-template <int P, int Q>
-inline void store_tiles(float* const (&out)[P][Q]) {
-  tile_store<0>(out[0][0], 64);
-  if constexpr (Q > 1) tile_store<1>(out[0][1], 64);
-  if constexpr (P > 1) tile_store<Q>(out[1][0], 64);
-  if constexpr (P > 1 && Q > 1) tile_store<3>(out[1][1], 64);
-  if constexpr (Q > 2) tile_store<2>(out[0][2], 64), tile_store<3>(out[0][3], 64);
-  if constexpr (P > 2) tile_store<2>(out[2][0], 64), tile_store<3>(out[3][0], 64);
-}
-
-template <int P, int Q>
-inline void tiles(const Panel (&w)[P], const bf16* const (&x)[Q], int64_t width, float* const (&out)[P][Q]) {
-  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-  int64_t steps = width / TILE_DEPTH, rest = width % TILE_DEPTH;
-  tile_products<P, Q>(w, x, steps);
-  if (rest) {
-    alignas(64) bf16 padded[P][TILE][TILE_DEPTH] = {};
-    Panel ends[P];
-    for (int p = 0; p < P; p++) {
-      for (int r = 0; r < TILE; r++) {
-        const bf16* row = w[p].first + r * (w[p].stride / int64_t(sizeof(bf16)));
-        std::memcpy(padded[p][r], row + steps * TILE_DEPTH, rest * sizeof(bf16));
-      }
-      ends[p] = {padded[p][0], 64};
-    }
-    const bf16* last[Q];
-    for (int q = 0; q < Q; q++) last[q] = x[q] + steps * TILE * TILE_DEPTH;
-    tile_products<P, Q>(ends, last, 1);
-  }
-  store_tiles<P, Q>(out);
-}
-
-inline int64_t packed_tile_size(int64_t width) {
-  return (width + TILE_DEPTH - 1) / TILE_DEPTH * TILE * TILE_DEPTH;
-}
-
-// 16 rows of x as the right operand: (step, pair of k, row, 2), with zeros for what is missing.
-inline void pack_tile(const Matrix<bf16>& x, int64_t row, bf16* to) {
-  for (int64_t at = 0; at < x.width; at += TILE_DEPTH, to += TILE * TILE_DEPTH) {
-    int64_t count = std::min<int64_t>(TILE_DEPTH, x.width - at);
-    __mmask32 mask = count == TILE_DEPTH ? ~0u : (1u << count) - 1;
-    __m512i tile[TILE] = {};
-    for (int r = 0; r < std::min<int64_t>(TILE, x.rows - row); r++)
-      tile[r] = _mm512_maskz_loadu_epi16(mask, x[row + r] + at);
-    transpose(tile);
-    for (int r = 0; r < TILE; r++) _mm512_store_si512(to + r * TILE_DEPTH, tile[r]);
-  }
-}
-
+// A matrix as right operands, 16 rows to each.
 inline const bf16* packed(const Matrix<bf16>& x, int64_t row, int64_t rows) {
   int64_t size = packed_tile_size(x.width), count = (rows + TILE - 1) / TILE;
   bf16* to = scratch<bf16, 1>(count * size);
@@ -294,24 +191,21 @@ inline const bf16* packed(const Matrix<bf16>& x, int64_t row, int64_t rows) {
   return to;
 }
 
-// The weights of a group of columns, as panels; what is left of 16 is padded with zeros.
+// Few rows: the weights are the left operand, where they lie. The 16 rows of a panel are not
+// neighbours but `whole` apart, so that panel j + 1 goes on where panel j ended and memory sees 16
+// sequential streams, which hardware prefetches best: 36-40 GB/s, where 16 neighbouring rows, or
+// packed weights, gave 27-31 (2 cores; plain reading 37-42).
 struct Panels {
-  Matrix<bf16> w;
+  const Matrix<bf16>& w;
   Columns columns;
   int64_t whole, rest;
-  const bf16* padded = nullptr;
+  const bf16* padded = nullptr;  // what is left of 16 rows, with zeros for the others
 
-  template <int use>
-  static Panels of(const Matrix<bf16>& w, Columns columns) {
-    Panels panels{w, columns, columns.count / TILE, columns.count % TILE};
-    if (panels.rest) {
-      bf16* to = scratch<bf16, use>(TILE * w.width);
-      std::memset(to, 0, TILE * w.width * sizeof(bf16));
-      for (int64_t r = 0; r < panels.rest; r++)
-        std::memcpy(to + r * w.width, w[columns.begin + panels.whole * TILE + r], w.width * sizeof(bf16));
-      panels.padded = to;
-    }
-    return panels;
+  Panels(const Matrix<bf16>& w, Columns columns, int product)
+      : w(w), columns(columns), whole(columns.count / TILE), rest(columns.count % TILE) {
+    if (!rest) return;
+    bf16* to = scratch<bf16, 3>(2 * TILE * w.width) + product * TILE * w.width;
+    padded = copy_rows(w, columns.begin + whole * TILE, rest, to);
   }
   int64_t count() const { return whole + (rest > 0); }
   Panel operator[](int64_t j) const {
@@ -348,19 +242,19 @@ inline void unpack(const Products& products, const Panels& panels, int64_t rows,
 }
 
 template <int Q>
-void amx_block(const Panels& panels, const bf16* x, int64_t rows, bool first, Values& values) {
+void weights_left(const Panels& panels, const bf16* x, int64_t rows, bool first, Values& values) {
   Products& products = *scratch<Products, 2>(1);
   int64_t size = packed_tile_size(panels.w.width), j = 0;
-  const bf16* tiles_of_x[Q];
-  for (int q = 0; q < Q; q++) tiles_of_x[q] = x + q * size;
+  const bf16* right[Q];
+  for (int q = 0; q < Q; q++) right[q] = x + q * size;
   auto run = [&]<int P>() {
-    Panel w[P];
+    Panel left[P];
     float* out[P][Q];
     for (int p = 0; p < P; p++) {
-      w[p] = panels[j + p];
+      left[p] = panels[j + p];
       for (int q = 0; q < Q; q++) out[p][q] = products[j + p][q][0];
     }
-    tiles<P, Q>(w, tiles_of_x, panels.w.width, out);
+    tiles<P, Q, P == 2 ? Passing::left : Passing::none>(left, right, panels.w.width, out, 64);
     j += P;
   };
   // The first pass comes from memory, one panel at a time; the others from the cache.
@@ -370,31 +264,69 @@ void amx_block(const Panels& panels, const bf16* x, int64_t rows, bool first, Va
 }
 
 template <size_t PRODUCTS>
-void multiply_amx(const Matrix<bf16>& x, const std::array<Matrix<bf16>, PRODUCTS>& weights,
+void multiply_few(const Matrix<bf16>& x, const std::array<Matrix<bf16>, PRODUCTS>& weights,
                   const std::vector<Columns>& groups, const Finish& finish) {
-  constexpr int64_t MOST_ROWS = 4096;  // packed at one time
+  const bf16* right = packed(x, 0, x.rows);
+  torch::stable::parallel_for(0, groups.size(), 1, [&](int64_t begin, int64_t end) {
+    Tiles tiles;
+    for (int64_t g = begin; g < end; g++) {
+      std::vector<Panels> panels;
+      for (size_t p = 0; p < PRODUCTS; p++) panels.emplace_back(weights[p], groups[g], p);
+      by_blocks<PRODUCTS>(
+          0, x.rows, groups[g], g,
+          [&](int64_t row, int64_t count, int p, Values& values) {
+            const bf16* tile = right + row / TILE * packed_tile_size(x.width);
+            if (count <= TILE) weights_left<1>(panels[p], tile, count, row == 0, values);
+            else weights_left<2>(panels[p], tile, count, row == 0, values);
+          },
+          finish);
+    }
+  });
+}
+
+// Many rows: x is the left operand, where it lies, and the weights of a group are packed. Their
+// products need no turning round, which pays for the packing.
+inline void x_left(const Matrix<bf16>& x, int64_t row, int64_t rows, const bf16* weights,
+                   int64_t columns, Values& values) {
   int64_t size = packed_tile_size(x.width);
-  for (int64_t start = 0; start < x.rows; start += MOST_ROWS) {
-    int64_t rows = std::min(MOST_ROWS, x.rows - start);
-    const bf16* right = packed(x, start, rows);
-    torch::stable::parallel_for(0, groups.size(), 1, [&](int64_t begin, int64_t end) {
-      Tiles tiles;
-      for (int64_t g = begin; g < end; g++) {
-        std::vector<Panels> panels;
-        panels.push_back(Panels::of<3>(weights[0], groups[g]));
-        if (PRODUCTS > 1) panels.push_back(Panels::of<4>(weights[PRODUCTS - 1], groups[g]));
-        by_blocks<PRODUCTS>(
-            start, rows, groups[g], g,
-            [&](int64_t row, int64_t count, int p, Values& values) {
-              const bf16* tiles_of_x = right + (row - start) / TILE * size;
-              bool first = row == start;
-              if (count <= TILE) amx_block<1>(panels[p], tiles_of_x, count, first, values);
-              else amx_block<2>(panels[p], tiles_of_x, count, first, values);
-            },
-            finish);
-      }
-    });
+  Panel left[2];
+  for (int p = 0; p < 2; p++) {
+    int64_t first = row + p * TILE, count = std::clamp<int64_t>(rows - p * TILE, 0, TILE);
+    left[p] = {x[first], x.stride * int64_t(sizeof(bf16))};
+    if (count == TILE) continue;
+    bf16* to = scratch<bf16, 3>(2 * TILE * x.width) + p * TILE * x.width;
+    left[p] = {copy_rows(x, first, count, to), x.width * int64_t(sizeof(bf16))};
   }
+  for (int64_t c = 0; c < columns; c += 2 * TILE) {
+    const bf16* right[2] = {weights + c / TILE * size, weights + (c / TILE + 1) * size};
+    float* out[2][2] = {{&values[0][c], &values[0][c + TILE]},
+                        {&values[TILE][c], &values[TILE][c + TILE]}};
+    tiles<2, 2, Passing::right>(left, right, x.width, out, BLOCK_COLUMNS * sizeof(float));
+  }
+}
+
+template <size_t PRODUCTS>
+void multiply_many(const Matrix<bf16>& x, const std::array<Matrix<bf16>, PRODUCTS>& weights,
+                   const std::vector<Columns>& groups, const Finish& finish) {
+  torch::stable::parallel_for(0, groups.size(), 1, [&](int64_t begin, int64_t end) {
+    Tiles tiles;
+    int64_t size = packed_tile_size(x.width), each = size * BLOCK_COLUMNS / TILE;
+    bf16* right = scratch<bf16, 4>(PRODUCTS * each);
+    for (int64_t g = begin; g < end; g++) {
+      Columns columns = groups[g];
+      for (size_t p = 0; p < PRODUCTS; p++)
+        for (int64_t c = 0; c < (columns.count + 2 * TILE - 1) / (2 * TILE) * 2; c++) {
+          Matrix<bf16> group(weights[p][columns.begin], columns.count, x.width, weights[p].stride);
+          pack_tile(group, c * TILE, right + p * each + c * size);
+        }
+      by_blocks<PRODUCTS>(
+          0, x.rows, columns, g,
+          [&](int64_t row, int64_t count, int p, Values& values) {
+            x_left(x, row, count, right + p * each, columns.count, values);
+          },
+          finish);
+    }
+  });
 }
 #endif
 
@@ -402,7 +334,11 @@ template <class T, size_t PRODUCTS>
 void multiply(const Matrix<T>& x, const std::array<Matrix<T>, PRODUCTS>& weights,
               const std::vector<Columns>& groups, const Finish& finish) {
 #if defined(__AMX_BF16__)
-  if constexpr (sizeof(T) == 2) return multiply_amx(x, weights, groups, finish);
+  constexpr int64_t MANY = 512;
+  if constexpr (sizeof(T) == 2) {
+    if (x.rows < MANY) return multiply_few(x, weights, groups, finish);
+    else return multiply_many(x, weights, groups, finish);
+  }
 #endif
   multiply_dots(x, weights, groups, finish);
 }

@@ -1,24 +1,27 @@
 // Norms, alone and of a sum. A row is read from memory once; the passes that follow find it in
-// the cache.
+// the cache, in float32: widening a bfloat16 costs as much as the arithmetic on it.
 #include "tensor.h"
+
+#include <memory>
 
 namespace ingot::kernels {
 
+// Values in float32: those of a float32 tensor itself, else a copy.
 template <class T>
-struct Of {  // a tensor
-  Rows<T> x;
-  template <class... Part>
-  Floats operator()(int64_t row, int64_t at, Part... part) const {
-    return load(x[row] + at, part...);
-  }
-};
+struct Widened {
+  std::unique_ptr<float[]> copy;
+  const float* first = nullptr;
 
-template <class T>
-struct OfSum {  // a sum, as it is stored: so it does not matter who adds
-  Rows<T> x, residual;
-  template <class... Part>
-  Floats operator()(int64_t row, int64_t at, Part... part) const {
-    return rounded<T>(load(x[row] + at, part...) + load(residual[row] + at, part...));
+  Widened(int64_t width) {
+    if constexpr (sizeof(T) == 2) copy = std::make_unique_for_overwrite<float[]>(width);
+  }
+  const float* take(const T* from, int64_t width) {
+    if constexpr (sizeof(T) == 4) return first = from;
+    else
+      along(width, [&](int64_t at, auto... part) {
+        store(copy.get() + at, load(from + at, part...), part...);
+      });
+    return first = copy.get();
   }
 };
 
@@ -39,47 +42,48 @@ struct Scales {
   }
 };
 
-// Calls write(row, at, normalized, part...) for every vector of every row.
-template <class T, class From, class Write>
-void rms(int64_t rows, int64_t width, const From& from, const Scales<T>& s, const Write& write) {
-  parallel(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
-      Floats squares = summed_row(width, [&](Floats total, int64_t at, auto... part) {
-        Floats x = from(row, at, part...);
-        return fma(x, x, total);
-      });
-      Floats scale = all(1.0f / std::sqrt(sum(squares) / width + s.eps));
-      along(width, [&](int64_t at, auto... part) {
-        Floats x = from(row, at, part...);
-        write(row, at, x, x * scale * load(&s.weight[at], part...), part...);
-      });
-    }
-    settle();
+// What a thread works with, from row to row.
+template <class T>
+struct Desk {
+  Widened<T> x, weight, bias;
+  float eps;
+
+  Desk(const Scales<T>& scales, int64_t width)
+      : x(width), weight(width), bias(scales.bias ? width : 0), eps(scales.eps) {
+    weight.take(scales.weight.first, width);
+    if (scales.bias) bias.take(scales.bias->first, width);
+  }
+};
+
+template <class T>
+void rms(const Desk<T>& desk, const Output<T>& to, int64_t row) {
+  const float *x = desk.x.first, *weight = desk.weight.first;
+  Floats squares = summed_row(to.width, [&](Floats so_far, int64_t at, auto... part) {
+    Floats values = load(x + at, part...);
+    return fma(values, values, so_far);
+  });
+  Floats scale = all(1.0f / std::sqrt(sum(squares) / to.width + desk.eps));
+  along(to.width, [&](int64_t at, auto... part) {
+    to.write(row, at, load(x + at, part...) * scale * load(weight + at, part...), part...);
   });
 }
 
-template <class T, class From, class Write>
-void layer(int64_t rows, int64_t width, const From& from, const Scales<T>& s, const Write& write) {
-  const T* bias = s.bias ? s.bias->first : nullptr;
-  parallel(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
-      Floats total = summed_row(width, [&](Floats so_far, int64_t at, auto... part) {
-        return so_far + from(row, at, part...);
-      });
-      Floats mean = all(sum(total) / width);
-      Floats squares = summed_row(width, [&](Floats so_far, int64_t at, auto... part) {
-        Floats centred = from(row, at, part...) - mean;
-        return fma(centred, centred, so_far);
-      });
-      Floats scale = all(1.0f / std::sqrt(sum(squares) / width + s.eps));
-      along(width, [&](int64_t at, auto... part) {
-        Floats x = from(row, at, part...);
-        Floats shift = bias ? load(bias + at, part...) : Floats{};
-        Floats y = fma((x - mean) * scale, load(&s.weight[at], part...), shift);
-        write(row, at, x, y, part...);
-      });
-    }
-    settle();
+template <class T>
+void layer(const Desk<T>& desk, const Output<T>& to, int64_t row) {
+  const float *x = desk.x.first, *weight = desk.weight.first, *bias = desk.bias.first;
+  Floats total = summed_row(to.width, [&](Floats so_far, int64_t at, auto... part) {
+    return so_far + load(x + at, part...);
+  });
+  Floats mean = all(sum(total) / to.width);
+  Floats squares = summed_row(to.width, [&](Floats so_far, int64_t at, auto... part) {
+    Floats centred = load(x + at, part...) - mean;
+    return fma(centred, centred, so_far);
+  });
+  Floats scale = all(1.0f / std::sqrt(sum(squares) / to.width + desk.eps));
+  along(to.width, [&](int64_t at, auto... part) {
+    Floats normal = (load(x + at, part...) - mean) * scale;
+    Floats shift = bias ? load(bias + at, part...) : Floats{};
+    to.write(row, at, fma(normal, load(weight + at, part...), shift), part...);
   });
 }
 
@@ -89,17 +93,22 @@ Tensor alone(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
   return with_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Scales<T> scales(weight, bias, eps, x);
-    Of<T> from{Rows<T>(x)};
+    Rows<T> rows(x);
     Tensor y = made_like(x);
     Output<T> to(y);
-    norm(from.x.count, from.x.width, from, scales,
-         [&](int64_t row, int64_t at, Floats, Floats normal, auto... part) {
-           to.write(row, at, normal, part...);
-         });
+    parallel(rows.count, rows.width, [&](int64_t begin, int64_t end) {
+      Desk<T> desk(scales, rows.width);
+      for (int64_t row = begin; row < end; row++) {
+        desk.x.take(rows[row], rows.width);
+        norm(desk, to, row);
+      }
+      settle();
+    });
     return y;
   });
 }
 
+// The norm of a sum is that of the sum as it is stored: so it does not matter who adds.
 template <class Norm>
 std::tuple<Tensor, Tensor> of_sum(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                   const std::optional<Tensor>& bias, double eps, Norm norm) {
@@ -108,14 +117,21 @@ std::tuple<Tensor, Tensor> of_sum(const Tensor& x, const Tensor& residual, const
     need_like(residual, x);
     need(std::ranges::equal(x.sizes(), residual.sizes()), "one shape");
     Scales<T> scales(weight, bias, eps, x);
-    OfSum<T> from{Rows<T>(x), Rows<T>(residual)};
+    Rows<T> a(x), b(residual);
     Tensor y = made_like(x), total = made_like(x);
-    Output<T> to(y), to_total(total);
-    norm(from.x.count, from.x.width, from, scales,
-         [&](int64_t row, int64_t at, Floats sum, Floats normal, auto... part) {
-           to_total.write(row, at, sum, part...);
-           to.write(row, at, normal, part...);
-         });
+    Output<T> to(y), sums(total);
+    parallel(a.count, a.width, [&](int64_t begin, int64_t end) {
+      Desk<T> desk(scales, a.width);
+      for (int64_t row = begin; row < end; row++) {
+        along(a.width, [&](int64_t at, auto... part) {
+          Floats sum = load(a[row] + at, part...) + load(b[row] + at, part...);
+          store(sums[row] + at, sum, part...);
+        });
+        desk.x.take(sums[row], a.width);
+        norm(desk, to, row);
+      }
+      settle();
+    });
     return std::tuple(y, total);
   });
 }

@@ -98,6 +98,18 @@ struct Rows {
   T* operator[](int64_t row) const { return first + row * stride; }
 };
 
+// The same without an owner.
+template <class T>
+struct Matrix {
+  const T* first;
+  int64_t rows, width, stride;
+
+  Matrix(const T* first, int64_t rows, int64_t width, int64_t stride)
+      : first(first), rows(rows), width(width), stride(stride) {}
+  Matrix(const Rows<T>& r) : first(r.first), rows(r.count), width(r.width), stride(r.stride) {}
+  const T* operator[](int64_t row) const { return first + row * stride; }
+};
+
 // A vector of `size` values; a copy where it is strided.
 template <class T>
 struct Vector {
