@@ -1,4 +1,4 @@
-"""One thread a test process, and the count of what the records generated."""
+"""One thread a test process, and the counts of what the records and Hypothesis generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         report
         for outcome in ("passed", "failed")
         for report in terminalreporter.stats.get(outcome, [])
-        if report.nodeid.startswith(GENERATED)
     ]
-    if ran:
-        terminalreporter.write_line(f"generated from the op records: {len(ran)} cases")
+    cases = [report for report in ran if report.nodeid.startswith(GENERATED)]
+    if cases:
+        terminalreporter.write_line(f"generated from the op records: {len(cases)} cases")
+    # Each test says how many it tried: see `explore` in tests/kernels/conftest.py.
+    for kind in ("schedules", "strange calls"):
+        tried = sum(
+            count for report in ran for name, count in report.user_properties if name == kind
+        )
+        if tried:
+            terminalreporter.write_line(f"{kind} tried on the CPU kernels: {tried}")

@@ -165,6 +165,7 @@ inline void pack_tile(const Matrix<bf16>& x, int64_t row, bf16* to) {
 
 // 16 rows without gaps, of which `count` are copied and the others 0.
 inline const bf16* copy_rows(const Matrix<bf16>& x, int64_t row, int64_t count, bf16* to) {
+  if (x.width == 0) return to;
   std::memset(to, 0, TILE * x.width * sizeof(bf16));
   for (int64_t r = 0; r < count; r++)
     std::memcpy(to + r * x.width, x[row + r], x.width * sizeof(bf16));

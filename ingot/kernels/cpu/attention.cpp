@@ -281,21 +281,20 @@ class Attention {
   void weights(float* s, int64_t lo, int64_t hi, float& largest_score, float& total) const {
     Ints lane;
     for (int i = 0; i < WIDTH; i++) lane[i] = i;
-    auto masked = [&](int64_t at) {
-      Floats score = load(s + at);
+    auto masked = [&](int64_t at, Floats score) {
       if (at >= lo && at + WIDTH <= hi) return score;
       Ints key = lane + int(at);
       return (key >= int(lo)) & (key < int(hi)) ? score : all(-INF);
     };
     int64_t begin = lo / WIDTH * WIDTH, end = (hi + WIDTH - 1) / WIDTH * WIDTH;
-    Floats most = all(-INF);
-    for (int64_t at = begin; at < end; at += WIDTH) most = max(most, masked(at));
-    // The scale is not negative, so the largest score stays the largest.
-    largest_score = largest(most) * shape_.scale;
-    Floats shift = all(std::max(largest_score, -3e38f)), scale = all(shape_.scale), sums{};
+    Floats most = all(-INF), scale = all(shape_.scale), sums{};
+    for (int64_t at = begin; at < end; at += WIDTH)
+      most = max(most, masked(at, load(s + at) * scale));
+    largest_score = largest(most);
+    Floats shift = all(std::max(largest_score, -3e38f));
     for (int64_t at = 0; at < begin; at += WIDTH) store(s + at, Floats{});
     for (int64_t at = begin; at < end; at += WIDTH) {
-      Floats weight = exp2_of_negative(fma(masked(at), scale, -shift));
+      Floats weight = exp2_of_negative(masked(at, fma(load(s + at), scale, -shift)));
       sums += weight;
       store(s + at, weight);
     }
@@ -567,7 +566,6 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
       for (int64_t i = 0; i < pages.count; i++) table[i] = pages[i];
     }
     float score_scale = scale ? float(*scale) : 1.0f / std::sqrt(float(width));
-    if (score_scale < 0) throw Elsewhere();
     score_scale *= 1.44269504f;  // powers of 2
     Shape shape{heads, kv_heads, width, heads / kv_heads, causal, window.value_or(0), score_scale};
     auto sequences = sequences_of(q, k, starts, lengths, k.size(0), each, paged ? table.data() : nullptr);

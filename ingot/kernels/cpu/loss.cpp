@@ -132,7 +132,6 @@ Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targe
     need_like(weight, hidden);
     need(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
          "hidden and weight of as many channels");
-    if (hidden.size(1) == 0 || weight.size(0) == 0) throw Elsewhere();
     need(targets.dim() == 1 && targets.size(0) == hidden.size(0), "a target for each row");
     Integers target(targets);
     Rows<T> x(hidden), w(weight);

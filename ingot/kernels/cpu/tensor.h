@@ -88,7 +88,8 @@ struct Rows {
   explicit Rows(const Tensor& x) : owner(x) {
     need(x.dim() >= 1, "at least one dimension");
     width = x.size(x.dim() - 1);
-    count = width ? x.numel() / width : 0;
+    count = 1;
+    for (int64_t d = 0; d + 1 < x.dim(); d++) count *= x.size(d);
     stride = width;
     bool two_dims = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= width;
     if (two_dims) stride = x.stride(0);

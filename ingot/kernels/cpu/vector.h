@@ -368,7 +368,9 @@ inline Floats reciprocal(Floats x) {
 }
 
 inline Floats sigmoid(Floats x) {
-  return reciprocal(all(1.0f) + exp(min(all(87.0f), -x)));
+  Floats e = exp(x > Floats{} ? -x : x);  // at most 1, and 0 where it should be
+  Floats r = reciprocal(all(1.0f) + e);
+  return x < Floats{} ? e * r : r;
 }
 
 // The cumulative normal distribution; 5.5e-9 absolute up to 5.4, beyond which it is 0 or 1.

@@ -1,0 +1,310 @@
+"""Exactness: the bits of a row do not depend on what else is in the batch.
+
+A schedule is a batch and a way to compute it otherwise: in another order, in other pieces, on
+another number of threads, from memory that is laid out otherwise. Whatever the schedule, every
+row has the bits it has in the whole batch. `-0.0` and `0.0` are different bits.
+
+Schedules are drawn for every op that has a `cpu` provider and rows. An op of a known family needs
+nothing here unless it has a parameter of a new name: `ARGUMENTS` says how each is made.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ingot import ops
+from ingot.core.device import detect
+from ingot.ops.gradient import as_tuple
+from ingot.ops.inputs import Make
+from ingot.ops.op import Op
+
+KIND = "schedules"
+OPS = [op for op in ops.catalogue().values() if op.rows and "cpu" in op.providers]
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_PRODUCTS = 1 << 24  # of a matrix product, so that a schedule takes milliseconds
+
+pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors lie in memory: the same values at other strides and offsets."""
+
+    columns_apart: int
+    rows_padded_by: int
+    offset: int
+
+    def of(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return x
+        *others, last = x.shape
+        space = torch.empty(self.offset + x.numel(), dtype=x.dtype)[self.offset :].view(x.shape)
+        if len(others) and (self.columns_apart > 1 or self.rows_padded_by):
+            wide = last * self.columns_apart + self.rows_padded_by
+            space = torch.empty(*others, wide, dtype=x.dtype)[..., :: self.columns_apart][
+                ..., :last
+            ]
+        return space.copy_(x)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a call is made."""
+
+    threads: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sizes and numbers of a batch, and two ways to compute it."""
+
+    dtype: torch.dtype
+    seed: int
+    rows: int
+    middle: int | None
+    """Size of a dimension between rows and channels, where the op allows one."""
+    width: int
+    out: int
+    option: int
+    """Picks one of the variants of the arguments that are no numbers."""
+    shuffled: bool
+    share: float
+    """How much of the batch is computed again."""
+    cuts: tuple[float, ...]
+    whole: Run
+    pieces: Run
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return (self.rows,) if self.middle is None else (self.rows, self.middle)
+
+    def parts(self) -> list[Tensor | slice]:
+        """The pieces, as selections of rows: slices where they are in order."""
+        count = max(1, round(self.rows * self.share))
+        ends = sorted({round(cut * count) for cut in self.cuts} | {0, count})
+        slices = [slice(a, b) for a, b in pairwise(ends)]
+        random = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(self.rows, generator=random)
+        return [order[part] for part in slices] if self.shuffled else [*slices]
+
+
+def sizes(*near: int, most: int) -> st.SearchStrategy[int]:
+    """Mostly small, sometimes large, often just off what a vector or a tile is."""
+    beside = [size + by for size in near for by in (-1, 0, 1) if 0 < size + by <= most]
+    return st.one_of(st.integers(1, 20), st.sampled_from(beside), st.integers(1, most))
+
+
+runs = st.builds(
+    Run,
+    threads=st.integers(1, 2),
+    layout=st.builds(
+        Layout,
+        columns_apart=st.sampled_from([1, 1, 1, 2, 3]),
+        rows_padded_by=st.sampled_from([0, 0, 1, 5, 16]),
+        offset=st.sampled_from([0, 0, 1, 3]),
+    ),
+)
+schedules = st.builds(
+    Schedule,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**32 - 1),
+    rows=sizes(16, 32, 64, 256, 512, most=512),
+    middle=st.sampled_from([None, None, None, 1, 3]),
+    width=sizes(16, 32, 64, 128, 256, 512, 1024, most=1100),
+    out=sizes(16, 32, 48, 64, 128, 256, most=300),
+    option=st.integers(0, 11),
+    shuffled=st.booleans(),
+    share=st.sampled_from([1.0, 1.0, 0.5, 0.1]),
+    cuts=st.lists(st.floats(0, 1), max_size=6).map(tuple),
+    whole=runs,
+    pieces=runs,
+)
+
+
+class Inputs(Make):
+    """Makes what a schedule asks for, from its seed."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule.dtype, seed=schedule.seed)
+        self.schedule = schedule
+        self.rows, self.width = schedule.rows, schedule.width
+        self.out = max(1, min(schedule.out, MOST_PRODUCTS // (schedule.rows * schedule.width)))
+
+    def values(self, *shape: int, low: int = -12, high: int = 8) -> Tensor:
+        """Wide magnitudes, with zeros of either sign among them."""
+        x = self.spread(*shape, low=low, high=high)
+        return x.where(self.ints(50, *shape) > 0, torch.zeros_like(x).copysign(x))
+
+    def weight(self) -> Tensor:
+        return self.values(self.out, self.width, low=-8, high=0)
+
+    def by_row(self, *values: float) -> Tensor:
+        """Another value for each row."""
+        return self.floats(values)[self.ints(len(values), self.rows)]
+
+    def one_of(self, *values: Any) -> Any:
+        value = values[self.schedule.option % len(values)]
+        return value() if callable(value) else value
+
+
+def _rows(i: Inputs) -> Tensor:
+    return i.values(*i.schedule.row_shape, i.width)
+
+
+def _matrix(i: Inputs) -> Tensor:
+    return i.values(i.rows, i.width, low=-8, high=3)
+
+
+def _mask(i: Inputs) -> Tensor | None:
+    shape = i.schedule.row_shape
+    return i.one_of(
+        None,
+        lambda: i.bools(*shape, i.width),
+        lambda: i.bools(i.width),
+        lambda: i.bools(*shape, 1),
+        lambda: i.bools(*(1 for _ in shape), i.width),
+    )
+
+
+def _heads(i: Inputs) -> Tensor:
+    return i.values(i.rows, i.schedule.middle or 2, 8 + i.width % 130)
+
+
+def _frequencies(i: Inputs) -> Tensor:
+    pairs = (8 + i.width % 130) // 2
+    return ops.rope_frequencies(2 * i.one_of(pairs, pairs // 2))[0]
+
+
+ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
+    "activation": {"x": _rows, "gate": _rows, "up": _rows},
+    "norm": {
+        "x": _rows,
+        "residual": _rows,
+        "weight": lambda i: i.values(i.width),
+        "bias": lambda i: i.one_of(None, lambda: i.values(i.width)),
+        "eps": lambda i: i.one_of(1e-6, 1e-5, 1e-3),
+    },
+    "softmax": {"x": _rows, "scale": lambda i: i.one_of(1.0, 0.125, 2.0), "mask": _mask},
+    "linear": {
+        "x": _rows,
+        "weight": Inputs.weight,
+        "gate_weight": Inputs.weight,
+        "up_weight": Inputs.weight,
+        "bias": lambda i: i.one_of(None, lambda: i.values(i.out)),
+        "residual": lambda i: i.values(*i.schedule.row_shape, i.out),
+    },
+    "embedding": {
+        "tokens": lambda i: i.ints(i.out, *i.schedule.row_shape),
+        "weight": Inputs.weight,
+    },
+    "rope": {
+        "x": _heads,
+        "positions": lambda i: i.ints(1 << 17, i.rows),
+        "freqs": _frequencies,
+        "interleaved": lambda i: i.one_of(False, True),
+        "scale": lambda i: i.one_of(1.0, 1.2),
+    },
+    "loss": {
+        "logits": _matrix,
+        "hidden": _matrix,
+        "weight": Inputs.weight,
+        "targets": lambda i: i.ints(min(i.out, i.width), i.rows),
+        "ignore_index": lambda i: i.one_of(-100, 0),
+        "label_smoothing": lambda i: i.one_of(0.0, 0.1),
+        "z_loss": lambda i: i.one_of(0.0, 0.0, 1e-3),
+    },
+    "sample": {
+        "logits": _matrix,
+        "prompt": lambda i: i.bools(i.rows, i.width),
+        "counts": lambda i: i.ints(3, i.rows, i.width, dtype=torch.int32),
+        "repetition": lambda i: i.by_row(1.0, 1.3),
+        "presence": lambda i: i.by_row(0.0, 0.5),
+        "frequency": lambda i: i.by_row(0.0, 0.2),
+        "temperature": lambda i: i.by_row(1.0, 0.7, 0.0, 1.5),
+        "top_k": lambda i: i.ints(i.width, i.rows) + 1,
+        "top_p": lambda i: i.by_row(1.0, 0.9, 0.5),
+        "min_p": lambda i: i.by_row(0.0, 0.05, 0.3),
+        "seeds": lambda i: i.ints(1 << 40, i.rows),
+        "positions": lambda i: i.ints(1 << 20, i.rows),
+    },
+}
+
+
+def arguments(op: Op[..., Any], schedule: Schedule) -> dict[str, Any]:
+    inputs = Inputs(schedule)
+    return {name: ARGUMENTS[op.family][name](inputs) for name in op.signature.parameters}
+
+
+def compute(op: Op[..., Any], args: dict[str, Any], run: Run) -> tuple[Tensor, ...]:
+    torch.set_num_threads(run.threads)
+    placed = [run.layout.of(arg) for arg in args.values()]
+    assert op.select(*placed).name == "cpu"
+    return as_tuple(op(*placed))
+
+
+def by_rows(op: Op[..., Any], args: dict[str, Any], rows: int) -> set[str]:
+    """The arguments with a row for each token: those of the record, and a mask that has one."""
+    mask = args.get("mask")
+    if isinstance(mask, Tensor) and mask.dim() == args["x"].dim() and len(mask) == rows:
+        return {*op.rows, "mask"}
+    return set(op.rows)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(BITS[x.element_size()])
+
+
+def assert_exact(op: Op[..., Any], schedule: Schedule) -> None:
+    args = arguments(op, schedule)
+    whole = compute(op, args, schedule.whole)
+    named = by_rows(op, args, schedule.rows)
+    for part in schedule.parts():
+        taken = {name: arg[part] if name in named else arg for name, arg in args.items()}
+        again = compute(op, taken, schedule.pieces)
+        for one, other in zip(again, whole, strict=True):
+            different = (bits(one) != bits(other[part])).nonzero()
+            assert not len(different), f"rows {part}: {len(different)} values, {different[:3]}"
+
+
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+@each_op
+def test_rows_are_exact_on_any_schedule(op: Op[..., Any], explore: Any) -> None:
+    explore(schedules, lambda schedule: assert_exact(op, schedule), 20)
+
+
+@pytest.mark.slow
+@each_op
+def test_rows_are_exact_on_many_schedules(op: Op[..., Any], explore: Any) -> None:
+    explore(schedules, lambda schedule: assert_exact(op, schedule), 200)
+
+
+def test_every_op_with_rows_and_a_kernel_has_its_arguments_here() -> None:
+    for op in OPS:
+        assert set(op.signature.parameters) <= set(ARGUMENTS[op.family]), op
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("INGOT_ISA" in os.environ, reason="this is such a run")
+@pytest.mark.parametrize("tier", detect().cpu.isa[1:])
+def test_the_other_tiers_are_exact_too(tier: str) -> None:
+    """The fast schedules of this file and of attention, in a process that is held to the tier."""
+    folder = os.path.dirname(__file__)
+    files = [os.path.join(folder, name) for name in ("test_exact.py", "test_attention.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    environment = {**os.environ, "INGOT_ISA": tier}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
