@@ -123,7 +123,7 @@ struct Row {
   Floats powers(const Cut& cut, int64_t at, Part... part) const {
     Ints kept = cut.keeps(load(logits + at, part...), at);
     if (!bits_set(kept)) return Floats{};
-    return kept ? exp(scores(at, part...)) : Floats{};
+    return kept ? exp_of_negative(scores(at, part...)) : Floats{};
   }
   float sum(const Cut& cut, int64_t begin, int64_t end) const {
     return ingot::sum(summed_row(end - begin, [&](Floats so_far, int64_t at, auto... part) {

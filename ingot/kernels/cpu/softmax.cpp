@@ -94,7 +94,7 @@ void softmax_row(const Scores<T>& scores, Scratch& scratch, const Output<T>& to,
   float sum = sums.sum(), factor = sum == 0 ? 0 : 1 / sum;
   Floats peak = all(largest(sums.peak));
   for (int64_t at = 0; at < to.width; at += BLOCK) {
-    Floats correction = exp(load(peaks + at / BLOCK * WIDTH) - peak) * factor;
+    Floats correction = exp_of_negative(load(peaks + at / BLOCK * WIDTH) - peak) * factor;
     along(std::min(BLOCK, to.width - at), [&](int64_t i, auto... part) {
       to.write(row, at + i, load(powers + at + i, part...) * correction, part...);
     });

@@ -22,6 +22,10 @@
 #include <tuple>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "vector.h"  // first, for what it does about a warning
 
 #include <torch/csrc/stable/library.h>
@@ -59,6 +63,18 @@ inline auto with_dtype(const Tensor& x, Body body) {
   }
 }
 
+// Large tensors lie in huge pages: malloc maps new ones at each call, and 16384 page faults are
+// 35 of the 45 ms that rms_norm would take to make 64 MiB.
+inline void in_huge_pages([[maybe_unused]] const Tensor& x) {
+#if defined(__linux__)
+  constexpr uintptr_t LARGE = 8 << 20, PAGE = 4096;
+  uintptr_t begin = uintptr_t(x.data_ptr()), end = begin + x.numel() * x.element_size();
+  if (end - begin < LARGE) return;
+  begin = (begin + PAGE - 1) / PAGE * PAGE;
+  madvise((void*)begin, end / PAGE * PAGE - begin, MADV_HUGEPAGE);  // refused, it is only slower
+#endif
+}
+
 inline Tensor made(std::span<const int64_t> sizes, ScalarType dtype) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -67,7 +83,9 @@ inline Tensor made(std::span<const int64_t> sizes, ScalarType dtype) {
   int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       sizes.size(), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), -1, &handle));
-  return Tensor(handle);
+  Tensor tensor(handle);
+  in_huge_pages(tensor);
+  return tensor;
 }
 inline Tensor made_like(const Tensor& x) {
   return made({x.sizes().data(), size_t(x.dim())}, x.scalar_type());
