@@ -170,7 +170,9 @@ class Op(Generic[P, R]):
             if not str(error).startswith("unfit: "):
                 raise
             with prefer("reference"):  # a C++ kernel refused: now for the error with the remedy
-                self._forward_kernel(*self.signature.bind(*args, **kwargs).args)
+                bound = self.signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                self._forward_kernel(*bound.args)
             raise
 
     def __repr__(self) -> str:
