@@ -10,11 +10,6 @@
 #pragma once
 
 #if defined(__AMX_BF16__)
-#include <cstdint>
-#include <cstring>
-
-#include <immintrin.h>
-
 #include "tensor.h"
 
 namespace ingot {

@@ -437,18 +437,17 @@ class Attention {
     bool paged = sequences_[unit.sequence].pages;
     Scores* s = scratch<Scores, 12>(tiles_of_lanes);
     Weights* p = scratch<Weights, 13>(2 * tiles_of_lanes);
-    amx_scores(count, head, chunk, paged, queries, s);
+    amx_scores(count, head, chunk, paged, queries, s, then);
     for (int64_t lane = 0; lane < count; lane += TILE) {
       int64_t rows = std::min<int64_t>(TILE, count - lane);
       if (rows <= 4) weigh_few(unit, lane, rows, chunk, s[lane / TILE], part, p[lane / EIGHT]);
       else weigh_many(unit, lane, rows, chunk, s[lane / TILE], part, p + lane / EIGHT);
     }
-    if (then) fetch(*then, head);
-    amx_values(count, head, chunk, paged, p, part.values);
+    amx_values(count, head, chunk, paged, p, part.values, then);
   }
 
   void amx_scores(int64_t count, int64_t head, const Chunk<T>& chunk, bool paged, const T* queries,
-                  Scores* s) const {
+                  Scores* s, const Chunk<T>* then) const {
     int64_t size = packed_tile_size(shape_.width);
     bf16* copies = scratch<bf16, 15>(4 * TILE * shape_.width);
     auto block = [&]<int P, int Q>(int64_t key, int64_t tile) {
@@ -462,6 +461,7 @@ class Attention {
         for (int i = 0; i < Q; i++) out[p][i] = s[tile + i][key + p * TILE];
       }
       tiles<P, Q>(k, q, shape_.width, out, 64);
+      if (then) fetch(then->k, then->keys, head * k_.of_head, key, P * TILE);
     };
     int64_t tile = 0;
     for (; (tile + 1) * TILE < count; tile += 2)
@@ -556,14 +556,12 @@ class Attention {
     _mm512_mask_storeu_ps(to, (1u << rows) - 1, (__m512)values);
   }
 
-  // Asks memory for the next chunk. Into the nearest cache: 15.5 GB/s in a measurement where asking
-  // for the second gave 11-13, and not asking 9.
-  void fetch(const Chunk<T>& then, int64_t head) const {
-    for (int64_t key = 0; key < then.keys; key++)
-      for (int64_t at = 0; at < shape_.width; at += 32) {
-        _mm_prefetch(then.k[key] + head * k_.of_head + at, _MM_HINT_T0);
-        _mm_prefetch(then.v[key] + head * v_.of_head + at, _MM_HINT_T0);
-      }
+  // Asks memory for some rows of the next chunk. Into the nearest cache: 15.5 GB/s in a measurement
+  // where asking for the second gave 11-13, and not asking 9.
+  void fetch(const T* const* rows, int64_t keys, int64_t offset, int64_t key, int64_t count) const {
+    for (int64_t end = std::min(key + count, keys); key < end; key++)
+      for (int64_t at = 0; at < shape_.width; at += 32)
+        _mm_prefetch(rows[key] + offset + at, _MM_HINT_T0);
   }
 
   // P times eight lanes by Q times 32 channels.
@@ -587,11 +585,14 @@ class Attention {
   }
 
   void amx_values(int64_t count, int64_t head, const Chunk<T>& chunk, bool paged, const Weights* p,
-                  float* out) const {
+                  float* out, const Chunk<T>* then) const {
     int64_t width = shape_.padded(), num = (chunk.keys + TILE - 1) / TILE;
     bf16* copies = scratch<bf16, 16>(CHUNK * width);
     Panel v[CHUNK / TILE];
-    for (int64_t t = 0; t < num; t++) v[t] = value_panel(chunk, head, t * TILE, paged, copies + t * TILE * width);
+    for (int64_t t = 0; t < num; t++) {
+      v[t] = value_panel(chunk, head, t * TILE, paged, copies + t * TILE * width);
+      if (then) fetch(then->v, then->keys, head * v_.of_head, t * TILE, TILE);
+    }
     alignas(64) float products[4][TILE][TILE];
     auto block = [&]<int P, int Q>(int64_t lane, int64_t at) {
       float* to[P][Q];

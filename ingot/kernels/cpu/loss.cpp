@@ -99,7 +99,7 @@ struct Part {
     part.largest = ingot::largest(folded_row(width, all(-INF), most, larger));
     Floats shift = all(std::max(part.largest, -3e38f));
     part.sum = ingot::sum(summed_row(width, [&](Floats so_far, int64_t at, auto... count) {
-      return so_far + exp(load(logits + at, count...) - shift);
+      return so_far + exp_of_negative(load(logits + at, count...) - shift);
     }));
     if (with_total)
       part.total = ingot::sum(summed_row(width, [&](Floats so_far, int64_t at, auto... count) {

@@ -317,31 +317,6 @@ inline void transpose(__m512i (&rows)[16]) {
 
 // Coefficients below are least-maximum fits of our own; the errors are those of the polynomial.
 
-inline Floats exp(Floats x) {
-  // 2^n e^r with |r| <= ln(2)/2, ln(2) in two parts; the sum with `magic` rounds to an integer.
-  // 3.1e-9 relative.
-  const Floats magic = all(12582912.0f);
-  Floats clamped = min(all(89.0f), max(all(-104.0f), x));
-  Floats shifted = fma(clamped, all(1.44269504f), magic);
-  Floats n = shifted - magic;
-  Floats r = fma(n, all(-0.693145752f), clamped);
-  r = fma(n, all(-1.42860677e-6f), r);
-  Floats p = all(0.00138144331f);
-  p = fma(p, r, all(0.00836879682f));
-  p = fma(p, r, all(0.0416683958f));
-  p = fma(p, r, all(0.1666652f));
-  p = fma(p, r, all(0.499999934f));
-  p = fma(p, r * r, r) + all(1.0f);
-#if defined(__AVX512F__)
-  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-  Ints exponent = (Ints)shifted - (Ints)magic;
-  Ints half = exponent >> 1;  // in two steps, so that subnormal results are reached
-  Floats low = (Floats)((half + 127) << 23), high = (Floats)((exponent - half + 127) << 23);
-  return p * low * high;
-#endif
-}
-
 // 2^x for x <= 0, what a softmax needs, in fewer steps: 2.0e-9 relative, and 0 below 2^-126. A
 // vector with a subnormal result takes 70 ns instead of 0.5, and -inf is what masks are made of.
 inline Floats exp2_of_negative(Floats x) {
@@ -382,7 +357,7 @@ inline Floats reciprocal(Floats x) {
 }
 
 inline Floats sigmoid(Floats x) {
-  Floats e = exp(x > Floats{} ? -x : x);  // at most 1, and 0 where it should be
+  Floats e = exp_of_negative(x > Floats{} ? -x : x);  // at most 1, and 0 where it should be
   Floats r = reciprocal(all(1.0f) + e);
   return x < Floats{} ? e * r : r;
 }
