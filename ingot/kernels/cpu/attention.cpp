@@ -364,37 +364,70 @@ class Attention {
     }
   }
 
+  // Keys become columns, so that a vector is 16 keys and nothing is summed across it: with 64 channels
+  // such sums would cost more than the products.
   void scores(const Unit& unit, int64_t head, const Chunk<T>& chunk, float* s) const {
-    constexpr int M = 2, N = 4;
-    int64_t count = lanes(unit), offset = head * k_.of_head;
-    for (int64_t key = 0; key < chunk.keys; key += N) {
-      const T* k[N];
-      for (int n = 0; n < N; n++) k[n] = chunk.k[std::min(key + n, chunk.keys - 1)] + offset;
-      for (int64_t lane = 0; lane < count; lane += M) {
-        const T* q[M];
-        for (int m = 0; m < M; m++) q[m] = query(unit, head, std::min(lane + m, count - 1));
-        float out[M][N];
-        dots(q, k, shape_.width, out);
-        for (int m = 0; m < M && lane + m < count; m++)
-          for (int n = 0; n < N; n++) s[(lane + m) * CHUNK + key + n] = out[m][n];
+    int64_t count = lanes(unit), padded = (chunk.keys + WIDTH - 1) / WIDTH * WIDTH;
+    float* k = scratch<float, 13>(shape_.width * CHUNK);
+    for (int64_t key = 0; key < padded; key++) {
+      const T* from = chunk.k[std::min(key, chunk.keys - 1)] + head * k_.of_head;
+      for (int64_t at = 0; at < shape_.width; at++) k[at * CHUNK + key] = widen(from[at]);
+    }
+    for (int64_t lane = 0; lane < count; lane += LANES) {
+      const T* q[LANES];  // past the end the last again, whose scores are not kept
+      for (int i = 0; i < LANES; i++) q[i] = query(unit, head, std::min(lane + i, count - 1));
+      for (int64_t key = 0; key < padded; key += VECTORS * WIDTH) {
+        int64_t vectors = std::min<int64_t>(VECTORS, (padded - key) / WIDTH);
+        Floats total[LANES][VECTORS] = {};
+        for (int64_t at = 0; at < shape_.width; at++)
+          add_products(total, [&](int i) { return widen(q[i][at]); },
+                       [&](int64_t j) { return load(k + at * CHUNK + key + j * WIDTH); }, vectors);
+        for (int i = 0; i < LANES && lane + i < count; i++)
+          for (int64_t j = 0; j < vectors; j++)
+            store(s + (lane + i) * CHUNK + key + j * WIDTH, total[i][j]);
       }
     }
   }
 
   void values(const Unit& unit, int64_t head, const Chunk<T>& chunk, const float* p,
               float* out) const {
-    int64_t count = lanes(unit), width = shape_.padded();
-    std::fill_n(out, count * width, 0.0f);
-    for (int64_t key = 0; key < chunk.keys; key++) {
-      const T* v = chunk.v[key] + head * v_.of_head;
-      for (int64_t lane = 0; lane < count; lane++) {
-        Floats weight = all(p[lane * CHUNK + key]);
-        float* to = out + lane * width;
-        along(shape_.width, [&](int64_t at, auto... n) {
-          store(to + at, fma(load(v + at, n...), weight, load(to + at)));
-        });
+    int64_t count = lanes(unit), width = shape_.width;
+    for (int64_t lane = 0; lane < count; lane += LANES)
+      for (int64_t at = 0; at < width; at += VECTORS * WIDTH) {
+        int64_t vectors = std::min<int64_t>(VECTORS, (width - at + WIDTH - 1) / WIDTH);
+        Floats total[LANES][VECTORS] = {};
+        for (int64_t key = 0; key < chunk.keys; key++) {
+          const T* v = chunk.v[key] + head * v_.of_head + at;
+          add_products(
+              total, [&](int i) { return p[std::min(lane + i, count - 1) * CHUNK + key]; },
+              [&](int64_t j) {
+                int64_t left = width - at - j * WIDTH;
+                return left >= WIDTH ? load(v + j * WIDTH) : load(v + j * WIDTH, left);
+              },
+              vectors);
+        }
+        for (int i = 0; i < LANES && lane + i < count; i++)
+          for (int64_t j = 0; j < vectors; j++)
+            store(out + (lane + i) * shape_.padded() + at + j * WIDTH, total[i][j]);
       }
-    }
+  }
+
+  // As many sums as registers hold.
+  static constexpr int LANES = WIDTH == 16 ? 4 : 2, VECTORS = 4;
+
+  template <class Scalar, class Vector>
+  static void add_products(Floats (&total)[LANES][VECTORS], const Scalar& scalar,
+                           const Vector& vector, int64_t vectors) {
+    Floats factors[LANES];
+    for (int i = 0; i < LANES; i++) factors[i] = all(scalar(i));
+    auto add = [&](int64_t j) {
+      Floats values = vector(j);
+      for (int i = 0; i < LANES; i++) total[i][j] = fma(values, factors[i], total[i][j]);
+    };
+    if (vectors == VECTORS)
+      for (int j = 0; j < VECTORS; j++) add(j);  // unrolled, so that the sums stay in registers
+    else
+      for (int64_t j = 0; j < vectors; j++) add(j);
   }
 
 #if defined(__AMX_BF16__)
