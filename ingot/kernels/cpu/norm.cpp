@@ -102,7 +102,6 @@ Tensor alone(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
         desk.x.take(rows[row], rows.width);
         norm(desk, to, row);
       }
-      settle();
     });
     return y;
   });
@@ -130,7 +129,6 @@ std::tuple<Tensor, Tensor> of_sum(const Tensor& x, const Tensor& residual, const
         desk.x.take(sums[row], a.width);
         norm(desk, to, row);
       }
-      settle();
     });
     return std::tuple(y, total);
   });

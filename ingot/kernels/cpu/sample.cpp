@@ -244,7 +244,6 @@ void each_cut(const Rows<T>& rows, const Wishes& wishes, const Body& body) {
       Row<T> row(rows[i], rows.width, wish.rate());
       body(i, row, cut(row, wish, desk), desk);
     }
-    settle();
   });
 }
 
@@ -337,7 +336,6 @@ Tensor penalized(const Tensor& logits, const Tensor& prompt, const Tensor& count
         to.write(row, at, (seen > none ? repeated : x) - penalty, part...);
       });
     }
-    settle();
   });
   return y;
 }

@@ -63,7 +63,6 @@ void scored(const Tensor& x, double scale, const std::optional<Tensor>& mask, co
       if (flags && masks.by_row && !*flags) nothing(row);
       else body(row, Scores<T>{rows[row], all(float(scale)), masks.by_row ? nullptr : flags});
     }
-    settle();
   });
 }
 

@@ -143,27 +143,18 @@ struct Vector {
   T& operator[](int64_t index) const { return first[index]; }
 };
 
-// The rows of a new tensor. What is too large to stay in a cache is streamed past it: whoever
-// writes says settle() at the end.
+// The rows of a new tensor. Stores that pass the caches by were tried: into memory that malloc has
+// just mapped anew, as it does from 32 MiB on, they took up to 4 times as long.
 template <class T>
 struct Output {
   T* first;
   int64_t width;
-  bool streamed;
 
-  explicit Output(const Tensor& y) : first(data<T>(y)), width(y.size(y.dim() - 1)) {
-    constexpr int64_t CACHED = 16 << 20;
-    bool aligned = uintptr_t(first) % 64 == 0 && width * sizeof(T) % 64 == 0;
-    streamed = aligned && y.numel() * int64_t(sizeof(T)) > CACHED;
-  }
+  explicit Output(const Tensor& y) : first(data<T>(y)), width(y.size(y.dim() - 1)) {}
   T* operator[](int64_t row) const { return first + row * width; }
-  void write(int64_t row, int64_t at, Floats values) const {
-    T* to = (*this)[row] + at;
-    if (streamed) stream(to, values);
-    else store(to, values);
-  }
-  void write(int64_t row, int64_t at, Floats values, int64_t count) const {
-    store((*this)[row] + at, values, count);
+  template <class... Count>
+  void write(int64_t row, int64_t at, Floats values, Count... count) const {
+    store((*this)[row] + at, values, count...);
   }
 };
 

@@ -138,37 +138,6 @@ inline void store(bf16* to, Floats values, int64_t count) {
   std::memcpy(to, &narrowed, 2 * count);
 }
 
-// Past the caches, to an aligned address: for results that would not stay in them anyway. The
-// thread that streamed says settle() before others may read.
-inline void stream(float* to, Floats values) {
-#if defined(__AVX512F__)
-  _mm512_stream_ps(to, (__m512)values);
-#elif defined(__AVX2__)
-  _mm256_stream_ps(to, (__m256)values);
-#elif defined(__SSE2__)
-  _mm_stream_ps(to, (__m128)values);
-#else
-  store(to, values);
-#endif
-}
-inline void stream(bf16* to, Floats values) {
-  Halves narrowed = narrow(values);
-#if defined(__AVX512F__)
-  _mm256_stream_si256((__m256i*)to, (__m256i)narrowed);
-#elif defined(__AVX2__)
-  _mm_stream_si128((__m128i*)to, (__m128i)narrowed);
-#elif defined(__SSE2__)
-  _mm_stream_si64((long long*)to, bits_of<long long>(narrowed));
-#else
-  std::memcpy(to, &narrowed, sizeof narrowed);
-#endif
-}
-inline void settle() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
-
 inline Ints lanes() {
   Ints lane;
   for (int i = 0; i < WIDTH; i++) lane[i] = i;
