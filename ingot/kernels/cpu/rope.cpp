@@ -82,6 +82,9 @@ Tensor rope(const Tensor& x, const Tensor& positions, const Tensor& freqs, bool 
     need(freqs.is_cpu() && freqs.scalar_type() == ScalarType::Float, "frequencies in float32");
     int64_t count = freqs.size(0);
     Integers position(positions);
+    constexpr int64_t FAR = int64_t(1) << 40;  // where turn() loses count of the turns
+    for (int64_t i = 0; i < position.count; i++)
+      need(position[i] > -FAR && position[i] < FAR, "positions below 2**40");
     Vector<float> frequency(freqs, count);
     Heads<T> in(x);
     Tensor y = made_like(x);
