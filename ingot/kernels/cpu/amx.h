@@ -40,14 +40,19 @@ inline void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
 }
 
-// All tiles whole, for as long as this lives.
+// Tiles of so many rows and bytes a row, for as long as this lives.
 struct Tiles {
-  Tiles() {
+  using Eight = std::array<uint8_t, 8>;
+
+  Tiles() : Tiles({16, 16, 16, 16, 16, 16, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64}) {}
+  Tiles(Eight rows, Eight bytes) {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
     } config;
+    std::ranges::copy(rows, config.rows);
+    std::ranges::copy(bytes, config.bytes);
     // Not the intrinsic: GCC 12 believes that it reads 8 bytes only, and drops the other stores.
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
