@@ -70,14 +70,15 @@ struct Panel {
 enum class Passing { none, left, right };
 
 // P panels by Q packed tiles: 2 x 2, 4 x 1, 1 x 4 or less. Sums are tiles 0-3, 4 and 5 hold what is
-// right, 6 and 7 what is left.
+// right, 6 and 7 what is left. `columns` are those of a packed tile.
 template <int P, int Q, Passing passing = Passing::none>
-inline void tile_products(const Panel (&left)[P], const bf16* const (&right)[Q], int64_t steps) {
+inline void tile_products(const Panel (&left)[P], const bf16* const (&right)[Q], int64_t steps,
+                          int64_t columns) {
   for (int64_t s = 0; s < steps; s++) {
     auto load_right = [&]<int q>() {
-      const bf16* from = right[q] + s * TILE * TILE_DEPTH;
-      if constexpr (passing == Passing::right) tile_load_passing<4 + q % 2>(from, 64);
-      else tile_load<4 + q % 2>(from, 64);
+      const bf16* from = right[q] + s * TILE_DEPTH * columns;
+      if constexpr (passing == Passing::right) tile_load_passing<4 + q % 2>(from, 4 * columns);
+      else tile_load<4 + q % 2>(from, 4 * columns);
     };
     auto load_left = [&]<int p>() {
       const bf16* from = left[p].first + s * TILE_DEPTH;
@@ -125,10 +126,10 @@ inline void store_tiles(float* const (&out)[P][Q], int64_t stride) {
 // zeros.
 template <int P, int Q, Passing passing = Passing::none>
 inline void tiles(const Panel (&left)[P], const bf16* const (&right)[Q], int64_t width,
-                  float* const (&out)[P][Q], int64_t stride) {
+                  float* const (&out)[P][Q], int64_t stride, int64_t columns = TILE) {
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
   int64_t steps = width / TILE_DEPTH, rest = width % TILE_DEPTH;
-  tile_products<P, Q, passing>(left, right, steps);
+  tile_products<P, Q, passing>(left, right, steps, columns);
   if (rest) {
     alignas(64) bf16 padded[P][TILE][TILE_DEPTH] = {};
     Panel ends[P];
@@ -140,26 +141,27 @@ inline void tiles(const Panel (&left)[P], const bf16* const (&right)[Q], int64_t
       ends[p] = {padded[p][0], 64};
     }
     const bf16* last[Q];
-    for (int q = 0; q < Q; q++) last[q] = right[q] + steps * TILE * TILE_DEPTH;
-    tile_products<P, Q>(ends, last, 1);
+    for (int q = 0; q < Q; q++) last[q] = right[q] + steps * TILE_DEPTH * columns;
+    tile_products<P, Q>(ends, last, 1, columns);
   }
   store_tiles<P, Q>(out, stride);
 }
 
-inline int64_t packed_tile_size(int64_t width) {
-  return (width + TILE_DEPTH - 1) / TILE_DEPTH * TILE * TILE_DEPTH;
+inline int64_t packed_tile_size(int64_t width, int64_t columns = TILE) {
+  return (width + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH * columns;
 }
 
-// 16 rows as a right operand: (step, pair of k, row, 2), with zeros for what is missing.
+// Rows as a right operand of as many columns: (pair of k, row, 2), with zeros for what is missing.
+template <int COLUMNS = TILE>
 inline void pack_tile(const Matrix<bf16>& x, int64_t row, bf16* to) {
-  for (int64_t at = 0; at < x.width; at += TILE_DEPTH, to += TILE * TILE_DEPTH) {
+  for (int64_t at = 0; at < x.width; at += TILE_DEPTH, to += TILE_DEPTH * COLUMNS) {
     int64_t count = std::min<int64_t>(TILE_DEPTH, x.width - at);
     __mmask32 mask = count == TILE_DEPTH ? ~0u : (1u << count) - 1;
-    __m512i tile[TILE] = {};
-    for (int r = 0; r < std::min<int64_t>(TILE, x.rows - row); r++)
-      tile[r] = _mm512_maskz_loadu_epi16(mask, x[row + r] + at);
-    transpose(tile);
-    for (int r = 0; r < TILE; r++) _mm512_store_si512(to + r * TILE_DEPTH, tile[r]);
+    __m512i words[COLUMNS] = {};
+    for (int r = 0; r < std::min<int64_t>(COLUMNS, x.rows - row); r++)
+      words[r] = _mm512_maskz_loadu_epi16(mask, x[row + r] + at);
+    interleave(words);
+    for (int r = 0; r < COLUMNS; r++) _mm512_store_si512(to + r * TILE_DEPTH, words[r]);
   }
 }
 

@@ -555,7 +555,7 @@ class Attention {
     for (int64_t t = 0; t * TILE < steps; t++) {
       __m512i tile[TILE];
       for (int r = 0; r < TILE; r++) tile[r] = narrow_in_place(s[t * TILE + r]);
-      transpose(tile);
+      interleave(tile);
       for (int r = 0; r < TILE; r++) put_weights(tile[r], p[r / EIGHT][t], r % EIGHT);
     }
   }

@@ -11,6 +11,7 @@
 // No second copy of the weights is kept, so there is nothing to renew when training changes them.
 #pragma once
 
+#include <bit>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -181,14 +182,34 @@ void multiply_dots(const Matrix<T>& x, const std::array<Matrix<T>, PRODUCTS>& we
 
 #if defined(__AMX_BF16__)
 
-// A matrix as right operands, 16 rows to each.
-inline const bf16* packed(const Matrix<bf16>& x, int64_t row, int64_t rows) {
-  int64_t size = packed_tile_size(x.width), count = (rows + TILE - 1) / TILE;
+// A matrix as right operands: 16 rows to each, or as few as there are, rounded up to a power of 2.
+// One row then takes 6 us less of a call than when it was padded to 16.
+struct Packed {
+  const bf16* first;
+  int64_t columns, size;
+
+  const bf16* operator[](int64_t tile) const { return first + tile * size; }
+};
+
+inline int64_t columns_for(int64_t rows) {
+  return rows >= TILE ? TILE : std::bit_ceil(uint64_t(std::max<int64_t>(rows, 1)));
+}
+
+inline Packed packed(const Matrix<bf16>& x) {
+  int64_t columns = columns_for(x.rows), size = packed_tile_size(x.width, columns);
+  int64_t count = (x.rows + TILE - 1) / TILE;
   bf16* to = scratch<bf16, 1>(count * size);
-  parallel(count, size, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) pack_tile(x, row + t * TILE, to + t * size);
-  });
-  return to;
+  switch (columns) {
+    case 1: pack_tile<1>(x, 0, to); break;
+    case 2: pack_tile<2>(x, 0, to); break;
+    case 4: pack_tile<4>(x, 0, to); break;
+    case 8: pack_tile<8>(x, 0, to); break;
+    default:
+      parallel(count, size, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) pack_tile(x, t * TILE, to + t * size);
+      });
+  }
+  return {to, columns, size};
 }
 
 // Few rows: the weights are the left operand, where they lie. The 16 rows of a panel are not
@@ -215,69 +236,70 @@ struct Panels {
 };
 
 constexpr int MOST_PANELS = BLOCK_COLUMNS / TILE + 1;
-using Products = float[MOST_PANELS][2][TILE][TILE];
+using Products = float[MOST_PANELS][2][TILE * TILE];
 
 // From (panel, tile of x, row of the panel, row of x) to (row of x, column).
-inline void unpack(const Products& products, const Panels& panels, int64_t rows, Values& values) {
+inline void unpack(const Products& products, const Panels& panels, int64_t rows, int64_t columns,
+                   Values& values) {
   int64_t whole = panels.whole;
   for (int64_t q = 0; q * TILE < rows; q++) {
     int64_t count = std::min<int64_t>(TILE, rows - q * TILE);
-    for (int i = 0; i < TILE && whole; i++) {
-      if (count <= 2) {
-        for (int64_t m = 0; m < count; m++)
-          for (int64_t j = 0; j < whole; j++)
-            values[q * TILE + m][i * whole + j] = products[j][q][i][m];
-        continue;
-      }
+    for (int64_t at = 0; at < TILE * columns && whole; at += TILE) {
       __m512i tile[TILE] = {};
-      for (int64_t j = 0; j < whole; j++) tile[j] = _mm512_load_si512(products[j][q][i]);
-      transpose(tile);
-      for (int64_t m = 0; m < count; m++)
-        _mm512_mask_storeu_epi32(&values[q * TILE + m][i * whole], (1u << whole) - 1, tile[m]);
+      for (int64_t j = 0; j < whole; j++) tile[j] = _mm512_load_si512(products[j][q] + at);
+      interleave(tile);
+      for (int64_t i = 0; i < TILE; i++) {
+        int64_t of_panel = (at + i) / columns, m = (at + i) % columns;
+        if (m < count)
+          _mm512_mask_storeu_epi32(&values[q * TILE + m][of_panel * whole], (1u << whole) - 1, tile[i]);
+      }
     }
     for (int64_t r = 0; r < panels.rest; r++)
       for (int64_t m = 0; m < count; m++)
-        values[q * TILE + m][whole * TILE + r] = products[whole][q][r][m];
+        values[q * TILE + m][whole * TILE + r] = products[whole][q][r * columns + m];
   }
 }
 
 template <int Q>
-void weights_left(const Panels& panels, const bf16* x, int64_t rows, bool first, Values& values) {
+void weights_left(const Panels& panels, const Packed& x, int64_t row, int64_t rows, Values& values) {
   Products& products = *scratch<Products, 2>(1);
-  int64_t size = packed_tile_size(panels.w.width), j = 0;
+  int64_t j = 0;
   const bf16* right[Q];
-  for (int q = 0; q < Q; q++) right[q] = x + q * size;
+  for (int q = 0; q < Q; q++) right[q] = x[row / TILE + q];
   auto run = [&]<int P>() {
     Panel left[P];
     float* out[P][Q];
     for (int p = 0; p < P; p++) {
       left[p] = panels[j + p];
-      for (int q = 0; q < Q; q++) out[p][q] = products[j + p][q][0];
+      for (int q = 0; q < Q; q++) out[p][q] = products[j + p][q];
     }
-    tiles<P, Q, P == 2 ? Passing::left : Passing::none>(left, right, panels.w.width, out, 64);
+    constexpr Passing passing = P == 2 ? Passing::left : Passing::none;
+    tiles<P, Q, passing>(left, right, panels.w.width, out, 4 * x.columns, x.columns);
     j += P;
   };
   // The first pass comes from memory, one panel at a time; the others from the cache.
-  while (!first && j + 2 <= panels.count()) run.template operator()<2>();
+  while (row > 0 && j + 2 <= panels.count()) run.template operator()<2>();
   while (j < panels.count()) run.template operator()<1>();
-  unpack(products, panels, rows, values);
+  unpack(products, panels, rows, x.columns, values);
 }
 
 template <size_t PRODUCTS>
 void multiply_few(const Matrix<bf16>& x, const std::array<Matrix<bf16>, PRODUCTS>& weights,
                   const std::vector<Columns>& groups, const Finish& finish) {
-  const bf16* right = packed(x, 0, x.rows);
+  std::optional<Packed> shared;  // few rows each thread packs for itself, where its caches are
+  if (x.rows > TILE) shared = packed(x);
   torch::stable::parallel_for(0, groups.size(), 1, [&](int64_t begin, int64_t end) {
-    Tiles tiles;
+    Packed right = shared ? *shared : packed(x);
+    uint8_t bytes = 4 * right.columns;
+    Tiles tiles({16, 16, 16, 16, 16, 16, 16, 16}, {bytes, bytes, bytes, bytes, bytes, bytes, 64, 64});
     for (int64_t g = begin; g < end; g++) {
       std::vector<Panels> panels;
       for (size_t p = 0; p < PRODUCTS; p++) panels.emplace_back(weights[p], groups[g], p);
       by_blocks<PRODUCTS>(
           0, x.rows, groups[g], g,
           [&](int64_t row, int64_t count, int p, Values& values) {
-            const bf16* tile = right + row / TILE * packed_tile_size(x.width);
-            if (count <= TILE) weights_left<1>(panels[p], tile, count, row == 0, values);
-            else weights_left<2>(panels[p], tile, count, row == 0, values);
+            if (count <= TILE) weights_left<1>(panels[p], right, row, count, values);
+            else weights_left<2>(panels[p], right, row, count, values);
           },
           finish);
     }

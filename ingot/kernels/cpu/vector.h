@@ -260,26 +260,19 @@ inline Floats summed_row(int64_t width, const Step& step) {
 }
 
 #if defined(__AVX512F__)
-// Rows become columns: 16 x 16 words, in 64 shuffles.
-inline void transpose(__m512i (&rows)[16]) {
-  __m512i half[16];
-  for (int i = 0; i < 16; i += 2) {
-    half[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    half[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; j++) {
-      rows[i + 2 * j] = _mm512_unpacklo_epi64(half[i + j], half[i + 2 + j]);
-      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(half[i + j], half[i + 2 + j]);
+// From (row, word) to (word, row): with 16 rows, columns become rows. Each round deals the first half
+// of all words out between those of the second.
+template <int ROWS>
+inline void interleave(__m512i (&rows)[ROWS]) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int round = 1; round < ROWS; round *= 2) {
+    __m512i dealt[ROWS];
+    for (int i = 0; i < ROWS / 2; i++) {
+      dealt[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + ROWS / 2]);
+      dealt[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + ROWS / 2]);
     }
-  for (int i = 0; i < 16; i += 8)
-    for (int j = 0; j < 4; j++) {
-      half[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + 4 + j], 0x88);
-      half[i + 4 + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + 4 + j], 0xdd);
-    }
-  for (int j = 0; j < 8; j++) {
-    rows[j] = _mm512_shuffle_i32x4(half[j], half[8 + j], 0x88);
-    rows[8 + j] = _mm512_shuffle_i32x4(half[j], half[8 + j], 0xdd);
+    std::copy_n(dealt, ROWS, rows);
   }
 }
 #endif
