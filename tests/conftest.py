@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 GENERATED = "tests/ops/test_records.py"
 
 torch.set_num_threads(1)
+# The first call of an op builds its kernels, and machines that test are busy.
+settings.register_profile("ingot", deadline=None)
+settings.load_profile("ingot")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

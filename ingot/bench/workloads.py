@@ -175,6 +175,8 @@ def _elementwise() -> Iterator[Workload]:
         }.items():
             yield Workload(op, _text(*hidden), dtype, floats(*shapes))
         yield Workload("rope", _text(tokens, HEADS[0], HEADS[2]), dtype, _rope(tokens))
+        shape = _text(tokens, HEADS[0] + 2 * HEADS[1], HEADS[2])
+        yield Workload("rope_write", shape, dtype, _rope_write(tokens))
         yield Workload("embedding", _text(*hidden), dtype, _embedding(tokens))
 
 
@@ -183,6 +185,20 @@ def _rope(tokens: int) -> Draw:
     freqs, _ = rope_frequencies(width)
     positions = torch.arange(tokens)
     return lambda new: (new(tokens, heads, width), positions, freqs)
+
+
+def _rope_write(tokens: int) -> Draw:
+    """Queries, keys and values come side by side from one projection; slots are anywhere."""
+    heads, kv_heads, width = HEADS
+    freqs, _ = rope_frequencies(width)
+    positions = torch.arange(tokens)
+    pool = (tokens // PAGE, PAGE, kv_heads, width)
+
+    def draw(new: Views) -> Args:
+        qkv = new(tokens, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=1)
+        return *qkv, positions, freqs, new(*pool), new(*pool), new.order(tokens)
+
+    return draw
 
 
 def _embedding(tokens: int) -> Draw:

@@ -37,6 +37,7 @@ from ingot.ops.rope import (
     YarnScaling,
     rope,
     rope_frequencies,
+    rope_write,
 )
 from ingot.ops.sample import penalize, sample, truncate, uniform
 from ingot.ops.softmax import log_softmax, softmax
@@ -77,6 +78,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_frequencies",
+    "rope_write",
     "sample",
     "silu",
     "softmax",

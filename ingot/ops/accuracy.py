@@ -34,9 +34,9 @@ def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> li
     True
     """
     with prefer(provider):
-        results = as_tuple(op(*args))
-    oracle = as_tuple(op.reference(*_widened(args, torch.float64)))
-    plain = as_tuple(op.reference(*_widened(args, results[0].dtype)))
+        results = outcome(op, op, args)
+    oracle = outcome(op, op.reference, _widened(args, torch.float64))
+    plain = outcome(op, op.reference, _widened(args, results[0].dtype))
     return [
         error(result, truth) / _bound(result, error(yardstick, truth), op.tolerance.forward)
         for result, truth, yardstick in zip(results, oracle, plain, strict=True)
@@ -57,6 +57,22 @@ def backward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> d
     }
 
 
+def outcome(
+    op: Op[..., Any], function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """What a call returns and then what it has written into; the arguments themselves stay.
+
+    >>> from ingot import ops
+    >>> outcome(ops.silu, ops.silu, (torch.zeros(1),))
+    (tensor([0.]),)
+    """
+    names = op.signature.parameters
+    args = tuple(
+        arg.clone() if name in op.mutates else arg for name, arg in zip(names, args, strict=True)
+    )
+    return as_tuple(function(*args)) + op.written(args)
+
+
 def error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:
     """The worst row's largest deviation over its largest magnitude; inf where a value is NaN
     or infinite and should not be, or the other way round, or an integer differs.
@@ -64,6 +80,8 @@ def error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:
     >>> error(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
     0.25
     """
+    if not actual.numel():
+        return 0.0
     if not actual.is_floating_point():
         return 0.0 if torch.equal(actual, oracle) else torch.inf
     rounded = oracle.to(actual.dtype)

@@ -157,6 +157,7 @@ class Op(Generic[P, R]):
     cost: Callable[..., Cost]
     rows: tuple[str, ...]
     gradient: Gradient | None
+    mutates: tuple[str, ...]
     # The torch ops. Plain attributes: Dynamo cannot trace the lock of a cached_property.
     overload: Any = field(init=False)
     backward_overload: Any = field(init=False)
@@ -219,7 +220,16 @@ class Op(Generic[P, R]):
 
     def fallback(self, *args: Any) -> Any:
         """The reference as a provider: in float32 at least, rounded once."""
-        return _fill(self.fake(*args), self.reference(*map(_widen, args)))  # pyright: ignore
+        widened = tuple(map(_widen, args))
+        outputs = _fill(self.fake(*args), self.reference(*widened))  # pyright: ignore
+        for arg, written in zip(self.written(args), self.written(widened), strict=True):
+            arg.copy_(written)
+        return outputs
+
+    def written(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Those of the arguments that the op writes into."""
+        names = self.signature.parameters
+        return tuple(arg for name, arg in zip(names, args, strict=True) if name in self.mutates)
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with defaults: torch's dispatcher drops those that equal them."""
@@ -278,6 +288,7 @@ def op(
     cost: Callable[..., Cost],
     rows: tuple[str, ...],
     gradient: Gradient | None = differentiate,
+    mutates: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make the decorated function, the reference, an op.
 
@@ -289,6 +300,7 @@ def op(
       outputs depends only on the same row of these; () where that does not hold.
     - `gradient` makes the backward out of the reference; None where there is none, as with
       integer outputs.
+    - `mutates` names the arguments that are written into, as a cache is. Then there is no gradient.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
@@ -302,7 +314,8 @@ def op(
             tolerance=tolerance,
             cost=cost,
             rows=rows,
-            gradient=gradient,
+            gradient=None if mutates else gradient,
+            mutates=mutates,
         )
         _register(record)
         return record
@@ -349,19 +362,26 @@ def _register(record: Op[..., Any]) -> None:
             remedy="make them ordinary ones; callers may still name them",
         )
     name = record.name
-    schema = torch.library.infer_schema(record.reference, mutates_args=())
-    arguments = schema[1:].rsplit(") -> ", 1)[0]
-    backward_schema = f"(bool[] needs, Tensor[] grads, {arguments}) -> Tensor[]"
+    schema = torch.library.infer_schema(record.reference, mutates_args=record.mutates)
     forward = _define(name, schema, record._forward_kernel, record._forward_fake)
-    backward = _define(
-        f"{name}_backward", backward_schema, record._backward_kernel, record._backward_fake
-    )
     object.__setattr__(record, "__doc__", record.reference.__doc__)
     object.__setattr__(record, "__signature__", record.signature)
     object.__setattr__(record, "overload", forward)
+    if not record.mutates:  # autograd takes no formula for an op that writes into its arguments
+        _register_backward(record, schema)
+    _CATALOGUE[name] = record
+
+
+def _register_backward(record: Op[..., Any], schema: str) -> None:
+    arguments = schema[1:].rsplit(") -> ", 1)[0]
+    backward = _define(
+        f"{record.name}_backward",
+        f"(bool[] needs, Tensor[] grads, {arguments}) -> Tensor[]",
+        record._backward_kernel,
+        record._backward_fake,
+    )
     object.__setattr__(record, "backward_overload", backward)
     _join(record)
-    _CATALOGUE[name] = record
 
 
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:

@@ -13,7 +13,12 @@ With F frequencies the first 2F channels turn and the rest pass through (partial
 The frequencies are data, made once by `rope_frequencies`. Models that stretch their context
 change only them, and some scale the rotated result; each scaling is a class here.
 
-Legend: T tokens, N heads, H channels of a head, F frequencies.
+When serving, keys and values go into a pool of pages and stay there. `rope_write` turns queries
+and keys and writes keys and values where they belong, in one pass. What it writes has the bits of
+what `rope` returns.
+
+Legend: T tokens, N heads, G key-value heads, H channels of a head, F frequencies, P pages of S
+slots.
 """
 
 # pyright: basic
@@ -27,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.check import same_dtype, same_shape
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Tolerance, like, op, wide
 
@@ -133,6 +139,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("extreme", (make.spread(4, 2, 8), make.tensor([0, 1, 131071, 7]), turned(8)))
     yield Sample("partial", (make(5, 2, 20), make.ints(50, 5), turned(8), False, 1.0))
     yield Sample("interleaved", (make(5, 2, 16), make.ints(50, 5), turned(16), True, 1.0))
+    yield Sample("nothing_turns", (make(3, 2, 7), make.ints(50, 3), make.floats([])))
     yield Sample("interleaved_partial", (make(3, 2, 11), make.ints(50, 3), turned(6), True, 1.2))
 
 
@@ -185,6 +192,8 @@ def rope(
     tensor([[[0.5403, 0.9999, 0.8415, 0.0100]]])
     """
     turned = 2 * freqs.numel()
+    if turned == 0:
+        return x.clone()
     angles_TF = positions[:, None].to(freqs.dtype) * freqs
     cos_T1F = (angles_TF.cos() * scale).to(x.dtype)[:, None]
     sin_T1F = (angles_TF.sin() * scale).to(x.dtype)[:, None]
@@ -195,3 +204,126 @@ def rope(
         dim=-1 if interleaved else -2,
     )
     return torch.cat((rotated.flatten(-2), x[..., turned:]), dim=-1)
+
+
+def _write_samples(make: Make) -> Iterator[Sample]:
+    def sample(
+        name: str, t: int, n: int, g: int, h: int, turned: int, page: int, *rest: object
+    ) -> Sample:
+        freqs = rope_frequencies(turned)[0].to(make.device) if turned else make.floats([])
+        pages = -(-t // page) + 2
+        q, k, v = make(t, n + 2 * g, h).split([n, g, g], dim=1)
+        pools = make(pages, page, g, h), make(pages, page, g, h)
+        slots = make.tensor(list(range(pages * page))[::-1][:t])
+        return Sample(name, (q, k, v, make.ints(100, t), freqs, *pools, slots, *rest))
+
+    yield sample("typical", 6, 4, 2, 16, 16, 4, False, 1.0)
+    yield sample("large", 67, 5, 5, 66, 66, 16, False, 1.0)
+    yield sample("odd", 5, 3, 1, 14, 14, 3, False, 1.0)
+    yield sample("one_row", 1, 2, 1, 8, 8, 1, False, 1.0)
+    yield sample("interleaved", 5, 2, 2, 12, 8, 4, True, 1.2)
+    yield sample("nothing_turns", 3, 2, 2, 7, 0, 2)
+    freqs = rope_frequencies(8)[0].to(make.device)
+    q, k, v = make(5, 4, 24)[..., ::3], make(5, 2, 16)[..., ::2], make(2, 5, 8).transpose(0, 1)
+    pools = make(3, 2, 4, 8).transpose(1, 2), make(3, 4, 2, 16)[..., 3:11]
+    slots = make.tensor([11, 0, 4, 5, 1], torch.int32)
+    yield Sample("strided", (q, k, v, make.ints(9, 5), freqs, *pools, slots))
+    q, k, v = make.spread(4, 2, 8), make.spread(4, 2, 8), make.spread(4, 2, 8)
+    pools, slots = (make(1, 4, 2, 8), make(1, 4, 2, 8)), make.tensor([3, 2, 1, 0])
+    yield Sample("extreme", (q, k, v, make.tensor([0, 1, 131071, 7]), freqs, *pools, slots))
+
+
+def _write_check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+    scale: float,
+) -> None:
+    _check(q, positions, freqs, interleaved, scale)
+    same_dtype("rope_write", q=q, k=k, v=v, k_pool=k_pool, v_pool=v_pool)
+    same_shape("rope_write", k=k, v=v)
+    same_shape("rope_write", k_pool=k_pool, v_pool=v_pool)
+    if k.dim() != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
+        raise OpError(
+            f"rope_write: q is {tuple(q.shape)}, k {tuple(k.shape)}",
+            remedy="give (tokens, heads, channels), as many tokens and channels for both",
+        )
+    fits = k_pool.dim() == 4 and k_pool.shape[2:] == k.shape[1:]
+    if not fits or k_pool.stride(3) != 1 or v_pool.stride(3) != 1:
+        raise OpError(
+            f"rope_write: k is {tuple(k.shape)}, its pool {tuple(k_pool.shape)}",
+            remedy="give pools of (pages, slots, key-value heads, channels), channels side by side",
+        )
+    if slots.shape != positions.shape or slots.is_floating_point() or slots.is_complex():
+        raise OpError(
+            f"rope_write: {q.shape[0]} tokens, but slots {slots.dtype} {tuple(slots.shape)}",
+            remedy="give one integer for each token: page * slots of a page + place in the page",
+        )
+
+
+def _write_cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    interleaved: bool = False,
+    scale: float = 1.0,
+) -> Cost:
+    turned = (q[..., 0].numel() + k[..., 0].numel()) * 2 * freqs.numel()
+    moved = 2 * (q.nbytes + k.nbytes + v.nbytes)
+    return Cost(bytes=moved + positions.nbytes + slots.nbytes + freqs.nbytes, flops=3 * turned)
+
+
+@op(
+    check=_write_check,
+    fake=like,
+    samples=_write_samples,
+    tolerance=Tolerance(),
+    cost=_write_cost,
+    rows=(),
+    mutates=("k_pool", "v_pool"),
+)
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    interleaved: bool = False,
+    scale: float = 1.0,
+) -> Tensor:
+    """Turn `q` (T, N, H) and `k` (T, G, H), write `k` and `v` into the `slots` (T) of their pools
+    (P, S, G, H), and return `q`.
+
+    >>> freqs, _ = rope_frequencies(4)
+    >>> q = k = v = torch.ones(1, 1, 4)
+    >>> k_pool, v_pool = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)
+    >>> slots = torch.tensor([3])
+    >>> rope_write(q, k, v, torch.tensor([0]), freqs, k_pool, v_pool, slots).shape
+    torch.Size([1, 1, 4])
+    >>> k_pool[1, 1]
+    tensor([[1., 1., 1., 1.]])
+    """
+    num_pages, page = k_pool.shape[:2]
+    if len(slots) and not (0 <= int(slots.min()) <= int(slots.max()) < num_pages * page):
+        raise OpError(
+            f"rope_write: slots from {int(slots.min())} to {int(slots.max())}",
+            remedy=f"name slots of the pool: 0 to {num_pages * page - 1}",
+        )
+    where = (slots // page).long(), (slots % page).long()
+    k_pool[where] = rope.reference(k, positions, freqs, interleaved, scale)
+    v_pool[where] = v
+    return rope.reference(q, positions, freqs, interleaved, scale)

@@ -16,6 +16,7 @@ from ingot.ops import (
     YarnScaling,
     rope_frequencies,
 )
+from ingot.ops.inputs import Make
 
 RANDOM = torch.Generator().manual_seed(0)
 Q, K = (torch.randn(1, 2, 16, generator=RANDOM).double() for _ in range(2))
@@ -100,3 +101,49 @@ def test_yarn_that_does_not_stretch_does_not_scale() -> None:
 def test_an_odd_width_is_refused(width: int) -> None:
     with pytest.raises(OpError, match="even number"):
         rope_frequencies(width)
+
+
+@given(
+    tokens=st.integers(1, 40),
+    heads=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    width=st.integers(4, 70),
+    page=st.integers(1, 9),
+    interleaved=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_what_is_written_has_the_bits_of_rope(
+    tokens: int,
+    heads: tuple[int, int],
+    width: int,
+    page: int,
+    interleaved: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    (n, g), make = heads, Make(dtype, seed=seed)
+    q, k, v = make(tokens, n + 2 * g, width).split([n, g, g], dim=1)
+    turn = make.ints(5000, tokens), rope_frequencies(max(4, width // 4 * 2))[0]
+    options = interleaved, 1.25
+    pages = tokens // page + 2
+    k_pool, v_pool = make(pages, page, g, width), make(pages, page, g, width)
+    random = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(pages * page, generator=random)[:tokens]
+    expected = [k_pool.clone(), v_pool.clone()]
+    expected[0].flatten(0, 1)[slots] = ops.rope(k, *turn, *options)
+    expected[1].flatten(0, 1)[slots] = v
+    turned_q = ops.rope_write(q, k, v, *turn, k_pool, v_pool, slots, *options)
+    assert torch.equal(turned_q, ops.rope(q, *turn, *options))
+    assert torch.equal(k_pool, expected[0])
+    assert torch.equal(v_pool, expected[1])
+
+
+@pytest.mark.parametrize("slot", [-1, 4])
+@pytest.mark.parametrize("provider", ["cpu", "reference"])
+def test_a_slot_outside_of_the_pool_is_refused(slot: int, provider: str) -> None:
+    k = torch.ones(1, 1, 4)
+    pool = torch.zeros(2, 2, 1, 4)
+    freqs, slots = rope_frequencies(4)[0], torch.tensor([slot])
+    with ops.prefer(provider), pytest.raises(OpError, match="slots of the pool: 0 to 3"):
+        ops.rope_write(k, k, k, torch.tensor([0]), freqs, pool, pool.clone(), slots)
+    assert not pool.any()

@@ -71,42 +71,121 @@ void rotate_alternating(const T* from, T* to, const Turn& turn, int64_t count) {
   });
 }
 
-Tensor rope(const Tensor& x, const Tensor& positions, const Tensor& freqs, bool interleaved,
-            double scale) {
-  return with_dtype(x, [&](auto tag) {
-    using T = decltype(tag);
+// What all tokens of a call have in common.
+struct Turning {
+  Integers position;
+  int64_t count;
+  Vector<float> frequency;
+  bool interleaved;
+  float scale;
+
+  Turning(const Tensor& positions, const Tensor& freqs, const Tensor& x, bool interleaved, double scale)
+      : position((checked(positions, freqs, x), positions)),
+        count(freqs.size(0)),
+        frequency(freqs, count),
+        interleaved(interleaved),
+        scale(float(scale)) {
+    constexpr int64_t FAR = int64_t(1) << 40;  // where turn() loses count of the turns
+    for (int64_t i = 0; i < position.count; i++)
+      need(position[i] > -FAR && position[i] < FAR, "positions below 2**40");
+  }
+
+  void set(Turn& turn, int64_t token) const {
+    if (interleaved) turn.alternating(position[token], frequency, count, scale);
+    else turn.halves(position[token], frequency, count, scale);
+  }
+  template <class T>
+  void head(const T* from, T* to, const Turn& turn, int64_t channels) const {
+    if (interleaved) rotate_alternating(from, to, turn, count);
+    else rotate_halves(from, to, turn, count);
+    std::copy(from + 2 * count, from + channels, to + 2 * count);
+  }
+
+ private:
+  static void checked(const Tensor& positions, const Tensor& freqs, const Tensor& x) {
     need(x.dim() == 3, "(tokens, heads, channels)");
     need(positions.dim() == 1 && positions.size(0) == x.size(0), "a position for each token");
     need(freqs.dim() == 1 && 2 * freqs.size(0) <= x.size(2), "frequencies for the channels");
     if (freqs.scalar_type() == ScalarType::Double) throw Elsewhere();
     need(freqs.is_cpu() && freqs.scalar_type() == ScalarType::Float, "frequencies in float32");
-    int64_t count = freqs.size(0);
-    Integers position(positions);
-    constexpr int64_t FAR = int64_t(1) << 40;  // where turn() loses count of the turns
-    for (int64_t i = 0; i < position.count; i++)
-      need(position[i] > -FAR && position[i] < FAR, "positions below 2**40");
-    Vector<float> frequency(freqs, count);
+  }
+};
+
+Tensor rope(const Tensor& x, const Tensor& positions, const Tensor& freqs, bool interleaved,
+            double scale) {
+  return with_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Turning turning(positions, freqs, x, interleaved, scale);
     Heads<T> in(x);
     Tensor y = made_like(x);
     Heads<T> out(y);
     parallel(in.tokens, in.heads * in.channels, [&](int64_t begin, int64_t end) {
       Turn turn;
       for (int64_t token = begin; token < end; token++) {
-        if (interleaved) turn.alternating(position[token], frequency, count, float(scale));
-        else turn.halves(position[token], frequency, count, float(scale));
-        for (int64_t head = 0; head < in.heads; head++) {
-          const T* from = in(token, head);
-          T* to = out(token, head);
-          if (interleaved) rotate_alternating(from, to, turn, count);
-          else rotate_halves(from, to, turn, count);
-          std::copy(from + 2 * count, from + in.channels, to + 2 * count);
-        }
+        turning.set(turn, token);
+        for (int64_t head = 0; head < in.heads; head++)
+          turning.head(in(token, head), out(token, head), turn, in.channels);
       }
     });
     return y;
   });
 }
 
+// Where a token's keys (or values) belong.
+template <class T>
+struct Slots {
+  Tensor pool;
+  Integers slot;
+  int64_t page;
+
+  Slots(const Tensor& pool, const Tensor& slots, const Tensor& k)
+      : pool(pool), slot(slots), page(pool.dim() == 4 ? pool.size(1) : 0) {
+    need(pool.dim() == 4 && pool.size(2) == k.size(1) && pool.size(3) == k.size(2),
+         "a pool of (pages, slots, heads, channels)");
+    need(pool.stride(3) == 1, "channels side by side");
+    need(slots.dim() == 1 && slot.count == k.size(0), "a slot for each token");
+    for (int64_t i = 0; i < slot.count; i++)
+      need(slot[i] >= 0 && slot[i] < pool.size(0) * page, "slots of the pool");
+  }
+  T* operator()(int64_t token, int64_t head) const {
+    int64_t at = slot[token];
+    return data<T>(pool) + at / page * pool.stride(0) + at % page * pool.stride(1) +
+           head * pool.stride(2);
+  }
+};
+
+Tensor rope_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
+                  const Tensor& freqs, const Tensor& k_pool, const Tensor& v_pool,
+                  const Tensor& slots, bool interleaved, double scale) {
+  return with_dtype(q, [&](auto tag) {
+    using T = decltype(tag);
+    for (const Tensor* other : {&k, &v, &k_pool, &v_pool}) need_like(*other, q);
+    Turning turning(positions, freqs, q, interleaved, scale);
+    need(k.dim() == 3 && k.size(0) == q.size(0) && k.size(2) == q.size(2), "keys like the queries");
+    need(std::ranges::equal(k.sizes(), v.sizes()), "k and v of one shape");
+    need(std::ranges::equal(k_pool.sizes(), v_pool.sizes()), "pools of one shape");
+    Slots<T> k_to(k_pool, slots, k), v_to(v_pool, slots, v);
+    Heads<T> q_in(q), k_in(k), v_in(v);
+    Tensor turned = made_like(q);
+    Heads<T> q_out(turned);
+    parallel(q_in.tokens, (q_in.heads + 2 * k_in.heads) * q_in.channels,
+             [&](int64_t begin, int64_t end) {
+               Turn turn;
+               for (int64_t token = begin; token < end; token++) {
+                 turning.set(turn, token);
+                 for (int64_t head = 0; head < q_in.heads; head++)
+                   turning.head(q_in(token, head), q_out(token, head), turn, q_in.channels);
+                 for (int64_t head = 0; head < k_in.heads; head++) {
+                   turning.head(k_in(token, head), k_to(token, head), turn, k_in.channels);
+                   std::copy_n(v_in(token, head), v_in.channels, v_to(token, head));
+                 }
+               }
+             });
+    return turned;
+  });
+}
+
 }  // namespace ingot::kernels
 
 OP(rope)
+OP(rope_write)

@@ -1,4 +1,4 @@
-"""`rope` in C++."""
+"""Rotary position embedding in C++."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ from ingot import ops
 from ingot.kernels.cpu.build import cpu
 
 cpu(ops.rope)
+cpu(ops.rope_write)
