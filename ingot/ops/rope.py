@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.check import integral, same_dtype
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Tolerance, like, op, wide
 
@@ -137,13 +138,15 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 
 def _check(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> None:
+    same_dtype("rope", x=x)
     if x.dim() != 3:
         raise OpError(f"rope: x is {tuple(x.shape)}", remedy="give (tokens, heads, channels)")
-    if positions.shape != x.shape[:1] or positions.is_floating_point():
+    if positions.shape != x.shape[:1] or not integral(positions):
         raise OpError(
             f"rope: {x.shape[0]} tokens, but positions {positions.dtype} {tuple(positions.shape)}",
             remedy="give one integer for each token",
         )
+    same_dtype("rope", freqs=freqs)
     if freqs.dtype != wide(freqs.dtype):
         raise OpError(
             f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",

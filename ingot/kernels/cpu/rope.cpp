@@ -71,6 +71,17 @@ void rotate_alternating(const T* from, T* to, const Turn& turn, int64_t count) {
   });
 }
 
+// Beyond 2^40, turn() loses count of the turns.
+void need_countable(const Integers& positions, const Vector<float>& freqs, int64_t count) {
+  constexpr double FAR = 0x1p40;
+  double furthest = 0, fastest = 1;
+  for (int64_t i = 0; i < positions.count; i++)
+    furthest = std::max(furthest, std::abs(double(positions[i])));
+  for (int64_t i = 0; i < count; i++)
+    fastest = std::max(fastest, std::abs(double(freqs[i])));  // a NaN is not larger, and stays one
+  need(furthest * fastest < FAR, "positions and angles (positions times frequencies) below 2**40");
+}
+
 Tensor rope(const Tensor& x, const Tensor& positions, const Tensor& freqs, bool interleaved,
             double scale) {
   return with_dtype(x, [&](auto tag) {
@@ -82,10 +93,8 @@ Tensor rope(const Tensor& x, const Tensor& positions, const Tensor& freqs, bool 
     need(freqs.is_cpu() && freqs.scalar_type() == ScalarType::Float, "frequencies in float32");
     int64_t count = freqs.size(0);
     Integers position(positions);
-    constexpr int64_t FAR = int64_t(1) << 40;  // where turn() loses count of the turns
-    for (int64_t i = 0; i < position.count; i++)
-      need(position[i] > -FAR && position[i] < FAR, "positions below 2**40");
     Vector<float> frequency(freqs, count);
+    need_countable(position, frequency, count);
     Heads<T> in(x);
     Tensor y = made_like(x);
     Heads<T> out(y);
