@@ -195,8 +195,9 @@ def _rope_write(tokens: int) -> Draw:
     pool = (tokens // PAGE, PAGE, kv_heads, width)
 
     def draw(new: Views) -> Args:
-        qkv = new(tokens, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=1)
-        return *qkv, positions, freqs, new(*pool), new(*pool), new.order(tokens)
+        qkv, keys = new(tokens, heads + 2 * kv_heads, width), heads + kv_heads
+        q, k, v = qkv[:, :heads], qkv[:, heads:keys], qkv[:, keys:]
+        return q, k, v, positions, freqs, new(*pool), new(*pool), new.order(tokens)
 
     return draw
 

@@ -38,5 +38,14 @@ def same_shape(op: str, **tensors: Tensor) -> None:
         )
 
 
+def integral(tensor: Tensor) -> bool:
+    """Whether a tensor holds integers: ids, positions, seeds. Bools are 0 and 1.
+
+    >>> integral(Tensor([3.0])), integral(Tensor([3.0]).int())
+    (False, True)
+    """
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _listing(facts: dict[str, object]) -> str:
     return ", ".join(f"{name} is {fact}" for name, fact in facts.items())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.check import integral
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Tolerance, op
 
@@ -25,7 +26,7 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 
 def _check(tokens: Tensor, weight: Tensor) -> None:
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+    if not integral(tokens) or tokens.dtype == torch.bool:
         raise OpError(
             f"embedding: tokens are {tokens.dtype}",
             remedy="give token ids, int32 or int64; the table comes second",

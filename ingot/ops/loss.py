@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import same_dtype
+from ingot.ops.check import integral, same_dtype
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Tolerance, op, wide
@@ -108,7 +108,8 @@ def _linear_loss_samples(make: Make) -> Iterator[Sample]:
 
 
 def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
-    if targets.shape != logits.shape[:-1] or targets.is_floating_point():
+    same_dtype("loss", rows=logits)
+    if targets.shape != logits.shape[:-1] or not integral(targets):
         raise OpError(
             f"loss: rows are {tuple(logits.shape)}, targets {targets.dtype} {tuple(targets.shape)}",
             remedy="give one token id for each row",

@@ -58,7 +58,9 @@ def _add_layer_samples(make: Make) -> Iterator[Sample]:
         yield Sample(sample.name, (x, make(*x.shape), *rest))
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    if not eps >= 0:
+        raise OpError(f"norm: eps is {eps}", remedy="give 0 or more, 1e-5 as a rule")
     same_dtype("norm", x=x, weight=weight, bias=bias)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and vector.shape != x.shape[-1:]:
@@ -69,23 +71,23 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
 
 
 def _check_rms(x: Tensor, weight: Tensor, eps: float) -> None:
-    _check(x, weight)
+    _check(x, weight, None, eps)
 
 
 def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-    _check(x, weight, bias)
+    _check(x, weight, bias, eps)
 
 
 def _check_add_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     same_shape("add_rms_norm", x=x, residual=residual)
-    _check(x, weight)
+    _check(x, weight, None, eps)
 
 
 def _check_add_layer(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> None:
     same_shape("add_layer_norm", x=x, residual=residual)
-    _check(x, weight, bias)
+    _check(x, weight, bias, eps)
 
 
 def _rms_cost(x: Tensor, weight: Tensor, *_: object) -> Cost:

@@ -53,6 +53,8 @@ PREFERENCE = ("cpu", "aten", "reference")  # first that supports the call wins
 # How many `prefer` are active, in all threads: C++ kernels read it, and ask Python unless it is 0.
 PREFERRING = ctypes.c_int(0)
 
+_UNFIT = "unfit: "  # how C++ kernels begin what they refuse a call for
+
 _LIBRARY = torch.library.Library("ingot", "DEF")
 # The same ops without their C++ kernels, which come here when they do not know what to do.
 _PYTHON = torch.library.Library("ingot_python", "DEF")
@@ -168,12 +170,11 @@ class Op(Generic[P, R]):
         try:
             return self.overload(*args, **kwargs)
         except RuntimeError as error:
-            if not str(error).startswith("unfit: "):
+            if not str(error).startswith(_UNFIT):
                 raise
-            with prefer("reference"):  # a C++ kernel refused: now for the error with the remedy
-                bound = self.signature.bind(*args, **kwargs)
-                bound.apply_defaults()
-                self._forward_kernel(*bound.args)
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            self._explain(bound.args)
             raise
 
     def __repr__(self) -> str:
@@ -249,6 +250,23 @@ class Op(Generic[P, R]):
         args = self.complete(args)
         self.check(*args)
         return _outside_autocast(next(self._candidates(args)).forward, *args)
+
+    def _explain(self, args: tuple[Any, ...]) -> None:
+        """Raise what a C++ kernel refused these arguments for, with a remedy."""
+        with prefer("reference"):  # as a rule it refuses too, and says more
+            self._forward_kernel(*args)
+        try:
+            self._forward_kernel(*args)  # from Python, where an error keeps its words
+        except RuntimeError as error:
+            if not str(error).startswith(_UNFIT):
+                raise
+            needed = str(error).removeprefix(_UNFIT).partition("\n")[0]
+        else:
+            return
+        raise OpError(
+            f"{self.name}: the CPU kernel needs {needed}",
+            remedy="give it that, or compute this call `with ingot.ops.prefer('reference'):`",
+        )
 
     def _forward_fake(self, *args: Any) -> Any:
         args = self.complete(args)

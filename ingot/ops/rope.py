@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import same_dtype, same_shape
+from ingot.ops.check import integral, same_dtype, same_shape
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Tolerance, like, op, wide
 
@@ -144,13 +144,15 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 
 def _check(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> None:
+    same_dtype("rope", x=x)
     if x.dim() != 3:
         raise OpError(f"rope: x is {tuple(x.shape)}", remedy="give (tokens, heads, channels)")
-    if positions.shape != x.shape[:1] or positions.is_floating_point():
+    if positions.shape != x.shape[:1] or not integral(positions):
         raise OpError(
             f"rope: {x.shape[0]} tokens, but positions {positions.dtype} {tuple(positions.shape)}",
             remedy="give one integer for each token",
         )
+    same_dtype("rope", freqs=freqs)
     if freqs.dtype != wide(freqs.dtype):
         raise OpError(
             f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",
@@ -260,7 +262,7 @@ def _write_check(
             f"rope_write: k is {tuple(k.shape)}, its pool {tuple(k_pool.shape)}",
             remedy="give pools of (pages, slots, key-value heads, channels), channels side by side",
         )
-    if slots.shape != positions.shape or slots.is_floating_point() or slots.is_complex():
+    if slots.shape != positions.shape or not integral(slots):
         raise OpError(
             f"rope_write: {q.shape[0]} tokens, but slots {slots.dtype} {tuple(slots.shape)}",
             remedy="give one integer for each token: page * slots of a page + place in the page",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import same_dtype
+from ingot.ops.check import integral, same_dtype
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Tolerance, like, op, wide
 from ingot.ops.softmax import log_softmax
@@ -127,17 +127,22 @@ def _check(logits: Tensor, *options: Tensor) -> None:
 
 def _check_penalize(logits: Tensor, prompt: Tensor, counts: Tensor, *options: Tensor) -> None:
     _check(logits, *options)
-    if prompt.dtype != torch.bool or not prompt.shape == counts.shape == logits.shape:
+    fits = prompt.shape == counts.shape == logits.shape
+    if not fits or prompt.dtype != torch.bool or counts.is_complex():
         raise OpError(
             f"penalize: logits are {tuple(logits.shape)}, prompt {prompt.dtype} "
-            f"{tuple(prompt.shape)}, counts {tuple(counts.shape)}",
+            f"{tuple(prompt.shape)}, counts {counts.dtype} {tuple(counts.shape)}",
             remedy="give prompt as bools and counts as integers, both shaped as the logits",
         )
 
 
+def _check_sample(logits: Tensor, *options: Tensor) -> None:
+    _check(logits, *options)
+    _check_uniform(*options[-2:])
+
+
 def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
-    floating = seeds.is_floating_point() or positions.is_floating_point()
-    if floating or seeds.shape != positions.shape:
+    if not (integral(seeds) and integral(positions)) or seeds.shape != positions.shape:
         raise OpError(
             f"uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, "
             f"positions {positions.dtype} {tuple(positions.shape)}",
@@ -269,7 +274,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 @op(
-    check=_check,
+    check=_check_sample,
     fake=_sample_fake,
     samples=_sample_samples,
     tolerance=Tolerance(),

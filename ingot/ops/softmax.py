@@ -5,7 +5,8 @@
 
 `mask` is true where an entry takes part. The others get probability 0 (log-probability
 -inf), and so does every entry of a row that has none: attention over nothing is nothing,
-not NaN.
+not NaN. An entry that takes part and is -inf is no masked one: where all that take part are, they
+have no softmax and get NaN, as in PyTorch.
 """
 
 from __future__ import annotations

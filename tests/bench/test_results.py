@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ingot.bench.ops import Row
 from ingot.bench.results import (
     Record,
-    Run,
     append,
     geometric_mean,
     latest,
@@ -18,26 +16,8 @@ from ingot.bench.results import (
     served,
 )
 from ingot.core.errors import IngotError
+from tests.bench.row import ROW, RUN
 
-RUN = Run(date="2026-11-15T12:00:00+00:00", cpu="Xeon, 2 cores", isa="amx", torch="2", ingot="0.1")
-ROW = Row(
-    op="silu",
-    family="activation",
-    shape="32x64",
-    dtype="bf16",
-    provider="cpu",
-    p20_us=1.0,
-    p50_us=2.0,
-    p80_us=3.0,
-    gbs=10.0,
-    gflops=20.0,
-    read_gbs=40.0,
-    limit="memory",
-    share_of_limit=0.25,
-    vs_aten=2.0,
-    vs_compile=None,
-    exact=True,
-)
 ATEN = replace(ROW, provider="aten", share_of_limit=0.125, vs_aten=1.0, exact=False)
 
 

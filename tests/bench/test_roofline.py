@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ingot.bench.ops import Row
 from ingot.bench.peaks import Peak, Peaks
-from ingot.bench.results import Run
 from ingot.bench.roofline import check, draw, free_place, overlap, place
 from ingot.core.errors import IngotError
+from tests.bench.row import ROW, RUN
 
 PEAK = Peak(value=40.0, low=10.0, typical=20.0, high=30.0)
 PEAKS = Peaks(
@@ -20,25 +19,6 @@ PEAKS = Peaks(
     measured=datetime(2026, 11, 15, tzinfo=UTC),
     read_bandwidth=PEAK,
     matmul={"fp32": PEAK, "bf16": replace(PEAK, value=400.0), "int8": None},
-)
-RUN = Run(date="2026-11-15T12:00:00+00:00", cpu="Xeon, 2 cores", isa="amx", torch="2", ingot="0.1")
-ROW = Row(
-    op="silu",
-    family="activation",
-    shape="32x64",
-    dtype="bf16",
-    provider="cpu",
-    p20_us=1.0,
-    p50_us=2.0,
-    p80_us=3.0,
-    gbs=10.0,
-    gflops=20.0,
-    read_gbs=40.0,
-    limit="memory",
-    share_of_limit=0.25,
-    vs_aten=2.0,
-    vs_compile=None,
-    exact=True,
 )
 ROWS = [
     ROW,

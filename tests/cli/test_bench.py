@@ -16,12 +16,13 @@ import torch
 from rich.console import Console
 
 from ingot.bench import ops, peaks, workloads
-from ingot.bench.ops import Bench, Row
+from ingot.bench.ops import Bench
 from ingot.bench.peaks import Peak, Peaks
 from ingot.bench.results import read
 from ingot.bench.workloads import Workload, floats
 from ingot.cli import bench as module
 from ingot.cli import main
+from tests.bench.row import ROW
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -91,23 +92,17 @@ def test_results_and_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_table_fits_a_hundred_columns() -> None:
-    row = Row(
+    row = replace(
+        ROW,
         op="linear_token_logprobs",
-        family="loss",
         shape="2048x576x49152",
-        dtype="bf16",
         provider="reference",
-        p20_us=1012345.0,
         p50_us=1512345.0,
-        p80_us=2012345.0,
-        gbs=0.01,
         gflops=3181.0,
-        read_gbs=40.0,
         limit="compute",
         share_of_limit=1.234,
         vs_aten=1492.3,
         vs_compile=1492.3,
-        exact=True,
     )
     page = io.StringIO()
     Console(file=page, width=100).print(module._table([row, replace(row, provider="compile")]))

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ingot import ops
+from ingot.core.device import detect
 from ingot.core.errors import OpError, UnknownName
 from ingot.ops import op as record
 from ingot.ops.inputs import Make, Sample
@@ -142,6 +144,26 @@ def test_a_weight_without_memory_is_refused() -> None:
     with pytest.raises(OpError, match="rms_norm: tensors on cpu, meta"):
         ops.rms_norm(x, weight)
     assert ops.rms_norm(x.to("meta"), weight).is_meta
+
+
+@pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
+@pytest.mark.parametrize("preferred", [None, "cpu"])
+def test_what_only_a_kernel_refuses_has_a_remedy(preferred: str | None) -> None:
+    with prefer(preferred) if preferred else nullcontext(), pytest.raises(OpError) as refused:
+        ops.softmax(torch.tensor(3.0))
+    assert refused.value.what == "softmax: the CPU kernel needs at least one dimension"
+    assert "ingot.ops.prefer('reference')" in refused.value.remedy
+    with prefer("reference"):
+        assert ops.softmax(torch.tensor(3.0)) == 1
+
+
+@pytest.mark.parametrize("preferred", [None, "cpu"])
+def test_what_the_reference_refuses_too_is_said_as_it_says_it(preferred: str | None) -> None:
+    with prefer(preferred) if preferred else nullcontext():
+        with pytest.raises(OpError, match="ops do not promote"):
+            ops.rms_norm(torch.ones(2, 4), torch.ones(4).bfloat16())
+        with pytest.raises(IndexError, match="out of range"):
+            ops.embedding(torch.tensor([9]), torch.ones(4, 2))
 
 
 def test_autocast_does_not_reach_into_ops() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot import ops
+from ingot.core.device import detect
 from ingot.core.errors import OpError
 from ingot.ops import (
     LinearScaling,
@@ -95,6 +97,27 @@ def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_the_result() -> None
 
 def test_yarn_that_does_not_stretch_does_not_scale() -> None:
     assert rope_frequencies(16, scaling=YarnScaling(factor=0.5, context=4096))[1] == 1.0
+
+
+@pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
+@pytest.mark.parametrize(("position", "frequency"), [(2**40, 0.5), (-(2**63), 0.5), (2**20, 2e6)])
+def test_angles_beyond_what_the_kernel_can_count_are_refused(
+    position: int, frequency: float
+) -> None:
+    with pytest.raises(OpError, match=re.escape("below 2**40")):
+        ops.rope(torch.ones(1, 1, 4), torch.tensor([position]), torch.tensor([0.5, -frequency]))
+
+
+@pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
+def test_large_angles_are_right_as_long_as_the_kernel_counts() -> None:
+    """In float64 the reference is; the kernel reduces the angle in double."""
+    x, positions = torch.ones(2, 1, 2), torch.tensor([2**20 - 1, -(2**19)])
+    freqs = torch.tensor([999999.0])
+    expected = ops.rope.reference(x.double(), positions, freqs.double())
+    with ops.prefer("cpu"):
+        torch.testing.assert_close(
+            ops.rope(x, positions, freqs).double(), expected, atol=1e-3, rtol=0
+        )
 
 
 @pytest.mark.parametrize("width", [0, 2, 7])

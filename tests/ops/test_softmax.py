@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ingot import ops
+from ingot.ops.op import Op
 
 X = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
 MASK = torch.rand(4, 9, generator=torch.Generator().manual_seed(1)) > 0.3
@@ -27,3 +30,23 @@ def test_a_row_with_nothing_left_is_nothing_and_teaches_nothing() -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     assert torch.equal(ops.softmax(torch.tensor([[1e4, 0.0]])), torch.tensor([[1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [ops.softmax, ops.log_softmax], ids=lambda op: op.name)
+@pytest.mark.parametrize("width", [1, 5, 21, 2051])
+def test_entries_that_take_part_and_are_all_infinitely_small_have_no_softmax(
+    op: Op[..., Tensor], dtype: torch.dtype, width: int
+) -> None:
+    """By every provider. A mask makes 0 of what it takes out, never of what it leaves in."""
+    x = torch.full((3, width), -torch.inf, dtype=dtype)
+    x[1, -1] = 0.5
+    half = torch.arange(width) % 2 == 0
+    for mask in (None, torch.ones(3, 1, dtype=torch.bool), half):
+        taken = torch.ones(width, dtype=torch.bool) if mask is None else mask.expand(3, width)[0]
+        for provider in op.providers:
+            with ops.prefer(provider):
+                y = op(x, 1.0, mask)
+            assert y[[0, 2]][:, taken].isnan().all(), provider
+            assert torch.equal(y[0, ~taken], y[1, ~taken]), provider
+            assert not y[1].isnan().any() or not taken[-1], provider

@@ -33,6 +33,7 @@ struct Scales {
 
   Scales(const Tensor& w, const std::optional<Tensor>& b, double eps, const Tensor& x)
       : weight(vector(w, x)), eps(float(eps)) {
+    need(eps >= 0, "an eps of 0 or more");
     if (b) bias.emplace(vector(*b, x));
   }
   static Vector<T> vector(const Tensor& v, const Tensor& x) {

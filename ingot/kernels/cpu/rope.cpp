@@ -85,9 +85,7 @@ struct Turning {
         frequency(freqs, count),
         interleaved(interleaved),
         scale(float(scale)) {
-    constexpr int64_t FAR = int64_t(1) << 40;  // where turn() loses count of the turns
-    for (int64_t i = 0; i < position.count; i++)
-      need(position[i] > -FAR && position[i] < FAR, "positions below 2**40");
+    need_countable();
   }
 
   void set(Turn& turn, int64_t token) const {
@@ -108,6 +106,16 @@ struct Turning {
     need(freqs.dim() == 1 && 2 * freqs.size(0) <= x.size(2), "frequencies for the channels");
     if (freqs.scalar_type() == ScalarType::Double) throw Elsewhere();
     need(freqs.is_cpu() && freqs.scalar_type() == ScalarType::Float, "frequencies in float32");
+  }
+  // Beyond 2^40, turn() loses count of the turns.
+  void need_countable() const {
+    constexpr double FAR = 0x1p40;
+    double furthest = 0, fastest = 1;
+    for (int64_t i = 0; i < position.count; i++)
+      furthest = std::max(furthest, std::abs(double(position[i])));
+    for (int64_t i = 0; i < count; i++)
+      fastest = std::max(fastest, std::abs(double(frequency[i])));  // a NaN is not larger, and stays
+    need(furthest * fastest < FAR, "positions and angles (positions times frequencies) below 2**40");
   }
 };
 

@@ -354,6 +354,9 @@ Tensor penalize(const Tensor& logits, const Tensor& prompt, const Tensor& counts
     switch (counts.scalar_type()) {
       case ScalarType::Half:
       case ScalarType::Double: throw Elsewhere();
+      case ScalarType::ComplexHalf:
+      case ScalarType::ComplexFloat:
+      case ScalarType::ComplexDouble: throw Unfit("real counts");
       case ScalarType::Int:
         return penalized<T, int32_t>(logits, prompt, counts, times, once, each_time);
       default:

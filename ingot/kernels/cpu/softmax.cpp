@@ -71,6 +71,16 @@ void fill(const Output<T>& to, int64_t row, float value) {
   along(to.width, [&](int64_t at, auto... part) { to.write(row, at, all(value), part...); });
 }
 
+// A row whose entries are all -inf: the masked ones get theirs, the others are 0 / 0.
+template <class T>
+void no_softmax(const Scores<T>& scores, const Output<T>& to, int64_t row, float masked) {
+  along(to.width, [&](int64_t at, auto... part) {
+    Floats nan = all(NAN);
+    Floats y = scores.mask ? where(scores.mask + at, nan, all(masked), part...) : nan;
+    to.write(row, at, y, part...);
+  });
+}
+
 // The powers of a row, and what they were relative to, block by block.
 struct Scratch {
   std::vector<float> powers, peaks;
@@ -90,7 +100,8 @@ void softmax_row(const Scores<T>& scores, Scratch& scratch, const Output<T>& to,
     });
     store(peaks + at / BLOCK * WIDTH, sums.peak);
   }
-  float sum = sums.sum(), factor = sum == 0 ? 0 : 1 / sum;
+  float sum = sums.sum(), factor = 1 / sum;
+  if (sum == 0) return no_softmax(scores, to, row, 0);
   Floats peak = all(largest(sums.peak));
   for (int64_t at = 0; at < to.width; at += BLOCK) {
     Floats correction = exp_of_negative(load(peaks + at / BLOCK * WIDTH) - peak) * factor;
@@ -106,7 +117,8 @@ void log_softmax_row(const Scores<T>& scores, const Output<T>& to, int64_t row) 
   for (int64_t at = 0; at < to.width; at += sums.BLOCK)
     sums.take(at, std::min(at + sums.BLOCK, to.width), scores, [](auto...) {});
   float sum = sums.sum();
-  Floats peak = all(largest(sums.peak)), log_sum = all(sum == 0 ? 0 : std::log(sum));
+  if (sum == 0) return no_softmax(scores, to, row, -INF);
+  Floats peak = all(largest(sums.peak)), log_sum = all(std::log(sum));
   along(to.width, [&](int64_t at, auto... part) {
     to.write(row, at, scores(at, part...) - peak - log_sum, part...);
   });

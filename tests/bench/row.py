@@ -1,0 +1,26 @@
+"""A row and the run it is of, as tests of what is done with rows want them."""
+
+from __future__ import annotations
+
+from ingot.bench.ops import Row
+from ingot.bench.results import Run
+
+RUN = Run(date="2026-11-15T12:00:00+00:00", cpu="Xeon, 2 cores", isa="amx", torch="2", ingot="0.1")
+ROW = Row(
+    op="silu",
+    family="activation",
+    shape="32x64",
+    dtype="bf16",
+    provider="cpu",
+    p20_us=1.0,
+    p50_us=2.0,
+    p80_us=3.0,
+    gbs=10.0,
+    gflops=20.0,
+    read_gbs=40.0,
+    limit="memory",
+    share_of_limit=0.25,
+    vs_aten=2.0,
+    vs_compile=None,
+    exact=True,
+)
