@@ -19,9 +19,9 @@ from enum import Enum
 from itertools import pairwise
 
 from ingot.core.errors import ConfigError
-from ingot.ops.rope import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
+from ingot.ops.rope import LinearScaling, Llama3Scaling, YarnScaling
 
-Scaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 class NormKind(Enum):

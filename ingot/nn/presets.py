@@ -70,7 +70,7 @@ PRESETS: dict[str, DecoderConfig] = {
         heads=4,
         kv_heads=2,
         head_dim=16,
-        ffn=160,
+        ffn=48,
         context=512,
         rope=Rope(),
         experts=Experts(count=4, top_k=2, ffn=48),
