@@ -90,16 +90,16 @@ class Attention(nn.Module):
         return self.out(found_TNH.flatten(1), residual)
 
     def _project(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (self.heads, self.kv_heads)
-        qkv_TXH = self.qkv(x_TD).unflatten(-1, (-1, self.head_dim))
+        heads, both = self.heads, self.heads + self.kv_heads
+        qkv_TXH = self.qkv(x_TD).view(-1, both + self.kv_heads, self.head_dim)
+        v_TGH = qkv_TXH[:, both:]
         if self.qk_norm is None:
-            qk_TXH = qkv_TXH[:, : sum(heads)]
+            qk_TXH = qkv_TXH[:, :both]
             if self.rotary is not None:
                 qk_TXH = self.rotary(qk_TXH, positions_T)
-            q_TNH, k_TGH = qk_TXH.split(heads, dim=1)
-            return q_TNH, k_TGH, qkv_TXH[:, sum(heads) :]
-        q_TNH, k_TGH, v_TGH = qkv_TXH.split((*heads, self.kv_heads), dim=1)
-        q_TNH, k_TGH = self._normalize(self.q_norm, q_TNH), self._normalize(self.k_norm, k_TGH)
+            return qk_TXH[:, :heads], qk_TXH[:, heads:], v_TGH
+        q_TNH = self._normalize(self.q_norm, qkv_TXH[:, :heads])
+        k_TGH = self._normalize(self.k_norm, qkv_TXH[:, heads:both])
         if self.rotary is not None:
             q_TNH, k_TGH = self.rotary(q_TNH, positions_T), self.rotary(k_TGH, positions_T)
         return q_TNH, k_TGH, v_TGH

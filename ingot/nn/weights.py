@@ -271,8 +271,11 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
         for name, tensor in ready.items()
     }
-    with replacing(path) as temporary:
-        serialize_file(specs, temporary, metadata={"format": "pt"})
+    try:
+        with replacing(path) as temporary:
+            serialize_file(specs, temporary, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise WeightsError(f"cannot write {path}: {error}", remedy="make room there") from error
 
 
 def _some(names: list[str]) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ingot.core.errors import IngotError
@@ -82,6 +83,19 @@ def test_a_directory_with_weights_is_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path, TENSORS)
     with pytest.raises(WeightsError, match="has weights"):
         write(tmp_path, TENSORS)
+
+
+def test_a_file_that_cannot_be_written_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(specs: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half of it")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("ingot.nn.weights.serialize_file", full)
+    with pytest.raises(WeightsError, match="No space left"):
+        write(tmp_path, TENSORS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
