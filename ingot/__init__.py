@@ -15,7 +15,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_ROOMS = ("core", "ops")
+_ROOMS = ("core", "ops", "nn", "interop")
 
 
 def __getattr__(name: str) -> ModuleType:

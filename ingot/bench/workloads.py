@@ -44,6 +44,7 @@ HEADS = (12, 4, 64)
 PAGE = 16
 # (out, in) of qkv, gate and up, down, vocabulary; then gate or up and vocabulary of SmolLM2-135M.
 PROJECTIONS = ((1280, 768), (4096, 768), (768, 2048), (32000, 768), (1728, 576), (49152, 576))
+EXPERTS = 8
 LINEAR_ROWS = (1, 2, 4, 8, 16, 64, 128, 512, 2048)
 
 _MiB = 2**20
@@ -238,6 +239,16 @@ def _linear() -> Iterator[Workload]:
         yield Workload("linear_swiglu", _text(m, 768, 2048), "bf16", floats((m, 768), up, up))
         draw = floats((m, 2048), down, (m, 768))
         yield Workload("linear_residual", _text(m, 2048, 768), "bf16", draw)
+    for rows in (8, 512):  # 2 of 8 experts for each of 4 tokens, and of 256
+        shape = _text(EXPERTS, rows, 768, 1024)
+        yield Workload("grouped_linear", shape, "bf16", _grouped(rows, weights=1))
+        yield Workload("grouped_swiglu", shape, "bf16", _grouped(rows, weights=2))
+
+
+def _grouped(rows: int, weights: int) -> Draw:
+    offsets = torch.arange(EXPERTS + 1) * rows // EXPERTS
+    shapes = [(rows, 768), *((EXPERTS, 1024, 768) for _ in range(weights))]
+    return lambda new: (*floats(*shapes)(new), offsets)
 
 
 def _attention() -> Iterator[Workload]:

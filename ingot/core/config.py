@@ -46,6 +46,8 @@ from ingot.core.paths import write_atomic
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
 
+_MISSING = dataclasses.MISSING
+
 
 def load(cls: type[T], path: Path | str | None = None, overrides: Sequence[str] = ()) -> T:
     """Build a `cls` from a TOML file and `dotted.key=value` overrides, the last one winning.
@@ -165,11 +167,11 @@ class _Builder:
 
     def build(self, hint: Any, value: Any, at: Keys, default: Any) -> Any:
         """Build the dataclasses anywhere inside `value`, then have msgspec convert the whole."""
+        if isinstance(value, dict) and (arm := _fitting(hint, cast(dict[str, Any], value))):
+            base = default if type(default) is arm else None
+            return self.build_dataclass(arm, cast(dict[str, Any], value), at, base)
         for arm in _arms(hint):
-            if isinstance(value, dict) and isinstance(arm, type) and dataclasses.is_dataclass(arm):
-                base = default if type(default) is arm else None
-                value = self.build_dataclass(arm, cast(dict[str, Any], value), at, base)
-            elif isinstance(value, dict) and _is_generic(arm, Mapping):
+            if isinstance(value, dict) and _is_generic(arm, Mapping):
                 items = cast(dict[str, Any], value).items()
                 inner = get_args(arm)[1]
                 value = {key: self.build(inner, v, (*at, key), None) for key, v in items}
@@ -264,6 +266,29 @@ def _arms(hint: Any) -> list[Any]:
     if get_origin(hint) in (Union, UnionType):
         return [arm for member in get_args(hint) for arm in _arms(member)]
     return [hint]
+
+
+def _fitting(hint: Any, table: dict[str, Any]) -> type | None:
+    """Of the dataclasses that a value may be, the one whose fields the table's keys are.
+
+    >>> @dataclass
+    ... class Point:
+    ...     x: int
+    >>> @dataclass
+    ... class Box:
+    ...     x: int
+    ...     width: int
+    >>> _fitting(Box | Point | None, {"x": 1}).__name__
+    'Point'
+    """
+
+    def misfits(arm: Any) -> int:
+        fields = _init_fields(arm)
+        required = {name for name, field in fields.items() if _default(field, None) is _MISSING}
+        return len(table.keys() - fields.keys()) + len(required - table.keys())
+
+    arms = [arm for arm in _arms(hint) if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
+    return min(arms, key=misfits, default=None)
 
 
 def _is_generic(hint: Any, base: type) -> bool:

@@ -56,15 +56,25 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     Missing parent directories are created. After a power cut the file is whole too, though it
     may be the old one: the file is synced, the directory entry is not.
     """
-    content = data.encode() if isinstance(data, str) else data
+    with replacing(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """A path to write a new file to, which replaces the one at `path` when the block ends.
+
+    As `write_atomic`, for what is too large to be had in one piece. If the block fails, the old
+    file stays.
+    """
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not tempfile: it makes files of mode 0600 whatever the umask says.
         temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
         try:
-            with temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
+            temporary.touch(exist_ok=False)
+            yield temporary
+            with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:

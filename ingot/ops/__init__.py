@@ -14,6 +14,8 @@ from ingot.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, relu_square
 from ingot.ops.attention import attention
 from ingot.ops.embedding import embedding
 from ingot.ops.linear import (
+    grouped_linear,
+    grouped_swiglu,
     linear,
     linear_gelu,
     linear_gelu_tanh,
@@ -61,6 +63,8 @@ __all__ = [
     "geglu_tanh",
     "gelu",
     "gelu_tanh",
+    "grouped_linear",
+    "grouped_swiglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

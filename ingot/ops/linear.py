@@ -4,16 +4,21 @@
     linear_gelu(x)     = gelu(x W^T + b),   likewise gelu_tanh, silu, relu
     linear_swiglu(x)   = silu(x G^T) * (x U^T): gate and up, as one pass over x
     linear_residual(x) = residual + x W^T + b
+    grouped_linear(x)  = x W_e^T, e being the group that a row is in: a mixture of experts
+    grouped_swiglu(x)  = linear_swiglu with the gate and up of that group
 
 The epilogues work on the accumulator before it is rounded and stored, so a fused op moves
 the intermediate neither out nor in and rounds once where two ops round twice.
 
-Weights are (out, in) as `torch.nn.Linear` has them.
+Weights are (out, in) as `torch.nn.Linear` has them; of groups, (E, out, in). The rows of a group
+lie side by side: those of group e are `offsets[e]` up to `offsets[e + 1]`.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,6 +59,29 @@ def _residual_samples(make: Make) -> Iterator[Sample]:
         yield Sample(sample.name, (x, weight, make(*x.shape[:-1], weight.shape[0]), bias))
 
 
+def _grouped_samples(make: Make) -> Iterator[Sample]:
+    def grouped(name: str, x: Tensor, out: int, *ends: int) -> Sample:
+        weight = make(len(ends), out, x.shape[1], scale=x.shape[1] ** -0.5)
+        return Sample(name, (x, weight, make.tensor([0, *ends])))
+
+    yield grouped("typical", make(6, 64), 48, 2, 5, 6)
+    yield grouped("large", make(67, 259), 131, 40, 41, 67)
+    yield grouped("odd", make(5, 37), 19, 0, 3, 3, 5)
+    yield grouped("one_row", make(1, 48), 32, 0, 1)
+    x, weight, offsets = grouped("strided", make.strided(4, 24), 17, 3, 4).args
+    yield Sample("strided", (x, weight.transpose(0, 1).contiguous().transpose(0, 1), offsets))
+    yield grouped("extreme", make.spread(4, 33), 9, 1, 4)
+    x, weight, offsets = grouped("int32", make(4, 16), 8, 2, 4).args
+    yield Sample("int32", (x, weight, offsets.int()))
+
+
+def _grouped_swiglu_samples(make: Make) -> Iterator[Sample]:
+    for sample in _grouped_samples(make):
+        x, weight, offsets = sample.args
+        up_weight = make(*weight.shape, scale=x.shape[-1] ** -0.5)
+        yield Sample(sample.name, (x, weight, up_weight, offsets))
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     same_dtype("linear", x=x, weight=weight, bias=bias)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
@@ -84,8 +112,44 @@ def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | 
         )
 
 
+def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    same_dtype("grouped", x=x, weight=weight)
+    if not (x.dim() == 2 and weight.dim() == 3 and weight.shape[2] == x.shape[1]):
+        raise OpError(
+            f"grouped: x is {tuple(x.shape)}, weight {tuple(weight.shape)}",
+            remedy="give x as (rows, in) and a weight of (groups, out, in)",
+        )
+    if offsets.shape != (len(weight) + 1,) or offsets.is_floating_point():
+        raise OpError(
+            f"grouped: {len(weight)} groups, but offsets {offsets.dtype} {tuple(offsets.shape)}",
+            remedy="give integers, one more than there are groups",
+        )
+
+
+def _check_grouped_swiglu(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor
+) -> None:
+    same_shape("grouped_swiglu", gate_weight=gate_weight, up_weight=up_weight)
+    _check_grouped(x, gate_weight, offsets)
+
+
+def _groups(x: Tensor, offsets: Tensor) -> list[tuple[int, Tensor]]:
+    """The groups that have rows, with their rows."""
+    ends: list[int] = offsets.tolist()
+    if not (ends[0] == 0 and ends[-1] == len(x) and ends == sorted(ends)):
+        raise OpError(
+            f"grouped: offsets are {ends[:8]} for {len(x)} rows",
+            remedy="give where each group begins: 0 first, the number of rows last",
+        )
+    return [(e, x[a:b]) for e, (a, b) in enumerate(pairwise(ends)) if a < b]
+
+
 def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _grouped_fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
 
 
 def _rows(x: Tensor) -> int:
@@ -108,6 +172,20 @@ def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, *_: object) -> C
     rows = _rows(x)
     result = residual.nbytes
     return Cost(bytes=x.nbytes + weight.nbytes + 2 * result, flops=2 * rows * weight.numel())
+
+
+def _grouped_cost(x: Tensor, weight: Tensor, offsets: Tensor) -> Cost:
+    result = len(x) * weight.shape[1] * x.itemsize
+    read = len(_groups(x, offsets)) * weight[0].nbytes
+    return Cost(bytes=x.nbytes + read + result, flops=2 * len(x) * weight[0].numel())
+
+
+def _grouped_swiglu_cost(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor
+) -> Cost:
+    one = _grouped_cost(x, gate_weight, offsets)
+    read = len(_groups(x, offsets)) * up_weight[0].nbytes
+    return Cost(bytes=one.bytes + read, flops=2 * one.flops)
 
 
 _with_bias = op(
@@ -205,3 +283,41 @@ def linear_residual(
     tensor([[2.]])
     """
     return residual + linear.reference(x, weight, bias)
+
+
+@op(
+    check=_check_grouped,
+    fake=_grouped_fake,
+    samples=_grouped_samples,
+    tolerance=Tolerance(),
+    cost=_grouped_cost,
+    rows=(),
+)
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Rows (T, in), each by the weight of its group out of (E, out, in); offsets (E + 1).
+
+    >>> weight = torch.tensor([[[1.0]], [[2.0]]])
+    >>> grouped_linear(torch.ones(3, 1), weight, torch.tensor([0, 1, 3])).T
+    tensor([[1., 2., 2.]])
+    """
+    parts = [rows @ weight[e].T for e, rows in _groups(x, offsets)]
+    return torch.cat([x[:0] @ weight[0].T, *parts])
+
+
+@op(
+    check=_check_grouped_swiglu,
+    fake=_grouped_fake,
+    samples=_grouped_swiglu_samples,
+    tolerance=Tolerance(),
+    cost=_grouped_swiglu_cost,
+    rows=(),
+)
+def grouped_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) -> Tensor:
+    """`swiglu(grouped_linear(x, gate_weight, offsets), grouped_linear(x, up_weight, offsets))`.
+
+    >>> weight, offsets = torch.ones(2, 1, 1), torch.tensor([0, 1, 1])
+    >>> grouped_swiglu(torch.ones(1, 1), weight, weight, offsets)
+    tensor([[0.7311]])
+    """
+    gate = grouped_linear.reference(x, gate_weight, offsets)
+    return activation.swiglu.reference(gate, grouped_linear.reference(x, up_weight, offsets))

@@ -364,3 +364,34 @@ def test_the_config_stays_frozen() -> None:
     run: Any = config.load(Run, overrides=["name=x"])
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.steps = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    steps: int
+    end: float
+    start: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    schedule: Cosine | Linear | None = None
+
+
+@pytest.mark.parametrize("schedule", [None, Cosine(steps=3), Linear(steps=3, end=0.5)])
+def test_of_several_dataclasses_the_keys_say_which(schedule: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    config.save(Scheduled(schedule=schedule), path)
+    assert config.load(Scheduled, path) == Scheduled(schedule=schedule)
+
+
+def test_of_several_dataclasses_the_nearest_names_what_is_wrong() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'start'"):
+        config.load(Scheduled, None, ["schedule.steps=3", "schedule.end=1.0", "schedule.strat=1.0"])
+    with pytest.raises(ConfigError, match=r"missing schedule\.steps"):
+        config.load(Scheduled, None, ["schedule.end=1.0"])

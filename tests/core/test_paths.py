@@ -123,6 +123,16 @@ except Exception as error:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_block_that_fails_replaces_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    with paths.replacing(path) as temporary:
+        temporary.write_text("old")
+    with pytest.raises(TypeError), paths.replacing(path) as temporary:
+        temporary.write_bytes("half")  # pyright: ignore[reportArgumentType]
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_an_atomic_write_makes_parents_and_honours_the_umask(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / ("n" * 255)
     old = os.umask(0o027)

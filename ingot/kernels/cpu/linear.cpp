@@ -20,13 +20,10 @@ inline Tensor product_like(const Tensor& x, const Tensor& weight) {
 
 // value(row, column, products, count...) gives what is stored.
 template <class T, size_t PRODUCTS, class Value>
-Tensor linear_of(const Tensor& x, const Tensor& weight, const std::array<Matrix<T>, PRODUCTS>& weights,
-                 const Value& value) {
-  Tensor y = product_like(x, weight);
-  T* out = data<T>(y);
-  Rows<T> rows(x);
+void store_product(const Matrix<T>& x, const std::array<Matrix<T>, PRODUCTS>& weights, T* out,
+                   const Value& value) {
   int64_t width = weights[0].rows;
-  multiply(Matrix<T>(rows), weights, even_columns(width), [&](const Block& block) {
+  multiply(x, weights, even_columns(width), [&](const Block& block) {
     for (int64_t r = 0; r < block.rows; r++)
       along(block.columns.count, [&](int64_t at, auto... count) {
         int64_t row = block.row + r, column = block.columns.begin + at;
@@ -35,6 +32,13 @@ Tensor linear_of(const Tensor& x, const Tensor& weight, const std::array<Matrix<
         store(out + row * width + column, value(row, column, products, count...), count...);
       });
   });
+}
+
+template <class T, size_t PRODUCTS, class Value>
+Tensor linear_of(const Tensor& x, const Tensor& weight, const std::array<Matrix<T>, PRODUCTS>& weights,
+                 const Value& value) {
+  Tensor y = product_like(x, weight);
+  store_product<T, PRODUCTS>(Rows<T>(x), weights, data<T>(y), value);
   return y;
 }
 
@@ -88,16 +92,60 @@ Tensor linear_residual(const Tensor& x, const Tensor& weight, const Tensor& resi
   return activated(x, weight, bias, residual, [](Floats v) { return v; });
 }
 
+constexpr auto PRODUCT = [](int64_t, int64_t, auto& products, auto...) { return products[0]; };
+constexpr auto SWIGLU = [](int64_t, int64_t, auto& products, auto...) {
+  return silu(products[0]) * products[1];
+};
+
 Tensor linear_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight) {
   return with_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Rows<T> gate = weight_of<T>(gate_weight, x), up = weight_of<T>(up_weight, x);
     need(gate.count == up.count, "gate and up of one shape");
-    return linear_of<T, 2>(x, gate_weight, {gate, up},
-                           [](int64_t, int64_t, auto& products, auto...) {
-                             return silu(products[0]) * products[1];
-                           });
+    return linear_of<T, 2>(x, gate_weight, {gate, up}, SWIGLU);
   });
+}
+
+// A group after the other, each a product of its own: so a row has the bits that `linear` gives it.
+template <size_t PRODUCTS, class Value>
+Tensor grouped(const Tensor& x, const std::array<Tensor, PRODUCTS>& weights, const Tensor& offsets,
+               const Value& value) {
+  return with_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    const Tensor& first = weights[0];
+    need(x.dim() == 2 && first.dim() == 3 && first.size(2) == x.size(1), "weight of (groups, out, in)");
+    int64_t groups = first.size(0), width = first.size(1), depth = first.size(2);
+    need(offsets.dim() == 1 && offsets.size(0) == groups + 1, "an offset more than groups");
+    Integers begins(offsets);
+    need(begins[0] == 0 && begins[groups] == x.size(0), "offsets from 0 to the number of rows");
+    for (int64_t g = 0; g < groups; g++) need(begins[g] <= begins[g + 1], "offsets that rise");
+    std::vector<Rows<T>> all;
+    for (const Tensor& weight : weights) {
+      need_like(weight, x);
+      need(std::ranges::equal(weight.sizes(), first.sizes()), "weights of one shape");
+      all.emplace_back(weight);
+    }
+    Rows<T> rows(x);
+    Tensor y = made(std::array{x.size(0), width}, x.scalar_type());
+    for (int64_t g = 0; g < groups; g++) {
+      int64_t begin = begins[g], count = begins[g + 1] - begin;
+      if (!count || !width) continue;
+      auto part = [&]<size_t... P>(std::index_sequence<P...>) {
+        return std::array{Matrix<T>(all[P][g * width], width, depth, all[P].stride)...};
+      }(std::make_index_sequence<PRODUCTS>());
+      Matrix<T> taken(rows[begin], count, depth, rows.stride);
+      store_product<T, PRODUCTS>(taken, part, data<T>(y) + begin * width, value);
+    }
+    return y;
+  });
+}
+
+Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets) {
+  return grouped<1>(x, {weight}, offsets, PRODUCT);
+}
+Tensor grouped_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                      const Tensor& offsets) {
+  return grouped<2>(x, {gate_weight, up_weight}, offsets, SWIGLU);
 }
 
 }  // namespace ingot::kernels
@@ -109,3 +157,5 @@ OP(linear_silu)
 OP(linear_relu)
 OP(linear_residual)
 OP(linear_swiglu)
+OP(grouped_linear)
+OP(grouped_swiglu)

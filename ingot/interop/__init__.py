@@ -1,0 +1,1 @@
+"""Other formats of models and the way to them and back."""

@@ -1,0 +1,136 @@
+"""Attention with its projections: the layer that reads the plan and keeps state.
+
+Queries, keys and values come out of one weight, `qkv`: the rows of q, then of k, then of v. A
+decode step reads it in one pass, and q and k, which lie side by side, turn in one call of `rope`.
+
+Legend: T tokens, D channels, N query heads, G key-value heads, H channels of a head.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ingot import ops
+from ingot.core.errors import ConfigError
+from ingot.nn.config import QkNorm, Rope
+from ingot.nn.linear import Linear
+from ingot.nn.norm import RMSNorm
+from ingot.nn.plan import KVSpec, Plan
+
+
+class Attention(nn.Module):
+    """Causal self-attention over packed tokens, in a model of your own too.
+
+    `layer` is its place in the KV pool: number the layers of a model from 0 on.
+
+    >>> attention = Attention(32, heads=4, kv_heads=2, rope=Rope())
+    >>> plan = Plan.packed([3, 2])
+    >>> attention(torch.zeros(5, 32), plan.positions(), plan).shape
+    torch.Size([5, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        layer: int = 0,
+        rope: Rope | None = None,
+        window: int | None = None,
+        qk_norm: QkNorm | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
+        if heads % self.kv_heads or (head_dim is None and dim % heads):
+            raise ConfigError(
+                f"{dim} channels in {heads} heads that share {self.kv_heads} key-value heads",
+                remedy="give heads that are a multiple of kv_heads and divide the channels",
+            )
+        self.layer, self.window, self.qk_norm = layer, window, qk_norm
+        rows = (heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = Linear(dim, rows, bias=qkv_bias)
+        self.out = Linear(heads * self.head_dim, dim, bias=out_bias)
+        self.rotary = None if rope is None else Rotary(self.head_dim, rope)
+        if qk_norm:
+            whole = qk_norm is QkNorm.WHOLE
+            self.q_norm = RMSNorm(self.head_dim * (heads if whole else 1), eps)
+            self.k_norm = RMSNorm(self.head_dim * (self.kv_heads if whole else 1), eps)
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """The keys and values that this layer keeps of a token."""
+        dtype = self.qkv.weight.dtype
+        return KVSpec(layers=1, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
+
+    def forward(
+        self, x_TD: Tensor, positions_T: Tensor, plan: Plan, residual: Tensor | None = None
+    ) -> Tensor:
+        """What each token gathers from those before it, added to the residual if given."""
+        q_TNH, k_TGH, v_TGH = self._project(x_TD, positions_T)
+        if plan.pool is None:
+            k, v = k_TGH, v_TGH
+        else:
+            assert plan.slots is not None
+            plan.pool.write(self.layer, k_TGH, v_TGH, plan.slots)
+            k, v = plan.pool.k[self.layer], plan.pool.v[self.layer]
+        found_TNH = ops.attention(
+            q_TNH, k, v, plan.cu_seqlens, plan.context_lens, plan.block_table, True, self.window
+        )
+        return self.out(found_TNH.flatten(1), residual)
+
+    def _project(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads, both = self.heads, self.heads + self.kv_heads
+        qkv_TXH = self.qkv(x_TD).view(-1, both + self.kv_heads, self.head_dim)
+        v_TGH = qkv_TXH[:, both:]
+        if self.qk_norm is None:
+            qk_TXH = qkv_TXH[:, :both]
+            if self.rotary is not None:
+                qk_TXH = self.rotary(qk_TXH, positions_T)
+            return qk_TXH[:, :heads], qk_TXH[:, heads:], v_TGH
+        q_TNH = self._normalize(self.q_norm, qkv_TXH[:, :heads])
+        k_TGH = self._normalize(self.k_norm, qkv_TXH[:, heads:both])
+        if self.rotary is not None:
+            q_TNH, k_TGH = self.rotary(q_TNH, positions_T), self.rotary(k_TGH, positions_T)
+        return q_TNH, k_TGH, v_TGH
+
+    def _normalize(self, norm: RMSNorm, x_TXH: Tensor) -> Tensor:
+        if self.qk_norm is QkNorm.HEAD:
+            return norm(x_TXH)
+        return norm(x_TXH.flatten(1)).view(x_TXH.shape)
+
+
+class Rotary(nn.Module):
+    """`ops.rope` with its frequencies.
+
+    They stay in float32 when the module is converted, and real when it is made on `meta`: a
+    frequency in bfloat16 is off by whole turns at a position of hundreds.
+
+    >>> Rotary(4, Rope(theta=100.0)).bfloat16().freqs
+    tensor([1.0000, 0.1000])
+    """
+
+    def __init__(self, width: int, rope: Rope) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.freqs, self.scale = ops.rope_frequencies(width, rope.theta, rope.scaling)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        device = fn(self.freqs.new_empty(0)).device
+        if device.type != "meta":
+            self.freqs = self.freqs.to(device)
+        return self
+
+    def forward(self, x_TNH: Tensor, positions_T: Tensor) -> Tensor:
+        """Turn each head by its token's position."""
+        return ops.rope(x_TNH, positions_T, self.freqs, False, self.scale)

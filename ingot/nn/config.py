@@ -1,0 +1,240 @@
+"""What a decoder is, as data: the families differ in these fields and in nothing else.
+
+    GPT-2            learned positions, LayerNorm, a plain MLP, biases everywhere
+    Llama, SmolLM2   rotary positions, RMSNorm, SwiGLU; grouped key-value heads; tied or not
+    Mistral          and a sliding window
+    Qwen2, Qwen3     and a bias of q, k, v; or a norm of each head of q and k
+    OLMo2            norms behind the branches instead of before them, and of the whole q and k
+    Mixtral, Qwen3-MoE   experts instead of one MLP, in all layers or in some
+
+Every number has bounds, checked here, before anything is allocated: a config often comes from a
+file that somebody else wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+from ingot.core.errors import ConfigError
+from ingot.ops.rope import LinearScaling, Llama3Scaling, YarnScaling
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+class NormKind(Enum):
+    """How a row is normalized: `ops.rms_norm`, or `ops.layer_norm` with a bias."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class NormPlace(Enum):
+    """Where a block normalizes: what its branches read, or what they add."""
+
+    BEFORE = "before"
+    BEHIND = "behind"
+
+
+class QkNorm(Enum):
+    """What an RMSNorm of queries and keys spans: each head, or all of them together."""
+
+    HEAD = "head"
+    WHOLE = "whole"
+
+
+class Activation(Enum):
+    """The nonlinearity of the MLP. SwiGLU has a gate beside it, the others do not."""
+
+    SWIGLU = "swiglu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+
+
+# The most of each: several times what any published model has.
+_MOST = {
+    "vocab_size": 2**22,
+    "dim": 2**17,
+    "layers": 2**10,
+    "heads": 2**11,
+    "kv_heads": 2**11,
+    "head_dim": 2**12,
+    "ffn": 2**20,
+    "context": 2**27,
+    "window": 2**27,
+    "count": 2**12,
+    "top_k": 2**8,
+}
+
+
+def _bounded(of: object, *names: str) -> None:
+    for name in names:
+        value, most = getattr(of, name), _MOST[name]
+        if not (type(value) is int and 1 <= value <= most):
+            raise ConfigError(
+                f"{name} is {value!r}"[:200], remedy=f"give a whole number from 1 to {most}"
+            )
+
+
+def _positive(name: str, value: object, most: float) -> None:
+    if not (isinstance(value, int | float) and 0 < value <= most and math.isfinite(value)):
+        raise ConfigError(f"{name} is {value!r}"[:200], remedy=f"give a number above 0, to {most}")
+
+
+def _flags(of: object, *names: str) -> None:
+    for name in names:
+        if type(getattr(of, name)) is not bool:
+            raise ConfigError(f"{name} is {getattr(of, name)!r}"[:200], remedy="give true or false")
+
+
+def _some_layers(name: str, chosen: tuple[int, ...] | None, layers: int) -> None:
+    if chosen is None:
+        return
+    known = range(layers)
+    if not (chosen and all(layer in known for layer in chosen) and _rises(chosen)):
+        raise ConfigError(
+            f"{name} is {chosen!r}"[:200],
+            remedy=f"name layers from 0 to {layers - 1} in order, or leave it out for all of them",
+        )
+
+
+def _rises(numbers: tuple[int, ...]) -> bool:
+    return all(a < b for a, b in pairwise(numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions: the base of their frequencies, and how these are stretched.
+
+    >>> Rope(theta=500000.0).scaling is None
+    True
+    """
+
+    theta: float = 10000.0
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        _positive("theta", self.theta, 1e15)
+        if self.scaling is None:
+            return
+        for name, value in vars(self.scaling).items():
+            _positive(name, value, 1e9)
+        match self.scaling:
+            case Llama3Scaling(low=low, high=high) if not low < high:
+                raise ConfigError(f"low is {low}, high {high}", remedy="give a low below the high")
+            case YarnScaling(slow=slow, fast=fast) if not slow < fast:
+                raise ConfigError(
+                    f"slow is {slow}, fast {fast}", remedy="give a slow below the fast"
+                )
+            case YarnScaling() if self.theta <= 1:
+                raise ConfigError(f"theta is {self.theta}", remedy="give one above 1")
+            case _:
+                pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in the place of the MLP: each token goes to the best `top_k`.
+
+    >>> Experts(count=8, top_k=2, ffn=14336).normalize
+    True
+    """
+
+    count: int
+    top_k: int
+    ffn: int
+    """Width of an expert."""
+    normalize: bool = True
+    """Whether the weights of the chosen experts sum to 1."""
+    layers: tuple[int, ...] | None = None
+    """Which layers have experts; all of them if None."""
+
+    def __post_init__(self) -> None:
+        _bounded(self, "count", "top_k", "ffn")
+        _flags(self, "normalize")
+        if self.top_k > self.count:
+            raise ConfigError(
+                f"top_k is {self.top_k} of {self.count} experts", remedy="choose no more than exist"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Everything a `Decoder` is made of. Presets are in `ingot.nn.presets`.
+
+    >>> config = DecoderConfig(
+    ...     vocab_size=256, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128,
+    ...     context=512, rope=Rope()
+    ... )
+    >>> config.windows
+    (None, None)
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    """Width of the MLP."""
+    context: int
+    """The longest sequence it is made for."""
+    rope: Rope | None = None
+    """Rotary positions; learned ones, added to the embedding, if None."""
+    norm: NormKind = NormKind.RMS
+    norm_place: NormPlace = NormPlace.BEFORE
+    norm_eps: float = 1e-5
+    qk_norm: QkNorm | None = None
+    activation: Activation = Activation.SWIGLU
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Of what attention puts out."""
+    mlp_bias: bool = False
+    tied: bool = False
+    """Whether the head is the embedding."""
+    window: int | None = None
+    """How far a token sees in the layers of `window_layers`."""
+    window_layers: tuple[int, ...] | None = None
+    """Which layers have the window; all of them if None."""
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        _bounded(self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn")
+        _bounded(self, "context", *(() if self.window is None else ("window",)))
+        _positive("norm_eps", self.norm_eps, 1.0)
+        _flags(self, "qkv_bias", "out_bias", "mlp_bias", "tied")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly",
+                remedy="give heads that are a multiple of kv_heads",
+            )
+        if self.rope and (self.head_dim < 4 or self.head_dim % 2):
+            raise ConfigError(
+                f"head_dim is {self.head_dim}, which rotary positions cannot pair",
+                remedy="give an even number, 4 or more",
+            )
+        if self.mlp_bias and self.activation is Activation.SWIGLU:
+            raise ConfigError("mlp_bias with SwiGLU", remedy="choose one of the two")
+        if self.window is None and self.window_layers is not None:
+            raise ConfigError("window_layers without a window", remedy="give the window too")
+        _some_layers("window_layers", self.window_layers, self.layers)
+        if self.experts:
+            _some_layers("experts.layers", self.experts.layers, self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How far a token sees, in each layer."""
+        chosen = range(self.layers) if self.window_layers is None else self.window_layers
+        return tuple(self.window if layer in chosen else None for layer in range(self.layers))
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """Which layers have experts."""
+        if self.experts is None:
+            return (False,) * self.layers
+        chosen = range(self.layers) if self.experts.layers is None else self.experts.layers
+        return tuple(layer in chosen for layer in range(self.layers))

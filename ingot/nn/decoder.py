@@ -1,0 +1,158 @@
+"""The decoder: one module for every family, trained, compressed and served as it is.
+
+    forward(tokens_T, positions_T, plan) -> hidden_TD
+
+takes packed tokens and gives the normalized state of each; `logits` makes scores of it, and the
+losses of `ops` take it with `head_weight`, so that nobody makes the logits of a whole batch.
+
+A decoder is made on `meta` first and gets its memory once: `Decoder.new` fills it with fresh
+weights, `ingot.interop.hf.load` with those of a file.
+
+Legend: T tokens, D channels, V vocabulary.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ingot import ops
+from ingot.nn.attention import Attention
+from ingot.nn.config import Activation, DecoderConfig, NormKind, NormPlace
+from ingot.nn.linear import STD, Embedding, Linear
+from ingot.nn.mlp import MLP, MoE, SwiGLU
+from ingot.nn.norm import LayerNorm, RMSNorm
+from ingot.nn.plan import KVSpec, Plan
+
+
+def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
+    kind = RMSNorm if config.norm is NormKind.RMS else LayerNorm
+    return kind(config.dim, config.norm_eps)
+
+
+def _mlp(config: DecoderConfig, layer: int) -> MLP | SwiGLU | MoE:
+    if config.experts and config.sparse[layer]:
+        return MoE(config.dim, config.experts)
+    if config.activation is Activation.SWIGLU:
+        return SwiGLU(config.dim, config.ffn)
+    return MLP(config.dim, config.ffn, config.activation, config.mlp_bias)
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each added to the stream that runs through."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.norm_behind = config.norm_place is NormPlace.BEHIND
+        self.attention = Attention(
+            config.dim,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            layer=layer,
+            rope=config.rope,
+            window=config.windows[layer],
+            qk_norm=config.qk_norm,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            eps=config.norm_eps,
+        )
+        self.attention_norm = _norm(config)
+        self.mlp = _mlp(config, layer)
+        self.mlp_norm = _norm(config)
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor, plan: Plan) -> Tensor:
+        """The stream behind this layer."""
+        if self.norm_behind:
+            x_TD = x_TD + self.attention_norm(self.attention(x_TD, positions_T, plan))
+            return x_TD + self.mlp_norm(self.mlp(x_TD))
+        x_TD = self.attention(self.attention_norm(x_TD), positions_T, plan, residual=x_TD)
+        return self.mlp(self.mlp_norm(x_TD), residual=x_TD)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model, whatever its family.
+
+    >>> from ingot.nn import preset
+    >>> model = Decoder.new(preset("tiny"), seed=0)
+    >>> plan = Plan.packed([3, 2])
+    >>> hidden = model(torch.tensor([1, 2, 3, 4, 5]), plan.positions(), plan)
+    >>> model.logits(hidden).shape
+    torch.Size([5, 256])
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.origin: dict[str, Any] | None = None
+        """What the file it was read from says, kept for the file it will be written to."""
+        self.embed = Embedding(config.vocab_size, config.dim)
+        self.place = None if config.rope else Embedding(config.context, config.dim)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = _norm(config)
+        self.head = None if config.tied else Linear(config.dim, config.vocab_size)
+
+    @staticmethod
+    def new(
+        config: DecoderConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Decoder:
+        """A decoder with fresh weights."""
+        decoder = Decoder.unfilled(config, dtype).to_empty(device=device)
+        decoder.init(seed)
+        return decoder
+
+    @staticmethod
+    def unfilled(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+        """A decoder on `meta`: shapes and no memory. `to_empty` gives it some."""
+        with torch.device("meta"):
+            return Decoder(config).to(dtype)
+
+    def init(self, seed: int) -> None:
+        """Fresh weights: normal; those that add to the stream scaled down by the depth.
+
+        So the stream's variance does not grow with the number of layers (GPT-2).
+        """
+        random = torch.Generator(self.embed.weight.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            kind = name.rpartition(".")[2]
+            if "norm" in name and kind == "weight":
+                nn.init.ones_(parameter)
+            elif kind == "bias":
+                nn.init.zeros_(parameter)
+            else:
+                adds = name.endswith((".out.weight", ".down.weight", ".down"))
+                std = STD / math.sqrt(2 * self.config.layers) if adds else STD
+                nn.init.normal_(parameter, std=std, generator=random)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the vocabulary, (V, D), for `ops.linear_cross_entropy` and its like."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What it keeps of a token when served."""
+        found = KVSpec.of(self.blocks)
+        assert found is not None
+        return found
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan) -> Tensor:
+        """The normalized state of each token, (T, D)."""
+        x_TD = self.embed(tokens_T)
+        if self.place is not None:
+            x_TD = x_TD + self.place(positions_T)
+        for block in self.blocks:
+            x_TD = block(x_TD, positions_T, plan)
+        return self.norm(x_TD)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """The scores of the vocabulary, (T, V). Ask for the tokens you need, not for all."""
+        return ops.linear(hidden_TD, self.head_weight)

@@ -1,0 +1,99 @@
+"""The part of a block that works on each token alone: one MLP, or a mixture of experts.
+
+Legend: T tokens, D channels, F width, E experts, R choices of a token, A = T * R assignments.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ingot import ops
+from ingot.nn.config import Activation, Experts
+from ingot.nn.linear import STD, Linear
+
+_FUSED = {
+    Activation.GELU: ops.linear_gelu,
+    Activation.GELU_TANH: ops.linear_gelu_tanh,
+    Activation.RELU: ops.linear_relu,
+}
+
+
+class MLP(nn.Module):
+    """Up, an activation, down: two layers and what is between them.
+
+    >>> MLP(8, 16, Activation.GELU_TANH, bias=True)(torch.ones(2, 8)).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(self, dim: int, ffn: int, activation: Activation, bias: bool = False) -> None:
+        super().__init__()
+        self.up = Linear(dim, ffn, bias=bias)
+        self.down = Linear(ffn, dim, bias=bias)
+        self.fused = _FUSED[activation]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Each token's own, added to the residual if given."""
+        return self.down(self.fused(x, self.up.weight, self.up.bias), residual)
+
+
+class SwiGLU(nn.Module):
+    """An MLP with a gate: `down(silu(gate x) * up x)`.
+
+    >>> SwiGLU(8, 16)(torch.ones(2, 8)).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.gate = Linear(dim, ffn)
+        self.up = Linear(dim, ffn)
+        self.down = Linear(ffn, dim)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Each token's own, added to the residual if given."""
+        return self.down(ops.linear_swiglu(x, self.gate.weight, self.up.weight), residual)
+
+
+class MoE(nn.Module):
+    """A mixture of SwiGLU experts: a token's best `top_k`, weighted.
+
+    Of equal scores the expert with the lower number is the better. The results of a token are
+    added from its best expert to its worst, in float32, whatever else is in the batch.
+
+    >>> MoE(8, Experts(count=4, top_k=2, ffn=16))(torch.ones(3, 8)).shape
+    torch.Size([3, 8])
+    """
+
+    def __init__(self, dim: int, experts: Experts) -> None:
+        super().__init__()
+        self.top_k, self.normalize, self.count = experts.top_k, experts.normalize, experts.count
+        self.router = Linear(dim, experts.count)
+        self.gate = nn.Parameter(torch.empty(experts.count, experts.ffn, dim))
+        self.up = nn.Parameter(torch.empty(experts.count, experts.ffn, dim))
+        self.down = nn.Parameter(torch.empty(experts.count, dim, experts.ffn))
+        for weight in (self.gate, self.up, self.down):
+            nn.init.normal_(weight, std=STD)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Each token's own, added to the residual if given."""
+        weights_TR, chosen_TR = self._route(x)
+        order_A = chosen_TR.flatten().argsort(stable=True)  # by expert, then by token
+        counts_E = chosen_TR.flatten().bincount(minlength=self.count)
+        offsets = nn.functional.pad(counts_E.cumsum(0), (1, 0))
+        h_AF = ops.grouped_swiglu(x[order_A // self.top_k], self.gate, self.up, offsets)
+        y_AD = ops.grouped_linear(h_AF, self.down, offsets)
+        y_TRD = y_AD[order_A.argsort()].unflatten(0, (-1, self.top_k)).to(weights_TR.dtype)
+        total = weights_TR[:, 0, None] * y_TRD[:, 0]
+        for rank in range(1, self.top_k):
+            total = total + weights_TR[:, rank, None] * y_TRD[:, rank]
+        return (total if residual is None else residual + total).to(x.dtype)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores_TE = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
+        ranked_TE, experts_TE = scores_TE.sort(dim=-1, descending=True, stable=True)
+        chosen_TR = experts_TE[:, : self.top_k]
+        if self.normalize:  # what is left of a softmax over all is one over the chosen
+            return ops.softmax(ranked_TE[:, : self.top_k]), chosen_TR
+        return ops.softmax(scores_TE).gather(-1, chosen_TR), chosen_TR

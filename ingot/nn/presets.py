@@ -1,0 +1,89 @@
+"""Configs with a name. A preset is data: `dataclasses.replace` makes another of it.
+
+>>> from dataclasses import replace
+>>> replace(preset("llama-100m"), layers=6).layers
+6
+"""
+
+from __future__ import annotations
+
+from ingot.core.errors import UnknownName
+from ingot.nn.config import Activation, DecoderConfig, Experts, NormKind, Rope
+
+PRESETS: dict[str, DecoderConfig] = {
+    "gpt2-124m": DecoderConfig(
+        vocab_size=50257,
+        dim=768,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        head_dim=64,
+        ffn=3072,
+        context=1024,
+        norm=NormKind.LAYER,
+        activation=Activation.GELU_TANH,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=True,
+    ),
+    "smollm2-135m": DecoderConfig(
+        vocab_size=49152,
+        dim=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        ffn=1536,
+        context=8192,
+        rope=Rope(theta=100000.0),
+        tied=True,
+    ),
+    "llama-100m": DecoderConfig(
+        vocab_size=32000,
+        dim=768,
+        layers=12,
+        heads=12,
+        kv_heads=4,
+        head_dim=64,
+        ffn=2048,
+        context=4096,
+        rope=Rope(),
+        tied=True,
+    ),
+    "tiny": DecoderConfig(
+        vocab_size=256,
+        dim=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn=160,
+        context=512,
+        rope=Rope(),
+        tied=True,
+    ),
+    "tiny-moe": DecoderConfig(
+        vocab_size=256,
+        dim=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn=48,
+        context=512,
+        rope=Rope(),
+        experts=Experts(count=4, top_k=2, ffn=48),
+    ),
+}
+
+
+def preset(name: str) -> DecoderConfig:
+    """The config of this name.
+
+    >>> preset("smollm2-135m").layers
+    30
+    """
+    if name not in PRESETS:
+        raise UnknownName("preset", name, PRESETS)
+    return PRESETS[name]

@@ -1,0 +1,283 @@
+"""Weights in a directory of safetensors files: one, or shards with an index.
+
+Reading copies nothing twice: `Weights.read` has the kernel write a tensor's bytes from the file
+into the memory of the parameter, so a process that loads a model is as large as the model. (A
+mapping of the file, copied from, would count as the process's own until the kernel needs the room:
+twice the model.) The `safetensors` library parses and checks the header; it guarantees that the
+tensors fill the file without gaps, so their order and sizes say where each lies.
+
+Nothing in the directory is trusted: a shard is a plain name, not a path; a tensor is in one file;
+names, shapes and dtypes are compared with the model's before memory is touched. Files that are
+not safetensors (pickles) are never opened.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from torch import Tensor
+
+from ingot.core.errors import IngotError
+from ingot.core.paths import replacing, write_atomic
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+READABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+# What a file may hold; what is not readable may lie beside the weights.
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+_PIECE = 2**20
+_MOST_JSON = 64 * 2**20
+_PLAIN = "weights are read in float32, bfloat16 or float16; quantized ones are not"
+_REDO = "the file is damaged or was not made as it should be: fetch or export it again"
+
+
+class WeightsError(IngotError):
+    """Weights that are missing, damaged, or not those of the model."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is: its file, from which byte on, its dtype there and its shape."""
+
+    file: Path
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Weights:
+    """The tensors of a directory, by name; none is in memory.
+
+    >>> import tempfile
+    >>> directory = Path(tempfile.mkdtemp())
+    >>> write(directory, {"a": torch.tensor([1.0, 2.0])})
+    >>> into = torch.empty(2)
+    >>> Weights(directory).read("a", into)
+    >>> into
+    tensor([1., 2.])
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        self.places: dict[str, Place] = {}
+        for name in _files(self.directory):
+            path = self.directory / name
+            for tensor, place in _places(path):
+                if tensor in self.places:
+                    where = f"{self.places[tensor].file.name} and {name}"
+                    raise WeightsError(f"'{tensor}' is in {where}", remedy=_REDO)
+                self.places[tensor] = place
+        _compare_with_index(self.directory, self.places)
+
+    def match(self, wanted: Mapping[str, Tensor]) -> None:
+        """Require exactly these names with the tensors' shapes; they may be on `meta`."""
+        if missing := sorted(wanted.keys() - self.places.keys()):
+            raise WeightsError(
+                f"{len(missing)} tensors are not in {self.directory}: {_some(missing)}",
+                remedy="is config.json that of these weights?",
+            )
+        if extra := sorted(self.places.keys() - wanted.keys()):
+            raise WeightsError(
+                f"{len(extra)} tensors in {self.directory} are not in the model: {_some(extra)}",
+                remedy="is config.json that of these weights? one that says more is not supported",
+            )
+        for name, tensor in wanted.items():
+            if self.places[name].dtype not in READABLE:
+                raise WeightsError(f"'{name}' is {self.places[name].dtype}", remedy=_PLAIN)
+            if self.places[name].shape != tuple(tensor.shape):
+                raise WeightsError(
+                    f"'{name}' is {self.places[name].shape} where the model has "
+                    f"{tuple(tensor.shape)}",
+                    remedy="is config.json that of these weights?",
+                )
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill a tensor of the same shape; converted if its dtype is another."""
+        place = self.places[name]
+        assert tuple(into.shape) == place.shape
+        direct = into.is_contiguous() and into.dtype == place.dtype and into.is_cpu
+        buffer = into.detach() if direct else torch.empty(place.shape, dtype=place.dtype)
+        if buffer.numel():
+            _fill(buffer, place)
+        if not direct:
+            into.copy_(buffer)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are the same, bit for bit."""
+        a, b = self.places[one], self.places[other]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        with a.file.open("rb") as left, b.file.open("rb") as right:
+            left.seek(a.begin)
+            right.seek(b.begin)
+            pieces = (min(_PIECE, a.bytes - at) for at in range(0, a.bytes, _PIECE))
+            return all(left.read(size) == right.read(size) for size in pieces)
+
+
+def write(directory: Path | str, tensors: Mapping[str, Tensor], most: int = SHARD_BYTES) -> None:
+    """Write the tensors as one file, or as shards of `most` bytes with an index.
+
+    A directory that has weights already is refused, as what would be a mixture of two models for
+    whoever reads it meanwhile.
+    """
+    directory = Path(directory)
+    if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
+        raise WeightsError(f"{directory} has weights", remedy="give another directory, or empty it")
+    shards = _shards(tensors, most)
+    if len(shards) == 1:
+        _write_file(directory / SINGLE, shards[0])
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_file(directory / name, shard)
+        index |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    table = {"metadata": {"total_size": total}, "weight_map": index}
+    write_atomic(directory / INDEX, json.dumps(table, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of moderate size."""
+    try:
+        size = path.stat().st_size
+        if size > _MOST_JSON:
+            raise WeightsError(f"{path} has {size} bytes", remedy=f"at most {_MOST_JSON} are read")
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise WeightsError(
+            f"cannot read {path}: {error.strerror}", remedy="check the path"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is not JSON: {error}"[:300], remedy=_REDO) from error
+    if not isinstance(found, dict):
+        raise WeightsError(f"{path} has no object in it", remedy=_REDO)
+    return found
+
+
+def _files(directory: Path) -> list[str]:
+    if (directory / INDEX).exists():
+        return sorted(set(_weight_map(directory).values()))
+    if (directory / SINGLE).exists():
+        return [SINGLE]
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+        raise WeightsError(
+            f"{directory} has its weights as pickles, which can run code and are never opened",
+            remedy="save them as safetensors: model.save_pretrained(directory) of transformers",
+        )
+    raise WeightsError(f"no {SINGLE} in {directory}", remedy="give the directory of a model")
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    table = read_json(directory / INDEX).get("weight_map")
+    if not (isinstance(table, dict) and table):
+        raise WeightsError(f"{directory / INDEX} has no weight_map", remedy=_REDO)
+    for file in table.values():
+        if not (isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)):
+            raise WeightsError(
+                f"{directory / INDEX} names a file '{file}'"[:300],
+                remedy="shards lie beside their index and are named *.safetensors",
+            )
+    return table
+
+
+def _compare_with_index(directory: Path, places: dict[str, Place]) -> None:
+    if not (directory / INDEX).exists():
+        return
+    said, found = _weight_map(directory), {name: place.file.name for name, place in places.items()}
+    if wrong := sorted(name for name, file in said.items() if found.get(name) != file):
+        raise WeightsError(
+            f"the index names tensors that are not there: {_some(wrong)}", remedy=_REDO
+        )
+    if extra := sorted(found.keys() - said.keys()):
+        raise WeightsError(f"the index leaves out {_some(extra)}", remedy=_REDO)
+
+
+def _places(path: Path) -> list[tuple[str, Place]]:
+    """What the header of a file says, in the order of the file."""
+    try:
+        with path.open("rb") as raw, safe_open(path, framework="pt") as file:
+            begin = 8 + int.from_bytes(raw.read(8), "little")
+            found: list[tuple[str, Place]] = []
+            for name in file.offset_keys():
+                entry = file.get_slice(name)
+                if entry.get_dtype() not in _DTYPES:
+                    raise WeightsError(f"'{name}' in {path} is {entry.get_dtype()}", remedy=_PLAIN)
+                place = Place(path, begin, _DTYPES[entry.get_dtype()], tuple(entry.get_shape()))
+                found.append((name, place))
+                begin += place.bytes
+            size = raw.seek(0, 2)
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}: {error}", remedy="check the path") from error
+    except SafetensorError as error:
+        raise WeightsError(f"{path} is not safetensors: {error}", remedy=_REDO) from error
+    if begin != size:
+        raise WeightsError(f"{path} has {size} bytes, its tensors end at {begin}", remedy=_REDO)
+    return found
+
+
+def _fill(buffer: Tensor, place: Place) -> None:
+    view = memoryview(buffer.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+    with place.file.open("rb", buffering=0) as file:
+        file.seek(place.begin)
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise WeightsError(f"{place.file} ends too early", remedy=_REDO)
+            view = view[count:]
+
+
+def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    room = most
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = most
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tensor.shape,
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+        for name, tensor in ready.items()
+    }
+    try:
+        with replacing(path) as temporary:
+            serialize_file(specs, temporary, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise WeightsError(f"cannot write {path}: {error}", remedy="make room there") from error
+
+
+def _some(names: list[str]) -> str:
+    listing = ", ".join(names[:4])[:300]
+    return listing if len(names) <= 4 else f"{listing}, ..."

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ingot import ops
+from ingot.core.errors import ConfigError
+from ingot.nn import Attention, Plan, QkNorm, Rope
+
+
+def by_torch(layer: Attention, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One sequence, with `scaled_dot_product_attention`."""
+    heads, kv_heads, width = layer.heads, layer.kv_heads, layer.head_dim
+    rows = [heads * width, kv_heads * width, kv_heads * width]
+    q, k, v = F.linear(x, layer.qkv.weight, layer.qkv.bias).split(rows, dim=-1)
+    if layer.qk_norm is QkNorm.WHOLE:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    q, k, v = (t.view(len(x), -1, width) for t in (q, k, v))
+    if layer.qk_norm is QkNorm.HEAD:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    if layer.rotary is not None:
+        q, k = (ops.rope.reference(t, positions, layer.rotary.freqs) for t in (q, k))
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return F.linear(found.transpose(0, 1).flatten(1), layer.out.weight, layer.out.bias)
+
+
+@pytest.mark.parametrize("qk_norm", [None, *QkNorm])
+@pytest.mark.parametrize("rope", [None, Rope(theta=100.0)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_attention(qk_norm: QkNorm | None, rope: Rope | None, bias: bool) -> None:
+    torch.manual_seed(0)
+    options = {"qk_norm": qk_norm, "rope": rope, "qkv_bias": bias, "out_bias": bias}
+    layer = Attention(24, heads=6, kv_heads=2, head_dim=10, **options)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x, plan = torch.randn(12, 24), Plan.packed([7, 5])
+    positions = plan.positions()
+    expected = torch.cat([by_torch(layer, x[a:b], positions[a:b]) for a, b in ((0, 7), (7, 12))])
+    torch.testing.assert_close(layer(x, positions, plan), expected, rtol=1e-4, atol=1e-4)
+    added = layer(x, positions, plan, residual=x)
+    torch.testing.assert_close(added, expected + x, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_hides_what_is_farther_away() -> None:
+    layer = Attention(16, heads=2, window=3)
+    x, plan = torch.randn(9, 16), Plan.packed([9])
+    near = Plan.packed([3])
+    whole = layer(x, plan.positions(), plan)
+    assert torch.equal(whole[8:], layer(x[6:], near.positions(), near)[2:])
+
+
+def test_frequencies_stay_in_float32_and_real() -> None:
+    with torch.device("meta"):
+        layer = Attention(16, heads=2, rope=Rope())
+    layer = layer.to(torch.bfloat16).to_empty(device="cpu")
+    assert layer.rotary is not None
+    assert torch.equal(layer.rotary.freqs, ops.rope_frequencies(8)[0])
+    assert layer.qkv.weight.dtype == torch.bfloat16
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="divide"):
+        Attention(10, heads=4)
+    with pytest.raises(ConfigError, match="multiple"):
+        Attention(12, heads=4, kv_heads=3)

@@ -1,0 +1,254 @@
+"""The decoder as a whole; what its families compute is compared in tests/interop/test_hf.py.
+
+The property that carries the design: a token's logits depend on the tokens before it and on
+nothing else. A schedule is a way to serve some sequences: in chunks, side by side, from pages of
+any size in any order, on one thread or two. Whatever it is, each token has the bits that it has
+in one forward of its sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ingot import ops
+from ingot.nn import (
+    Activation,
+    Decoder,
+    DecoderConfig,
+    Experts,
+    KVPool,
+    NormKind,
+    NormPlace,
+    Plan,
+    QkNorm,
+    preset,
+)
+
+TINY = replace(preset("tiny"), dim=40, head_dim=12, ffn=52, vocab_size=61)
+KINDS: dict[str, DecoderConfig] = {
+    "llama": TINY,
+    "gpt2": replace(
+        TINY,
+        rope=None,
+        norm=NormKind.LAYER,
+        activation=Activation.GELU_TANH,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
+    "window": replace(TINY, window=5, window_layers=(1,), qkv_bias=True),
+    "qwen3": replace(TINY, qk_norm=QkNorm.HEAD, tied=False),
+    "olmo2": replace(TINY, qk_norm=QkNorm.WHOLE, norm_place=NormPlace.BEHIND),
+    "moe": replace(TINY, experts=Experts(count=6, top_k=3, ffn=20, normalize=False, layers=(1,))),
+}
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def made(kind: str, dtype: torch.dtype) -> Decoder:
+    """Of wilder weights than fresh ones, or attention would be nearly even."""
+    decoder = Decoder.new(KINDS[kind], seed=1, dtype=dtype)
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            noise = torch.randn(parameter.shape, generator=random) * 0.15
+            parameter.add_(noise.to(dtype))
+    return decoder
+
+
+DECODERS = {(kind, dtype): made(kind, dtype) for kind in KINDS for dtype in BITS}
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
+def whole(decoder: Decoder, tokens: Tensor) -> Tensor:
+    plan = Plan.packed([len(tokens)])
+    return decoder.logits(decoder(tokens, plan.positions(), plan))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    lengths: list[int]
+    chunks: list[int]
+    """How many tokens a sequence advances by; taken in turn, round and round."""
+    page_size: int
+    seed: int
+    threads: int
+
+
+schedules = st.builds(
+    Schedule,
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    chunks=st.lists(
+        st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=6
+    ).filter(any),
+    page_size=st.integers(1, 17),
+    seed=st.integers(0, 2**32 - 1),
+    threads=st.integers(1, 2),
+)
+
+
+@torch.inference_mode()
+def served(decoder: Decoder, sequences: list[Tensor], schedule: Schedule) -> list[Tensor]:
+    """The logits of each sequence, by the schedule."""
+    most = -(-max(map(len, sequences)) // schedule.page_size)
+    pages = len(sequences) * most + 3
+    random = torch.Generator().manual_seed(schedule.seed)
+    order = torch.randperm(pages, generator=random)
+    table = order[: len(sequences) * most].view(len(sequences), most)
+    pool = KVPool(decoder.kv_spec, pages, schedule.page_size)
+    pool.memory.fill_(torch.nan)  # what nobody wrote must not be read
+    done, found, turn = [0] * len(sequences), [[] for _ in sequences], count()
+    while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
+        news = [
+            min(schedule.chunks[next(turn) % len(schedule.chunks)], len(s) - d)
+            for d, s in zip(done, sequences, strict=True)
+        ]
+        next(turn)
+        tokens = [s[d : d + n] for s, d, n in zip(sequences, done, news, strict=True)]
+        done = [d + n for d, n in zip(done, news, strict=True)]
+        plan = Plan.paged(pool, news, done, table)
+        if not sum(news):
+            continue
+        hidden = decoder(torch.cat(tokens), plan.positions(), plan)
+        for of_one, part in zip(found, decoder.logits(hidden).split(news), strict=True):
+            of_one.append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    bits = BITS[actual.dtype]
+    different = (actual.view(bits) != expected.view(bits)).any(-1).nonzero().flatten()
+    assert not len(different), f"tokens {different.tolist()}"
+    assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_do_not_depend_on_the_schedule(kind: str, dtype: torch.dtype) -> None:
+    decoder = DECODERS[kind, dtype]
+
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @given(schedules)
+    def check(schedule: Schedule) -> None:
+        random = torch.Generator().manual_seed(schedule.seed)
+        sequences = [torch.randint(61, (n,), generator=random) for n in schedule.lengths]
+        torch.set_num_threads(schedule.threads)
+        for actual, tokens in zip(served(decoder, sequences, schedule), sequences, strict=True):
+            torch.set_num_threads(1)
+            assert_same_bits(actual, whole(decoder, tokens))
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_do_not_depend_on_any_of_many_schedules(kind: str, dtype: torch.dtype) -> None:
+    decoder = DECODERS[kind, dtype]
+
+    @settings(
+        max_examples=200, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    @given(schedules)
+    def check(schedule: Schedule) -> None:
+        sequences = [torch.randint(61, (n,)) for n in schedule.lengths]
+        torch.set_num_threads(schedule.threads)
+        for actual, tokens in zip(served(decoder, sequences, schedule), sequences, strict=True):
+            assert_same_bits(actual, whole(decoder, tokens))
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize("chunks", [[1], [7, 64, 1], [512]], ids=str)
+def test_512_tokens_at_once_one_by_one_and_in_chunks(chunks: list[int], dtype: torch.dtype) -> None:
+    decoder = DECODERS["llama", dtype]
+    tokens = torch.randint(61, (512,), generator=torch.Generator().manual_seed(0))
+    schedule = Schedule([512], chunks, page_size=16, seed=0, threads=1)
+    (actual,) = served(decoder, [tokens], schedule)
+    assert_same_bits(actual, whole(decoder, tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_in_a_packed_batch_change_nothing(kind: str) -> None:
+    decoder = DECODERS[kind, torch.bfloat16]
+    sequences = [torch.randint(61, (n,)) for n in (33, 1, 64, 130)]
+    plan = Plan.packed([33, 1, 64, 130])
+    with torch.inference_mode():
+        logits = decoder.logits(decoder(torch.cat(sequences), plan.positions(), plan))
+    for actual, tokens in zip(logits.split([33, 1, 64, 130]), sequences, strict=True):
+        assert_same_bits(actual, whole(decoder, tokens))
+
+
+def test_a_later_token_is_not_seen() -> None:
+    """The tests above compare forwards that might all be wrong in the same way."""
+    decoder = DECODERS["llama", torch.float32]
+    tokens = torch.arange(20)
+    changed = tokens.clone()
+    changed[12] = 60
+    one, other = whole(decoder, tokens), whole(decoder, changed)
+    assert_same_bits(one[:12], other[:12])
+    assert not torch.equal(one[12:], other[12:])
+
+
+def test_fresh_weights_come_from_the_seed_once() -> None:
+    config = replace(preset("tiny-moe"), norm=NormKind.LAYER, layers=8)
+    state = torch.get_rng_state()
+    one, same = Decoder.new(config, seed=3), Decoder.new(config, seed=3)
+    assert torch.equal(torch.get_rng_state(), state), "nobody else's random numbers are used"
+    other = Decoder.new(config, seed=4)
+    for (name, a), b, c in zip(
+        one.named_parameters(), same.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+        assert torch.equal(a, c) == ("norm" in name), name
+    block = one.blocks[0]
+    assert 0.019 < block.attention.qkv.weight.std() < 0.021  # pyright: ignore
+    assert 0.0045 < block.attention.out.weight.std() < 0.0055  # pyright: ignore
+    assert 0.0045 < block.mlp.down.std() < 0.0055  # pyright: ignore
+    assert bool((one.norm.weight == 1).all())
+
+
+def test_it_learns_through_the_loss_that_makes_no_logits() -> None:
+    decoder = Decoder.new(replace(preset("tiny"), layers=1), seed=0)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    tokens, plan = torch.arange(48) % 7, Plan.packed([32, 16])
+    for _ in range(15):
+        optimizer.zero_grad()
+        hidden = decoder(tokens, plan.positions(), plan)
+        loss = ops.linear_cross_entropy(hidden, decoder.head_weight, tokens.roll(-1)).mean()
+        loss.backward()
+        optimizer.step()
+    assert loss < 1  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def test_it_compiles_whole() -> None:
+    decoder = DECODERS["llama", torch.float32]
+    tokens, plan = torch.arange(12), Plan.packed([7, 5])
+    torch.compiler.reset()
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    expected = decoder(tokens, plan.positions(), plan)
+    assert torch.equal(compiled(tokens, plan.positions(), plan), expected)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+    decoder = DECODERS["gpt2", torch.float32]
+    plan = Plan.packed([1])
+    with pytest.raises((IndexError, RuntimeError)):
+        decoder(torch.tensor([61]), plan.positions(), plan)
+    with pytest.raises((IndexError, RuntimeError)):
+        decoder(torch.tensor([1]), torch.tensor([KINDS["gpt2"].context]), plan)

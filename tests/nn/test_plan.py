@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ingot.core.errors import IngotError
+from ingot.nn import Attention, KVPool, KVSpec, Plan
+
+SPEC = KVSpec(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32)
+
+
+def test_slots_and_positions_of_new_tokens() -> None:
+    pool = KVPool(SPEC, pages=9, page_size=3)
+    table = torch.tensor([[8, 2, 5], [1, 0, 0], [4, 7, 0]])
+    plan = Plan.paged(pool, [2, 0, 4], [7, 1, 4], table)
+    assert plan.positions().tolist() == [5, 6, 0, 1, 2, 3]
+    assert plan.slots is not None
+    assert plan.slots.tolist() == [2 * 3 + 2, 5 * 3, 4 * 3, 4 * 3 + 1, 4 * 3 + 2, 7 * 3]
+    assert plan.cu_seqlens.tolist() == [0, 2, 2, 6]
+
+
+def test_a_pool_is_one_allocation_and_writes_where_it_is_told() -> None:
+    pool = KVPool(SPEC, pages=2, page_size=3)
+    k, v = torch.rand(2, 1, 4), torch.rand(2, 1, 4)
+    pool.write(1, k, v, torch.tensor([4, 0]))
+    assert torch.equal(pool.k[1][1, 1], k[0])
+    assert torch.equal(pool.v[1][0, 0], v[1])
+    assert pool.memory.count_nonzero() == 16
+    assert pool.memory.nbytes == 6 * SPEC.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "rows"),
+    [([2], [1], 1), ([-1], [3], 1), ([1], [7], 1), ([1, 1], [1], 1), ([1], [1], 2)],
+)
+def test_plans_that_cannot_be_are_refused(
+    lengths: list[int], contexts: list[int], rows: int
+) -> None:
+    pool = KVPool(SPEC, pages=4, page_size=3)
+    with pytest.raises(IngotError):
+        Plan.paged(pool, lengths, contexts, torch.zeros(rows, 2))
+
+
+def test_a_pool_needs_room() -> None:
+    with pytest.raises(IngotError, match="0 pages"):
+        KVPool(SPEC, pages=0, page_size=16)
+
+
+def test_a_slot_outside_the_pool_is_refused() -> None:
+    pool = KVPool(SPEC, pages=2, page_size=3)
+    with pytest.raises((IndexError, RuntimeError)):
+        pool.write(0, torch.ones(1, 1, 4), torch.ones(1, 1, 4), torch.tensor([6]))
+
+
+def test_keys_with_gradients_are_not_kept() -> None:
+    attention = Attention(8, heads=2)
+    spec = KVSpec.of(attention)
+    assert spec is not None
+    pool = KVPool(spec, pages=1, page_size=4)
+    plan = Plan.paged(pool, [2], [2], torch.tensor([[0]]))
+    with pytest.raises(IngotError, match="no gradient"):
+        attention(torch.ones(2, 8), plan.positions(), plan)
+
+
+def test_the_state_of_a_model_is_that_of_its_layers() -> None:
+    layers = [Attention(8, heads=2, kv_heads=1, layer=i) for i in range(3)]
+    spec = KVSpec.of(nn.ModuleList(layers))
+    assert spec == KVSpec(layers=3, kv_heads=1, head_dim=4, dtype=torch.float32)
+    assert KVSpec.of(nn.ModuleList(layers).bfloat16()).dtype == torch.bfloat16  # pyright: ignore
+
+
+def test_layers_that_share_a_number_or_differ_are_refused() -> None:
+    with pytest.raises(IngotError, match="number them"):
+        KVSpec.of(nn.ModuleList([Attention(8, heads=2), Attention(8, heads=2)]))
+    different = [Attention(8, heads=2, layer=0), Attention(8, heads=4, layer=1)]
+    with pytest.raises(IngotError, match="different kinds"):
+        KVSpec.of(nn.ModuleList(different))

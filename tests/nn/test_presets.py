@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from ingot.core.errors import UnknownName
+from ingot.nn import Decoder, preset
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("gpt2-124m", 124.4), ("smollm2-135m", 134.5), ("llama-100m", 100.1)]
+)
+def test_sizes_are_those_of_the_models(name: str, millions: float) -> None:
+    parameters = Decoder.unfilled(preset(name)).parameters()
+    assert round(sum(p.numel() for p in parameters) / 1e6, 1) == millions
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'gpt2-124m'"):
+        preset("gpt2-124")
