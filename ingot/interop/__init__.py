@@ -1,0 +1,1 @@
+"""Models, tokenizers and chat templates as other programs write them."""
