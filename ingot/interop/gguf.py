@@ -1,4 +1,3 @@
-# pyright: basic
 """GGUF files into Hugging Face directories.
 
     convert(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"))
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from ingot.core import lineage, paths
 from ingot.core.errors import IngotError
@@ -43,11 +42,16 @@ from ingot.core.log import Progress
 from ingot.interop import gguf_file, gguf_vocabulary
 from ingot.interop.gguf_file import GgufError, GgufFile, Tensor, damaged
 
+Array = npt.NDArray[Any]
+Expected = dict[str, tuple[str, tuple[int, ...]]]
+
 TYPES = frozenset(
-    "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
+    ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+    + ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 )
 SHARD_BYTES = 2_000_000_000
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
+LARGEST = 3.38e38  # bfloat16 goes little further
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 16
 MAX_POSITIONS = 1 << 31
@@ -110,8 +114,8 @@ def convert(source: Path, directory: Path, progress: Progress | None = None) -> 
     name = file.require("general.architecture", str)
     if name not in ARCHITECTURES:
         raise GgufError(
-            f"{source.name} holds a model of the architecture '{name[:64]}', which is not supported",
-            remedy=f"import one of these: {', '.join(ARCHITECTURES)} (Mistral and SmolLM are llama)",
+            f"{source.name} is of the architecture '{name[:64]}', which is not supported",
+            remedy=f"import a model of one of these: {', '.join(ARCHITECTURES)}",
         )
     architecture = ARCHITECTURES[name]
     sizes = _dimensions(file, name)
@@ -222,13 +226,11 @@ def _check_type(file: GgufFile, tensor: Tensor) -> None:
         )
 
 
-def _expected(
-    architecture: Architecture, sizes: Dimensions
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _expected(architecture: Architecture, sizes: Dimensions) -> Expected:
     """Return the tensors the model has: GGUF's name to Hugging Face's name and the shape."""
     hidden, ffn = sizes.hidden, sizes.ffn
     queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    block: dict[str, tuple[str, tuple[int, ...]]] = {
+    block: Expected = {
         "attn_norm.weight": ("input_layernorm.weight", (hidden,)),
         "attn_q.weight": ("self_attn.q_proj.weight", (queries, hidden)),
         "attn_k.weight": ("self_attn.k_proj.weight", (keys, hidden)),
@@ -247,7 +249,7 @@ def _expected(
         block["attn_q_norm.weight"] = ("self_attn.q_norm.weight", (sizes.head,))
         block["attn_k_norm.weight"] = ("self_attn.k_norm.weight", (sizes.head,))
     vocabulary = (sizes.vocabulary, hidden)
-    expected = {"token_embd.weight": ("model.embed_tokens.weight", vocabulary)}
+    expected: Expected = {"token_embd.weight": ("model.embed_tokens.weight", vocabulary)}
     for layer in range(sizes.layers):
         for ours, (theirs, shape) in block.items():
             expected[f"blk.{layer}.{ours}"] = (f"model.layers.{layer}.{theirs}", shape)
@@ -413,15 +415,15 @@ def _write_shard(
     out.write(struct.pack("<Q", len(text)) + text)
     for target in shard:
         for raw_RC in _chunks(file, stream, target):
-            values_RC = torch.from_numpy(_dequantized(raw_RC, target.source))
-            if not torch.isfinite(values_RC).all():
+            values_RC = _dequantized(raw_RC, target.source)
+            if not np.abs(values_RC).max() < LARGEST:  # nor is NaN
                 raise damaged(file.path, f"'{target.source.name}' has values that are not finite")
-            out.write(values_RC.bfloat16().view(torch.int16).numpy().data)
+            out.write(bfloat16(values_RC).data)
             if progress:
                 progress.advance(raw_RC.nbytes)
 
 
-def _chunks(file: GgufFile, stream: BinaryIO, target: Target) -> Iterator[np.ndarray]:
+def _chunks(file: GgufFile, stream: BinaryIO, target: Target) -> Iterator[Array]:
     """Yield the tensor's rows as they are stored, some at a time, in Hugging Face's order."""
     tensor, unit = target.source, target.head or 1
     num_rows = math.prod(tensor.shape[:-1])
@@ -431,7 +433,7 @@ def _chunks(file: GgufFile, stream: BinaryIO, target: Target) -> Iterator[np.nda
         yield raw_RC if target.head is None else halved(raw_RC, target.head)
 
 
-def halved(rows_RC: np.ndarray, head: int) -> np.ndarray:
+def halved(rows_RC: Array, head: int) -> Array:
     """Reorder the rows of each head from interleaved pairs to two halves.
 
     >>> halved(np.arange(8).reshape(8, 1), 4).ravel()
@@ -441,9 +443,19 @@ def halved(rows_RC: np.ndarray, head: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows_RC.shape)
 
 
-def _read_rows(
-    file: GgufFile, stream: BinaryIO, tensor: Tensor, first: int, count: int
-) -> np.ndarray:
+def bfloat16(values: Array) -> Array:
+    """Round finite float32 to the nearest bfloat16, to even in the middle, as its bits.
+
+    In NumPy, not by `Tensor.bfloat16`: torch's threads wait for each other on a busy machine.
+
+    >>> [hex(bits) for bits in bfloat16(np.float32([1.0, 1.00390625, 1.01171875]))]
+    ['0x3f80', '0x3f80', '0x3f82']
+    """
+    bits = values.view(np.uint32)
+    return ((bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+
+
+def _read_rows(file: GgufFile, stream: BinaryIO, tensor: Tensor, first: int, count: int) -> Array:
     stream.seek(tensor.start + first * tensor.row_bytes)
     content = stream.read(count * tensor.row_bytes)
     if len(content) != count * tensor.row_bytes:
@@ -451,9 +463,10 @@ def _read_rows(
     return np.frombuffer(content, np.uint8).reshape(count, tensor.row_bytes)
 
 
-def _dequantized(raw_RC: np.ndarray, tensor: Tensor) -> np.ndarray:
+def _dequantized(raw_RC: Array, tensor: Tensor) -> Array:
     quants, constants = gguf_file.package("quants"), gguf_file.package("constants")
     kind = constants.GGMLQuantizationType[tensor.type]
+    # As one row: of many, the package would work through 16 at a time.
     with np.errstate(all="ignore"):  # scales that overflow: found by the check of the result
-        values = quants.dequantize(raw_RC, kind)
-    return np.require(values, np.float32, "CW")
+        values: Array = quants.dequantize(raw_RC.reshape(1, -1), kind)
+    return values.reshape(len(raw_RC), -1)

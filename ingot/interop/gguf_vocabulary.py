@@ -187,9 +187,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Toke
         normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
     )
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(
-        [*parts, decoders.Strip(" ", 1, 0)] if prefix else parts
-    )
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return tokenizer
 
 
@@ -227,8 +225,7 @@ def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int
             for token, found in zip(tokens, kinds, strict=True)
             if found == kind
         ]
-        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
-        add(marked)
+        tokenizer.add_tokens(marked)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], piece: bool) -> None:
