@@ -1,13 +1,27 @@
-"""One thread a test process, and the counts of what the records and Hypothesis generated."""
+"""One thread a test process, a real model, and the counts of what was generated."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests import models
+
 GENERATED = "tests/ops/test_records.py"
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    return models.smollm2_gguf()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return models.smollm2()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -75,11 +75,12 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 @contextmanager
-def whole_directory(path: Path) -> Generator[Path]:
+def whole_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
     """Fill a directory that appears at `path` when all of it is there, or not at all.
 
     Yields a temporary directory beside `path`; at the end it is renamed, and if anything fails
-    it is removed. What is at `path` already must be an empty directory.
+    it is removed. What is at `path` already must be an empty directory. `num_bytes` is what
+    will be written, if known: nothing is begun that cannot be finished.
     """
     with _explained(path):
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
@@ -88,6 +89,11 @@ def whole_directory(path: Path) -> Generator[Path]:
                 remedy="name a directory that does not exist yet, or delete that one first",
             )
         path.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(path.parent).free < num_bytes:
+            raise IngotError(
+                f"{path} needs {num_bytes / 1e9:.1f} GB, more than is free there",
+                remedy="make room, or choose a place on another disk",
+            )
         temporary = path.parent / f".{path.name[:64]}.{secrets.token_hex(8)}.tmp"
         temporary.mkdir()
         try:

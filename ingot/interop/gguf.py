@@ -25,7 +25,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +36,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.core import lineage, paths
-from ingot.core.errors import IngotError
 from ingot.core.log import Progress
 from ingot.interop import gguf_file, gguf_vocabulary
 from ingot.interop.gguf_file import GgufError, GgufFile, Tensor, damaged
@@ -46,8 +44,8 @@ Array = npt.NDArray[Any]
 Expected = dict[str, tuple[str, tuple[int, ...]]]
 
 TYPES = frozenset(
-    ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-    + ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+    {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
+    | {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"}
 )
 SHARD_BYTES = 2_000_000_000
 CHUNK_ELEMENTS = 1 << 20
@@ -124,13 +122,8 @@ def convert(source: Path, directory: Path, progress: Progress | None = None) -> 
         "config.json": _config(file, name, architecture, sizes),
         **gguf_vocabulary.documents(file, sizes.vocabulary),
     }
-    with paths.whole_directory(directory) as temporary:
-        needed = sum(target.num_bytes for target in targets)
-        if shutil.disk_usage(temporary).free < needed:
-            raise IngotError(
-                f"{directory} needs {needed / 1e9:.1f} GB, more than is free there",
-                remedy="make room, or name a directory on another disk",
-            )
+    needed = sum(target.num_bytes for target in targets)
+    with paths.whole_directory(directory, needed) as temporary:
         digest = _sha256(file, progress)
         _write_weights(file, targets, temporary, progress)
         for document, content in documents.items():
