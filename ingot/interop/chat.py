@@ -88,7 +88,7 @@ class ChatTemplate:
             return self._ask(content)
 
     def _ask(self, content: str) -> str:
-        if self._renderer is None:
+        if self._renderer is None or not self._renderer.alive():
             renderer = _Renderer()
             # Before the process is kept: what cannot be compiled is said again at each use.
             _text(renderer.ask(json.dumps(self.source), START_SECONDS))
@@ -117,8 +117,12 @@ class _Renderer:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._connection = ours
+        self._process, self._connection = process, ours
         self._stop = weakref.finalize(self, _stop, process, ours)
+
+    def alive(self) -> bool:
+        """Say whether the process is still there."""
+        return self._process.poll() is None
 
     def ask(self, content: str, seconds: float) -> dict[str, Any] | None:
         """Return its answer, or None if it has none in time."""
