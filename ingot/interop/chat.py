@@ -106,7 +106,7 @@ class _Renderer:
         ours, theirs = Pipe()
         script = Path(__file__).with_name("renderer.py")
         limits = (SECONDS, MAX_CHARACTERS, MAX_MEMORY)
-        # -P: or the modules beside the script would hide the packages `gguf` and `tokenizers`.
+        # -P: a module beside the script must not hide a package of its name, as `gguf` would.
         # A session of its own: Ctrl-C in the terminal is not for it.
         with theirs:
             process = subprocess.Popen(
