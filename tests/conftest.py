@@ -1,10 +1,14 @@
-"""One thread a test process, and the counts of what the records and Hypothesis generated."""
+"""One thread a test process, a real model, and the counts of what was generated."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests import models
 
 GENERATED = "tests/ops/test_records.py"
 
@@ -12,6 +16,16 @@ torch.set_num_threads(1)
 # The first call of an op builds its kernels, and machines that test are busy.
 settings.register_profile("ingot", deadline=None)
 settings.load_profile("ingot")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    return models.smollm2_gguf()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return models.smollm2()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from keyword import iskeyword
 from typing import Any
 
 import ingot
@@ -21,11 +22,13 @@ SUMMARIES = {
     "bench": "how fast the ops are, beside the machine's limit and PyTorch",
     "build": "compile the CPU kernels now rather than at their first use",
     "doctor": "what this machine is and can do, what is missing, and the remedy",
+    "import": "a GGUF file or a Hugging Face directory into a model directory",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
 }
 VERBS: Registry[Callable[..., Any]] = Registry("verb")
 for _verb in SUMMARIES:
-    VERBS.register(_verb, f"ingot.cli.{_verb}:{_verb}")
+    _name = f"{_verb}_" if iskeyword(_verb) else _verb
+    VERBS.register(_verb, f"ingot.cli.{_name}:{_name}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

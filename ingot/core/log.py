@@ -76,10 +76,12 @@ class Progress(Protocol):
 
 
 @contextmanager
-def progress(description: str, total: float | None) -> Generator[Progress]:
+def progress(
+    description: str, total: float | None, *, in_bytes: bool = False
+) -> Generator[Progress]:
     """Show a bar with elapsed and remaining time on a terminal's stderr; elsewhere nothing.
 
-    A total of None is one that is not known.
+    A total of None is one that is not known. `in_bytes` is for work counted in bytes.
     """
     if not sys.stderr.isatty():
         yield _Silent()
@@ -89,7 +91,7 @@ def progress(description: str, total: float | None) -> Generator[Progress]:
     columns = (
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
+        rich_progress.DownloadColumn() if in_bytes else rich_progress.MofNCompleteColumn(),
         rich_progress.TimeElapsedColumn(),
         rich_progress.TimeRemainingColumn(),
     )

@@ -4,10 +4,11 @@ Directories follow the XDG base directory specification: `$XDG_CACHE_HOME` for w
 made again, `$XDG_DATA_HOME` for what cannot. The specification says to ignore a variable
 that holds a relative path, so we do.
 
-Several processes share these directories (ranks, trials, servers). Three tools keep them from
-each other's way: `write_atomic` for a file that readers must never see half-written, `new_run`
-for a directory that nobody else has, `lock` for work that only one should do. `trusted` is for
-code: whoever can write where it lies can run what he likes in our name.
+Several processes share these directories (ranks, trials, servers). These tools keep them from
+each other's way: `write_atomic` for a file that readers must never see half-written,
+`whole_directory` for a directory of which the same holds, `new_run` for a directory that nobody
+else has, `lock` for work that only one should do. `trusted` is for code: whoever can write where
+it lies can run what he likes in our name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Generator
@@ -79,6 +81,36 @@ def replacing(path: Path) -> Generator[Path]:
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def whole_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
+    """Fill a directory that appears at `path` when all of it is there, or not at all.
+
+    Yields a temporary directory beside `path`; at the end it is renamed, and if anything fails
+    it is removed. What is at `path` already must be an empty directory. `num_bytes` is what
+    will be written, if known: nothing is begun that cannot be finished.
+    """
+    with _explained(path):
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise IngotError(
+                f"{path} exists already",
+                remedy="name a directory that does not exist yet, or delete that one first",
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(path.parent).free < num_bytes:
+            raise IngotError(
+                f"{path} needs {num_bytes / 1e9:.1f} GB, more than is free there",
+                remedy="make room, or choose a place on another disk",
+            )
+        temporary = path.parent / f".{path.name[:64]}.{secrets.token_hex(8)}.tmp"
+        temporary.mkdir()
+        try:
+            yield temporary
+            temporary.replace(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 

@@ -1,1 +1,1 @@
-"""Other formats of models and the way to them and back."""
+"""Models, tokenizers and chat templates as other programs write them."""

@@ -51,7 +51,7 @@ def test_a_wrong_verb_suggests_the_right_one(ingot: Run) -> None:
 
 @pytest.mark.parametrize("verb", SUMMARIES)
 def test_a_wrong_option_suggests_the_right_one(ingot: Run, verb: str) -> None:
-    subject = ("ops",) if verb == "bench" else ()
+    subject = {"bench": ("ops",), "import": ("from", "to")}.get(verb, ())
     result = ingot(verb, *subject, "--jsno")
     assert result.returncode == 2
     assert "--json" in result.stderr

@@ -88,6 +88,15 @@ except ZeroDivisionError:
     assert on_terminal(script)[0] == "came out\n"
 
 
+def test_bytes_are_counted_in_their_own_units() -> None:
+    script = """
+from ingot.core import log
+with log.progress("copying", 2_500_000, in_bytes=True) as progress:
+    progress.advance(2_500_000)
+"""
+    assert "2.5/2.5 MB" in on_terminal(script)[1]
+
+
 def test_setup_twice_is_setup_once_with_the_last_word() -> None:
     stdout, stderr = piped("""
 import logging

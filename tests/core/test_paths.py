@@ -144,6 +144,49 @@ def test_an_atomic_write_makes_parents_and_honours_the_umask(tmp_path: Path) -> 
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+def test_a_directory_appears_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "model"
+    with paths.whole_directory(path, num_bytes=3) as temporary:
+        (temporary / "part").write_text("one")
+        assert not path.exists()
+    assert [entry.name for entry in path.parent.iterdir()] == ["model"]
+    assert (path / "part").read_text() == "one"
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_directory_that_fails_does_not_appear(tmp_path: Path, error: type[BaseException]) -> None:
+    def fail() -> None:
+        with paths.whole_directory(tmp_path / "model") as temporary:
+            (temporary / "part").write_text("one")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with paths.whole_directory(tmp_path / "empty") as temporary:
+        (temporary / "part").touch()
+    assert (tmp_path / "empty" / "part").exists()
+    for path in (tmp_path / "full", tmp_path / "full" / "mine"):
+        with pytest.raises(IngotError, match="exists already"), paths.whole_directory(path):
+            pass
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty", "full"]
+
+
+def test_a_directory_too_large_for_the_disk_is_not_begun(tmp_path: Path) -> None:
+    with (
+        pytest.raises(IngotError, match="more than is free there"),
+        paths.whole_directory(tmp_path / "model", num_bytes=1 << 60),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lock_admits_one_process_at_a_time(tmp_path: Path) -> None:
     counter = tmp_path / "deep" / "counter"
     script = """

@@ -1,0 +1,109 @@
+"""`ingot import`: a model from elsewhere into a directory of ours."""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ingot.core import lineage
+from ingot.core.errors import IngotError
+from ingot.core.log import progress, stdout
+
+
+def import_(
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Import a model: a GGUF file, or a Hugging Face directory with safetensors.
+
+    A GGUF file is dequantized to bfloat16 and written as a Hugging Face directory; a directory
+    is checked and copied, without pickles and without code. Either gets an `ingot.json` that
+    says where it came from. DST appears when all of it is there.
+
+    Examples: `ingot import SmolLM2-135M-Instruct.Q4_1.gguf smollm2`,
+    `ingot import downloads/Qwen3-0.6B qwen3`, `ingot import model.gguf model --json` for machines.
+
+    Args:
+        source: The GGUF file or the Hugging Face directory.
+        directory: The directory to write; it must be new or empty.
+        json: Print JSON instead of lines.
+    """
+    from ingot.interop import directory as directories
+    from ingot.interop import gguf
+
+    start = time.monotonic()
+    if source.is_dir():
+        total = sum(path.stat().st_size for path in directories.files(source))
+        with progress("checking", total, in_bytes=True) as bar:
+            directories.copy(source, directory, bar)
+    elif source.is_file():
+        with progress("reading", 2 * source.stat().st_size, in_bytes=True) as bar:
+            gguf.convert(source, directory, bar)
+    else:
+        raise IngotError(
+            f"there is no file or directory {source}", remedy="name a .gguf file or a directory"
+        )
+    found = report(directory, time.monotonic() - start)
+    if json:
+        print(json_format.dumps(found, indent=2))  # noqa: T201
+    else:
+        _print_lines(found)
+
+
+def report(directory: Path, seconds: float) -> dict[str, Any]:
+    """All of it, as `--json` prints it."""
+    from ingot.interop.directory import parameters
+
+    config = json_format.loads((directory / "config.json").read_bytes())
+    return {
+        "directory": str(directory),
+        "architecture": config["model_type"],
+        "parameters": parameters(directory),
+        "bytes": sum(path.stat().st_size for path in directory.iterdir()),
+        "chat": "chat_template" in _settings(directory)
+        or (directory / "chat_template.jinja").exists(),
+        "seconds": round(seconds, 2),
+        "import": lineage.read(directory).steps[-1],
+    }
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    return json_format.loads(path.read_bytes()) if path.exists() else {}
+
+
+def _print_lines(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    step = found["import"]
+    types = ", ".join(f"{count} {name}" for name, count in step["quantization"].items())
+    table = Table.grid(padding=(0, 3))
+    hashed = step.get("sha256", "")[:16] or f"{len(step.get('files', {}))} files"
+    for name, value in (
+        ("from", f"{step['source']}, {_size(step['size'])}, sha256 {hashed}"),
+        ("architecture", found["architecture"]),
+        ("parameters", f"{found['parameters'] / 1e6:,.1f} million"),
+        ("tensors", types + (" to bfloat16" if "sha256" in step else ", unchanged")),
+        ("written", f"{_size(found['bytes'])} in {found['seconds']:.1f} s"),
+        ("lineage", f"{found['directory']}/{lineage.NAME}"),
+    ):
+        table.add_row(f"[bold]{name}[/]", value)
+    console = stdout()
+    console.print(table, highlight=False)
+    verb = "chat" if found["chat"] else "generate"
+    prompt = "" if found["chat"] else ' "Once upon a time"'
+    console.print(f"\nnext: ingot {verb} {found['directory']}{prompt}", highlight=False)
+
+
+def _size(count: int) -> str:
+    """Write a number of bytes for people.
+
+    >>> _size(98_362_432), _size(2_200_000_000)
+    ('98.4 MB', '2.20 GB')
+    """
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_a_gguf_file_then_its_directory(ingot: Run, tmp_path: Path, smollm2_gguf: Path) -> None:
+    result = ingot("import", str(smollm2_gguf), "smol")
+    assert result.returncode == 0, result.stderr
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    source = "SmolLM2-135M-Instruct.Q4_1.gguf, 98.4 MB, sha256 b179c9523d0e6a0f"
+    assert f"from           {source}" in lines
+    assert "architecture   llama" in lines
+    assert "parameters     134.5 million" in lines
+    assert "tensors        210 Q4_1, 61 F32, 1 Q8_0 to bfloat16" in lines
+    assert "next: ingot chat smol" in lines
+    assert result.stderr == ""  # a bar is for terminals
+
+    again = ingot("import", "smol", "copy", "--json")
+    assert again.returncode == 0, again.stderr
+    found = json.loads(again.stdout)
+    assert found["architecture"] == "llama"
+    assert found["parameters"] == 134_515_008
+    assert found["chat"] is True
+    assert found["import"]["quantization"] == {"BF16": 272}
+    steps = json.loads((tmp_path / "copy" / "ingot.json").read_text())["steps"]
+    assert [step["source"] for step in steps] == [smollm2_gguf.name, "smol"]
+    weights = "model.safetensors"
+    assert (tmp_path / "smol" / weights).read_bytes() == (tmp_path / "copy" / weights).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("none", "error: there is no file or directory none"),
+        ("text", "error: text is not a GGUF file that can be imported"),
+        ("empty", "error: there is no config.json in empty"),
+    ],
+)
+def test_what_prevents_it_is_said_with_a_remedy(
+    ingot: Run, tmp_path: Path, source: str, error: str
+) -> None:
+    (tmp_path / "text").write_text("This is no model.")
+    (tmp_path / "empty").mkdir()
+    result = ingot("import", source, "out")
+    assert result.returncode == 2
+    assert error in result.stderr.replace("\n", " ")
+    assert "remedy: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(ingot: Run, tmp_path: Path, smollm2_gguf: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    result = ingot("import", str(smollm2_gguf), "out")
+    assert result.returncode == 2
+    assert "error: out exists already" in result.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

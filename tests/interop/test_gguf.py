@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf as package
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from ingot.core import lineage
+from ingot.core.errors import IngotError
+from ingot.interop import gguf
+from ingot.interop.gguf_file import GgufError
+from tests import models
+from tests.interop import conftest
+from tests.interop.conftest import Small
+
+QUANTIZED = package.GGMLQuantizationType
+
+
+def load(directory: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.arange(1, 40).remainder(len(conftest.TOKENS))[None]
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", {}),
+        ("llama", {"num_key_value_heads": 6, "num_hidden_layers": 1}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 10}),
+    ],
+)
+def test_transformers_computes_the_same_from_the_import(
+    small: Small, tmp_path: Path, family: str, shape: dict[str, Any], tied: bool
+) -> None:
+    shape = {**shape, "tie_word_embeddings": tied}
+    gguf.convert(small(family, **shape), tmp_path / "out")
+    original, imported = conftest.model(family, **shape), load(tmp_path / "out", dtype="float32")
+    assert type(imported) is type(original)
+    found = imported.state_dict()
+    for name, value in original.state_dict().items():
+        assert torch.equal(found[name], value), name
+    assert torch.equal(logits(imported), logits(original))
+    kept = ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "eos_token_id", "vocab_size")
+    for name in (*kept, "max_position_embeddings", "num_key_value_heads"):
+        assert getattr(imported.config, name) == getattr(original.config, name), name
+
+
+def test_what_is_not_said_otherwise_is_loaded_as_bfloat16(small: Small, tmp_path: Path) -> None:
+    gguf.convert(small(), tmp_path / "out")
+    assert load(tmp_path / "out").dtype == torch.bfloat16
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+
+
+def raw_blocks(kind: QUANTIZED, rows: int, columns: int, generator: np.random.Generator) -> Any:
+    """Bytes as this type is stored; below 0x7C, so that no scale in float16 is infinite."""
+    elements, size = package.GGML_QUANT_SIZES[kind]
+    return generator.integers(0, 0x7C, (rows, columns // elements * size), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("name", sorted(gguf.TYPES))
+def test_every_type_is_dequantized_as_by_the_package(
+    small: Small, tmp_path: Path, name: str
+) -> None:
+    kind, generator = QUANTIZED[name], np.random.default_rng(3)
+    rows = {"blk.0.ffn_up.weight": 3, "blk.0.attn_v.weight": 128, "blk.0.attn_q.weight": 256}
+    raw = {key: raw_blocks(kind, count, 256, generator) for key, count in rows.items()}
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 3}
+    plain = {"F32": np.float32, "F16": np.float16}.get(name)
+    weights = {key: value.view(plain) if plain else value for key, value in raw.items()}
+    types = None if plain else dict.fromkeys(raw, kind)
+    path = small(weights=weights, types=types, num_hidden_layers=1, **shape)
+    gguf.convert(path, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for key, ours in (("ffn_up", "mlp.up_proj"), ("attn_v", "self_attn.v_proj")):
+        expected = package.quants.dequantize(raw[f"blk.0.{key}.weight"], kind)
+        expected = torch.from_numpy(expected.astype(np.float32)).bfloat16()
+        assert torch.equal(found[f"model.layers.0.{ours}.weight"], expected)
+    queries = package.quants.dequantize(raw["blk.0.attn_q.weight"], kind).astype(np.float32)
+    back = conftest.interleaved(found["model.layers.0.self_attn.q_proj.weight"].float().numpy(), 4)
+    assert np.array_equal(back, torch.from_numpy(queries).bfloat16().float().numpy())
+    counted = lineage.read(tmp_path / "out").steps[0]["quantization"]
+    assert counted[name] == (12 if name == "F32" else 3)
+
+
+def test_rounding_is_that_of_torch() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    values = bits.view(np.float32)
+    values = values[np.abs(values) < gguf.LARGEST]
+    expected = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    assert np.array_equal(gguf.bfloat16(values), expected)
+
+
+def test_large_models_are_written_in_shards_and_chunks(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small()
+    gguf.convert(path, tmp_path / "one")
+    monkeypatch.setattr(gguf, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(gguf, "CHUNK_ELEMENTS", 100)
+    gguf.convert(path, tmp_path / "many")
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(shards) > 3
+    assert shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    pieces = {name: value for shard in shards for name, value in load_file(shard).items()}
+    assert whole.keys() == pieces.keys()
+    assert all(torch.equal(whole[name], pieces[name]) for name in whole)
+    assert torch.equal(logits(load(tmp_path / "one")), logits(load(tmp_path / "many")))
+
+
+def test_the_factors_of_llama_3_are_recognised(small: Small, tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    shape = {"head_dim": 64, "rope_theta": None, "rope_parameters": scaling}
+    original = conftest.model("llama", **shape)
+    plain = 1.0 / 500000.0 ** (np.arange(0, 64, 2) / 64)
+    factors = (plain / original.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert factors.min() == pytest.approx(1)
+    assert factors.max() == pytest.approx(32)
+    path = small(weights={"rope_freqs.weight": factors}, **shape)
+    gguf.convert(path, tmp_path / "out")
+    imported = load(tmp_path / "out", dtype="float32")
+    found = imported.config.rope_parameters
+    assert {name: pytest.approx(value) for name, value in found.items() if name in scaling} | {
+        "rope_type": "llama3"
+    } == scaling
+    torch.testing.assert_close(logits(imported), logits(original), rtol=1e-4, atol=1e-4)
+    other = small(weights={"rope_freqs.weight": factors**1.1}, **shape)
+    with pytest.raises(GgufError, match="not those of Llama 3"):
+        gguf.convert(other, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 48},
+    ],
+)
+def test_scaled_positions(small: Small, tmp_path: Path, scaling: dict[str, Any]) -> None:
+    change = {
+        "llama.rope.scaling.type": scaling["rope_type"],
+        "llama.rope.scaling.factor": scaling["factor"],
+        "llama.rope.scaling.original_context_length": scaling.get(
+            "original_max_position_embeddings"
+        ),
+    }
+    gguf.convert(small(change=change), tmp_path / "out")
+    original = conftest.model("llama", rope_scaling=dict(scaling))
+    imported = load(tmp_path / "out", dtype="float32")
+    assert imported.config.rope_parameters == original.config.rope_parameters
+    assert torch.equal(logits(imported), logits(original))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "mamba"}, "architecture 'mamba', which is not supported"),
+        ({"change": {"llama.expert_count": 8}}, "a mixture of experts"),
+        ({"change": {"llama.attention.value_length": 2}}, "values of another width"),
+        ({"change": {"llama.rope.dimension_count": 2}}, "rotates a part of each head"),
+        ({"change": {"llama.rope.scaling.type": "longrope"}}, "factor' is missing"),
+        ({"change": {"llama.attention.sliding_window": 16}}, "sliding-window"),
+        ({"change": {"llama.block_count": 3}}, "'blk.2.attn_norm.weight' is missing"),
+        ({"change": {"llama.block_count": 1}}, "a plain model of its architecture has not"),
+        ({"change": {"llama.block_count": 2**31}}, "'llama.block_count' is 2147483648"),
+        ({"change": {"llama.block_count": "2"}}, "not of type int"),
+        ({"change": {"llama.feed_forward_length": 41}}, r"shape \(40, 24\), expected \(41, 24\)"),
+        ({"change": {"llama.attention.head_count": 0}}, "head_count' is 0"),
+        ({"change": {"llama.attention.head_count_kv": 4}}, "do not fit together"),
+        ({"change": {"llama.attention.layer_norm_rms_epsilon": math.nan}}, "epsilon' is nan"),
+        ({"change": {"llama.embedding_length": None}}, "embedding_length' is missing"),
+        ({"weights": {"token_embd.weight": None}}, "no embedding"),
+        ({"weights": {"blk.0.ffn_up.weight": np.ones((40, 24), np.int32)}}, "as I32"),
+        ({"weights": {"blk.1.attn_q.bias": np.ones(24, np.float32)}}, "blk.1.attn_q.bias"),
+        (
+            {"weights": {"output_norm.weight": np.full(24, np.inf, np.float32)}},
+            "'output_norm.weight' has values that are not finite",
+        ),
+        (
+            {"weights": {"output_norm.weight": np.full(24, np.nan, np.float32)}},
+            "'output_norm.weight' has values that are not finite",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_converted_is_said(
+    small: Small, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    path = small(**options)
+    with pytest.raises(GgufError, match=message) as raised:
+        gguf.convert(path, tmp_path / "out")
+    assert raised.value.remedy
+    assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
+
+
+def test_a_directory_with_something_in_it_is_left_alone(small: Small, tmp_path: Path) -> None:
+    path = small()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(IngotError, match="exists already"):
+        gguf.convert(path, tmp_path / "full")
+    assert [entry.name for entry in (tmp_path / "full").iterdir()] == ["mine"]
+    gguf.convert(path, tmp_path / "empty")
+    assert (tmp_path / "empty" / "config.json").exists()
+
+
+def test_a_disk_that_fills_leaves_nothing_behind(small: Small, tmp_path: Path) -> None:
+    path = small()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        with pytest.raises(IngotError, match="cannot write") as raised:
+            gguf.convert(path, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "make room" in raised.value.remedy
+    assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
+
+
+def test_too_little_room_is_seen_before_anything_is_written(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small()
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(IngotError, match="more than is free there"):
+        gguf.convert(path, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
+
+
+def test_progress_advances_by_twice_the_file(small: Small, tmp_path: Path) -> None:
+    class Count:
+        total = 0.0
+
+        def advance(self, n: float = 1) -> None:
+            self.total += n
+
+        def describe(self, text: str) -> None:
+            pass
+
+    path, count = small(), Count()
+    gguf.convert(path, tmp_path / "out", count)
+    assert count.total == 2 * path.stat().st_size
+
+
+def test_smollm2_says_where_it_comes_from(smollm2: Path, smollm2_gguf: Path) -> None:
+    (step,) = lineage.read(smollm2).steps
+    assert step["step"] == "import"
+    assert step["source"] == smollm2_gguf.name
+    assert step["sha256"] == models.SHA256
+    assert step["size"] == smollm2_gguf.stat().st_size
+    assert step["quantization"] == {"Q4_1": 210, "F32": 61, "Q8_0": 1}
+
+
+def test_smollm2_has_the_config_of_its_publisher(smollm2: Path) -> None:
+    config = json.loads((smollm2 / "config.json").read_text())
+    assert (
+        config
+        | {
+            "num_hidden_layers": 30,
+            "hidden_size": 576,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "intermediate_size": 1536,
+            "vocab_size": 49152,
+            "rope_theta": 100000.0,
+            "rms_norm_eps": 1e-05,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        == config
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_smollm2_knows_the_capital_of_france(smollm2: Path, dtype: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model = load(smollm2, dtype=dtype)
+    with torch.no_grad():
+        answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    text = tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
+    assert text == "The capital of France is Paris.<|im_end|>"
