@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()  # here, where a closed pipe can be answered
         sys.exit(status)
     except IngotError as error:
-        stderr().print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
-        stderr().print(f"[bold]remedy:[/] {_plain(error.remedy)}", highlight=False)
+        stderr().print(f"[bold red]error:[/] {plain(error.what)}", highlight=False)
+        stderr().print(f"[bold]remedy:[/] {plain(error.remedy)}", highlight=False)
         sys.exit(2)
     except BrokenPipeError:
         # `ingot ops | head`: the reader has left. Nothing may be flushed into the closed pipe.
@@ -87,7 +87,12 @@ def _print_help() -> None:
     console.print("\n`ingot VERB --help` tells a verb's options.", highlight=False)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Return the text so that a terminal shows it, whatever a file's or a model's name holds.
+
+    >>> plain("[bold]name\\x1b[2J")
+    '\\\\[bold]name?[2J'
+    """
     from rich.markup import escape
 
-    return escape(text)
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from ingot.cli import plain
 from ingot.core import lineage
 from ingot.core.errors import IngotError
 from ingot.core.log import progress, stdout
@@ -92,12 +93,12 @@ def _print_lines(found: dict[str, Any]) -> None:
         ("written", f"{_size(found['bytes'])} in {found['seconds']:.1f} s"),
         ("lineage", f"{found['directory']}/{lineage.NAME}"),
     ):
-        table.add_row(f"[bold]{name}[/]", value)
+        table.add_row(f"[bold]{name}[/]", plain(value))
     console = stdout()
     console.print(table, highlight=False)
     verb = "chat" if found["chat"] else "generate"
     prompt = "" if found["chat"] else ' "Once upon a time"'
-    console.print(f"\nnext: ingot {verb} {found['directory']}{prompt}", highlight=False)
+    console.print(f"\nnext: ingot {verb} {plain(found['directory'])}{prompt}", highlight=False)
 
 
 def _size(count: int) -> str:

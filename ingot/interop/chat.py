@@ -5,8 +5,8 @@ keeps it from Python's insides, but not from `{% for a in range(99999) %}` three
 from `'a' * 10**10`. Nothing inside a Python process can stop that for certain, least of all in a
 server's thread, which gets no signals: a multiplication of strings is one long call into C. So
 templates are rendered in a process of their own, with a limit on its memory, that is killed when
-its time is up. It starts at the first use (0.12 s) and stays; then a rendering costs about
-0.1 ms more than it would here.
+its time is up. It starts at the first use and stays. Measured with SmolLM2's template on a Xeon:
+0.12 s to start, 20 MB, and 0.17 ms for a rendering that takes 0.02 ms within this process.
 """
 
 from __future__ import annotations

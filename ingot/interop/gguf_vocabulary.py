@@ -64,9 +64,9 @@ def documents(file: GgufFile, vocab_size: int) -> dict[str, Any]:
         _add_special_tokens(tokenizer, tokens, kinds)
         _add_ends(file, tokenizer, tokens, model == "llama")
         content = tokenizer.to_str(pretty=True)
-    except IngotError:
+    except (IngotError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # what `tokenizers` raises has no narrower class
+    except BaseException as error:  # `tokenizers` raises plain Exception, or panics in Rust
         raise damaged(file.path, f"its vocabulary is not consistent: {error}") from error
     return {
         "tokenizer.json": content + "\n",
@@ -240,7 +240,7 @@ def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], piece: bo
     steps: list[Any] = [] if piece else [processors.ByteLevel(trim_offsets=False)]
     names = {name: tokens[number] for name, number in ids.items() if number is not None}
     if names:
-        # A list, not a string: a token with a space or a colon in it would be misread there.
+        # A list, not a string, which would be cut at a space within a token.
         parts = [names.get("bos"), "$A", names.get("eos")]
         template = [part for part in parts if part]
         special = [(tokens[number], number) for number in ids.values() if number is not None]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -63,3 +65,17 @@ def test_nothing_is_overwritten(ingot: Run, tmp_path: Path, smollm2_gguf: Path) 
     assert result.returncode == 2
     assert "error: out exists already" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_names_from_files_are_shown_as_they_are(ingot: Run, tmp_path: Path) -> None:
+    source = tmp_path / "[bold]odd"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "\\u001b[2Jllama"}')
+    save_file({"a": torch.ones(2)}, source / "model.safetensors")
+    result = ingot("import", source.name, "out")
+    assert result.returncode == 0, result.stderr
+    assert "from           [bold]odd" in result.stdout
+    assert "architecture   ?[2Jllama" in result.stdout
+    assert "next: ingot generate out" in result.stdout
+    wrong = ingot("import", "\x1b[2Jnone", "out")
+    assert "error: there is no file or directory ?[2Jnone" in wrong.stderr

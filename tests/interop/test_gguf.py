@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,17 @@ def test_progress_advances_by_twice_the_file(small: Small, tmp_path: Path) -> No
     path, count = small(), Count()
     gguf.convert(path, tmp_path / "out", count)
     assert count.total == 2 * path.stat().st_size
+
+
+def test_memory_is_bounded_whatever_the_size_of_the_model(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    """The largest tensor has 28 million elements: in float32 alone it would take 113 MB."""
+    tracemalloc.start()
+    gguf.convert(smollm2_gguf, tmp_path / "out")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 80e6
 
 
 def test_smollm2_says_where_it_comes_from(smollm2: Path, smollm2_gguf: Path) -> None:
