@@ -21,8 +21,11 @@ from ingot.core.registry import Registry
 SUMMARIES = {
     "bench": "how fast the ops are, beside the machine's limit and PyTorch",
     "build": "compile the CPU kernels now rather than at their first use",
+    "chat": "talk to a model in the terminal",
     "doctor": "what this machine is and can do, what is missing, and the remedy",
+    "generate": "have a model go on from a prompt",
     "import": "a GGUF file or a Hugging Face directory into a model directory",
+    "info": "what a model directory holds: architecture, size, memory, lineage",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
 }
 VERBS: Registry[Callable[..., Any]] = Registry("verb")

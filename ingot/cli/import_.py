@@ -86,11 +86,11 @@ def _print_lines(found: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 3))
     hashed = step.get("sha256", "")[:16] or f"{len(step.get('files', {}))} files"
     for name, value in (
-        ("from", f"{step['source']}, {_size(step['size'])}, sha256 {hashed}"),
+        ("from", f"{step['source']}, {size(step['size'])}, sha256 {hashed}"),
         ("architecture", found["architecture"]),
         ("parameters", f"{found['parameters'] / 1e6:,.1f} million"),
         ("tensors", types + (" to bfloat16" if "sha256" in step else ", unchanged")),
-        ("written", f"{_size(found['bytes'])} in {found['seconds']:.1f} s"),
+        ("written", f"{size(found['bytes'])} in {found['seconds']:.1f} s"),
         ("lineage", f"{found['directory']}/{lineage.NAME}"),
     ):
         table.add_row(f"[bold]{name}[/]", plain(value))
@@ -101,10 +101,10 @@ def _print_lines(found: dict[str, Any]) -> None:
     console.print(f"\nnext: ingot {verb} {plain(found['directory'])}{prompt}", highlight=False)
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
     """Write a number of bytes for people.
 
-    >>> _size(98_362_432), _size(2_200_000_000)
+    >>> size(98_362_432), size(2_200_000_000)
     ('98.4 MB', '2.20 GB')
     """
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

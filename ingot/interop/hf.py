@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,7 @@ from ingot.nn.config import (
     YarnScaling,
 )
 from ingot.nn.decoder import Decoder
+from ingot.nn.plan import KVSpec
 from ingot.nn.weights import SHARD_BYTES, Weights, WeightsError, read_json, write
 
 Raw: TypeAlias = dict[str, Any]
@@ -96,6 +99,38 @@ def load(
             weights.read(name, view)
     decoder.origin = raw
     return decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What the headers of a directory's files say."""
+
+    model_type: str
+    config: DecoderConfig
+    parameters: int
+    bytes: int
+    dtypes: Mapping[str, int]
+    """How many tensors of each."""
+    kv: KVSpec
+    """What is kept of a token, in the dtype of the weights."""
+
+
+def describe(directory: Path | str) -> Description:
+    """What a directory holds; no weight is read."""
+    directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    config, places = read_config(raw), list(Weights(directory).places.values())
+    counts = Counter(str(place.dtype).removeprefix("torch.") for place in places)
+    dtype = places[0].dtype if places else torch.float32
+    kv_shape = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    return Description(
+        model_type=raw["model_type"],
+        config=config,
+        parameters=sum(math.prod(place.shape) for place in places),
+        bytes=sum(place.bytes for place in places),
+        dtypes=dict(counts.most_common()),
+        kv=KVSpec(layers=config.layers, dtype=dtype, **kv_shape),
+    )
 
 
 def save(decoder: Decoder, directory: Path | str, shard_bytes: int = SHARD_BYTES) -> None:

@@ -25,6 +25,7 @@ from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
 from ingot.nn.plan import KVPool, KVSpec, Plan
 from ingot.nn.presets import PRESETS, preset
+from ingot.nn.session import Sampling, Session
 
 __all__ = [
     "MLP",
@@ -46,6 +47,8 @@ __all__ = [
     "QkNorm",
     "RMSNorm",
     "Rope",
+    "Sampling",
+    "Session",
     "SwiGLU",
     "preset",
 ]

@@ -1,7 +1,7 @@
 """Attention with its projections: the layer that reads the plan and keeps state.
 
 Queries, keys and values come out of one weight, `qkv`: the rows of q, then of k, then of v. A
-decode step reads it in one pass, and q and k, which lie side by side, turn in one call of `rope`.
+decode step reads it in one pass; then `rope_write` turns q and k and puts k and v into the pool.
 
 Legend: T tokens, D channels, N query heads, G key-value heads, H channels of a head.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot import ops
-from ingot.core.errors import ConfigError
+from ingot.core.errors import ConfigError, IngotError
 from ingot.nn.config import QkNorm, Rope
 from ingot.nn.linear import Linear
 from ingot.nn.norm import RMSNorm
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         rows = (heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(dim, rows, bias=qkv_bias)
         self.out = Linear(heads * self.head_dim, dim, bias=out_bias)
-        self.rotary = None if rope is None else Rotary(self.head_dim, rope)
+        self.rotary = Rotary(self.head_dim, rope)
         if qk_norm:
             whole = qk_norm is QkNorm.WHOLE
             self.q_norm = RMSNorm(self.head_dim * (heads if whole else 1), eps)
@@ -77,31 +77,25 @@ class Attention(nn.Module):
         self, x_TD: Tensor, positions_T: Tensor, plan: Plan, residual: Tensor | None = None
     ) -> Tensor:
         """What each token gathers from those before it, added to the residual if given."""
-        q_TNH, k_TGH, v_TGH = self._project(x_TD, positions_T)
+        q_TNH, k, v = self._project(x_TD)
         if plan.pool is None:
-            k, v = k_TGH, v_TGH
+            q_TNH, k = self.rotary(q_TNH, positions_T), self.rotary(k, positions_T)
         else:
-            assert plan.slots is not None
-            plan.pool.write(self.layer, k_TGH, v_TGH, plan.slots)
-            k, v = plan.pool.k[self.layer], plan.pool.v[self.layer]
+            pool = plan.pool.k[self.layer], plan.pool.v[self.layer]
+            q_TNH = self.rotary.write(q_TNH, k, v, positions_T, *pool, plan.slots)
+            k, v = pool
         found_TNH = ops.attention(
             q_TNH, k, v, plan.cu_seqlens, plan.context_lens, plan.block_table, True, self.window
         )
         return self.out(found_TNH.flatten(1), residual)
 
-    def _project(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads, both = self.heads, self.heads + self.kv_heads
         qkv_TXH = self.qkv(x_TD).view(-1, both + self.kv_heads, self.head_dim)
-        v_TGH = qkv_TXH[:, both:]
+        q_TNH, k_TGH, v_TGH = qkv_TXH[:, :heads], qkv_TXH[:, heads:both], qkv_TXH[:, both:]
         if self.qk_norm is None:
-            qk_TXH = qkv_TXH[:, :both]
-            if self.rotary is not None:
-                qk_TXH = self.rotary(qk_TXH, positions_T)
-            return qk_TXH[:, :heads], qk_TXH[:, heads:], v_TGH
-        q_TNH = self._normalize(self.q_norm, qkv_TXH[:, :heads])
-        k_TGH = self._normalize(self.k_norm, qkv_TXH[:, heads:both])
-        if self.rotary is not None:
-            q_TNH, k_TGH = self.rotary(q_TNH, positions_T), self.rotary(k_TGH, positions_T)
+            return q_TNH, k_TGH, v_TGH
+        q_TNH, k_TGH = self._normalize(self.q_norm, q_TNH), self._normalize(self.k_norm, k_TGH)
         return q_TNH, k_TGH, v_TGH
 
     def _normalize(self, norm: RMSNorm, x_TXH: Tensor) -> Tensor:
@@ -111,7 +105,7 @@ class Attention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """`ops.rope` with its frequencies.
+    """`ops.rope` and `ops.rope_write` with their frequencies; without a rope, nothing turns.
 
     They stay in float32 when the module is converted, and real when it is made on `meta`: a
     frequency in bfloat16 is off by whole turns at a position of hundreds.
@@ -120,10 +114,13 @@ class Rotary(nn.Module):
     tensor([1.0000, 0.1000])
     """
 
-    def __init__(self, width: int, rope: Rope) -> None:
+    def __init__(self, width: int, rope: Rope | None) -> None:
         super().__init__()
+        self.turns = rope is not None
         with torch.device("cpu"):
-            self.freqs, self.scale = ops.rope_frequencies(width, rope.theta, rope.scaling)
+            self.freqs, self.scale = torch.empty(0), 1.0
+            if rope is not None:
+                self.freqs, self.scale = ops.rope_frequencies(width, rope.theta, rope.scaling)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         device = fn(self.freqs.new_empty(0)).device
@@ -133,4 +130,28 @@ class Rotary(nn.Module):
 
     def forward(self, x_TNH: Tensor, positions_T: Tensor) -> Tensor:
         """Turn each head by its token's position."""
+        if not self.turns:
+            return x_TNH
         return ops.rope(x_TNH, positions_T, self.freqs, False, self.scale)
+
+    def write(
+        self,
+        q_TNH: Tensor,
+        k_TGH: Tensor,
+        v_TGH: Tensor,
+        positions_T: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        slots_T: Tensor | None,
+    ) -> Tensor:
+        """Turn queries and keys, keep keys and values in their slots, return the queries."""
+        if k_TGH.requires_grad:
+            raise IngotError(
+                "keys that are kept in a pool have no gradient",
+                remedy="run with torch.inference_mode(), or train with Plan.packed",
+            )
+        assert slots_T is not None
+        turn = positions_T, self.freqs
+        return ops.rope_write(
+            q_TNH, k_TGH, v_TGH, *turn, k_pool, v_pool, slots_T, False, self.scale
+        )

@@ -105,19 +105,6 @@ class KVPool:
         self.memory = torch.zeros(shape, dtype=spec.dtype, device=device)
         self.k = [layer[0] for layer in self.memory]
         self.v = [layer[1] for layer in self.memory]
-        # The same without pages, ready: making a view at each write takes as long as the write.
-        self._rows = [layer.flatten(1, 2).unbind() for layer in self.memory]
-
-    def write(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
-        """Keep the keys and values of new tokens, in their slots."""
-        if k_TGH.requires_grad and torch.is_grad_enabled():
-            raise IngotError(
-                "keys that are kept in a pool have no gradient",
-                remedy="run with torch.inference_mode(), or train with Plan.packed",
-            )
-        k_rows, v_rows = self._rows[layer]
-        k_rows.index_copy_(0, slots_T, k_TGH)
-        v_rows.index_copy_(0, slots_T, v_TGH)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,97 @@
+"""`ingot info`: what a model directory holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ingot.cli import plain
+from ingot.core import lineage
+from ingot.core.log import stdout
+
+
+def info(
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Say what a model directory holds: architecture, parameters, memory, where it comes from.
+
+    Only the headers of its files are read. Examples: `ingot info smollm2`,
+    `ingot info smollm2 --json` for machines.
+
+    Args:
+        directory: A model directory, as `ingot import` makes.
+        json: Print JSON instead of lines.
+    """
+    found = report(directory)
+    if json:
+        print(json_format.dumps(found, indent=2))  # noqa: T201
+    else:
+        _print_lines(found)
+
+
+def report(directory: Path) -> dict[str, Any]:
+    """All of it, as `--json` prints it."""
+    from ingot.interop import hf
+
+    described = hf.describe(directory)
+    return {
+        "directory": str(directory),
+        "architecture": described.model_type,
+        "config": as_data(described.config),
+        "parameters": described.parameters,
+        "bytes": described.bytes,
+        "dtypes": described.dtypes,
+        "kv_bytes_per_1k_tokens": 1000 * described.kv.bytes_per_token,
+        "lineage": lineage.read(directory).steps,
+    }
+
+
+def as_data(value: Any) -> Any:
+    """A config as JSON has it.
+
+    >>> from ingot.nn import preset
+    >>> as_data(preset("tiny"))["norm"]
+    'rms'
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: as_data(getattr(value, field.name)) for field in fields}
+    return value.value if isinstance(value, Enum) else value
+
+
+def _print_lines(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from ingot.cli.import_ import size
+
+    config = found["config"]
+    shape = f"{config['layers']} layers of {config['dim']}, MLP {config['ffn']}"
+    heads = f"{config['heads']} heads of {config['head_dim']}"
+    if config["kv_heads"] != config["heads"]:
+        heads += f", {config['kv_heads']} of keys and values"
+    if experts := config["experts"]:
+        shape += f", {experts['top_k']} of {experts['count']} experts"
+    dtypes = ", ".join(f"{count} {name}" for name, count in found["dtypes"].items())
+    table = Table.grid(padding=(0, 3))
+    for name, value in (
+        ("architecture", f"{found['architecture']}: {shape}; {heads}"),
+        ("vocabulary", f"{config['vocab_size']:,}" + (", tied" if config["tied"] else "")),
+        ("context", f"{config['context']:,} tokens"),
+        ("parameters", f"{found['parameters'] / 1e6:,.1f} million"),
+        ("weights", f"{size(found['bytes'])}: {dtypes}"),
+        ("memory", f"{size(found['kv_bytes_per_1k_tokens'])} of keys and values per 1,000 tokens"),
+        *(("lineage", _step(step)) for step in found["lineage"]),
+    ):
+        table.add_row(f"[bold]{name}[/]", plain(value))
+    stdout().print(table, highlight=False)
+
+
+def _step(step: dict[str, Any]) -> str:
+    facts = [str(step[key]) for key in ("date", "source", "sha256") if key in step]
+    return f"{step.get('step', '?')}: " + ", ".join(facts)
