@@ -292,6 +292,20 @@ def test_the_keys_of_transformers_4(saved: Any, tmp_path: Path) -> None:
     assert read(tmp_path / "out") == {**read(copy), "torch_dtype": "bfloat16"}
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_window_of_transformers_4_counts_if_it_is_used(name: str, used: bool) -> None:
+    """Files of Qwen2.5 give a window and say that it is not used."""
+    right = json.loads(MODELS[name]().to_json_string(use_diff=False))
+    raw = {k: v for k, v in right.items() if k != "layer_types"}
+    raw |= {"use_sliding_window": used, "sliding_window": 32, "max_window_layers": 2}
+    config = transformers.AutoConfig.for_model(**raw)
+    kinds = getattr(config, "layer_types", ["sliding_attention"] * 3)
+    windows = [config.sliding_window if "sliding" in kind else None for kind in kinds]
+    assert list(hf.read_config(raw).windows) == windows
+    assert any(windows) == used
+
+
 def test_the_names_of_old_gpt2_files(saved: Any, tmp_path: Path) -> None:
     """No prefix, and the mask of attention among the weights."""
     copy = changed(saved("gpt2"), tmp_path / "copy", {})

@@ -54,7 +54,7 @@ def test_a_window_hides_what_is_farther_away() -> None:
 def test_frequencies_stay_in_float32_and_real() -> None:
     with torch.device("meta"):
         layer = Attention(16, heads=2, rope=Rope())
-    layer = layer.to(torch.bfloat16).to_empty(device="cpu")
+    layer = layer.to(torch.bfloat16).to("meta").to_empty(device="cpu")
     assert layer.rotary is not None
     assert torch.equal(layer.rotary.freqs, ops.rope_frequencies(8)[0])
     assert layer.qkv.weight.dtype == torch.bfloat16
