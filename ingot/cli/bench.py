@@ -204,20 +204,15 @@ def _peers_table(rows: list[PeerRow]) -> Table:
 
 
 def _peer_cells(row: PeerRow) -> tuple[str, ...]:
-    def spread(p20: float | None, p50: float | None, p80: float | None, unit: str = "") -> str:
-        if p20 is None or p50 is None or p80 is None:
-            return "-"
-        return f"{digits(p50)}{unit} [{digits(p20)}-{digits(p80)}]"
-
     def figure(value: float | None, unit: str) -> str:
         return "-" if value is None else f"{digits(value)} {unit}"
 
     return (
         (row.version or "")[:12],
         row.dtype or "",
-        spread(row.p20, row.tokens_per_s, row.p80),
+        f"{digits(row.tokens_per_s or 0)} [{digits(row.p20 or 0)}-{digits(row.p80 or 0)}]",
         f"{row.share_of_limit or 0:.0%}",
-        spread(row.ingot_faster_p20, row.ingot_faster, row.ingot_faster_p80, "x"),
+        times(row.ingot_faster),
         figure(row.first_token_ms, "ms"),
         figure(row.start_s, "s"),
         figure(row.memory_mb, "MB"),
