@@ -185,6 +185,7 @@ def _print_peers(rows: list[PeerRow], machine: Peaks, run: Run) -> None:
         f"{machine.read_bandwidth.value:.1f} GB/s and matmul would allow. agree: how many of the "
         "first tokens are the same as the first system's.",
         highlight=False,
+        markup=False,  # which [p20-p80] would be taken for
     )
     console.print(
         f"\n{run.date}, {run.cpu} ({run.isa}), torch {run.torch}, ingot {run.ingot}.",

@@ -174,6 +174,7 @@ def test_peers_are_compared_and_kept(model: Path, capsys: pytest.CaptureFixture[
     bench_peers(str(model), "ingot", "--results", str(model))
     text = capsys.readouterr().out
     assert "1.00x" in text
+    assert "p50 [p20-p80]" in " ".join(text.split())
     assert "vllm" not in text
     lines = list(csv.DictReader((model / "peers.csv").read_text().splitlines()))
     assert [line["system"] for line in lines] == ["ingot", "vllm", "ingot"]
