@@ -1,4 +1,4 @@
-"""Rows of a run, kept: one CSV that grows, and what is read out of it.
+"""Rows of a run, kept: one CSV a kind that grows, and what is read out of the one of the ops.
 
 Each line has the run (date, CPU, versions) and the row, so a file holds many runs of many
 machines and can be read by anything. A line is written as soon as it is measured: a run that is
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +22,9 @@ from ingot.bench.ops import Row
 from ingot.core import paths
 from ingot.core.device import detect
 from ingot.core.errors import IngotError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,26 +69,24 @@ class Mean:
     vs_compile: float | None
 
 
-_COLUMNS = [field.name for kind in (Run, Row) for field in fields(kind)]
-
-
-def prepare(path: Path) -> None:
-    """Write the heading of a new file; refuse one that has another."""
+def prepare(path: Path, kind: type[DataclassInstance] = Row) -> None:
+    """Write the heading of a new file of rows of a kind; refuse one that has another."""
+    columns = [field.name for part in (Run, kind) for field in fields(part)]
     if not path.exists():
-        paths.write_atomic(path, ",".join(_COLUMNS) + "\n")
+        paths.write_atomic(path, ",".join(columns) + "\n")
     with path.open(newline="") as file:
-        if next(csv.reader(file), None) != _COLUMNS:
+        if next(csv.reader(file), None) != columns:
             raise IngotError(
                 f"{path} has other columns than this version writes",
                 remedy="move it away, or choose another directory",
             )
 
 
-def append(path: Path, run: Run, rows: Iterable[Row]) -> None:
-    """Add the rows to a file that is prepared."""
+def append(path: Path, run: Run, rows: Iterable[DataclassInstance]) -> None:
+    """Add the rows to a file that is prepared for their kind."""
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-        writer.writerows(asdict(run) | asdict(row) for row in rows)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([*asdict(run).values(), *asdict(row).values()] for row in rows)
 
 
 def read(path: Path) -> list[Record]:

@@ -1,6 +1,7 @@
 """The command line: `ingot <verb>`, one file a verb.
 
-A verb is a function with typed parameters; tyro makes its options and its help out of them.
+A verb is a function with typed parameters, or several by name (`ingot bench ops`); tyro makes
+their options and their help out of them.
 Only the verb that is called is imported.
 """
 
@@ -19,7 +20,7 @@ from ingot.core.log import setup, stderr, stdout
 from ingot.core.registry import Registry
 
 SUMMARIES = {
-    "bench": "how fast the ops are, beside the machine's limit and PyTorch",
+    "bench": "how fast ops and models are, beside the machine's limit and others",
     "build": "compile the CPU kernels now rather than at their first use",
     "chat": "talk to a model in the terminal",
     "doctor": "what this machine is and can do, what is missing, and the remedy",
@@ -28,7 +29,7 @@ SUMMARIES = {
     "info": "what a model directory holds: architecture, size, memory, lineage",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
 }
-VERBS: Registry[Callable[..., Any]] = Registry("verb")
+VERBS: Registry[Callable[..., Any] | dict[str, Callable[..., Any]]] = Registry("verb")
 for _verb in SUMMARIES:
     _name = f"{_verb}_" if iskeyword(_verb) else _verb
     VERBS.register(_verb, f"ingot.cli.{_name}:{_name}")
@@ -70,7 +71,10 @@ def _run(arguments: list[str]) -> int:
         import tyro
 
         # tyro answers --help and mistakes itself, and names the nearest option.
-        tyro.cli(function, args=rest, prog=f"ingot {verb}")
+        if callable(function):
+            tyro.cli(function, args=rest, prog=f"ingot {verb}")
+        else:
+            tyro.extras.subcommand_cli_from_dict(function, args=rest, prog=f"ingot {verb}")
     return 0
 
 

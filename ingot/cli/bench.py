@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from ingot.bench.ops import Row
     from ingot.bench.peaks import Peaks
+    from ingot.bench.peers import Row as PeerRow
     from ingot.bench.results import Mean, Run
     from ingot.bench.workloads import Workload
 
 
-def bench(
-    what: Annotated[Literal["ops"], tyro.conf.Positional],
+def ops(
     names: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")
     ] = (),
@@ -40,7 +40,6 @@ def bench(
     `ingot bench ops linear --plot roofline.png`, `ingot bench ops --json` for machines.
 
     Args:
-        what: What to time.
         names: Only these ops or families.
         seconds: How long to time each contender on each shape.
         json: Print JSON instead of tables.
@@ -69,7 +68,64 @@ def bench(
         _print_tables(rows, machine, run)
 
 
-def report(rows: Iterable[Row], machine: Peaks, run: Run) -> dict[str, Any]:
+def peers(
+    model: Annotated[Path, tyro.conf.Positional],
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")
+    ] = (),
+    batch: int = 1,
+    prompt: int = 16,
+    new: int = 128,
+    rounds: int = 5,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+    results: Path | None = None,
+) -> None:
+    """Compare ingot with vLLM, OpenVINO GenAI, llama.cpp and transformers: all generate on the
+    same weights, after the same prompts, in turns, as a share of what the machine could do at most.
+
+    Examples: `python benchmarks/peers/install.py` once, then `ingot bench peers DIR`;
+    `ingot bench peers DIR ingot openvino --batch 8 --prompt 128` for two of them.
+
+    Args:
+        model: A Hugging Face directory in bfloat16.
+        names: Only these systems.
+        batch: How many sequences are generated at once.
+        prompt: How many tokens each prompt has.
+        new: How many tokens are generated after each prompt.
+        rounds: How often each system has its turn.
+        json: Print JSON instead of a table.
+        results: Add the rows to `peers.csv` in this directory.
+    """
+    from ingot.bench import peers as kin
+    from ingot.bench import results as kept
+    from ingot.bench.environment import clone
+    from ingot.bench.peaks import peaks
+
+    task = kin.Task(batch=batch, prompt=prompt, new=new, rounds=rounds)
+    systems, known = kin.found(clone(), names), kin.Model.of(model)
+    run, file = kept.Run.now(ingot.__version__), results and results / "peers.csv"
+    if file:
+        kept.prepare(file, kin.Row)
+    machine, there = peaks(), sum(not system.missing for system in systems)
+    with log.progress("starting", there * (rounds + 2)) as bar:
+
+        def show(step: str) -> None:
+            bar.describe(step)
+            bar.advance()
+
+        rows = kin.compare(systems, known, task, machine, show)
+    if file:
+        kept.append(file, run, rows)
+    if json:
+        print(json_format.dumps(report(rows, machine, run), indent=2))  # noqa: T201
+    else:
+        _print_peers(rows, machine, run)
+
+
+bench = {"ops": ops, "peers": peers}
+
+
+def report(rows: Iterable[Row] | Iterable[PeerRow], machine: Peaks, run: Run) -> dict[str, Any]:
     """All of it, as `--json` prints it."""
     peaks = json_format.loads(machine.to_json())
     return {"header": {**asdict(run), "peaks": peaks}, "rows": [asdict(row) for row in rows]}
@@ -113,6 +169,55 @@ def _print_tables(rows: list[Row], machine: Peaks, run: Run) -> None:
         f"\n{run.date}, {run.cpu} ({run.isa}), torch {run.torch}, ingot {run.ingot}. Peaks: "
         f"reading {machine.read_bandwidth.value:.1f} GB/s, matmul in GFLOPS {matmul}.",
         highlight=False,
+    )
+
+
+def _print_peers(rows: list[PeerRow], machine: Peaks, run: Run) -> None:
+    console, one = log.stdout(), rows[0]
+    console.print(_peers_table(rows))
+    for row in rows:
+        if row.missing:
+            console.print(f"{row.system} is missing: {row.missing}", highlight=False, markup=False)
+    console.print(
+        f"{one.model}: {one.batch} x {one.prompt} tokens in, {one.batch} x {one.new} out, "
+        f"{one.rounds} rounds. tokens/s: p50 [p20-p80] of new tokens over the whole call. limit: "
+        f"share of {digits(one.limit_tokens_per_s)} tokens/s, what reading the weights at "
+        f"{machine.read_bandwidth.value:.1f} GB/s and matmul would allow. agree: how many of the "
+        "first tokens are the same as the first system's.",
+        highlight=False,
+        markup=False,  # which [p20-p80] would be taken for
+    )
+    console.print(
+        f"\n{run.date}, {run.cpu} ({run.isa}), torch {run.torch}, ingot {run.ingot}.",
+        highlight=False,
+    )
+
+
+def _peers_table(rows: list[PeerRow]) -> Table:
+    """Those that took part, at most 100 columns wide."""
+    table = _new_table("system", "version", "dtype")
+    for heading in ("tokens/s", "limit", "ingot is", "first", "start", "memory", "agree"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if row.tokens_per_s is not None:
+            table.add_row(row.system, *_peer_cells(row))
+    return table
+
+
+def _peer_cells(row: PeerRow) -> tuple[str, ...]:
+    def figure(value: float | None, unit: str) -> str:
+        return "-" if value is None else f"{digits(value)} {unit}"
+
+    return (
+        (row.version or "")[:12],
+        row.dtype or "",
+        f"{digits(row.tokens_per_s or 0)} [{digits(row.p20 or 0)}-{digits(row.p80 or 0)}]",
+        f"{row.share_of_limit or 0:.0%}",
+        times(row.ingot_faster),
+        figure(row.first_token_ms, "ms"),
+        figure(row.start_s, "s"),
+        figure(row.memory_mb, "MB"),
+        str(row.agree),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +17,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from ingot.bench import ops, peaks, workloads
+from ingot.bench import environment, ops, peaks, workloads
 from ingot.bench.ops import Bench
 from ingot.bench.peaks import Peak, Peaks
+from ingot.bench.peers import Row as PeerRow
 from ingot.bench.results import read
 from ingot.bench.workloads import Workload, floats
 from ingot.cli import bench as module
@@ -120,12 +123,106 @@ def test_the_table_fits_a_hundred_columns() -> None:
     assert text.count("2048x576x49152") == 1
 
 
+COUNTS = """
+from peers.talk import Peer, serve
+
+def generate(prompts, new):
+    return 0.001, [[token] * new for token, *_ in prompts]
+
+serve(lambda model: Peer("1.0", "bf16", generate))
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's directory; ingot that only repeats, in a process, and a peer that is not there."""
+    folder = tmp_path / "benchmarks/peers"
+    folder.mkdir(parents=True)
+    shutil.copy(environment.clone() / "talk.py", folder)
+    (folder / "ingot.py").write_text(COUNTS)
+    (folder / "vllm.txt").write_text("")
+    monkeypatch.setattr(environment, "clone", lambda: folder)
+    monkeypatch.setattr(peaks, "peaks", lambda: PEAKS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 99}')
+    header = b'{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    return tmp_path
+
+
+def bench_peers(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "peers", *arguments, "--rounds", "2", "--new", "3"])
+    assert exit.value.code == 0
+
+
+def test_peers_are_compared_and_kept(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_peers(str(model), "--json", "--batch", "2", "--results", str(model))
+    found = json.loads(capsys.readouterr().out)
+    assert found["header"]["peaks"]["read_bandwidth"]["value"] == 4.0
+    ours, vllm = found["rows"]
+    assert (ours["system"], ours["batch"], ours["new"], ours["agree"]) == ("ingot", 2, 3, 3)
+    assert ours["ingot_faster"] == 1.0
+    assert ours["tokens_per_s"] > 0
+    assert "not installed" in vllm["missing"]
+    bench_peers(str(model), "ingot", "--results", str(model))
+    text = capsys.readouterr().out
+    assert "1.00x" in text
+    assert "p50 [p20-p80]" in " ".join(text.split())
+    assert "vllm" not in text
+    lines = list(csv.DictReader((model / "peers.csv").read_text().splitlines()))
+    assert [line["system"] for line in lines] == ["ingot", "vllm", "ingot"]
+    assert lines[1]["tokens_per_s"] == ""
+
+
+def test_a_missing_peer_is_named_below_the_table(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_peers(str(model))
+    assert "vllm is missing: not installed: run `python" in capsys.readouterr().out
+
+
+def test_the_table_of_peers_fits_a_hundred_columns() -> None:
+    row = PeerRow(
+        system="transformers",
+        version="2026.4.1.0-3408-ab01d1771e4",
+        dtype="bf16",
+        model="tiny",
+        batch=1,
+        prompt=2,
+        new=3,
+        rounds=4,
+        tokens_per_s=1234.5,
+        p20=1111.1,
+        p80=1333.3,
+        ingot_faster=12.34,
+        ingot_faster_p20=11.11,
+        ingot_faster_p80=13.33,
+        first_token_ms=1234.5,
+        start_s=123.4,
+        memory_mb=12345.0,
+        agree=128,
+        limit_tokens_per_s=99.0,
+        share_of_limit=0.99,
+    )
+    page = io.StringIO()
+    Console(file=page, width=100).print(module._peers_table([row]))
+    text = page.getvalue()
+    assert "…" not in text
+    for cell in ("transformers", "1234 [1111-1333]", "12.3x", "12345 MB", "123 s"):
+        assert cell in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (("ops", "rmsnorm"), "did you mean 'rms_norm'?"),
         (("ops", "silu", "--plot", "roofline.jpg"), "cannot draw a '.jpg' file"),
         (("opps",), "opps"),
+        (("peers", "there-is-none"), "no Hugging Face directory"),
+        (("peers", ".", "vlm"), "did you mean 'vllm'?"),
+        (("peers", ".", "--batch", "0"), "batch is 0"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_measured(

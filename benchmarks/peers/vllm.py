@@ -1,0 +1,32 @@
+"""vLLM on the CPU: `LLM.generate` in bfloat16, compiled as it is by default."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from peers.talk import Peer, Prompts, serve
+
+
+def load(model: Path) -> Peer:
+    """As its documentation says; its statistics are on, which tell of the first token."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    import vllm
+
+    engine = vllm.LLM(
+        str(model), dtype="bfloat16", max_model_len=2048, disable_log_stats=False, seed=0
+    )
+
+    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+        options = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        results = engine.generate(inputs, options, use_tqdm=False)
+        first = max(result.metrics.first_token_latency for result in results)
+        return first, [list(result.outputs[0].token_ids) for result in results]
+
+    return Peer(vllm.__version__, "bf16", generate)
+
+
+if __name__ == "__main__":
+    serve(load)

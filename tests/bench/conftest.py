@@ -1,0 +1,46 @@
+"""Systems that are real processes and speak the protocol, or break it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ingot.bench.peers import System
+
+TALK = Path(__file__).parents[2] / "benchmarks/peers/talk.py"
+SCRIPT = """
+import os, signal, subprocess, sys, time
+from peers.talk import Peer, serve
+
+def load(model):
+    {load}
+    return Peer("1.0", "bf16", generate)
+
+def generate(prompts, new):
+    {generate}
+    return 0.001, [[prompt[0] + i for i in range(new)] for prompt in prompts]
+
+serve(load)
+"""
+Make = Callable[..., System]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Makes a system that counts upwards from the first token of a prompt.
+
+    `load` and `generate` are statements it runs before it does its work.
+    """
+    folder = tmp_path / "scripts" / "peers"
+    folder.mkdir(parents=True)
+    shutil.copy(TALK, folder)
+
+    def system(name: str, load: str = "pass", generate: str = "pass") -> System:
+        (folder / f"{name}.py").write_text(SCRIPT.format(load=load, generate=generate))
+        return System(name=name, python=Path(sys.executable), folder=folder)
+
+    return system

@@ -1,0 +1,146 @@
+"""The GGUF that peers are given holds the numbers of the directory it was made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+from benchmarks.peers import weights  # noqa: E402
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 6,
+    "intermediate_size": 5,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "vocab_size": 7,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+SHAPES = {
+    "model.embed_tokens.weight": (7, 6),
+    "model.layers.0.input_layernorm.weight": (6,),
+    "model.layers.0.self_attn.q_proj.weight": (12, 6),
+    "model.layers.0.self_attn.k_proj.weight": (4, 6),
+    "model.layers.0.mlp.down_proj.weight": (6, 5),
+    "model.norm.weight": (6,),
+}
+TOKENIZER = {
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+    "added_tokens": [{"id": 3, "content": "<end>", "special": True}],
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Random bits of bfloat16, from 2^-8 to 2^8."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    random, header, data = np.random.default_rng(0), {}, b""
+    for name, shape in SHAPES.items():
+        floats = random.uniform(1, 2, shape) * 2.0 ** random.integers(-8, 8, shape)
+        bits = (floats.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        offsets = [len(data), len(data) + len(bits)]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+        data += bits
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + data
+    (tmp_path / "model.safetensors").write_bytes(content)
+    return tmp_path
+
+
+def source(model: Path, name: str) -> np.ndarray:
+    (bits,) = (bits for found, bits in weights._tensors(model) if found == name)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def written(path: Path) -> dict[str, np.ndarray]:
+    reader = gguf.GGUFReader(path)
+    return {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+
+
+def turned(x: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
+    """Each pair of rows turned by an angle of its own: a rotary embedding."""
+    y = x.copy()
+    for place, (i, j) in enumerate(pairs):
+        cos, sin = np.cos(0.3 + place), np.sin(0.3 + place)
+        y[i], y[j] = cos * x[i] - sin * x[j], sin * x[i] + cos * x[j]
+    return y
+
+
+@pytest.mark.parametrize("write", [weights.bf16, weights.f16])
+def test_the_numbers_are_the_same(
+    model: Path, tmp_path: Path, write: Callable[[Path, Path], Path]
+) -> None:
+    tensors = written(write(model, tmp_path / "cache"))
+    assert len(tensors) == len(SHAPES)
+    for theirs, ours in {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+        "output_norm.weight": "model.norm.weight",
+    }.items():
+        np.testing.assert_array_equal(tensors[theirs], source(model, ours))
+
+
+def test_scores_of_queries_and_keys_are_the_same_under_either_rotation(
+    model: Path, tmp_path: Path
+) -> None:
+    tensors = written(weights.bf16(model, tmp_path / "cache"))
+    halves, neighbours = [(0, 2), (1, 3)], [(0, 1), (2, 3)]
+    x = np.random.default_rng(1).normal(size=6).astype(np.float32)
+    q, k = (source(model, f"model.layers.0.self_attn.{n}_proj.weight") @ x for n in "qk")
+    theirs_q, theirs_k = (tensors[f"blk.0.attn_{n}.weight"] @ x for n in "qk")
+    for head in range(3):
+        rows = slice(4 * head, 4 * head + 4)
+        expected = turned(q[rows], halves) @ k
+        assert turned(theirs_q[rows], neighbours) @ theirs_k == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_configuration_is_the_same(model: Path, tmp_path: Path) -> None:
+    path = weights.bf16(model, tmp_path / "cache")
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    assert fields["llama.rope.freq_base"] == 5000.0
+    assert fields["llama.attention.head_count"] == 3
+    assert fields["llama.attention.head_count_kv"] == 1
+    assert fields["llama.rope.dimension_count"] == 4
+    assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    assert fields["tokenizer.ggml.tokens"][:4] == ["a", "b", "ab", "<end>"]
+    assert fields["tokenizer.ggml.merges"] == ["a b"]
+    assert fields["tokenizer.ggml.eos_token_id"] == 2
+
+
+def test_it_is_written_once_and_again_when_the_model_changes(model: Path, tmp_path: Path) -> None:
+    first = weights.bf16(model, tmp_path / "cache")
+    stamp = first.stat().st_mtime_ns
+    assert weights.bf16(model, tmp_path / "cache").stat().st_mtime_ns == stamp
+    assert weights.f16(model, tmp_path / "cache") != first
+    (model / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 7.0}))
+    assert weights.bf16(model, tmp_path / "cache") != first
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "only LlamaForCausalLM"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "with scaling"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "with scaling"),
+    ],
+)
+def test_what_it_cannot_write_it_refuses(
+    model: Path, tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
+    (model / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    with pytest.raises(ValueError, match=reason):
+        weights.bf16(model, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
