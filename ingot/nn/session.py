@@ -15,7 +15,7 @@ A server's engine runs many sequences at once and does not use this; it runs the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import KVPool, Plan
+from ingot.ops.replay import record
 
 PAGE = 128
 CHUNK = 512  # tokens of a prompt in one forward
@@ -107,19 +108,22 @@ class Session:
                 f"a token of the prompt is not in the vocabulary of {config.vocab_size}",
                 remedy="encode the text with the tokenizer of this model",
             )
-        options = (sampling or Sampling()).arguments(config.vocab_size)
         last = min(count + max_tokens, config.context)
-        self._reserve(last)
+        if last == count:
+            return
+        step = self._step(last)
+        options = (sampling or Sampling()).arguments(config.vocab_size)
         hidden = self._feed(prompt)
-        for position in range(count, last):
-            logits = self.decoder.logits(hidden)
-            drawn = ops.sample(logits, *options, torch.tensor([position]))
+        drawn = ops.sample(self.decoder.logits(hidden), *options, torch.tensor([count]))
+        while True:
             token = int(drawn)
             if token in ends:
                 return
             yield token
-            if position + 1 < last:
-                hidden = self._run(drawn, [token])
+            if len(self.tokens) + 1 == last:
+                return
+            drawn = step.run(token, len(self.tokens), options)
+            self.tokens.append(token)
 
     def _feed(self, prompt: Sequence[int]) -> Tensor:
         """Run what is not kept yet, and at least the last token; return that token's state."""
@@ -130,32 +134,67 @@ class Session:
         hidden = torch.empty(0)
         for start in range(0, len(rest), CHUNK):
             chunk = rest[start : start + CHUNK]
-            hidden = self._run(torch.tensor(chunk), chunk)
+            hidden = self._forward(chunk)
+            self.tokens += chunk
         return hidden
 
-    def _run(self, tokens_T: Tensor, tokens: list[int]) -> Tensor:
+    def _forward(self, tokens: list[int]) -> Tensor:
         """One forward over new tokens; the state of the last."""
         assert self._pool is not None
         begin, end = len(self.tokens), len(self.tokens) + len(tokens)
-        positions_T = torch.arange(begin, end)  # and their slots: the pages are in order
-        plan = Plan(
-            cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-            context_lens=torch.tensor([end], dtype=torch.int32),
-            block_table=self._pages,
-            slots=positions_T,
-            pool=self._pool,
-        )
-        hidden_TD = self.decoder(tokens_T, positions_T, plan)
-        self.tokens += tokens
-        return hidden_TD[-1:]
+        positions_T = torch.arange(begin, end)
+        plan = _plan(self._pool, len(tokens), torch.tensor([end], dtype=torch.int32), positions_T)
+        return self.decoder(torch.tensor(tokens), positions_T, plan)[-1:]
 
-    def _reserve(self, count: int) -> None:
+    def _step(self, count: int) -> _Step:
         """Have room for so many tokens, and keep what is there."""
         pages, old = -(-count // PAGE), self._pool
-        if old is not None and old.pages >= pages:
-            return
-        device = self.decoder.embed.weight.device
-        self._pool = KVPool(self.decoder.kv_spec, pages, PAGE, device)
-        self._pages = torch.arange(pages, dtype=torch.int32)[None]
-        if old is not None:
-            self._pool.memory[:, :, : old.pages] = old.memory
+        if old is None or old.pages < pages:
+            device = self.decoder.embed.weight.device
+            self._pool = KVPool(self.decoder.kv_spec, pages, PAGE, device)
+            self._decode = _Step(self.decoder, self._pool)
+            if old is not None:
+                self._pool.memory[:, :, : old.pages] = old.memory
+        return self._decode
+
+
+class _Step:
+    """From a token to the next one. The tensors stay and get new values, so that the calls can be
+    recorded the first time and replayed then: 30 layers in Python take longer than their kernels.
+    """
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self._decoder, self._pool = decoder, pool
+        self._token, self._position, self._next = (torch.zeros(1, dtype=torch.int64) for _ in "tpn")
+        self._context = torch.zeros(1, dtype=torch.int32)
+        self._options = Sampling().arguments(decoder.config.vocab_size)
+        self._plan = _plan(pool, 1, self._context, self._position)
+        self._replay: Callable[[], Tensor] | None = None
+
+    def run(self, token: int, position: int, options: tuple[Tensor, ...]) -> Tensor:
+        """The token behind this one."""
+        self._token.fill_(token)
+        self._position.fill_(position)
+        self._next.fill_(position + 1)
+        self._context.fill_(position + 1)
+        for mine, given in zip(self._options, options, strict=True):
+            mine.copy_(given)
+        if self._replay is not None:
+            return self._replay()
+        drawn, self._replay = record(self._compute)
+        return drawn
+
+    def _compute(self) -> Tensor:
+        hidden = self._decoder(self._token, self._position, self._plan)
+        return ops.sample(self._decoder.logits(hidden), *self._options, self._next)
+
+
+def _plan(pool: KVPool, count: int, context: Tensor, positions_T: Tensor) -> Plan:
+    """One sequence whose pages are in order, so that a token's slot is its position."""
+    return Plan(
+        cu_seqlens=torch.tensor([0, count], dtype=torch.int32),
+        context_lens=context,
+        block_table=torch.arange(pool.pages, dtype=torch.int32)[None],
+        slots=positions_T,
+        pool=pool,
+    )

@@ -1,0 +1,201 @@
+"""Calls of ops, recorded once and run again without Python.
+
+A decode step of a small model is hundreds of calls that take microseconds each, and half of its
+time would be Python between them: modules, attributes, views. So a step is recorded as it runs,
+and C++ repeats the list (`kernels/cpu/replay.cpp`):
+
+    token, step = record(lambda: one_step())     # runs it, and says what it did
+    token = step()                               # the same calls on the same tensors
+
+What was a tensor in the function is the same tensor again: its inputs are those that somebody
+writes new values into. What follows from values in Python (an `if`, a shape) is as it was when
+recorded, so only what has no such thing may be recorded; a call that reads a value out of a tensor
+is noticed, and nothing is recorded. The same goes for calls with arguments that the list cannot
+hold. Then, and where there is no compiler, `step` is the function itself.
+
+Ops compute what they always do. Between them there are only views, which are taken by their sizes,
+strides and offset.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ingot.ops.gradient import as_tuple
+
+_KINDS = {
+    "Tensor": "t",
+    "Optional[Tensor]": "T",
+    "int": "i",
+    "Optional[int]": "I",
+    "float": "f",
+    "Optional[float]": "F",
+    "bool": "b",
+}
+
+
+def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Run a function, and return its result and what does the same again, quicker if possible.
+
+    >>> from ingot import ops
+    >>> x = torch.zeros(1, 4)
+    >>> with torch.inference_mode():
+    ...     result, again = record(lambda: ops.silu(x[:, :2]))
+    ...     _ = x.fill_(1.0)
+    ...     bool((again() > 0.7).all())
+    True
+    """
+    recorder = _Recorder()
+    with recorder:
+        result = function()
+    try:
+        return result, Replay(recorder.calls, result)
+    except _NotRecordable:
+        return result, function
+
+
+class _NotRecordable(Exception):
+    pass
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, _complete(func, args, kwargs or {}), result))
+        return result
+
+
+def _complete(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments in the order of the schema."""
+    rest = func._schema.arguments[len(args) :]
+    return (*args, *(kwargs.get(a.name, a.default_value) for a in rest))
+
+
+class Replay:
+    """A recorded list of calls; call it to run them again."""
+
+    def __init__(self, calls: list[tuple[Any, tuple[Any, ...], Any]], result: Tensor) -> None:
+        if not importlib.import_module("ingot.kernels.cpu.replay").available:
+            raise _NotRecordable
+        program = _Program(calls, result)
+        ops = torch.ops.ingot_replay
+        self._number = ops.make(program.text, program.constants)
+        self._run = ops.run.default
+        weakref.finalize(self, ops.drop, self._number).atexit = False
+
+    def __call__(self) -> Tensor:
+        """Run the calls on what their tensors hold now."""
+        return self._run(self._number)
+
+
+class _Program:
+    """The calls as text, and the tensors they begin with."""
+
+    def __init__(self, calls: list[tuple[Any, tuple[Any, ...], Any]], result: Tensor) -> None:
+        made = {id(out) for _, _, results in calls for out in _tensors(results)}
+        used = [arg for _, args, _ in calls for arg in args if isinstance(arg, Tensor)]
+        self.constants = list({id(t): t for t in used if id(t) not in made}.values())
+        self._register = {id(t): i for i, t in enumerate(self.constants)}
+        self._count = len(self.constants)
+        lines: list[str] = []
+        for call in calls:
+            lines += self._lines(*call)
+        if id(result) not in self._register:
+            raise _NotRecordable
+        lines.append(f"give {self._register[id(result)]}")
+        self.text = "\n".join(_with_frees(lines, len(self.constants)))
+
+    def _lines(self, func: Any, args: tuple[Any, ...], results: Any) -> list[str]:
+        outputs = _tensors(results)
+        if not outputs or (func._schema.is_mutable and func.namespace != "ingot"):
+            raise _NotRecordable
+        bases = [base for out in outputs if (base := self._base(out, args)) is not None]
+        if len(bases) == len(outputs):
+            return [self._view(out, base) for out, base in zip(outputs, bases, strict=True)]
+        if bases:
+            raise _NotRecordable
+        arguments = [
+            self._argument(str(declared.type), arg)
+            for declared, arg in zip(func._schema.arguments, args, strict=True)
+        ]
+        registers = [str(self._new(out)) for out in outputs]
+        name, overload = func._schema.name, func._schema.overload_name or "-"
+        return [
+            f"call {name} {overload} {len(arguments)} {' '.join(arguments)} "
+            f"{len(registers)} {' '.join(registers)}"
+        ]
+
+    def _base(self, out: Tensor, args: tuple[Any, ...]) -> Tensor | None:
+        """The argument that this is a view of, if any."""
+        storage = out.untyped_storage().data_ptr()
+        tensors = (arg for arg in args if isinstance(arg, Tensor) and storage)
+        found = (t for t in tensors if t.untyped_storage().data_ptr() == storage)
+        return next(found, None)
+
+    def _view(self, out: Tensor, base: Tensor) -> str:
+        offset = out.storage_offset() - base.storage_offset()
+        numbers = [*out.shape, *out.stride(), offset]
+        register = self._register[id(base)]
+        return f"view {register} {out.dim()} {' '.join(map(str, numbers))} {self._new(out)}"
+
+    def _argument(self, declared: str, value: Any) -> str:
+        kind = _KINDS.get(declared)
+        if kind is None:
+            raise _NotRecordable
+        if value is None:
+            return "n 0"
+        if isinstance(value, Tensor):
+            return f"{kind} {self._register[id(value)]}"
+        return f"{kind} {float(value)!r}" if kind in "fF" else f"{kind} {int(value)}"
+
+    def _new(self, out: Tensor) -> int:
+        self._count += 1
+        self._register[id(out)] = self._count - 1  # a view may be the very tensor it views
+        return self._register[id(out)]
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    """The tensors a call returned; anything else was read out of one."""
+    found = as_tuple(results) if isinstance(results, Tensor | tuple | list) else (results,)
+    if not all(isinstance(out, Tensor) for out in found):
+        raise _NotRecordable
+    return found
+
+
+def _with_frees(lines: list[str], constants: int) -> list[str]:
+    """Behind each step, the registers that no later one needs: their memory is used again."""
+    found: list[str] = []
+    needed: set[int] = set()
+    for line in reversed(lines):
+        used = _used(line)
+        last = sorted(reg for reg in used - needed if reg >= constants)
+        if last and not line.startswith("give"):
+            found.append(f"free {len(last)} {' '.join(map(str, last))}")
+        needed |= used
+        found.append(line)
+    return found[::-1]
+
+
+def _used(line: str) -> set[int]:
+    """The registers that a step reads or makes."""
+    words = line.split()
+    if words[0] == "give":
+        return {int(words[1])}
+    if words[0] == "view":
+        return {int(words[1]), int(words[-1])}
+    count = int(words[3])
+    pairs = zip(words[4 : 4 + 2 * count : 2], words[5 : 5 + 2 * count : 2], strict=True)
+    made = words[5 + 2 * count :]
+    return {int(value) for kind, value in pairs if kind in "tT"} | set(map(int, made))

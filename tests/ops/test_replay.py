@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ingot import ops
+from ingot.core.device import detect
+from ingot.ops.inputs import Make
+from ingot.ops.replay import Replay, record
+
+pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
+
+MAKE = Make(torch.bfloat16)
+X, RESIDUAL = MAKE(3, 32), MAKE(3, 24)
+WEIGHT, BACK, NORM, BIAS = MAKE(24, 32), MAKE(32, 24), MAKE(24), MAKE(24)
+
+
+def views(x: Tensor) -> list[Tensor]:
+    return [
+        x[:, :16],
+        x[1:],
+        x.view(3, 2, 16)[:, 1],
+        x.view(3, 2, 16).transpose(0, 1)[0],
+        x.split([16, 16], dim=1)[1],
+        x.flatten()[8:40].view(2, 16),
+        x.unbind(0)[1][None, :16],
+        x.unsqueeze(0)[0, ::2],
+    ]
+
+
+@given(st.integers(0, 7), st.integers(0, 2**20))
+def test_it_does_the_same_on_new_values(which: int, seed: int) -> None:
+    x = X.clone()
+
+    def function() -> Tensor:
+        h = ops.linear_residual(x, WEIGHT, RESIDUAL, BIAS if which % 2 else None)
+        h = ops.rms_norm(h, NORM, 1e-5)
+        y = ops.linear(h, BACK)
+        return ops.gelu(views(y)[which])
+
+    with torch.inference_mode():
+        first, again = record(function)
+        assert isinstance(again, Replay)
+        assert torch.equal(first, function())
+        for step in range(2):
+            x.copy_(Make(torch.bfloat16, seed=seed + step)(3, 32))
+            assert torch.equal(again(), function())
+
+
+def test_what_is_written_is_written_again() -> None:
+    q, k, v = MAKE(1, 2, 8), MAKE(1, 1, 8), MAKE(1, 1, 8)
+    pools = MAKE(2, 4, 1, 8), MAKE(2, 4, 1, 8)
+    position, slot = torch.tensor([3]), torch.tensor([5])
+    freqs = ops.rope_frequencies(8)[0]
+    with torch.inference_mode():
+        _, again = record(lambda: ops.rope_write(q, k, v, position, freqs, *pools, slot))
+        assert isinstance(again, Replay)
+        slot.fill_(2)
+        again()
+    assert torch.equal(pools[1][0, 2], v[0])
+    assert torch.equal(pools[0][0, 2], pools[0][1, 1])
+
+
+def reads_a_value() -> Tensor:
+    return ops.silu(X) if int(ops.silu(X).argmax()) else ops.gelu(X)
+
+
+def adds() -> Tensor:
+    return ops.silu(X) + 1
+
+
+def writes_in_place() -> Tensor:
+    return ops.silu(X).mul_(2)
+
+
+def computes_nothing() -> Tensor:
+    return X
+
+
+@pytest.mark.parametrize("function", [reads_a_value, adds, writes_in_place, computes_nothing])
+def test_what_cannot_be_recorded_is_run_as_it_is(function: Callable[[], Tensor]) -> None:
+    with torch.inference_mode():
+        first, again = record(function)
+    assert again is function
+    assert torch.equal(first, function())
+
+
+def test_errors_come_out_as_they_are() -> None:
+    tokens = torch.tensor([1])
+    with torch.inference_mode():
+        _, again = record(lambda: ops.embedding(tokens, WEIGHT))
+        assert isinstance(again, Replay)
+        tokens.fill_(99)
+        with pytest.raises(RuntimeError):
+            again()
+        tokens.fill_(2)
+        assert torch.equal(again()[0], WEIGHT[2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "give 1",
+        "give -1",
+        "nonsense",
+        "free 1 0 give 0",
+        "view 0 1 2",
+        "view 0 99999999 1 1 0 1 give 1",
+        "view 7 1 2 1 0 1 give 1",
+        "call ingot::silu - 1 t 4 1 1 give 1",
+        "call ingot::silu - 99999999 t 0",
+        "call ingot::silu - 1 t 0 1 1 free 1 1 give 1",
+        "call ingot::silu - 1 t 0 1 -5 give 0",
+        "call ingot::silu - 1 t 0 1 99999999999 give 0",
+    ],
+)
+def test_programs_that_cannot_be_are_refused(text: str) -> None:
+    record(lambda: ops.silu(X))  # loads it
+    with pytest.raises(RuntimeError, match="unfit"):
+        torch.ops.ingot_replay.make(text, [X])
+
+
+def test_a_program_that_is_dropped_is_gone() -> None:
+    with torch.inference_mode():
+        _, again = record(lambda: ops.silu(X))
+    assert isinstance(again, Replay)
+    number = again._number  # pyright: ignore[reportPrivateUsage]
+    del again
+    with pytest.raises(RuntimeError, match="a program that was made"):
+        torch.ops.ingot_replay.run(number)
