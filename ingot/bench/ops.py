@@ -50,7 +50,7 @@ from ingot.ops.op import Cost, Op, catalogue
 
 Run: TypeAlias = Callable[[], object]
 
-_ROW = 16384  # float32 of 64 KiB, as the peak's
+READER_ROW = 16384  # float32 of 64 KiB, as the peak's
 _LEAST_READ = 4 * 2**20
 
 
@@ -109,7 +109,7 @@ class Bench:
         self._machine, self._seconds = machine, seconds
         self._arena = filled(size)
         # torch.ones writes every page: those never written are one and the same page of zeros.
-        self._read = torch.ones(size // 4 // _ROW, _ROW)
+        self._read = torch.ones(size // 4 // READER_ROW, READER_ROW)
 
     def rows(self, workload: Workload) -> list[Row]:
         """Time it: a row for each contender, first the op as it is called."""
@@ -165,11 +165,11 @@ def compiled_reference(op: Op[..., Any], args: Args) -> Callable[..., Any] | Non
 
 def reader(memory: Tensor, wanted: int) -> tuple[Run, int]:
     """What reads about `wanted` bytes at each call, walking through the memory; and how many."""
-    rows = -(-max(wanted, _LEAST_READ) // (4 * _ROW))
+    rows = -(-max(wanted, _LEAST_READ) // (4 * READER_ROW))
     rows = min(rows, max(1, len(memory) // 4))
-    vector = torch.ones(_ROW)
+    vector = torch.ones(READER_ROW)
     windows = cycle(memory[: len(memory) // rows * rows].split(rows))
-    return lambda: torch.mv(next(windows), vector), rows * 4 * _ROW
+    return lambda: torch.mv(next(windows), vector), rows * 4 * READER_ROW
 
 
 def _rows(

@@ -16,17 +16,20 @@ round. The first round does not count: compiling, first touches.
 helps nobody. All generate greedily, and past the end of the text.
 
 **The same numbers.** `agree` is how many of the first tokens are those of the first system in the
-list that answered, at least, in all rounds and sequences. In 16 bits two ways to add up differ
-after some tokens, the sooner the more random the text; other weights differ from the first on.
+list that answered, in all sequences of a round; p50 of the rounds. In 16 bits two ways to add up
+differ after some tokens, the sooner the more random the text; other weights differ from the first
+on, in every round.
 
 **Speed** is new tokens over the time of the whole call, prefill included. `memory_mb` is what all
 processes of a system hold after the last round.
 
 **The limit.** Each step reads all weights once (but the embedding, where the last layer has a
-matrix of its own), and multiplies by them; each takes as long as bytes over the peak of reading or
-FLOPs over the matmul peak in bfloat16, whichever is more. The first step has all tokens of the
-prompts. Keys, values and attention are left out, and so are experts that are not chosen: for a
-mixture of experts the limit is too low.
+matrix of its own), and multiplies by them; each takes as long as bytes over the bandwidth of
+reading or FLOPs over the matmul peak in bfloat16, whichever is more. The first step has all tokens
+of the prompts. What neighbours leave of the bandwidth changes by the minute, so it is measured in
+every round, before the systems take their turns (`read_gbs`, p50 of the rounds). Keys, values and
+attention are left out, and so are experts that are not chosen: for a mixture of experts the limit
+is too low.
 """
 
 from __future__ import annotations
@@ -38,15 +41,18 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_low
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import torch
 
 from ingot.bench.environment import Environment
-from ingot.bench.ops import Limit
+from ingot.bench.ops import READER_ROW, Limit, reader
 from ingot.bench.peaks import Peaks
 from ingot.bench.peer import Answer, Failure, Hello, Process
+from ingot.bench.timing import interleaved
 from ingot.core import paths
 from ingot.core.errors import ConfigError, UnknownName
 from ingot.ops.op import Cost
@@ -175,6 +181,7 @@ class Row:
     start_s: float | None = None
     memory_mb: float | None = None
     agree: int | None = None
+    read_gbs: float
     limit_tokens_per_s: float
     share_of_limit: float | None = None
     missing: str | None = None
@@ -242,8 +249,11 @@ def compare(
                 running[system.name] = process
                 with turns[system.name].kept():
                     turns[system.name].hello = process.start()
+        reading: list[float] = []
         for turn in range(task.rounds + 1):
             prompts = task.prompts(model.vocabulary, turn)
+            progress(f"round {turn} of {task.rounds}: reading memory")
+            reading.append(read_bandwidth())
             for name, process in running.items():
                 progress(f"round {turn} of {task.rounds}: {name}")
                 if not turns[name].missing:
@@ -253,13 +263,20 @@ def compare(
             turns[name].memory = process.memory()
     for of in turns.values():
         del of.answers[:1]
-    return rows(turns, model, task, limit(model, task, machine))
+    return rows(turns, model, task, machine, _spread(reading[1:])[1])
 
 
-def limit(model: Model, task: Task, machine: Peaks) -> float:
+def read_bandwidth() -> float:
+    """Bytes a second that reading memory gets now, as `ingot.bench.ops` probes it."""
+    memory = torch.ones(2**26 // READER_ROW, READER_ROW)
+    read, size = reader(memory, memory.nbytes // 4)
+    return size / interleaved({"": read}, 0.3, minimum=5)[""].p50
+
+
+def limit(model: Model, task: Task, machine: Peaks, bandwidth: float) -> float:
     """Tokens a second of a system that wastes nothing on this machine."""
     peak = machine.matmul["bf16"]
-    bandwidth, flops = machine.read_bandwidth.value * 1e9, peak and peak.value * 1e9
+    flops = peak and peak.value * 1e9
 
     def seconds(tokens: int) -> float:
         cost = Cost(bytes=model.step.bytes, flops=tokens * model.step.flops)
@@ -269,8 +286,11 @@ def limit(model: Model, task: Task, machine: Peaks) -> float:
     return task.batch * task.new / total
 
 
-def rows(turns: Mapping[str, Turns], model: Model, task: Task, most: float) -> list[Row]:
+def rows(
+    turns: Mapping[str, Turns], model: Model, task: Task, machine: Peaks, bandwidth: float
+) -> list[Row]:
     """Sum up, a row a system, in the order given."""
+    most = limit(model, task, machine, bandwidth)
     present = {name: of for name, of in turns.items() if of.hello and not of.missing}
     first = next(iter(present.values()), None)
     ours = present.get(OURS)
@@ -280,6 +300,7 @@ def rows(turns: Mapping[str, Turns], model: Model, task: Task, most: float) -> l
         "prompt": task.prompt,
         "new": task.new,
         "rounds": task.rounds,
+        "read_gbs": _short(bandwidth / 1e9),
         "limit_tokens_per_s": _short(most),
     }
     return [
@@ -326,7 +347,7 @@ def _figures(
         "prefill_tokens_per_s": seconds and _short(task.batch * task.prompt / seconds),
         "start_s": _short(of.hello.ready),
         "memory_mb": of.memory and _short(of.memory / 1e6),
-        "agree": min(
+        "agree": median_low(
             agreement(a.tokens, b.tokens) for a, b in zip(of.answers, first.answers, strict=True)
         ),
         "share_of_limit": _short(usual / most),

@@ -119,7 +119,7 @@ def peers(
     if json:
         print(json_format.dumps(report(rows, machine, run), indent=2))  # noqa: T201
     else:
-        _print_peers(rows, machine, run)
+        _print_peers(rows, run)
 
 
 bench = {"ops": ops, "peers": peers}
@@ -172,7 +172,7 @@ def _print_tables(rows: list[Row], machine: Peaks, run: Run) -> None:
     )
 
 
-def _print_peers(rows: list[PeerRow], machine: Peaks, run: Run) -> None:
+def _print_peers(rows: list[PeerRow], run: Run) -> None:
     console, one = log.stdout(), rows[0]
     console.print(_peers_table(rows))
     for row in rows:
@@ -182,8 +182,8 @@ def _print_peers(rows: list[PeerRow], machine: Peaks, run: Run) -> None:
         f"{one.model}: {one.batch} x {one.prompt} tokens in, {one.batch} x {one.new} out, "
         f"{one.rounds} rounds. tokens/s: p50 [p20-p80] of new tokens over the whole call. limit: "
         f"share of {digits(one.limit_tokens_per_s)} tokens/s, what reading the weights at "
-        f"{machine.read_bandwidth.value:.1f} GB/s and matmul would allow. agree: how many of the "
-        "first tokens are the same as the first system's.",
+        f"{one.read_gbs:.1f} GB/s, as measured meanwhile, and matmul would allow. agree: how many "
+        "of the first tokens are the same as the first system's.",
         highlight=False,
         markup=False,  # which [p20-p80] would be taken for
     )

@@ -76,7 +76,7 @@ def test_all_take_turns_and_those_that_fail_are_named(make: Make, tmp_path: Path
         assert 0 < (row.p20 or 0) <= (row.tokens_per_s or 0) <= (row.p80 or 0)
         assert (row.memory_mb or 0) > 1
         assert row.ingot_faster is None
-    assert len(steps) == 5 + 4 * 5
+    assert len(steps) == 5 + 4 * 6
 
 
 def test_figures_are_quantiles_of_rounds_and_ratios_are_taken_within_one() -> None:
@@ -85,14 +85,16 @@ def test_figures_are_quantiles_of_rounds_and_ratios_are_taken_within_one() -> No
         {"ingot": turns(1, 2, 4), "slow": turns(2, 4, 8, token=9), "gone": Turns(missing="why")},
         MODEL,
         TASK,
-        most=16.0,
+        PEAKS,
+        bandwidth=4e9,
     )
     assert (ours.p20, ours.tokens_per_s, ours.p80) == pytest.approx((2.8, 4.0, 6.4))
     assert (ours.ingot_faster, ours.agree) == (1.0, 4)
     assert peer.tokens_per_s == 2.0
     assert (peer.ingot_faster_p20, peer.ingot_faster, peer.ingot_faster_p80) == (2.0, 2.0, 2.0)
     assert peer.agree == 2
-    assert peer.share_of_limit == 0.125
+    most = limit(MODEL, TASK, PEAKS, 4e9)
+    assert peer.share_of_limit == pytest.approx(2.0 / most, rel=1e-3)
     assert (peer.first_token_ms, peer.prefill_tokens_per_s) == (500.0, 12.0)
     assert (peer.start_s, peer.memory_mb) == (2.0, 3.0)
     expected = Row(
@@ -102,29 +104,33 @@ def test_figures_are_quantiles_of_rounds_and_ratios_are_taken_within_one() -> No
         prompt=3,
         new=4,
         rounds=3,
-        limit_tokens_per_s=16.0,
+        read_gbs=4.0,
+        limit_tokens_per_s=float(f"{most:.4g}"),
         missing="why",
     )
     assert gone == expected
 
 
 def test_who_does_not_tell_the_first_token_has_none() -> None:
-    (row,) = rows({"x": turns(1, 2, 4, first=None)}, MODEL, TASK, most=16.0)
+    (row,) = rows({"x": turns(1, 2, 4, first=None)}, MODEL, TASK, PEAKS, 4e9)
     assert (row.first_token_ms, row.prefill_tokens_per_s) == (None, None)
 
 
 def test_nobody_there_is_no_error() -> None:
-    assert [row.missing for row in rows({"x": Turns(missing="a")}, MODEL, TASK, 1.0)] == ["a"]
+    assert [row.missing for row in rows({"x": Turns(missing="a")}, MODEL, TASK, PEAKS, 4e9)] == [
+        "a"
+    ]
 
 
 def test_the_limit_is_of_memory_or_of_compute() -> None:
     # A step reads 2 MB at 4 GB/s in 0.5 ms; a token computes 2 MFLOP at 4 GFLOPS in 0.5 ms.
     one = Task(batch=1, prompt=1, new=10, rounds=1)
-    assert limit(MODEL, one, PEAKS) == pytest.approx(2000)
-    assert limit(MODEL, replace(one, prompt=5), PEAKS) == pytest.approx(10 / (9 * 5e-4 + 25e-4))
-    assert limit(MODEL, replace(one, batch=4), PEAKS) == pytest.approx(2000)
+    assert limit(MODEL, one, PEAKS, 4e9) == pytest.approx(2000)
+    longer = replace(one, prompt=5)
+    assert limit(MODEL, longer, PEAKS, 4e9) == pytest.approx(10 / (9 * 5e-4 + 25e-4))
+    assert limit(MODEL, replace(one, batch=4), PEAKS, 4e9) == pytest.approx(2000)
     no_matmul = replace(PEAKS, matmul={"fp32": None, "bf16": None, "int8": None})
-    assert limit(MODEL, replace(one, batch=4), no_matmul) == pytest.approx(8000)
+    assert limit(MODEL, replace(one, batch=4), no_matmul, 4e9) == pytest.approx(8000)
 
 
 def test_prompts_differ_between_rounds_and_sequences_but_not_between_runs() -> None:

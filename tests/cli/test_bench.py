@@ -203,6 +203,7 @@ def test_the_table_of_peers_fits_a_hundred_columns() -> None:
         start_s=123.4,
         memory_mb=12345.0,
         agree=128,
+        read_gbs=40.0,
         limit_tokens_per_s=99.0,
         share_of_limit=0.99,
     )
