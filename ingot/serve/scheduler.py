@@ -1,0 +1,437 @@
+"""Who computes how many tokens in the next step.
+
+There is no prefill and no decode. A request has tokens (its prompt, and what was sampled) and
+knows how many of them are computed; each step spends one budget of tokens on letting the second
+chase the first. A long prompt takes several steps; a prefix found in the cache is computed
+already; a preempted request has computed nothing, and begins again.
+
+**One order.** A request's rank is `arrival + priority * patience`, then its number: a priority is
+a head start in seconds. The order of two requests never changes, so whoever waits is overtaken
+only by those that come within the head start; nobody starves.
+
+**One rule.** A request may take what it needs (a place, blocks) from any that is ranked behind it.
+So the first in rank computes something in every step, whatever else happens. Who is preempted
+gives all its blocks back and waits in its rank; what it computed is often still cached when its
+turn comes.
+
+**A step:**
+
+1. Requests whose last block is full get one more, in rank order.
+2. Waiting requests start, in rank order, while budget, places and blocks are left. All of a
+   prompt's blocks are allocated together. Those found in the cache are not computed, but for the
+   last token, whose state has to be known to sample the next.
+3. Each request that lacks one token gets it; what is left of the budget goes to the others, in
+   rank order. So long prompts do not hold up those who are being answered.
+
+**Pure.** `Scheduler.step` reads no clock, draws no number and waits for nothing: plans are a
+function of `(now, events)` since the start. `record` writes those down, and `replay` makes the
+same plans of them.
+
+    scheduler = Scheduler(Limits(blocks=1024))
+    plan = scheduler.step(now, [request])             # plan.work: what the runner is to compute
+    plan = scheduler.step(now, [Retire(plan.step, tokens)])   # plan.ends: who is done
+
+One step is in flight at a time. Meanwhile requests may come and end; those calls plan no work.
+A request that ends in flight is over at once for its client, but the step still writes to its
+blocks: they come back when it retires.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import TypeAlias
+
+import msgspec
+
+from ingot.core.errors import ConfigError
+from ingot.serve.blocks import BlockPool, key, root
+from ingot.serve.request import End, Reason, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the scheduler may spend.
+
+    >>> Limits(blocks=100, block_size=16).capacity
+    1600
+    """
+
+    blocks: int
+    """Blocks of keys and values: memory / (block_size * bytes of a token)."""
+    block_size: int = 32
+    budget: int = 512
+    """Tokens of a step: more is more throughput, less is steadier streams."""
+    max_running: int = 64
+    max_waiting: int = 4096
+    """Beyond, requests are refused."""
+    patience: float = 10.0
+    """Seconds of waiting that make up for one level of priority."""
+    weights: str = ""
+    """The version of the weights; blocks of others are not reused."""
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "block_size", "budget", "max_running", "max_waiting"):
+            value = getattr(self, name)
+            if not 1 <= value <= 2**31:
+                raise ConfigError(f"{name} is {value}", remedy="give a number from 1 to 2**31")
+        if self.budget < self.max_running:
+            raise ConfigError(
+                f"a budget of {self.budget} tokens for {self.max_running} running requests",
+                remedy="give at least one token for each: raise budget or lower max_running",
+            )
+        if not (math.isfinite(self.patience) and self.patience >= 0):
+            raise ConfigError(f"patience is {self.patience}", remedy="give seconds, 0 or more")
+
+    @property
+    def capacity(self) -> int:
+        """The tokens that fit in all blocks."""
+        return self.blocks * self.block_size
+
+
+class Retire(msgspec.Struct, frozen=True, tag=True):
+    """The step in flight is computed: for each of its works the tokens sampled, in order.
+
+    A work that `samples` has one token, the others have none. `tokens` is None for a step that
+    failed: nothing of it counts, and its requests are planned again unless they are ended.
+
+    >>> Retire(3, ((17,), ())).step
+    3
+    """
+
+    step: int
+    tokens: tuple[tuple[int, ...], ...] | None
+
+
+Event: TypeAlias = Request | End | Retire
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """A request's share of a step.
+
+    >>> Work(7, 30, (11, 12), (4, 0), False).tokens
+    (11, 12)
+    """
+
+    id: int
+    start: int
+    """The position of the first token; all before it are computed."""
+    tokens: tuple[int, ...]
+    table: tuple[int, ...]
+    """Its blocks: position p is in block `table[p // block_size]`."""
+    samples: bool
+    """The last token is the sequence's last so far: the next one is to be sampled."""
+
+
+class Start(msgspec.Struct, frozen=True, gc=False):
+    """A request starts to run, with so many tokens found in the cache."""
+
+    id: int
+    cached: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to compute next, and what has become of the requests since the plan before.
+
+    Nothing to compute: no work, and nothing to retire.
+    """
+
+    step: int
+    work: tuple[Work, ...] = ()
+    starts: tuple[Start, ...] = ()
+    preempted: tuple[int, ...] = ()
+    ends: tuple[End, ...] = ()
+
+
+class _Live:
+    """A request that has not ended, and how far it is."""
+
+    __slots__ = (
+        "computed",
+        "ended",
+        "full",
+        "id",
+        "keys",
+        "place",
+        "request",
+        "step",
+        "table",
+        "tokens",
+        "total",
+    )
+
+    def __init__(self, request: Request, place: tuple[float, int], parent: bytes) -> None:
+        self.request = request
+        self.id = request.id
+        self.total = request.total
+        self.ended = False
+        self.place = place  # its rank, and the number of its arrival
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        self.table: tuple[int, ...] = ()  # empty while it waits
+        self.keys = [parent]  # that of block b is keys[b + 1]
+        self.full = 0  # blocks that are sealed
+        self.step = 0  # the last one that it had work in
+
+    def hash_blocks(self, count: int, size: int) -> None:
+        """Know the keys of its first blocks."""
+        for b in range(len(self.keys) - 1, count):
+            self.keys.append(key(self.keys[b], self.tokens[b * size : (b + 1) * size]))
+
+
+_by_place = attrgetter("place")
+
+
+class Scheduler:
+    """The state between steps.
+
+    >>> scheduler = Scheduler(Limits(blocks=8, block_size=4, budget=4, max_running=2))
+    >>> plan = scheduler.step(0.0, [Request(id=1, prompt=(5, 6, 7, 8, 9), max_tokens=2)])
+    >>> plan.work
+    (Work(id=1, start=0, tokens=(5, 6, 7, 8), table=(0, 1), samples=False),)
+    >>> plan = scheduler.step(0.1, [Retire(plan.step, ((),))])
+    >>> plan.work
+    (Work(id=1, start=4, tokens=(9,), table=(0, 1), samples=True),)
+    >>> plan = scheduler.step(0.2, [Retire(plan.step, ((40,),))])
+    >>> scheduler.step(0.3, [Retire(plan.step, ((41,),))]).ends
+    (End(id=1, reason=<Reason.LENGTH: 'length'>),)
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.blocks)
+        self.now = -math.inf
+        self._live: dict[int, _Live] = {}
+        self._running: list[_Live] = []  # these two in rank order
+        self._waiting: list[_Live] = []
+        self._deadlines: list[tuple[float, int, int]] = []  # a heap, with some that have ended
+        self._arrivals = 0
+        self._step = 0
+        self._flight: list[_Live] = []
+        self._shares: list[int] = []  # how many tokens each in flight computes
+        self._lacking = 0  # tokens that those running have yet to compute
+        self._grow: list[_Live] = []  # those that have more tokens than room
+        self._starts: list[Start] = []
+        self._preempted: list[int] = []
+        self._ends: list[End] = []
+
+    @property
+    def running(self) -> int:
+        """How many requests have blocks."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for them."""
+        return len(self._waiting)
+
+    def step(self, now: float, events: Iterable[Event] = ()) -> Plan:
+        """Take what happened since the last call, and plan the next step if none is in flight."""
+        if not now >= self.now:
+            raise ValueError(f"the clock went from {self.now} to {now}")
+        self.now = now
+        for event in events:
+            if isinstance(event, Retire):
+                self._retire(event)
+            elif isinstance(event, Request):
+                self._arrive(event)
+            elif live := self._live.get(event.id):
+                self._end(live, event.reason)
+        self._expire()
+        work: list[Work] = []
+        if not self._flight:
+            self._give_room()
+            self._admit()
+            work = self._share()
+        plan = Plan(
+            self._step,
+            tuple(work),
+            tuple(self._starts),
+            tuple(self._preempted),
+            tuple(self._ends),
+        )
+        self._starts, self._preempted, self._ends = [], [], []
+        return plan
+
+    # What happened
+
+    def _arrive(self, request: Request) -> None:
+        if request.id in self._live:
+            raise ValueError(f"there is a request {request.id} already")
+        limits = self.limits
+        if request.total > limits.capacity or len(self._waiting) >= limits.max_waiting:
+            self._ends.append(End(request.id, Reason.REFUSED))
+            return
+        place = (self.now + request.priority * limits.patience, self._arrivals)
+        self._arrivals += 1
+        live = _Live(request, place, root(request.adapter, limits.weights, request.salt))
+        self._live[request.id] = live
+        insort(self._waiting, live, key=_by_place)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, place[1], request.id))
+
+    def _retire(self, event: Retire) -> None:
+        flight, self._flight = self._flight, []
+        if event.step != self._step or not flight:
+            raise ValueError(f"step {event.step} is not in flight")
+        size = self.limits.block_size
+        new_tokens = event.tokens
+        if new_tokens is None:
+            new_tokens, self._shares = ((),) * len(flight), [0] * len(flight)
+        for live, count, new in zip(flight, self._shares, new_tokens, strict=True):
+            if live.ended:  # in flight
+                self.pool.release(live.table)
+                continue
+            live.computed += count
+            if bool(new) != (live.computed == len(live.tokens)):
+                raise ValueError(f"tokens {new} for request {live.id}, not as planned")
+            live.tokens += new
+            self._lacking += len(new) - count
+            if live.computed >= (live.full + 1) * size:
+                self._seal(live)
+            if len(live.tokens) >= live.total:
+                self._end(live, Reason.LENGTH)
+            elif len(live.tokens) > len(live.table) * size:
+                self._grow.append(live)
+
+    def _seal(self, live: _Live) -> None:
+        full = live.computed // self.limits.block_size
+        live.hash_blocks(full, self.limits.block_size)
+        for b in range(live.full, full):
+            self.pool.seal(live.table[b], live.keys[b + 1])
+        live.full = full
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self.now:
+            _, number, id = heappop(self._deadlines)
+            live = self._live.get(id)
+            if live and live.place[1] == number:
+                self._end(live, Reason.DEADLINE)
+
+    def _end(self, live: _Live, reason: Reason) -> None:
+        del self._live[live.id]
+        live.ended = True
+        self._ends.append(End(live.id, reason))
+        queue = self._running if live.table else self._waiting
+        del queue[bisect_left(queue, live.place, key=_by_place)]
+        if live.table:
+            self._lacking -= len(live.tokens) - live.computed
+            if not (self._flight and live.step == self._step):
+                self.pool.release(live.table)
+
+    # What is next
+
+    def _give_room(self) -> None:
+        size = self.limits.block_size
+        for live in sorted(self._grow, key=_by_place):
+            # One that has ended or was preempted just now has no place any more.
+            while live.table and not live.ended:
+                count = -(-len(live.tokens) // size) - len(live.table)
+                blocks = self.pool.allocate(count)
+                if blocks is not None:
+                    live.table += blocks
+                    break
+                self._preempt_last()
+        self._grow = []
+
+    def _preempt_last(self) -> None:
+        live = self._running.pop()
+        self._lacking -= len(live.tokens) - live.computed
+        self.pool.release(live.table)
+        live.table = ()
+        insort(self._waiting, live, key=_by_place)
+        self._preempted.append(live.id)
+
+    def _admit(self) -> None:
+        limits, running, waiting = self.limits, self._running, self._waiting
+        while waiting:
+            live = waiting[0]
+            room = len(running) < limits.max_running and self._lacking < limits.budget
+            overtakes = bool(running) and live.place < running[-1].place
+            if not (room or overtakes) or not self._start(live):
+                return
+            del waiting[0]
+
+    def _start(self, live: _Live) -> bool:
+        """Give it blocks, its own or of those ranked behind; False if they do not suffice."""
+        running, pool, size = self._running, self.pool, self.limits.block_size
+        live.hash_blocks((len(live.tokens) - 1) // size, size)
+        found = pool.find(live.keys[1 : (len(live.tokens) - 1) // size + 1])
+        count = -(-len(live.tokens) // size) - len(found)
+        # Those ranked before it keep a block each to go on: or it would soon be preempted.
+        ahead = bisect_left(running, live.place, key=_by_place)
+        behind = sum(len(other.table) for other in running[ahead:])
+        if pool.free + behind < count + ahead:
+            return False
+        while True:
+            fits = len(running) < self.limits.max_running
+            table = pool.allocate(count, found, spare=ahead) if fits else None
+            if table is not None:
+                break
+            if len(running) == ahead:
+                return False
+            self._preempt_last()
+        live.table = table
+        live.full = len(found)
+        live.computed = len(found) * size
+        self._lacking += len(live.tokens) - live.computed
+        running.insert(ahead, live)
+        self._starts.append(Start(live.id, live.computed))
+        return True
+
+    def _share(self) -> list[Work]:
+        if not self._running:
+            return []
+        self._step = step = self._step + 1
+        work: list[Work] = []
+        flight: list[_Live] = []
+        longer: list[_Live] = []
+        for live in self._running:
+            tokens, start = live.tokens, live.computed
+            if len(tokens) - start > 1:
+                longer.append(live)
+            else:
+                work.append(Work(live.id, start, (tokens[-1],), live.table, True))
+                flight.append(live)
+                live.step = step
+        shares = [1] * len(work)
+        left = self.limits.budget - len(work)
+        for live in longer:
+            if not left:
+                break
+            start = live.computed
+            tokens = tuple(live.tokens[start : start + left])
+            samples = start + len(tokens) == len(live.tokens)
+            work.append(Work(live.id, start, tokens, live.table, samples))
+            flight.append(live)
+            live.step = step
+            shares.append(len(tokens))
+            left -= len(tokens)
+        self._flight, self._shares = flight, shares
+        return work
+
+
+def record(now: float, events: Sequence[Event]) -> bytes:
+    """A line of the log: what `step` was called with.
+
+    >>> record(0.5, [End(3, Reason.CANCELLED)])
+    b'[0.5,[{"type":"End","id":3,"reason":"cancelled"}]]\\n'
+    """
+    return msgspec.json.encode((now, events)) + b"\n"
+
+
+def replay(limits: Limits, log: Iterable[bytes]) -> Iterator[Plan]:
+    """The plans that these lines led to.
+
+    >>> lines = [record(0.0, [Request(id=1, prompt=(5,), max_tokens=1)])]
+    >>> [plan.work[0].tokens for plan in replay(Limits(blocks=1), lines)]
+    [(5,)]
+    """
+    scheduler = Scheduler(limits)
+    for line in log:
+        now, events = msgspec.json.decode(line, type=tuple[float, list[Event]])
+        yield scheduler.step(now, events)

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from ingot.core.errors import ConfigError
+from ingot.serve import blocks, scheduler
+from ingot.serve.request import End, Reason, Request
+from ingot.serve.scheduler import Limits, Plan, Retire, Scheduler, Start, record, replay
+from tests.serve.machine import Machine
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=200, stateful_step_count=40)
+
+# Each is a mistake that one could make; the machine has to find every one of them.
+FAULTS = {
+    "a block is freed by the first of its users": (
+        blocks,
+        "            if not self.refs[block]:\n                self._free[block] = None",
+        "            if True:\n                self._free[block] = None",
+    ),
+    "a shared block is not counted": (blocks, "            refs[block] += 1\n", ""),
+    "a shared block stays in the free list": (blocks, "del free[block]", "pass"),
+    "an evicted block keeps its key": (blocks, "            self.keys[block] = None\n", ""),
+    "an evicted block is still found": (blocks, "            del self._of_key[content]\n", ""),
+    "allocation takes what there is": (
+        blocks,
+        "            return None\n        for",
+        "            count = len(free)\n        for",
+    ),
+    "a key does not tell what came before": (blocks, "sha256(parent + pack", "sha256(pack"),
+    "tenants share": (blocks, "weights.encode(), salt)", "weights.encode())"),
+    "adapters share": (blocks, "(adapter.encode(), ", "("),
+    "a full hit computes nothing": (
+        scheduler,
+        "(len(live.tokens) - 1) // size",
+        "len(live.tokens) // size",
+    ),
+    "blocks are sealed before they are full": (
+        scheduler,
+        "full = live.computed // self.limits.block_size",
+        "full = len(live.table)",
+    ),
+    "a failed step counts": (scheduler, ", [0] * len(flight)", ", self._shares"),
+    "a hit counts as one token more": (
+        scheduler,
+        "live.computed = len(found) * size",
+        "live.computed = len(found) * size + bool(found)",
+    ),
+    "the budget is exceeded by long prompts": (
+        scheduler,
+        "left = self.limits.budget - len(work)",
+        "left = self.limits.budget",
+    ),
+    "blocks come back in flight": (
+        scheduler,
+        "if not (self._flight and live.step == self._step):",
+        "if True:",
+    ),
+    "blocks of those who left are kept": (
+        scheduler,
+        "                self.pool.release(live.table)\n                continue",
+        "                continue",
+    ),
+    "waiting requests have no deadline": (
+        scheduler,
+        "if live and live.place[1] == number:",
+        "if live and live.table and live.place[1] == number:",
+    ),
+    "a deadline outlives its request": (
+        scheduler,
+        "if live and live.place[1] == number:",
+        "if live:",
+    ),
+    "the last ends twice": (
+        scheduler,
+        "                self._end(live, Reason.LENGTH)",
+        "                self._ends.append(End(live.id, Reason.LENGTH))",
+    ),
+    "preempted requests keep their blocks": (
+        scheduler,
+        "        self.pool.release(live.table)\n        live.table",
+        "        live.table",
+    ),
+    "preempted requests are lost": (
+        scheduler,
+        "        insort(self._waiting, live, key=_by_place)\n        self._preempted",
+        "        self._preempted",
+    ),
+    "the first is preempted": (
+        scheduler,
+        "live = self._running.pop()",
+        "live = self._running.pop(0)",
+    ),
+    "the last to come is the first to start": (
+        scheduler,
+        "live = waiting[0]",
+        "live = waiting[-1]",
+    ),
+    "nobody overtakes": (scheduler, "overtakes = bool(running) and", "overtakes = False and"),
+    "those ahead keep blocks from the first": (scheduler, "spare=ahead", "spare=ahead + 1"),
+    "priority is forgotten": (
+        scheduler,
+        "self.now + request.priority * limits.patience",
+        "self.now",
+    ),
+    "long prompts go first": (
+        scheduler,
+        "        shares = [1] * len(work)\n",
+        "        work, flight = (work[:-1], flight[:-1]) if longer else (work, flight)\n"
+        "        shares = [1] * len(work)\n",
+    ),
+    "plans depend on more than the log": (
+        blocks,
+        "self._free.popitem(last=False)",
+        "self._free.popitem(last=hash(object()) % 3 == 0)",
+    ),
+}
+
+
+def planted(original: ModuleType, old: str, new: str) -> ModuleType:
+    """The scheduler with a mistake in it or in its blocks."""
+
+    def executed(module: ModuleType, change: bool) -> ModuleType:
+        assert module.__file__
+        source = Path(module.__file__).read_text()
+        if change:
+            assert old in source
+            source = source.replace(old, new)
+        copy = ModuleType(f"planted_{module.__name__.rpartition('.')[2]}")
+        sys.modules[copy.__name__] = copy  # where dataclasses look for their types
+        exec(compile(source, copy.__name__, "exec"), copy.__dict__)
+        return copy
+
+    copy: Any = executed(scheduler, original is scheduler)
+    if original is blocks:
+        faulty: Any = executed(blocks, True)
+        copy.BlockPool, copy.key, copy.root = faulty.BlockPool, faulty.key, faulty.root
+    return copy
+
+
+EFFORT = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    phases=[Phase.generate],
+    database=None,
+    derandomize=True,
+    report_multiple_bugs=False,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_machine_finds_a_planted_fault(fault: str) -> None:
+    class Faulty(Machine):
+        module = planted(*FAULTS[fault])
+
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+        run_state_machine_as_test(Faulty, settings=EFFORT)
+
+
+@pytest.mark.parametrize("original", [scheduler, blocks])
+def test_the_machine_finds_nothing_where_nothing_is_planted(original: ModuleType) -> None:
+    class Copy(Machine):
+        module = planted(original, "", "")
+
+    run_state_machine_as_test(Copy, settings=settings(EFFORT, max_examples=20))
+
+
+def serve(scheduler: Scheduler, *requests: Request) -> list[Plan]:
+    return finish(scheduler, scheduler.step(0.0, requests))
+
+
+def finish(scheduler: Scheduler, plan: Plan) -> list[Plan]:
+    """All plans until everything has ended; the tokens sampled are 1001, 1002 and so on."""
+    plans = [plan]
+    while plans[-1].work:
+        new = tuple((1000 + len(plans),) if work.samples else () for work in plans[-1].work)
+        plans.append(scheduler.step(scheduler.now, [Retire(plans[-1].step, new)]))
+    return plans
+
+
+def shares(plan: Plan) -> dict[int, int]:
+    return {work.id: len(work.tokens) for work in plan.work}
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_those_being_answered_go_on() -> None:
+    scheduler = Scheduler(Limits(blocks=20, block_size=4, budget=5, max_running=4))
+    first = scheduler.step(0.0, [Request(id=1, prompt=(1, 2), max_tokens=9)])
+    long = Request(id=2, prompt=tuple(range(11)), max_tokens=1)
+    plan = scheduler.step(1.0, [Retire(first.step, ((50,),)), long])
+    assert shares(plan) == {1: 1, 2: 4}
+    plan = scheduler.step(2.0, [Retire(plan.step, ((51,), ()))])
+    assert shares(plan) == {1: 1, 2: 4}
+    plan = scheduler.step(3.0, [Retire(plan.step, ((52,), ()))])
+    assert shares(plan) == {1: 1, 2: 3}
+    assert [work.samples for work in plan.work] == [True, True]
+
+
+def test_a_prefix_is_found_but_the_last_token_is_computed_all_the_same() -> None:
+    scheduler = Scheduler(Limits(blocks=20, block_size=4))
+    prompt = tuple(range(8))
+    serve(scheduler, Request(id=1, prompt=prompt, max_tokens=1))
+    again = serve(scheduler, Request(id=2, prompt=prompt, max_tokens=1))
+    assert again[0].starts == (Start(2, 4),)
+    longer = serve(scheduler, Request(id=3, prompt=(*prompt, 9), max_tokens=1))
+    assert longer[0].starts == (Start(3, 8),)
+
+
+def test_an_answer_is_found_as_part_of_the_next_prompt() -> None:
+    scheduler = Scheduler(Limits(blocks=20, block_size=2))
+    answer = [1000 + step for step in range(1, 6)]
+    serve(scheduler, Request(id=1, prompt=(1, 2, 3), max_tokens=5))
+    chat = Request(id=2, prompt=(1, 2, 3, *answer, 4), max_tokens=1)
+    assert serve(scheduler, chat)[0].starts == (Start(2, 6),)
+
+
+@pytest.mark.parametrize("other", [{"salt": b"x"}, {"adapter": "x"}])
+def test_tenants_and_adapters_find_only_their_own(other: dict[str, Any]) -> None:
+    scheduler = Scheduler(Limits(blocks=20, block_size=2))
+    prompt = tuple(range(9))
+    serve(scheduler, Request(id=1, prompt=prompt, max_tokens=1))
+    assert serve(scheduler, Request(id=2, prompt=prompt, max_tokens=1, **other))[0].starts == (
+        Start(2, 0),
+    )
+
+
+def test_who_has_no_block_left_takes_one_from_the_last() -> None:
+    scheduler = Scheduler(Limits(blocks=4, block_size=2, budget=8, max_running=2))
+    old = Request(id=1, prompt=(1, 2, 3), max_tokens=5)
+    plan = scheduler.step(0.0, [old])
+    plan = scheduler.step(
+        1.0, [Retire(plan.step, ((9,),)), Request(id=2, prompt=(5,), max_tokens=4)]
+    )
+    assert shares(plan) == {1: 1, 2: 1}
+    plan = scheduler.step(2.0, [Retire(plan.step, ((9,), (7,)))])
+    assert (plan.preempted, shares(plan)) == ((), {1: 1, 2: 1})
+    plan = scheduler.step(3.0, [Retire(plan.step, ((9,), (8,)))])
+    assert (plan.preempted, shares(plan)) == ((2,), {1: 1})
+    rest = finish(scheduler, plan)
+    assert [end.id for plan in rest for end in plan.ends] == [1, 2]
+
+
+def test_a_priority_is_a_head_start_in_seconds() -> None:
+    limits = Limits(blocks=8, block_size=4, budget=1, max_running=1, patience=10.0)
+    scheduler = Scheduler(limits)
+    plan = scheduler.step(0.0, [Request(id=1, prompt=(1,), max_tokens=1)])
+    scheduler.step(1.0, [Request(id=2, prompt=(1,), max_tokens=1, priority=1)])
+    scheduler.step(10.5, [Request(id=3, prompt=(1,), max_tokens=1)])
+    scheduler.step(11.5, [Request(id=4, prompt=(1,), max_tokens=1)])
+    order = [end.id for plan in finish(scheduler, plan) for end in plan.ends]
+    assert order == [1, 3, 2, 4]
+
+
+def test_what_can_never_fit_and_what_is_too_much_is_refused() -> None:
+    scheduler = Scheduler(Limits(blocks=2, block_size=2, budget=1, max_running=1, max_waiting=1))
+    plan = scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=2)])
+    assert plan.ends == (End(1, Reason.REFUSED),)
+    assert scheduler.step(0.0, [Request(id=2, prompt=(1, 2, 3), max_tokens=1)]).work
+    scheduler.step(0.0, [Request(id=3, prompt=(1,), max_tokens=1)])
+    plan = scheduler.step(0.0, [Request(id=4, prompt=(1,), max_tokens=1)])
+    assert plan.ends == (End(4, Reason.REFUSED),)
+
+
+def test_who_leaves_in_flight_is_told_at_once_and_frees_at_the_next_step() -> None:
+    scheduler = Scheduler(Limits(blocks=4, block_size=2))
+    plan = scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=2)])
+    assert scheduler.step(0.1, [End(1, Reason.CANCELLED)]).ends == (End(1, Reason.CANCELLED),)
+    assert scheduler.pool.free == 2
+    assert not scheduler.step(0.2, [Retire(plan.step, ((7,),))]).ends
+    assert scheduler.pool.free == 4
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [Retire(2, ((7,),))],
+        [Retire(1, ((),))],
+        [Retire(1, ((7,), (8,)))],
+        [Retire(1, ((7,),)), Retire(1, ((7,),))],
+        [Request(id=1, prompt=(1,), max_tokens=1)],
+    ],
+)
+def test_an_engine_that_says_what_cannot_be_is_told(events: list[Any]) -> None:
+    scheduler = Scheduler(Limits(blocks=4, block_size=2))
+    scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=2)])
+    with pytest.raises(ValueError, match=r"flight|planned|argument|already"):
+        scheduler.step(0.0, events)
+
+
+def test_the_clock_does_not_go_back() -> None:
+    scheduler = Scheduler(Limits(blocks=4))
+    scheduler.step(1.0)
+    for now in (0.5, float("nan")):
+        with pytest.raises(ValueError, match="clock"):
+            scheduler.step(now)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"blocks": 0},
+        {"block_size": 0},
+        {"budget": 63},
+        {"patience": float("nan")},
+        {"patience": -1},
+    ],
+)
+def test_limits_are_bounded(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Limits(**{"blocks": 4, **wrong})
+
+
+def test_a_log_is_read_back_whole() -> None:
+    request = Request(
+        id=1, prompt=(1, 2), max_tokens=2, deadline=9.0, salt=b"\xff", sampling={"seed": 3}
+    )
+    log = [
+        record(0.0, [request]),
+        record(1.0, [Retire(1, ((5,),))]),
+        record(2.0, [Retire(2, None)]),
+    ]
+    assert [len(plan.work) for plan in replay(Limits(blocks=4), log)] == [1, 1, 1]
+    with pytest.raises(msgspec.ValidationError):
+        list(replay(Limits(blocks=4), [b'[0, [{"type": "Request", "id": "x"}]]']))
