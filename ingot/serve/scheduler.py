@@ -158,16 +158,14 @@ class _Live:
         "keys",
         "place",
         "request",
-        "step",
         "table",
         "tokens",
-        "total",
+        "turn",
     )
 
     def __init__(self, request: Request, place: tuple[float, int], parent: bytes) -> None:
         self.request = request
         self.id = request.id
-        self.total = request.total
         self.ended = False
         self.place = place  # its rank, and the number of its arrival
         self.tokens = list(request.prompt)
@@ -175,7 +173,7 @@ class _Live:
         self.table: tuple[int, ...] = ()  # empty while it waits
         self.keys = [parent]  # that of block b is keys[b + 1]
         self.full = 0  # blocks that are sealed
-        self.step = 0  # the last one that it had work in
+        self.turn = 0  # when so many are computed, there is more to do than to go on
 
     def hash_blocks(self, count: int, size: int) -> None:
         """Know the keys of its first blocks."""
@@ -278,32 +276,40 @@ class Scheduler:
         flight, self._flight = self._flight, []
         if event.step != self._step or not flight:
             raise ValueError(f"step {event.step} is not in flight")
-        size = self.limits.block_size
-        new_tokens = event.tokens
+        new_tokens, shares = event.tokens, self._shares
         if new_tokens is None:
-            new_tokens, self._shares = ((),) * len(flight), [0] * len(flight)
-        for live, count, new in zip(flight, self._shares, new_tokens, strict=True):
+            new_tokens, shares = ((),) * len(flight), [0] * len(flight)
+        for live, count, new in zip(flight, shares, new_tokens, strict=True):
             if live.ended:  # in flight
                 self.pool.release(live.table)
                 continue
+            self._lacking -= count
             live.computed += count
             if bool(new) != (live.computed == len(live.tokens)):
                 raise ValueError(f"tokens {new} for request {live.id}, not as planned")
             live.tokens += new
-            self._lacking += len(new) - count
-            if live.computed >= (live.full + 1) * size:
-                self._seal(live)
-            if len(live.tokens) >= live.total:
-                self._end(live, Reason.LENGTH)
-            elif len(live.tokens) > len(live.table) * size:
-                self._grow.append(live)
+            self._lacking += len(new)
+            if live.computed >= live.turn:
+                self._turn(live)
 
-    def _seal(self, live: _Live) -> None:
-        full = live.computed // self.limits.block_size
-        live.hash_blocks(full, self.limits.block_size)
+    def _turn(self, live: _Live) -> None:
+        """A block is full, or it has all its tokens."""
+        size = self.limits.block_size
+        full = live.computed // size
+        live.hash_blocks(full, size)
         for b in range(live.full, full):
             self.pool.seal(live.table[b], live.keys[b + 1])
         live.full = full
+        if len(live.tokens) >= live.request.total:
+            self._end(live, Reason.LENGTH)
+            return
+        if len(live.tokens) > len(live.table) * size:
+            self._grow.append(live)
+        self._set_turn(live)
+
+    def _set_turn(self, live: _Live) -> None:
+        """A new block is needed only when the last one is full, so that is no case of its own."""
+        live.turn = min((live.full + 1) * self.limits.block_size, live.request.total - 1)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self.now:
@@ -320,7 +326,7 @@ class Scheduler:
         del queue[bisect_left(queue, live.place, key=_by_place)]
         if live.table:
             self._lacking -= len(live.tokens) - live.computed
-            if not (self._flight and live.step == self._step):
+            if live not in self._flight:
                 self.pool.release(live.table)
 
     # What is next
@@ -378,6 +384,7 @@ class Scheduler:
         live.table = table
         live.full = len(found)
         live.computed = len(found) * size
+        self._set_turn(live)
         self._lacking += len(live.tokens) - live.computed
         running.insert(ahead, live)
         self._starts.append(Start(live.id, live.computed))
@@ -386,31 +393,23 @@ class Scheduler:
     def _share(self) -> list[Work]:
         if not self._running:
             return []
-        self._step = step = self._step + 1
-        work: list[Work] = []
-        flight: list[_Live] = []
-        longer: list[_Live] = []
-        for live in self._running:
-            tokens, start = live.tokens, live.computed
-            if len(tokens) - start > 1:
-                longer.append(live)
-            else:
-                work.append(Work(live.id, start, (tokens[-1],), live.table, True))
+        self._step += 1
+        flight = [live for live in self._running if len(live.tokens) - live.computed == 1]
+        work = [
+            Work(live.id, live.computed, (live.tokens[-1],), live.table, True) for live in flight
+        ]
+        shares, left = [1] * len(work), self.limits.budget - len(work)
+        if len(flight) < len(self._running):
+            for live in self._running:
+                start, end = live.computed, len(live.tokens)
+                if end - start == 1 or not left:
+                    continue
+                tokens = tuple(live.tokens[start : start + left])
+                samples = start + len(tokens) == end
+                work.append(Work(live.id, start, tokens, live.table, samples))
                 flight.append(live)
-                live.step = step
-        shares = [1] * len(work)
-        left = self.limits.budget - len(work)
-        for live in longer:
-            if not left:
-                break
-            start = live.computed
-            tokens = tuple(live.tokens[start : start + left])
-            samples = start + len(tokens) == len(live.tokens)
-            work.append(Work(live.id, start, tokens, live.table, samples))
-            flight.append(live)
-            live.step = step
-            shares.append(len(tokens))
-            left -= len(tokens)
+                shares.append(len(tokens))
+                left -= len(tokens)
         self._flight, self._shares = flight, shares
         return work
 
