@@ -42,6 +42,11 @@ def test_every_module_of_core_imports_without_torch() -> None:
     assert "torch" not in modules_after(f"import {names}")
 
 
+def test_the_scheduler_and_its_simulator_import_without_torch() -> None:
+    names = ", ".join(f"ingot.serve.{n}" for n in ("request", "blocks", "scheduler", "simulate"))
+    assert modules_after(f"import {names}, ingot.cli.simulate").isdisjoint({"torch", "numpy"})
+
+
 def test_importing_the_ops_imports_no_kernels_and_touches_no_device() -> None:
     statement = (
         "import ingot; ingot.ops\n"

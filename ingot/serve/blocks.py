@@ -80,13 +80,10 @@ class BlockPool:
             found.append(block)
         return tuple(found)
 
-    def allocate(
-        self, count: int, shared: tuple[int, ...] = (), *, spare: int = 0
-    ) -> tuple[int, ...] | None:
-        """Use these blocks that `find` found and `count` others, and leave `spare` free; or None,
-        and nothing has changed."""
+    def allocate(self, count: int, shared: tuple[int, ...] = ()) -> tuple[int, ...] | None:
+        """Use these blocks that `find` found and `count` others; or None, and nothing changed."""
         refs, free = self.refs, self._free
-        if count + spare + sum(not refs[block] for block in shared) > len(free):
+        if count + sum(not refs[block] for block in shared) > len(free):
             return None
         for block in shared:
             if not refs[block]:

@@ -368,14 +368,13 @@ class Scheduler:
         live.hash_blocks((len(live.tokens) - 1) // size, size)
         found = pool.find(live.keys[1 : (len(live.tokens) - 1) // size + 1])
         count = -(-len(live.tokens) // size) - len(found)
-        # Those ranked before it keep a block each to go on: or it would soon be preempted.
         ahead = bisect_left(running, live.place, key=_by_place)
         behind = sum(len(other.table) for other in running[ahead:])
-        if pool.free + behind < count + ahead:
+        if pool.free + behind < count:
             return False
         while True:
             fits = len(running) < self.limits.max_running
-            table = pool.allocate(count, found, spare=ahead) if fits else None
+            table = pool.allocate(count, found) if fits else None
             if table is not None:
                 break
             if len(running) == ahead:

@@ -33,6 +33,7 @@ from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler
 PERCENTILES = (50, 90, 99)
 _OWN = 2**31  # tokens from here on are in no prefix
 _SAMPLED = (0,)
+_REPORT = 1000  # requests between two words about progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +90,8 @@ class Trace:
     """Requests a second, on average."""
     burst: int = 1
     """So many come together; 1 is Poisson."""
-    prompt: int = 256
-    """Tokens of a prompt, on average."""
+    prompt: int = 128
+    """Tokens of a prompt, on average, without its prefix."""
     output: int = 64
     """Tokens of an answer, on average."""
     spread: float = 0.8
@@ -98,9 +99,11 @@ class Trace:
     longest: int = 4096
     """Tokens of the longest prompt, and of the longest answer."""
     shared: float = 0.5
-    """The share of prompts that begin with a prefix of others."""
+    """The share of prompts that have a prefix before them which others have, too."""
+    prefix: int = 256
+    """Tokens of a prefix."""
     prefixes: int = 20
-    """How many such prefixes there are; each has as many tokens as a prompt on average."""
+    """How many prefixes there are."""
     cancelled: float = 0.0
     """The share of requests whose client leaves, after 2 seconds on average."""
     deadline: float | None = None
@@ -108,8 +111,9 @@ class Trace:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "burst", "prompt", "output", "longest", "prefixes"):
-            _within(name, getattr(self, name), 1, 2**24)
+        for name in ("requests", "burst", "prompt", "output", "longest", "prefix", "prefixes"):
+            _within(name, getattr(self, name), 1, 10**7)
+        _within("prefix * prefixes", self.prefix * self.prefixes, 1, 10**7)
         _within("rate", self.rate, 1e-6, 1e9)
         _within("spread", self.spread, 0, 4)
         _within("shared", self.shared, 0, 1)
@@ -120,14 +124,15 @@ class Trace:
         """The requests and when they come, one after another. `sampling` is when its client
         leaves, or None."""
         numbers, now = random.Random(self.seed), 0.0
-        heads = [tuple(range(p * self.prompt, (p + 1) * self.prompt)) for p in range(self.prefixes)]
+        size = self.prefix
+        heads = [tuple(range(p * size, (p + 1) * size)) for p in range(self.prefixes)]
         for id in range(self.requests):
             if id % self.burst == 0:
                 now += numbers.expovariate(self.rate / self.burst)
             length = self._length(numbers, self.prompt)
             head = numbers.choice(heads) if numbers.random() < self.shared else ()
             # The rest is its own: it begins with its number, and keys tell what came before.
-            tail = (_OWN + id, *range(1, length - len(head)))
+            tail = (_OWN + id, *range(1, length))
             leaves = numbers.random() < self.cancelled
             yield (
                 now,
@@ -185,9 +190,9 @@ class Report:
     decisions: int
     """A decision is a request's share of a step."""
     decisions_per_s: float
-    """Of a second in the scheduler."""
+    """In a second that the processor spends in the scheduler."""
     steps_per_s: float
-    """Of a second in the scheduler."""
+    """In a second that the processor spends in the scheduler."""
     wall_seconds: float
 
 
@@ -228,14 +233,14 @@ class _Simulation:
         self.ends: Counter[str] = Counter()
         self.first, self.total = array("d"), array("d")
         self.gaps: Counter[int] = Counter()
-        self.good = self.prompts = self.started = self.cached = self.outputs = 0
+        self.good = self.prompts = self.cached = self.outputs = 0
         self.preemptions = self.steps = self.decisions = self.computed = 0
         self.planning = 0.0
 
     def run(self, progress: Callable[[int], object]) -> Report:
         begin = time.perf_counter()
         arrivals = self.trace.draw()
-        upcoming = next(arrivals, None)
+        upcoming, ended = next(arrivals, None), 0
         events: list[Event] = []
         while True:
             while upcoming and upcoming[0] <= self.now:
@@ -245,12 +250,16 @@ class _Simulation:
                 events.append(End(heappop(self.leaving)[1], Reason.CANCELLED))
             plan = self._plan(events)
             self._note(plan)
-            progress(len(plan.ends))
+            ended += len(plan.ends)
+            if ended >= _REPORT:
+                progress(ended)
+                ended = 0
             if plan.work:
                 events = [self._compute(plan)]
             elif upcoming:
                 events, self.now = [], max(self.now, upcoming[0])
             else:
+                progress(ended)
                 return self._report(time.perf_counter() - begin)
 
     def _ask(self, arrival: float, request: Request, events: list[Event]) -> None:
@@ -261,9 +270,9 @@ class _Simulation:
             heappush(self.leaving, (request.sampling, request.id))
 
     def _plan(self, events: list[Event]) -> Plan:
-        begin = time.perf_counter()
+        begin = time.thread_time()  # whoever else uses the machine is not its fault
         plan = self.scheduler.step(self.now, events)
-        self.planning += time.perf_counter() - begin
+        self.planning += time.thread_time() - begin
         return plan
 
     def _note(self, plan: Plan) -> None:

@@ -116,7 +116,7 @@ FAULTS = {
         "live = waiting[-1]",
     ),
     "nobody overtakes": (scheduler, "overtakes = bool(running) and", "overtakes = False and"),
-    "those ahead keep blocks from the first": (scheduler, "spare=ahead", "spare=ahead + 1"),
+    "the last block is never given": (blocks, "> len(free):", ">= len(free):"),
     "priority is forgotten": (
         scheduler,
         "self.now + request.priority * limits.patience",

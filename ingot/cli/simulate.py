@@ -1,0 +1,134 @@
+"""`ingot simulate`: how a server would do under a load, without a model and in no time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ingot.core import log
+from ingot.core.errors import IngotError
+from ingot.serve.scheduler import Limits
+from ingot.serve.simulate import Costs, Goal, Report, Trace
+from ingot.serve.simulate import simulate as run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def simulate(
+    trace: Annotated[Trace, tyro.conf.OmitArgPrefixes] = Trace(),  # noqa: B008
+    limits: Limits = Limits(blocks=2048),  # noqa: B008
+    costs: Costs = Costs(),  # noqa: B008
+    goal: Goal = Goal(),  # noqa: B008
+    model: Path | None = None,
+    measured: tyro.conf.FlagCreatePairsOff[bool] = False,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Serve a made-up load with the real scheduler, on a clock of its own: what latencies a rate
+    of requests leads to, how much is answered in time, how much of it the cache saves.
+
+    Examples: `ingot simulate` for 10,000 requests at 8 a second, `ingot simulate --rate 16
+    --shared 0.9`, `ingot simulate --requests 1000000 --burst 20 --limits.budget 1024`,
+    `ingot simulate --model smollm2 --measured --json` for a model on this machine.
+
+    Args:
+        trace: The requests.
+        limits: The scheduler's.
+        costs: What a step costs on the machine that is to serve.
+        goal: What an answer has to keep to count as goodput.
+        model: Take the costs of the model in this directory.
+        measured: Take this machine's measured peaks: the most that it could do.
+        json: Print JSON instead of lines.
+    """
+    if model:
+        costs = of_model(model, costs)
+    if measured:
+        costs = of_machine(costs)
+    with log.progress("simulating", trace.requests) as bar:
+        report = run(limits, costs, trace, goal, bar.advance)
+    if json:
+        settings = {"trace": trace, "limits": limits, "costs": costs, "goal": goal}
+        given = {name: dataclasses.asdict(value) for name, value in settings.items()}
+        print(json_format.dumps({**given, "report": dataclasses.asdict(report)}, indent=2))  # noqa: T201
+    else:
+        log.stdout().print(_table(report, goal), highlight=False)
+
+
+def of_model(directory: Path, costs: Costs) -> Costs:
+    """The costs with what a step reads and computes for this model."""
+    from ingot.interop import hf
+
+    found = hf.describe(directory)
+    config = found.config
+    if config.experts:
+        raise IngotError(
+            f"{directory} is a mixture of experts: what a step reads depends on its tokens",
+            remedy="give --costs.weights and --costs.flops for your batches instead of --model",
+        )
+    return dataclasses.replace(
+        costs,
+        weights=float(found.bytes),
+        flops=2.0 * found.parameters,
+        kv=float(found.kv.bytes_per_token),
+        attention=4.0 * config.layers * config.heads * config.head_dim,
+    )
+
+
+def of_machine(costs: Costs) -> Costs:
+    """The costs with the peaks of this machine."""
+    from ingot.bench.peaks import peaks
+
+    found = peaks()
+    matmul = found.matmul["bf16"] or found.matmul["fp32"]
+    if matmul is None:
+        raise IngotError(
+            "no matmul could be measured on this machine",
+            remedy="give --costs.bandwidth and --costs.peak instead of --measured",
+        )
+    return dataclasses.replace(
+        costs, bandwidth=found.read_bandwidth.value * 1e9, peak=matmul.value * 1e9
+    )
+
+
+def _table(report: Report, goal: Goal) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 3))
+    ends = ", ".join(f"{count:,} {reason}" for reason, count in report.ends.items())
+    for name, value in (
+        ("requests", f"{report.requests:,} in {report.seconds:,.0f} s: {ends}"),
+        ("answered", f"{report.requests_per_s:.2f} a second"),
+        (
+            "goodput",
+            f"{report.goodput_per_s:.2f} a second: first token within {goal.first:g} s, "
+            f"then {goal.between:g} s each",
+        ),
+        ("output", f"{report.output_tokens_per_s:,.0f} tokens a second"),
+        ("first token", _latency(report.first_token)),
+        ("between tokens", _latency(report.between_tokens)),
+        ("whole answer", _latency(report.total)),
+        ("prefix hits", f"{report.hit_rate:.1%} of the tokens"),
+        ("preemptions", f"{report.preemptions:,}"),
+        ("steps", f"{report.steps:,} of {report.tokens_per_step:.1f} tokens"),
+        (
+            "scheduler",
+            f"{report.decisions_per_s:,} decisions a second, {report.steps_per_s:,} steps; "
+            f"{report.wall_seconds:.1f} s in all",
+        ),
+    ):
+        table.add_row(f"[bold]{name}[/]", value)
+    return table
+
+
+def _latency(percentiles: dict[str, float]) -> str:
+    """The percentiles in a line.
+
+    >>> _latency({"p50": 0.0388, "p99": 12.3456})
+    'p50 0.039 s, p99 12.346 s'
+    """
+    found = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in percentiles.items())
+    return found or "none was answered"
