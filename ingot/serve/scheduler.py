@@ -70,7 +70,7 @@ class Limits:
     max_waiting: int = 4096
     """Beyond, requests are refused."""
     patience: float = 10.0
-    """Seconds of waiting that make up for one level of priority."""
+    """Seconds of waiting that make up for one level of priority; 0 for no priorities."""
     weights: str = ""
     """The version of the weights; blocks of others are not reused."""
 
@@ -211,7 +211,6 @@ class Scheduler:
         self._step = 0
         self._flight: list[_Live] = []
         self._shares: list[int] = []  # how many tokens each in flight computes
-        self._lacking = 0  # tokens that those running have yet to compute
         self._grow: list[_Live] = []  # those that have more tokens than room
         self._starts: list[Start] = []
         self._preempted: list[int] = []
@@ -229,7 +228,7 @@ class Scheduler:
 
     def step(self, now: float, events: Iterable[Event] = ()) -> Plan:
         """Take what happened since the last call, and plan the next step if none is in flight."""
-        if not now >= self.now:
+        if not self.now <= now < math.inf:
             raise ValueError(f"the clock went from {self.now} to {now}")
         self.now = now
         for event in events:
@@ -283,12 +282,10 @@ class Scheduler:
             if live.ended:  # in flight
                 self.pool.release(live.table)
                 continue
-            self._lacking -= count
             live.computed += count
             if bool(new) != (live.computed == len(live.tokens)):
                 raise ValueError(f"tokens {new} for request {live.id}, not as planned")
             live.tokens += new
-            self._lacking += len(new)
             if live.computed >= live.turn:
                 self._turn(live)
 
@@ -324,10 +321,8 @@ class Scheduler:
         self._ends.append(End(live.id, reason))
         queue = self._running if live.table else self._waiting
         del queue[bisect_left(queue, live.place, key=_by_place)]
-        if live.table:
-            self._lacking -= len(live.tokens) - live.computed
-            if live not in self._flight:
-                self.pool.release(live.table)
+        if live not in self._flight:
+            self.pool.release(live.table)
 
     # What is next
 
@@ -346,35 +341,34 @@ class Scheduler:
 
     def _preempt_last(self) -> None:
         live = self._running.pop()
-        self._lacking -= len(live.tokens) - live.computed
         self.pool.release(live.table)
         live.table = ()
         insort(self._waiting, live, key=_by_place)
         self._preempted.append(live.id)
 
     def _admit(self) -> None:
-        limits, running, waiting = self.limits, self._running, self._waiting
-        while waiting:
-            live = waiting[0]
-            room = len(running) < limits.max_running and self._lacking < limits.budget
-            overtakes = bool(running) and live.place < running[-1].place
-            if not (room or overtakes) or not self._start(live):
-                return
-            del waiting[0]
+        while self._waiting and self._start(self._waiting[0]):
+            del self._waiting[0]
 
     def _start(self, live: _Live) -> bool:
-        """Give it blocks, its own or of those ranked behind; False if they do not suffice."""
-        running, pool, size = self._running, self.pool, self.limits.block_size
-        live.hash_blocks((len(live.tokens) - 1) // size, size)
-        found = pool.find(live.keys[1 : (len(live.tokens) - 1) // size + 1])
-        count = -(-len(live.tokens) // size) - len(found)
+        """Give it a place and blocks, free ones or of those ranked behind; False if they do not
+        suffice, or if those ahead need the whole budget."""
+        running, pool, limits = self._running, self.pool, self.limits
         ahead = bisect_left(running, live.place, key=_by_place)
-        behind = sum(len(other.table) for other in running[ahead:])
-        if pool.free + behind < count:
+        if ahead == limits.max_running:
+            return False
+        if sum([len(o.tokens) - o.computed for o in running[:ahead]]) >= limits.budget:
+            return False
+        size, tokens = limits.block_size, len(live.tokens)
+        live.hash_blocks((tokens - 1) // size, size)
+        found = pool.find(live.keys[1 : (tokens - 1) // size + 1])
+        count = -(-tokens // size) - len(found)
+        # At most so many can come free; that some are shared, or found, is seen when it is tried.
+        if pool.free + sum([len(o.table) for o in running[ahead:]]) < count:
             return False
         while True:
-            fits = len(running) < self.limits.max_running
-            table = pool.allocate(count, found) if fits else None
+            has_place = len(running) < limits.max_running
+            table = pool.allocate(count, found) if has_place else None
             if table is not None:
                 break
             if len(running) == ahead:
@@ -384,7 +378,6 @@ class Scheduler:
         live.full = len(found)
         live.computed = len(found) * size
         self._set_turn(live)
-        self._lacking += len(live.tokens) - live.computed
         running.insert(ahead, live)
         self._starts.append(Start(live.id, live.computed))
         return True

@@ -20,6 +20,12 @@ from tests.serve.machine import Machine
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=200, stateful_step_count=40)
 
+
+@pytest.mark.slow
+def test_the_machine_finds_nothing_in_a_long_time() -> None:
+    run_state_machine_as_test(Machine, settings=settings(max_examples=4000))
+
+
 # Each is a mistake that one could make; the machine has to find every one of them.
 FAULTS = {
     "a block is freed by the first of its users": (
@@ -51,8 +57,8 @@ FAULTS = {
     "adapters share": (blocks, "(adapter.encode(), ", "("),
     "a full hit computes nothing": (
         scheduler,
-        "(len(live.tokens) - 1) // size",
-        "len(live.tokens) // size",
+        "(tokens - 1) // size",
+        "tokens // size",
     ),
     "blocks are sealed before they are full": (
         scheduler,
@@ -112,10 +118,15 @@ FAULTS = {
     ),
     "the last to come is the first to start": (
         scheduler,
-        "live = waiting[0]",
-        "live = waiting[-1]",
+        "self._start(self._waiting[0])",
+        "self._start(self._waiting[-1])",
     ),
-    "nobody overtakes": (scheduler, "overtakes = bool(running) and", "overtakes = False and"),
+    "nobody overtakes": (
+        scheduler,
+        "if ahead == limits.max_running:",
+        "if len(running) == limits.max_running:",
+    ),
+    "blocks are taken from nobody": (scheduler, "if len(running) == ahead:", "if has_place:"),
     "the last block is never given": (blocks, "> len(free):", ">= len(free):"),
     "priority is forgotten": (
         scheduler,
@@ -270,6 +281,28 @@ def test_a_priority_is_a_head_start_in_seconds() -> None:
     assert order == [1, 3, 2, 4]
 
 
+def test_who_would_get_no_tokens_does_not_start() -> None:
+    scheduler = Scheduler(Limits(blocks=16, block_size=4, budget=4, max_running=4))
+    long = Request(id=1, prompt=tuple(range(9)), max_tokens=1)
+    plans = serve(scheduler, long, Request(id=2, prompt=(1, 2), max_tokens=1))
+    assert [shares(plan) for plan in plans] == [{1: 4}, {1: 4}, {1: 1, 2: 2}, {}]
+    assert [len(plan.starts) for plan in plans] == [1, 0, 1, 0]
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    """The second would need more than the last could give."""
+    scheduler = Scheduler(Limits(blocks=9, block_size=1, budget=16, max_running=4, patience=1.0))
+    first = Request(id=1, prompt=(1, 2, 3, 4), max_tokens=3)
+    last = Request(id=3, prompt=(9,), max_tokens=3, priority=50)
+    plan = scheduler.step(0.0, [first, last])
+    second = Request(id=2, prompt=(5, 6, 7, 8, 9), max_tokens=1)
+    plan = scheduler.step(1.0, [Retire(plan.step, ((7,), (7,))), second])
+    assert shares(plan) == {1: 1, 3: 1}
+    plans = finish(scheduler, plan)
+    assert [end.id for plan in plans for end in plan.ends] == [1, 3, 2]
+    assert not any(plan.preempted for plan in plans)
+
+
 def test_what_can_never_fit_and_what_is_too_much_is_refused() -> None:
     scheduler = Scheduler(Limits(blocks=2, block_size=2, budget=1, max_running=1, max_waiting=1))
     plan = scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=2)])
@@ -309,7 +342,7 @@ def test_an_engine_that_says_what_cannot_be_is_told(events: list[Any]) -> None:
 def test_the_clock_does_not_go_back() -> None:
     scheduler = Scheduler(Limits(blocks=4))
     scheduler.step(1.0)
-    for now in (0.5, float("nan")):
+    for now in (0.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="clock"):
             scheduler.step(now)
 
