@@ -42,6 +42,26 @@ def test_a_step_is_limited_by_memory_or_by_arithmetic() -> None:
     assert costs.seconds(1, 0, 1000) == pytest.approx(1.125 + 7)
 
 
+@pytest.mark.parametrize(
+    ("costs", "seconds"),
+    [
+        # Each step reads its whole context; pairs are half of the square of the prompt.
+        ({"kv": 1.0}, 64 + 100 + sum(range(101, 110))),
+        ({"attention": 1.0}, 100 * 100 / 2),
+        ({"flops": 1.0}, 109),
+        ({"weights": 1.0}, 11),
+    ],
+)
+def test_a_request_costs_what_it_reads_and_computes(
+    costs: dict[str, float], seconds: float
+) -> None:
+    only = {"weights": 0.0, "flops": 0.0, "kv": 0.0, "attention": 0.0, "overhead": 0.0, **costs}
+    model = Costs(bandwidth=1.0, peak=1.0, **only)
+    limits = Limits(blocks=512, budget=64)
+    report = run(limits, model, requests=1, prompt=100, output=10, spread=0, shared=0)
+    assert report.total["p50"] == pytest.approx(seconds, rel=0.006)
+
+
 def test_a_shared_prefix_is_computed_once() -> None:
     """Every request has 256 tokens of the same and 32 of its own, and all but the first find the
     prefix: 256 of 288 + 1 tokens, the last sampled one not being computed."""
