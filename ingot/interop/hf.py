@@ -93,7 +93,10 @@ def load(
     _tidy(weights, FAMILIES[raw["model_type"]], config)
     weights.match(shapes)  # nothing was allocated so far, nor will be more than the files hold
     found = next(weights.places[name].dtype for name in shapes)
-    decoder = Decoder.unfilled(config, dtype or found).to_empty(device=device)
+    # What `to_empty` does; but its `empty_like` imports sympy for a tensor on meta: 0.8 s.
+    decoder = Decoder.unfilled(config, dtype or found)._apply(
+        lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    )
     with torch.no_grad():
         for name, view in views(decoder, raw["model_type"]).items():
             weights.read(name, view)
