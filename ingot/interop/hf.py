@@ -204,11 +204,9 @@ def _raw(directory: Path) -> Raw:
             remedy=f"make one of a GGUF file: ingot import {directory} {directory.stem}",
         )
     if not (directory / "config.json").exists():
-        what = (
-            "has no config.json: it is no model directory" if directory.exists() else "is not there"
-        )
+        there = f"{directory} has no config.json: it is no model directory"
         raise WeightsError(
-            f"{directory} {what}",
+            there if directory.exists() else f"there is no {directory}",
             remedy="name a model directory; `ingot import` makes one of a GGUF file or of a "
             "Hugging Face directory",
         )
