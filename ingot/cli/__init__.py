@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()  # here, where a closed pipe can be answered
         sys.exit(status)
     except IngotError as error:
-        stderr().print(f"[bold red]error:[/] {plain(error.what)}", highlight=False)
-        stderr().print(f"[bold]remedy:[/] {plain(error.remedy)}", highlight=False)
+        stderr().print(f"[bold red]error:[/] {plain(error.what)}", highlight=False, soft_wrap=True)
+        stderr().print(f"[bold]remedy:[/] {plain(error.remedy)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except BrokenPipeError:
         # `ingot ops | head`: the reader has left. Nothing may be flushed into the closed pipe.
