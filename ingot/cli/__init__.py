@@ -19,8 +19,8 @@ from ingot.core.errors import IngotError
 from ingot.core.log import setup, stderr, stdout
 from ingot.core.registry import Registry
 
-# OpenMP's threads, PyTorch's, look for work for 9 ms before they sleep, on the cores that our kernels'
-# threads need next; so many turns take 0.3 ms. It is read when torch is loaded.
+# PyTorch's OpenMP threads look for work for 9 ms before they sleep, on the cores that our kernels
+# need next; so many turns take 0.3 ms. It is read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 SUMMARIES = {
