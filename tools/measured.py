@@ -64,9 +64,9 @@ def render_peers(path: Path) -> str:
     one = rows[0]
     return (
         f"Measured {one['date'][:10]} on {one['cpu']} ({one['isa']}), ingot {one['ingot']}: "
-        f"{one['model']}, {one['batch']} x {one['prompt']} tokens in, {one['batch']} x {one['new']} "
-        f"out, {one['rounds']} rounds, reading at {one['read_gbs']} GB/s meanwhile.\n\n"
-        + _table(_PEERS, map(_peer_line, rows))
+        f"{one['model']}, {one['batch']} x {one['prompt']} tokens in, {one['batch']} x "
+        f"{one['new']} out, {one['rounds']} rounds, reading at {one['read_gbs']} GB/s "
+        "meanwhile.\n\n" + _table(_PEERS, map(_peer_line, rows))
     )
 
 
