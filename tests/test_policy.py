@@ -76,7 +76,7 @@ def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
         path for path in (PACKAGE / "kernels").iterdir() if (path / "__init__.py").exists()
     ]
     assert providers
-    headers_and_builder = {"tensor", "vector", "amx", "matmul", "build", "replay"}
+    headers_and_builder = {"tensor", "vector", "amx", "matmul", "threads", "build", "replay"}
     for provider in providers:
         assert basenames(provider) - headers_and_builder <= FAMILIES, provider
 

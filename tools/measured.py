@@ -1,11 +1,12 @@
-"""Writes the measured speeds of the ops into their docs page while the site is built.
+"""Writes measured speeds into their docs page while the site is built.
 
-A hook of mkdocs: the tables are made from `benchmarks/results/ops.csv` at every build, so they say
-what the last `ingot bench ops --results benchmarks/results` has measured.
+A hook of mkdocs: the tables are made from `benchmarks/results` at every build, so they say what the
+last `ingot bench ops` and `ingot bench peers` with `--results benchmarks/results` have measured.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from typing import Any
 from ingot.bench.ops import Row
 from ingot.bench.results import Record, latest, means, read, served
 
-RESULTS = Path(__file__).parent.parent / "benchmarks/results/ops.csv"
-PLACE = "<!-- measured -->"
+RESULTS = Path(__file__).parent.parent / "benchmarks/results"
+PLACE, PEERS_PLACE = "<!-- measured -->", "<!-- measured peers -->"
 _MEANS = ("family", "shapes", "share of limit", "vs aten", "vs compile")
 _LINES = (
     *("op", "shape", "dtype", "provider", "p50, us", "limit", "share of limit"),
     *("vs aten", "vs compile", "exact"),
+)
+_PEERS = (
+    *("system", "version", "dtype", "tokens/s", "share of limit", "ingot is"),
+    *("first token", "start", "memory"),
 )
 
 
@@ -26,8 +31,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put the tables where the page asks for them."""
     if page.file.src_uri != "bench.md":
         return markdown
-    records = latest(read(RESULTS)) if RESULTS.exists() else []
-    return markdown.replace(PLACE, render(records))
+    ops = RESULTS / "ops.csv"
+    markdown = markdown.replace(PLACE, render(latest(read(ops)) if ops.exists() else []))
+    return markdown.replace(PEERS_PLACE, render_peers(RESULTS / "peers.csv"))
 
 
 def render(records: list[Record]) -> str:
@@ -45,6 +51,33 @@ def render(records: list[Record]) -> str:
             _table(_MEANS, _mean_lines(rows)),
             _table(_LINES, map(_line, sorted(served(rows), key=lambda row: (row.family, row.op)))),
         )
+    )
+
+
+def render_peers(path: Path) -> str:
+    """The systems of the last run that is kept."""
+    if not path.exists():
+        return "No run is kept yet."
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rows = [row for row in rows if row["date"] == rows[-1]["date"]]
+    one = rows[0]
+    return (
+        f"Measured {one['date'][:10]} on {one['cpu']} ({one['isa']}), ingot {one['ingot']}: "
+        f"{one['model']}, {one['batch']} x {one['prompt']} tokens in, {one['batch']} x "
+        f"{one['new']} out, {one['rounds']} rounds, reading at {one['read_gbs']} GB/s "
+        "meanwhile.\n\n" + _table(_PEERS, map(_peer_line, rows))
+    )
+
+
+def _peer_line(row: dict[str, str]) -> tuple[str, ...]:
+    if row["missing"]:
+        return (row["system"], f"missing: {row['missing']}", *("-" for _ in _PEERS[2:]))
+    return (
+        *(row["system"], row["version"], row["dtype"]),
+        f"{row['tokens_per_s']} ({row['p20']} to {row['p80']})",
+        *(_percent(float(row["share_of_limit"])), _times(float(row["ingot_faster"]))),
+        *(f"{row['first_token_ms']} ms", f"{row['start_s']} s", f"{row['memory_mb']} MB"),
     )
 
 

@@ -19,6 +19,10 @@ from ingot.core.errors import IngotError
 from ingot.core.log import setup, stderr, stdout
 from ingot.core.registry import Registry
 
+# PyTorch's OpenMP threads look for work for 9 ms before they sleep, on the cores that our kernels
+# need next; so many turns take 0.3 ms. It is read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 SUMMARIES = {
     "bench": "how fast ops and models are, beside the machine's limit and others",
     "build": "compile the CPU kernels now rather than at their first use",
@@ -44,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()  # here, where a closed pipe can be answered
         sys.exit(status)
     except IngotError as error:
-        stderr().print(f"[bold red]error:[/] {plain(error.what)}", highlight=False)
-        stderr().print(f"[bold]remedy:[/] {plain(error.remedy)}", highlight=False)
+        stderr().print(f"[bold red]error:[/] {plain(error.what)}", highlight=False, soft_wrap=True)
+        stderr().print(f"[bold]remedy:[/] {plain(error.remedy)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except BrokenPipeError:
         # `ingot ops | head`: the reader has left. Nothing may be flushed into the closed pipe.

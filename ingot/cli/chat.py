@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ingot.cli.generate import load, write
+from ingot.cli.generate import Writing, load, print_figures, require_room
+from ingot.core.errors import IngotError
 from ingot.core.log import stderr
+from ingot.interop.chat import ChatError, Message
 from ingot.nn.session import Sampling, Session
+
+if TYPE_CHECKING:
+    from ingot.interop.model import Model
 
 
 def chat(
@@ -33,31 +40,50 @@ def chat(
         system: What the model is told before the conversation.
         max_tokens: The most tokens of an answer.
     """
+    require_room(max_tokens)
     model = load(directory)
-    session = Session(model.decoder)
-    messages = [{"role": "system", "content": system}] if system else []
+    if model.tokenizer.template is None:
+        raise ChatError(
+            f"the model in {directory} has no chat template: it was not tuned to chat",
+            remedy=f'have it go on from a text: ingot generate {directory} "Once upon a time"',
+        )
+    writing = Writing(model, Session(model.decoder), sampling, max_tokens)
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    if sys.stdin.isatty():
+        stderr().print("[dim]Ctrl-C stops an answer, Ctrl-D leaves.[/]", highlight=False)
     while (line := _line()) is not None:
         messages.append({"role": "user", "content": line})
-        ids = model.tokenizer.chat(messages)
-        pieces = model.stream(ids, max_tokens=max_tokens, sampling=sampling, session=session)
-        written = write(pieces)
-        print()  # noqa: T201
-        stderr().print(f"[dim]{written}[/]", highlight=False)
+        written = writing.run(_ids(model, messages))
+        print_figures(written)
         messages.append({"role": "assistant", "content": written.text})
+        if written.ended == "interrupt" and not sys.stdin.isatty():
+            raise KeyboardInterrupt
+
+
+def _ids(model: Model, messages: list[Message]) -> list[int]:
+    ids, context = model.tokenizer.chat(messages), model.decoder.config.context
+    if len(ids) > context:
+        raise IngotError(
+            f"the conversation has {len(ids):,} tokens, the model takes {context:,}",
+            remedy="begin a new one, or send shorter messages",
+        )
+    return ids
 
 
 def _line() -> str | None:
     """What the user says next, None when they leave; empty lines are passed over."""
     terminal = sys.stdin.isatty()
+    if terminal:
+        with suppress(ImportError):
+            importlib.import_module("readline")  # then input() knows arrows and history
     try:
         while True:
-            line = input("> " if terminal else "").strip()
+            line = input("> " if terminal and sys.stdout.isatty() else "").strip()
             if line:
                 return line
-    except EOFError:
-        return None
-    except KeyboardInterrupt:
+    except (EOFError, KeyboardInterrupt) as left:
+        if not terminal and isinstance(left, KeyboardInterrupt):
+            raise
         if terminal:
             print()  # noqa: T201
-            return None
-        raise
+        return None

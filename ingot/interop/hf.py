@@ -86,14 +86,17 @@ def load(
 ) -> Decoder:
     """The model of a directory, in the dtype of its files unless another is given."""
     directory = Path(directory)
-    raw = read_json(directory / "config.json")
+    raw = _raw(directory)
     config = read_config(raw)
     weights = Weights(directory)
     shapes = views(Decoder.unfilled(config), raw["model_type"])
     _tidy(weights, FAMILIES[raw["model_type"]], config)
     weights.match(shapes)  # nothing was allocated so far, nor will be more than the files hold
     found = next(weights.places[name].dtype for name in shapes)
-    decoder = Decoder.unfilled(config, dtype or found).to_empty(device=device)
+    # What `to_empty` does; but its `empty_like` imports sympy for a tensor on meta: 0.8 s.
+    decoder = Decoder.unfilled(config, dtype or found)._apply(
+        lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    )
     with torch.no_grad():
         for name, view in views(decoder, raw["model_type"]).items():
             weights.read(name, view)
@@ -118,7 +121,7 @@ class Description:
 def describe(directory: Path | str) -> Description:
     """What a directory holds; no weight is read."""
     directory = Path(directory)
-    raw = read_json(directory / "config.json")
+    raw = _raw(directory)
     config, places = read_config(raw), list(Weights(directory).places.values())
     counts = Counter(str(place.dtype).removeprefix("torch.") for place in places)
     dtype = places[0].dtype if places else torch.float32
@@ -192,6 +195,22 @@ def views(decoder: Decoder, model_type: str) -> dict[str, Tensor]:
         else:
             found[theirs.format(i=layer)] = tensor.T if pattern in family.transposed else tensor
     return found
+
+
+def _raw(directory: Path) -> Raw:
+    if directory.is_file():
+        raise WeightsError(
+            f"{directory} is a file, not a model directory",
+            remedy=f"make one of a GGUF file: ingot import {directory} {directory.stem}",
+        )
+    if not (directory / "config.json").exists():
+        there = f"{directory} has no config.json: it is no model directory"
+        raise WeightsError(
+            there if directory.exists() else f"there is no {directory}",
+            remedy="name a model directory; `ingot import` makes one of a GGUF file or of a "
+            "Hugging Face directory",
+        )
+    return read_json(directory / "config.json")
 
 
 def _family(raw: Raw) -> Family:

@@ -15,6 +15,15 @@ from ingot import ops
 STD = 0.02  # of fresh weights, as GPT-2's and Llama's
 
 
+def fresh(weight: Tensor) -> None:
+    """Fill a weight with normal values; one on `meta` is left alone.
+
+    There `normal_` would do nothing either, but import torch._dynamo: 2 s when a model is loaded.
+    """
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=STD)
+
+
 class Linear(nn.Linear):
     """`torch.nn.Linear` on `ops.linear`; a residual is added in the same pass if given.
 
@@ -28,7 +37,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Normal weights, no bias."""
-        nn.init.normal_(self.weight, std=STD)
+        fresh(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -49,7 +58,7 @@ class Embedding(nn.Module):
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, dim))
-        nn.init.normal_(self.weight, std=STD)
+        fresh(self.weight)
 
     def forward(self, indices: Tensor) -> Tensor:
         """The rows of these indices."""

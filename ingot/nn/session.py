@@ -151,10 +151,10 @@ class Session:
         pages, old = -(-count // PAGE), self._pool
         if old is None or old.pages < pages:
             device = self.decoder.embed.weight.device
-            self._pool = KVPool(self.decoder.kv_spec, pages, PAGE, device)
-            self._decode = _Step(self.decoder, self._pool)
+            new = KVPool(self.decoder.kv_spec, pages, PAGE, device)
             if old is not None:
-                self._pool.memory[:, :, : old.pages] = old.memory
+                new.memory[:, :, : old.pages] = old.memory
+            self._pool, self._decode = new, _Step(self.decoder, new)
         return self._decode
 
 

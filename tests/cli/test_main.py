@@ -51,10 +51,17 @@ def test_a_wrong_verb_suggests_the_right_one(ingot: Run) -> None:
 
 @pytest.mark.parametrize("verb", SUMMARIES)
 def test_a_wrong_option_suggests_the_right_one(ingot: Run, verb: str) -> None:
-    subject = {"bench": ("ops",), "import": ("from", "to")}.get(verb, ())
-    result = ingot(verb, *subject, "--jsno")
+    subject = {
+        "bench": ("ops",),
+        "chat": ("directory",),
+        "generate": ("directory", "prompt"),
+        "import": ("from", "to"),
+        "info": ("directory",),
+    }.get(verb, ())
+    wrong, right = ("--sede", "--seed") if verb == "chat" else ("--jsno", "--json")
+    result = ingot(verb, *subject, wrong)
     assert result.returncode == 2
-    assert "--json" in result.stderr
+    assert right in result.stderr
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ PAGE = SimpleNamespace(file=SimpleNamespace(src_uri="bench.md"))
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(measured, "RESULTS", tmp_path / "ops.csv")
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
     return tmp_path / "ops.csv"
 
 
@@ -31,6 +32,28 @@ def test_the_page_shows_the_op_as_it_is_called_and_where(results: Path) -> None:
 
 def test_without_a_run_the_page_says_so(results: Path) -> None:
     assert measured.on_page_markdown(measured.PLACE, PAGE) == "No run is kept yet."
+    assert measured.on_page_markdown(measured.PEERS_PLACE, PAGE) == "No run is kept yet."
+
+
+def test_the_peers_of_the_last_run_are_shown(results: Path) -> None:
+    run = {"date": "2026-11-15T10:00", "cpu": "Xeon", "isa": "amx", "torch": "2", "ingot": "0.1"}
+    task = {"model": "m", "batch": "1", "prompt": "16", "new": "8", "rounds": "5"}
+    speed = {"tokens_per_s": "70", "p20": "60", "p80": "80", "share_of_limit": "0.7"}
+    rest = {"ingot_faster": "2.0", "first_token_ms": "30", "start_s": "4", "memory_mb": "500"}
+    what = {"system": "other", "version": "1.0", "dtype": "bf16", "read_gbs": "30", "missing": ""}
+    row = {**run, **task, **speed, **rest, **what}
+    old = {**row, "date": "2026-11-14", "system": "older"}
+    gone = {**row, "system": "gone", "missing": "not installed"}
+    with (results.parent / "peers.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerows([old, row, gone])
+    text = measured.on_page_markdown(measured.PEERS_PLACE, PAGE)
+    assert "Measured 2026-11-15 on Xeon (amx), ingot 0.1: m, 1 x 16 tokens in, 1 x 8 out" in text
+    line = "| other | 1.0 | bf16 | 70 (60 to 80) | 70% | 2.00x | 30 ms | 4 s | 500 MB |"
+    assert line in text
+    assert "| gone | missing: not installed | - |" in text
+    assert "older" not in text
 
 
 def test_other_pages_are_left_alone() -> None:

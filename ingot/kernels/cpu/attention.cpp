@@ -109,12 +109,16 @@ class Attention {
     for (const Unit& unit : units) chunks += unit.chunks();
     if (int64_t(units.size()) < 2 * threads && chunks >= 4 * threads && few_lanes(units))
       return run_by_chunks(units);
-    std::vector<int64_t> bounds = shares(units, threads);
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-      Chunk<T> chunk;
-      if (bounds[begin] < bounds[end]) locate(units[bounds[begin]], 0, chunk);
-      for (int64_t u = bounds[begin]; u < bounds[end]; u++)
-        run_unit(units[u], chunk, u + 1 < bounds[end] ? &units[u + 1] : nullptr);
+    int64_t parts = threads == 1 ? 1 : std::min<int64_t>(4 * threads, units.size());
+    std::vector<int64_t> bounds = shares(units, parts);
+    shared(parts, [&](Next& next) {
+      for (int64_t p; next(p);) {
+        int64_t begin = bounds[p], end = bounds[p + 1];
+        Chunk<T> chunk;
+        if (begin < end) locate(units[begin], 0, chunk);
+        for (int64_t u = begin; u < end; u++)
+          run_unit(units[u], chunk, u + 1 < end ? &units[u + 1] : nullptr);
+      }
     });
   }
 
@@ -153,18 +157,18 @@ class Attention {
     return {s, begin, end, head, heads, first.begin / CHUNK, (last.end + CHUNK - 1) / CHUNK};
   }
 
-  // Where each thread's units begin, so that all have about as many chunks.
-  std::vector<int64_t> shares(const std::vector<Unit>& units, int64_t threads) const {
+  // Where each part's units begin, so that all have about as many chunks.
+  std::vector<int64_t> shares(const std::vector<Unit>& units, int64_t parts) const {
     auto cost = [&](const Unit& u) { return u.heads * u.chunks() * (lanes(u) + TILE_LANES); };
     int64_t total = 0, so_far = 0;
     for (const Unit& u : units) total += cost(u);
     std::vector<int64_t> bounds{0};
     for (int64_t u = 0; u < int64_t(units.size()); u++) {
-      while (int64_t(bounds.size()) < threads && so_far * threads >= total * int64_t(bounds.size()))
+      while (int64_t(bounds.size()) < parts && so_far * parts >= total * int64_t(bounds.size()))
         bounds.push_back(u);
       so_far += cost(units[u]);
     }
-    bounds.resize(threads, units.size());
+    bounds.resize(parts, units.size());
     bounds.push_back(units.size());
     return bounds;
   }
@@ -245,8 +249,8 @@ class Attention {
           total += State::size(lanes(units[u]), shape_);
         }
     float* memory = scratch<float, 11>(total);
-    torch::stable::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; t++) {
+    shared(tasks.size(), [&](Next& next) {
+      for (int64_t t; next(t);) {
         auto [u, head, c, at] = tasks[t];
         Chunk<T> chunk;
         locate(units[u], c, chunk);

@@ -26,6 +26,7 @@ import hashlib
 import os
 import shlex
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +52,7 @@ FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
 # -ffp-contract=off: see vector.h. No errno and no traps: they cost vectors and mean nothing here.
 FLAGS = (
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    *("-fvisibility=hidden", "-shared", "-fPIC"),
+    *("-fvisibility=hidden", "-shared", "-fPIC", "-pthread"),
 )
 # Each tier adds to the one before it, as `ingot.core.device` asks of the CPU.
 _ADDED = {
@@ -69,6 +70,8 @@ TIER_FLAGS = dict(zip(_ADDED, accumulate(_ADDED.values()), strict=True))
 _KEPT = 30 * 24 * 3600  # seconds that a library is kept after its last use
 
 _LIBRARY = torch.library.Library("ingot_cpu", "DEF")
+_pools: list[ctypes.c_void_p] = []
+_pooling = threading.Lock()
 _log = logger(__name__)
 
 
@@ -112,8 +115,17 @@ def library(family: str) -> ctypes.CDLL | None:
     except (IngotError, OSError) as error:
         _warn(str(error))
         return None
-    loaded.ingot_join(ctypes.byref(PREFERRING))
+    loaded.ingot_join(ctypes.byref(PREFERRING), _pool(loaded))
     return loaded
+
+
+def _pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
+    """The threads of all libraries: those of the first one that is loaded."""
+    with _pooling:
+        if not _pools:
+            loaded.ingot_pool.restype = ctypes.c_void_p
+            _pools.append(ctypes.c_void_p(loaded.ingot_pool()))
+        return _pools[0]
 
 
 def cpu(op: Op[..., Any], backward: Backward | None = None) -> None:

@@ -165,8 +165,8 @@ void by_blocks(int64_t row, int64_t rows, Columns columns, int64_t group, const 
 template <class T, size_t PRODUCTS>
 void multiply_dots(const Matrix<T>& x, const std::array<Matrix<T>, PRODUCTS>& weights,
                    const std::vector<Columns>& groups, const Finish& finish) {
-  torch::stable::parallel_for(0, groups.size(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; g++)
+  shared(groups.size(), [&](Next& next) {
+    for (int64_t g; next(g);)
       by_blocks<PRODUCTS>(
           0, x.rows, groups[g], g,
           [&](int64_t row, int64_t rows, int p, Values& values) {
@@ -286,13 +286,13 @@ void weights_left(const Panels& panels, const Packed& x, int64_t row, int64_t ro
 template <size_t PRODUCTS>
 void multiply_few(const Matrix<bf16>& x, const std::array<Matrix<bf16>, PRODUCTS>& weights,
                   const std::vector<Columns>& groups, const Finish& finish) {
-  std::optional<Packed> shared;  // few rows each thread packs for itself, where its caches are
-  if (x.rows > TILE) shared = packed(x);
-  torch::stable::parallel_for(0, groups.size(), 1, [&](int64_t begin, int64_t end) {
-    Packed right = shared ? *shared : packed(x);
+  std::optional<Packed> once;  // few rows each thread packs for itself, where its caches are
+  if (x.rows > TILE) once = packed(x);
+  shared(groups.size(), [&](Next& next) {
+    Packed right = once ? *once : packed(x);
     uint8_t bytes = 4 * right.columns;
     Tiles tiles({16, 16, 16, 16, 16, 16, 16, 16}, {bytes, bytes, bytes, bytes, bytes, bytes, 64, 64});
-    for (int64_t g = begin; g < end; g++) {
+    for (int64_t g; next(g);) {
       std::vector<Panels> panels;
       for (size_t p = 0; p < PRODUCTS; p++) panels.emplace_back(weights[p], groups[g], p);
       by_blocks<PRODUCTS>(
@@ -330,11 +330,11 @@ inline void x_left(const Matrix<bf16>& x, int64_t row, int64_t rows, const bf16*
 template <size_t PRODUCTS>
 void multiply_many(const Matrix<bf16>& x, const std::array<Matrix<bf16>, PRODUCTS>& weights,
                    const std::vector<Columns>& groups, const Finish& finish) {
-  torch::stable::parallel_for(0, groups.size(), 1, [&](int64_t begin, int64_t end) {
+  shared(groups.size(), [&](Next& next) {
     Tiles tiles;
     int64_t size = packed_tile_size(x.width), each = size * BLOCK_COLUMNS / TILE;
     bf16* right = scratch<bf16, 4>(PRODUCTS * each);
-    for (int64_t g = begin; g < end; g++) {
+    for (int64_t g; next(g);) {
       Columns columns = groups[g];
       for (size_t p = 0; p < PRODUCTS; p++)
         for (int64_t c = 0; c < (columns.count + 2 * TILE - 1) / (2 * TILE) * 2; c++) {

@@ -28,6 +28,8 @@
 
 #include "vector.h"  // first, for what it does about a warning
 
+#include "threads.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -187,8 +189,14 @@ struct Integers {
 // elements: a thread is worth waking for some thousands.
 template <class Body>
 inline void parallel(int64_t count, int64_t work, const Body& body) {
-  constexpr int64_t ENOUGH = 16384;
-  torch::stable::parallel_for(0, count, std::max<int64_t>(1, ENOUGH / std::max<int64_t>(work, 1)), body);
+  constexpr int64_t ENOUGH = 16384, EACH = 4;  // pieces for each thread
+  int64_t least = std::max<int64_t>(1, ENOUGH / std::max<int64_t>(work, 1));
+  int64_t pieces = count <= least ? std::min<int64_t>(count, 1)
+                                  : std::min((count + least - 1) / least,
+                                             EACH * int64_t(torch::stable::get_num_threads()));
+  shared(pieces, [&](Next& next) {
+    for (int64_t i; next(i);) body(count * i / pieces, count * (i + 1) / pieces);
+  });
 }
 
 // Runs body(row, at) for every whole vector of every row, body(row, at, count) for the rest.
@@ -251,8 +259,11 @@ struct Route<kernel, name> {
 
 }  // namespace ingot
 
-extern "C" __attribute__((visibility("default"))) void ingot_join(const int* flag) {
+// Each library can make a pool of threads; all are given the one of the first.
+extern "C" __attribute__((visibility("default"))) void* ingot_pool() { return new ingot::Pool; }
+extern "C" __attribute__((visibility("default"))) void ingot_join(const int* flag, void* pool) {
   ingot::preferring = flag;
+  ingot::pool = static_cast<ingot::Pool*>(pool);
 }
 
 #define OP(name)                                                                            \

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ingot as package
+from ingot.cli.generate import Written, generate
+from ingot.core.errors import IngotError
+from ingot.nn import Sampling
+
+COMMAND = str(Path(sys.executable).parent / "ingot")
+HOT = Sampling(temperature=2.0, seed=3)
+
+
+def test_the_text_goes_to_stdout_and_the_figures_to_stderr(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate(tiny, "Hello", sampling=HOT, max_tokens=5)
+    out, err = capsys.readouterr()
+    expected = package.load(tiny).generate("Hello", sampling=HOT, max_tokens=5)
+    assert out == f"Hello{expected}\n"
+    figures = r"5 tokens, the first after \d\.\d{3} s, then [\d.]+ tokens/s; cut at --max-tokens\n"
+    assert re.fullmatch(figures, err)
+
+
+def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate(tiny, "Hello", sampling=HOT, max_tokens=3, json=True)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["text"] == package.load(tiny).generate("Hello", sampling=HOT, max_tokens=3)
+    assert (found["prompt_tokens"], found["tokens"], found["ended"]) == (5, 3, "max_tokens")
+    assert 0 < found["first_token_seconds"] <= found["seconds"]
+    assert err == ""
+
+
+def test_it_says_that_the_context_is_full(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = package.load(tiny).decoder.config.context
+    generate(tiny, "x" * (context - 2), max_tokens=99)
+    assert capsys.readouterr().err.startswith("2 tokens, ")
+    generate(tiny, "x" * (context - 2), max_tokens=99, json=True)
+    assert json.loads(capsys.readouterr().out)["ended"] == "context"
+    generate(tiny, "x" * context)
+    assert capsys.readouterr().err == "no tokens; the model's context is full\n"
+
+
+def no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def no_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+
+
+def cut(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def lie(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
+
+
+def absurd(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "hidden_size": 10**12}))
+
+
+def larger(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 500}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (no_config, "has no config.json"),
+        (no_tokenizer, "there is no tokenizer.json"),
+        (cut, "not safetensors"),
+        (lie, "not safetensors"),
+        (absurd, "dim is 1000000000000"),
+        (larger, "tensors are not in"),
+    ],
+)
+def test_a_damaged_directory_is_refused(
+    tiny: Path, damage: Callable[[Path], None], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(tiny)
+    with pytest.raises(IngotError, match=error):
+        generate(tiny, "Hello")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "error"),
+    [("", 5, "give some text"), ("x" * 10**5, 5, "give a shorter one"), ("x", 0, "max-tokens")],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_written(
+    tiny: Path, prompt: str, max_tokens: int, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(IngotError, match=error):
+        generate(tiny, prompt, max_tokens=max_tokens)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_no_directory_is_refused_with_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(IngotError, match=r"there is no .*nowhere\n.*name a model directory"):
+        generate(tmp_path / "nowhere", "Hello")
+    (file := tmp_path / "small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(IngotError, match=rf"is a file.*\n.*ingot import {file} small"):
+        generate(file, "Hello")
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"  # pyright: ignore
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_no_control_characters(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    generate(tiny, "a\x1b[2J\x9b2J\rb\tc\n\N{ZERO WIDTH JOINER}", max_tokens=1)
+    assert terminal.getvalue().startswith("a?[2J?2J?b\tc\n\N{ZERO WIDTH JOINER}")
+
+
+def test_an_encoding_that_lacks_a_character_does_not_stop_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    generate(tiny, "caf\xe9 \udcff", max_tokens=1)
+    assert written.getvalue().startswith(b"caf? ?")
+
+
+def test_figures_of_little() -> None:
+    assert str(Written()) == "no tokens"
+    assert str(Written(tokens=1, first=0.25, seconds=0.25)) == "1 token, the first after 0.250 s"
+
+
+def test_ctrl_c_leaves_with_what_was_written(smollm2: Path, environment: dict[str, str]) -> None:
+    command = [COMMAND, "generate", str(smollm2), "Once upon a time", "--max-tokens", "5000"]
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        head = process.stdout.read(40)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate()
+    assert process.returncode == 130
+    assert head == "Once upon a time, the city of Nova Haven"
+    assert rest.endswith("\n")
+    assert re.fullmatch(
+        r"\d+ tokens, the first after [\d.]+ s, then [\d.]+ tokens/s; interrupted\n", err
+    )
+
+
+def test_a_reader_that_leaves_early_ends_it(smollm2: Path, environment: dict[str, str]) -> None:
+    script = (
+        f"{COMMAND} generate {smollm2} Hello --max-tokens 5000 | head -c 5; echo ${{PIPESTATUS}}"
+    )
+    command = ["bash", "-c", script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout == "Hello141\n"
+    assert result.stderr == ""
+
+
+LOADING = """
+import json, resource, sys, time
+import ingot.cli.generate, ingot.interop.model, ingot.kernels.cpu
+def now():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+before, start = now(), time.perf_counter()
+model = ingot.load(sys.argv[1])
+ids = model.tokenizer.encode("Once upon a time there was a model that was loaded")
+next(model.stream(ids, max_tokens=16))
+seconds = time.perf_counter() - start
+peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weights = sum(parameter.nbytes for parameter in model.decoder.parameters())
+late = [name for name in ("sympy", "torch._dynamo", "transformers") if name in sys.modules]
+print(json.dumps({"seconds": seconds, "ratio": (peak - before) / weights, "late": late}))
+"""
+
+
+def test_loading_takes_the_weights_once_and_no_compiler(
+    smollm2: Path, environment: dict[str, str]
+) -> None:
+    """sympy and dynamo would take 3 s to import, where all of it takes half a second."""
+    command = [sys.executable, "-c", LOADING, str(smollm2)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout)
+    print(found)  # noqa: T201
+    assert found["late"] == []
+    assert 1 <= found["ratio"] < 1.3
+
+
+@pytest.mark.slow
+def test_a_new_process_soon_has_its_first_token(smollm2: Path, environment: dict[str, str]) -> None:
+    """From its start on; and what of it is not Python's import of torch, beside it in one run."""
+
+    def first(*command: str) -> float:
+        start = time.perf_counter()
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout
+            process.stdout.read(1)
+            seconds = time.perf_counter() - start
+            process.stdout.read()
+        return seconds
+
+    generate = (COMMAND, "generate", str(smollm2), "Once upon a time", "--max-tokens", "2")
+    torch = (sys.executable, "-c", "import torch; print(1)")
+    first(*generate)  # builds what is not built, and has the files in the kernel's cache
+    wholes, imports = zip(*((first(*generate), first(*torch)) for _ in range(7)), strict=True)
+    whole, alone = statistics.median(wholes), statistics.median(imports)
+    print(f"first token {whole:.2f} s after the start, `import torch` alone {alone:.2f} s")  # noqa: T201
+    assert whole - alone < 1.0
