@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ torch.set_num_threads(1)
 # The first call of an op builds its kernels, and machines that test are busy.
 settings.register_profile("ingot", deadline=None)
 settings.load_profile("ingot")
+# A shell that runs tests in the background has them, and what they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

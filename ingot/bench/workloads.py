@@ -135,7 +135,7 @@ def copies(workload: Workload, arena: Tensor, draw: Draw | None = None) -> list[
 def chosen(names: Iterable[str] = ()) -> list[Workload]:
     """The workloads of these ops and families, by family; of all if there are no names.
 
-    >>> {workload.op for workload in chosen(["rope", "silu"])} == {"rope", "silu"}
+    >>> {workload.op for workload in chosen(["rms_norm", "silu"])} == {"rms_norm", "silu"}
     True
     """
     ops = catalogue()

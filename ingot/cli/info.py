@@ -66,8 +66,6 @@ def as_data(value: Any) -> Any:
 
 
 def _print_lines(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from ingot.cli.import_ import size
 
     config = found["config"]
@@ -78,7 +76,6 @@ def _print_lines(found: dict[str, Any]) -> None:
     if experts := config["experts"]:
         shape += f", {experts['top_k']} of {experts['count']} experts"
     dtypes = ", ".join(f"{count} {name}" for name, count in found["dtypes"].items())
-    table = Table.grid(padding=(0, 3))
     for name, value in (
         ("architecture", f"{found['architecture']}: {shape}; {heads}"),
         ("vocabulary", f"{config['vocab_size']:,}" + (", tied" if config["tied"] else "")),
@@ -88,8 +85,8 @@ def _print_lines(found: dict[str, Any]) -> None:
         ("memory", f"{size(found['kv_bytes_per_1k_tokens'])} of keys and values per 1,000 tokens"),
         *(("lineage", _step(step)) for step in found["lineage"]),
     ):
-        table.add_row(f"[bold]{name}[/]", plain(value))
-    stdout().print(table, highlight=False)
+        line = f"[bold]{name:<15}[/]{plain(value)}"
+        stdout().print(line, highlight=False, soft_wrap=True)
 
 
 def _step(step: dict[str, Any]) -> str:

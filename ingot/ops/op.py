@@ -230,7 +230,7 @@ class Op(Generic[P, R]):
     def written(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Those of the arguments that the op writes into."""
         names = self.signature.parameters
-        return tuple(arg for name, arg in zip(names, args, strict=True) if name in self.mutates)
+        return tuple(arg for name, arg in zip(names, args, strict=False) if name in self.mutates)
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with defaults: torch's dispatcher drops those that equal them."""
