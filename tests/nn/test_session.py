@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -117,3 +119,19 @@ def test_a_seed_repeats_and_another_differs() -> None:
         return list(Session(DECODER).stream([1], max_tokens=12, sampling=sampling))
 
     assert drawn(3) == drawn(3) != drawn(4)
+
+
+WRITING = """
+import sys
+from ingot.nn import Decoder, Session, preset
+decoder = Decoder.new(preset("tiny"), seed=0)
+before = set(sys.modules)
+list(Session(decoder).stream([1, 2], max_tokens=3))
+late = {"torch._dynamo", "sympy"} & (set(sys.modules) - before)
+assert not late, late
+"""
+
+
+def test_writing_imports_no_compiler() -> None:
+    """torch._dynamo takes a second, in the middle of a sentence."""
+    subprocess.run([sys.executable, "-c", WRITING], check=True)
