@@ -42,9 +42,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -55,11 +54,11 @@ from ingot.bench.peer import Answer, Failure, Hello, Process
 from ingot.bench.timing import interleaved
 from ingot.core import paths
 from ingot.core.errors import ConfigError, UnknownName
+from ingot.interop import hf
+from ingot.nn.weights import Weights
 from ingot.ops.op import Cost
 
 OURS = "ingot"
-_LARGEST_HEADER = 100 * 2**20
-_Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,32 +107,20 @@ class Model:
     @classmethod
     def of(cls, path: Path) -> Model:
         """Read its configuration and the headers of its weights."""
-        try:
-            config = msgspec.json.decode((path / "config.json").read_bytes(), type=_Config)
-            tensors = [t for file in sorted(path.glob("*.safetensors")) for t in _tensors(file)]
-        except (OSError, msgspec.DecodeError, ValueError) as error:
-            raise ConfigError(
-                f"{path} is no Hugging Face directory: {error}",
-                remedy="name one with config.json, tokenizer.json and *.safetensors",
-            ) from error
-        if not tensors:
-            raise ConfigError(
-                f"{path} has no weights", remedy="name a directory with *.safetensors"
-            )
-        names = {name for name, _ in tensors}
+        config, places = hf.describe(path).config, Weights(path).places
         used = [
-            tensor
-            for name, tensor in tensors
-            if "lm_head.weight" not in names or "embed_tokens" not in name
+            place
+            for name, place in places.items()
+            if "lm_head.weight" not in places or "embed_tokens" not in name
         ]
         step = Cost(
-            bytes=sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in used),
-            flops=sum(2 * math.prod(tensor.shape) for tensor in used),
+            bytes=sum(place.bytes for place in used),
+            flops=sum(2 * math.prod(place.shape) for place in used),
         )
         return cls(
             path=path.resolve(),
             vocabulary=config.vocab_size,
-            context=config.max_position_embeddings,
+            context=config.context,
             step=step,
         )
 
@@ -357,27 +344,6 @@ def _figures(
 def _ratios(ours: Turns, of: Turns) -> tuple[float, float, float]:
     pairs = zip(ours.rates(), of.rates(), strict=True)
     return _spread([mine / theirs for mine, theirs in pairs])
-
-
-class _Config(msgspec.Struct):
-    vocab_size: _Size
-    max_position_embeddings: _Size
-
-
-class _Tensor(msgspec.Struct):
-    shape: list[_Size]
-    data_offsets: tuple[int, int]
-
-
-def _tensors(path: Path) -> list[tuple[str, _Tensor]]:
-    """Names, shapes and places of a safetensors file, from its header."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _LARGEST_HEADER:
-            raise ValueError(f"{path.name} has a header of {length} bytes")
-        header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-    header.pop("__metadata__", None)
-    return [(name, msgspec.json.decode(raw, type=_Tensor)) for name, raw in header.items()]
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.core.paths import write_atomic
+from ingot.interop.directory import dtypes, parameters
 from ingot.nn.config import (
     Activation,
     DecoderConfig,
@@ -123,15 +122,14 @@ def describe(directory: Path | str) -> Description:
     directory = Path(directory)
     raw = _raw(directory)
     config, places = read_config(raw), list(Weights(directory).places.values())
-    counts = Counter(str(place.dtype).removeprefix("torch.") for place in places)
     dtype = places[0].dtype if places else torch.float32
     kv_shape = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
     return Description(
         model_type=raw["model_type"],
         config=config,
-        parameters=sum(math.prod(place.shape) for place in places),
+        parameters=parameters(directory),
         bytes=sum(place.bytes for place in places),
-        dtypes=dict(counts.most_common()),
+        dtypes=dtypes(directory),
         kv=KVSpec(layers=config.layers, dtype=dtype, **kv_shape),
     )
 

@@ -1,7 +1,5 @@
 """A model directory as one object: text in, text out.
 
-import ingot
-
 model = ingot.load("smollm2")
 print(model.generate("Once upon a time", max_tokens=40))
 print(model.chat([{"role": "user", "content": "What is the capital of France?"}]))

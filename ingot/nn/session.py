@@ -164,7 +164,7 @@ class _Step:
     """
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
-        self._decoder, self._pool = decoder, pool
+        self._decoder = decoder
         self._token, self._position, self._next = (torch.zeros(1, dtype=torch.int64) for _ in "tpn")
         self._context = torch.zeros(1, dtype=torch.int32)
         self._options = Sampling().arguments(decoder.config.vocab_size)

@@ -25,6 +25,8 @@ from ingot.bench.results import read
 from ingot.bench.workloads import Workload, floats
 from ingot.cli import bench as module
 from ingot.cli import main
+from ingot.interop import hf
+from ingot.nn import Decoder, preset
 from tests.bench.row import ROW
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -144,10 +146,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(environment, "clone", lambda: folder)
     monkeypatch.setattr(peaks, "peaks", lambda: PEAKS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 99}')
-    header = b'{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}'
-    content = len(header).to_bytes(8, "little") + header + bytes(4)
-    (tmp_path / "model.safetensors").write_bytes(content)
+    hf.save(Decoder.new(preset("tiny"), seed=0), tmp_path)
     return tmp_path
 
 
@@ -221,7 +220,7 @@ def test_the_table_of_peers_fits_a_hundred_columns() -> None:
         (("ops", "rmsnorm"), "did you mean 'rms_norm'?"),
         (("ops", "silu", "--plot", "roofline.jpg"), "cannot draw a '.jpg' file"),
         (("opps",), "opps"),
-        (("peers", "there-is-none"), "no Hugging Face directory"),
+        (("peers", "there-is-none"), "there is no there-is-none"),
         (("peers", ".", "vlm"), "did you mean 'vllm'?"),
         (("peers", ".", "--batch", "0"), "batch is 0"),
     ],

@@ -30,7 +30,7 @@ def test_a_gguf_file_then_its_directory(ingot: Run, tmp_path: Path, smollm2_gguf
     assert found["architecture"] == "llama"
     assert found["parameters"] == 134_515_008
     assert found["chat"] is True
-    assert found["import"]["quantization"] == {"BF16": 272}
+    assert found["import"]["quantization"] == {"bfloat16": 272}
     steps = json.loads((tmp_path / "copy" / "ingot.json").read_text())["steps"]
     assert [step["source"] for step in steps] == [smollm2_gguf.name, "smol"]
     weights = "model.safetensors"

@@ -42,7 +42,7 @@ def test_files_are_copied_and_hashed(source: Path, tmp_path: Path) -> None:
     directory.copy(source, tmp_path / "out")
     (step,) = lineage.read(tmp_path / "out").steps
     assert (step["step"], step["source"]) == ("import", "source")
-    assert step["quantization"] == {"BF16": 1, "F32": 1}
+    assert step["quantization"] == {"bfloat16": 1, "float32": 1}
     for path in source.iterdir():
         content = path.read_bytes()
         assert (tmp_path / "out" / path.name).read_bytes() == content
@@ -86,13 +86,13 @@ def test_the_lineage_goes_on(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"b": "three.safetensors"}, "three.safetensors that it names is missing"),
-        ({"b": "../two.safetensors"}, "it names the file"),
-        ({"b": "/two.safetensors"}, "it names the file"),
-        ({"b": "two.bin"}, "it names the file"),
-        ({"b": 5}, "it names the file"),
-        ({"b": "one.safetensors"}, "not those in its files"),
-        ({"c": "one.safetensors"}, "not those in its files"),
+        ({"b": "three.safetensors"}, "cannot read .*three.safetensors"),
+        ({"b": "../two.safetensors"}, "names a file"),
+        ({"b": "/two.safetensors"}, "names a file"),
+        ({"b": "two.bin"}, "names a file"),
+        ({"b": 5}, "names a file"),
+        ({"b": "one.safetensors"}, "tensors that are not there"),
+        ({"c": "one.safetensors"}, "tensors that are not there"),
     ],
     ids=str,
 )
@@ -100,19 +100,19 @@ def test_an_index_that_lies_is_refused(
     source: Path, tmp_path: Path, weight_map: dict[str, Any], message: str
 ) -> None:
     shard(source, **weight_map)
-    with pytest.raises(DirectoryError, match=message):
+    with pytest.raises(IngotError, match=message):
         directory.copy(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_missing_is_said(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match="cannot read"):
+    with pytest.raises(DirectoryError, match=r"no config\.json"):
         directory.copy(tmp_path / "none", tmp_path / "out")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    with pytest.raises(DirectoryError, match="only weights in pickles"):
+    with pytest.raises(IngotError, match="weights as pickles"):
         directory.copy(source, tmp_path / "out")
     (source / "pytorch_model.bin").unlink()
-    with pytest.raises(DirectoryError, match=r"no model\.safetensors in \S+source\n"):
+    with pytest.raises(IngotError, match=r"no model\.safetensors in \S+source\n"):
         directory.files(source)
     (source / "config.json").unlink()
     with pytest.raises(DirectoryError, match=r"no config\.json"):
@@ -122,7 +122,7 @@ def test_what_is_missing_is_said(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"model_type": 5}', b"[" * 100_000])
 def test_a_config_that_is_none_is_refused(source: Path, tmp_path: Path, content: bytes) -> None:
     (source / "config.json").write_bytes(content)
-    with pytest.raises(DirectoryError, match=r"config.json cannot be imported"):
+    with pytest.raises(IngotError, match=r"config.json"):
         directory.copy(source, tmp_path / "out")
 
 
@@ -141,7 +141,7 @@ def test_headers_that_lie_are_refused(source: Path, tmp_path: Path) -> None:
     ]
     for lie in lies:
         path.write_bytes(lie)
-        with pytest.raises(DirectoryError, match="cannot be imported"):
+        with pytest.raises(IngotError, match="is not safetensors"):
             directory.copy(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -159,7 +159,6 @@ def test_damaged_weights_are_errors_or_harmless(
         content[at : at + len(new)] = new
     (source / "model.safetensors").write_bytes(content)
     try:
-        directory._check_weights(source)
         assert directory.parameters(source) >= 0
     except IngotError:
         assert changes
