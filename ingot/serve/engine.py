@@ -36,7 +36,7 @@ from ingot.serve.output import Logprob, Output, Stats
 from ingot.serve.propose import Proposer
 from ingot.serve.request import End, Reason, Request
 from ingot.serve.runner import Runner
-from ingot.serve.sampler import Row, Sampled, Sampler
+from ingot.serve.sampler import Sampled, Sampler
 from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler, Work
 
 WIDEST = 32  # tokens of a step to which drafts are added: beyond, they cost what they save
@@ -223,50 +223,65 @@ class Engine:
                 self._counts["cached_tokens"] += start.cached
         return cached
 
+    @torch.inference_mode()
     def _compute(self, work: Sequence[Work]) -> list[_Result]:
         """One forward, and what is drawn behind it."""
         hidden_TD = self.runner.run(work)
-        rows: list[Row] = []
+        sequences = self._sequences
+        if len(hidden_TD) == len(work) == sum([item.samples for item in work]):
+            of = [sequences[item.id].sampled for item in work]
+            tokens, logprobs = self.sampler.draw(hidden_TD, of, [item.start + 1 for item in work])
+        else:
+            tokens, logprobs = self._draw_some(work, hidden_TD)
+        return self._results(work, hidden_TD, tokens, logprobs)
+
+    def _draw_some(
+        self, work: Sequence[Work], hidden_TD: Tensor
+    ) -> tuple[list[int], dict[int, Logprob]]:
+        """Draw behind the last token that is sure of each request, and behind its drafts."""
+        of: list[Sampled] = []
+        positions: list[int] = []
+        before: list[tuple[int, ...]] = []
         index: list[int] = []
         at = 0
         for item in work:
             sure = len(item.tokens) - item.drafts
             if item.samples:
-                sampled, drafts = self._sequences[item.id].sampled, item.tokens[sure:]
-                for ahead in range(item.drafts + 1):
-                    rows.append(Row(sampled, item.start + sure + ahead, drafts[:ahead]))
-                    index.append(at + sure - 1 + ahead)
+                drafts = item.tokens[sure:]
+                of += [self._sequences[item.id].sampled] * (item.drafts + 1)
+                positions += range(item.start + sure, item.start + len(item.tokens) + 1)
+                before += [drafts[:ahead] for ahead in range(item.drafts + 1)]
+                index += range(at + sure - 1, at + len(item.tokens))
             at += len(item.tokens)
-        tokens: list[int] = []
-        logprobs: list[Logprob | None] = []
-        if rows:
-            hidden_RD = hidden_TD if len(rows) == at else hidden_TD[torch.tensor(index)]
-            tokens, logprobs = self.sampler.draw(hidden_RD, rows)
-        return self._results(work, hidden_TD, tokens, logprobs)
+        if not index:
+            return [], {}
+        return self.sampler.draw(hidden_TD[torch.tensor(index)], of, positions, before)
 
     def _results(
         self,
         work: Sequence[Work],
         hidden_TD: Tensor,
         tokens: list[int],
-        logprobs: list[Logprob | None],
+        logprobs: dict[int, Logprob],
     ) -> list[_Result]:
         """What each request has of it."""
         results: list[_Result] = []
         row = at = 0
         for item in work:
             options = self._sequences[item.id].request.options
-            new: list[int] = []
+            new: tuple[int, ...] = ()
             told = scores = None
             if item.samples:
-                new = _right(item, tokens[row : row + item.drafts + 1], options.ends)
+                new = (tokens[row],)
+                if item.drafts:
+                    new = _right(item, tokens[row : row + item.drafts + 1], options.ends)
                 if options.logprobs is not None:
-                    told = tuple([found for found in logprobs[row : row + len(new)] if found])
+                    told = tuple([logprobs[row + ahead] for ahead in range(len(new))])
                 row += item.drafts + 1
             if options.prompt_logprobs is not None:
                 scores = self._scores(item, hidden_TD[at : at + len(item.tokens)])
             at += len(item.tokens)
-            results.append(_Result(tuple(new), told, scores))
+            results.append(_Result(new, told, scores))
         return results
 
     def _scores(self, item: Work, hidden_TD: Tensor) -> tuple[Logprob, ...] | None:
@@ -295,24 +310,25 @@ class Engine:
             id, new = item.id, result.tokens
             sequence = self._sequences[id]
             if new:
-                self._take(sequence, new, item.drafts)
+                sequence.tokens += new
+                sequence.sampled.take(new)
             elif id not in cached and result.prompt_logprobs is None:
                 continue
             end, error = self._end_of(sequence)
             output = Output(id, *result, cached.pop(id, None), end, error)
             outputs.append(output if end is None else self._over(output))
-        drafts = self._drafts(plan.work) if self.proposer else ()
         tokens = tuple([result.tokens for result in results])
+        self._count(plan.work, tokens)
+        drafts = self._drafts(plan.work) if self.proposer else ()
         self._events.append(Retire(plan.step, tokens, drafts))
         return outputs
 
-    def _take(self, sequence: _Sequence, new: Sequence[int], drafts: int) -> None:
-        sequence.tokens += new
-        sequence.sampled.take(new)
-        counts = self._counts
-        counts["generated_tokens"] += len(new)
-        counts["drafted_tokens"] += drafts
-        counts["accepted_tokens"] += len(new) - 1
+    def _count(self, work: Sequence[Work], tokens: Sequence[tuple[int, ...]]) -> None:
+        counts, new = self._counts, sum(map(len, tokens))
+        counts["generated_tokens"] += new
+        if self.proposer:
+            counts["drafted_tokens"] += sum([item.drafts for item in work])
+            counts["accepted_tokens"] += new - sum([item.samples for item in work])
 
     def _end_of(self, sequence: _Sequence) -> tuple[Reason | None, str | None]:
         matcher, request = sequence.sampled.matcher, sequence.request
@@ -379,18 +395,18 @@ _COUNTED = (
 )
 
 
-def _right(item: Work, drawn: list[int], ends: tuple[int, ...]) -> list[int]:
+def _right(item: Work, drawn: list[int], ends: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens that count: while drafts are what was drawn, to one that ends.
 
     >>> work = Work(1, 4, (5, 6, 7, 8), (0,), True, drafts=3)
     >>> _right(work, [6, 7, 9, 1], ()), _right(work, [6, 7, 9, 1], (6,))
-    ([6, 7, 9], [6])
+    ((6, 7, 9), (6,))
     """
     drafts = item.tokens[len(item.tokens) - item.drafts :]
-    for count, token in enumerate(drawn):
-        if token in ends or count == len(drafts) or token != drafts[count]:
-            return drawn[: count + 1]
-    return drawn
+    count = 0
+    while count < len(drafts) and drawn[count] == drafts[count] and drawn[count] not in ends:
+        count += 1
+    return tuple(drawn[: count + 1])
 
 
 def _refused(request: Request, what: str, remedy: str) -> IngotError:
