@@ -47,15 +47,15 @@ class Sampled:
             options.presence_penalty or options.frequency_penalty or options.repetition_penalty != 1
         )
         self.prompt = request.prompt if self.penalized else ()
-        self.counts: tuple[Tensor, Tensor] | None = None
+        self.counts: tuple[np.ndarray, np.ndarray] | None = None
         self.special = bool(self.penalized or options.bias or matcher)
 
-    def counted(self, vocabulary: int) -> tuple[Tensor, Tensor]:
+    def counted(self, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens are in the prompt, and how often each was generated: (V), (V)."""
         if self.counts is None:
-            prompt_V = torch.zeros(vocabulary, dtype=torch.bool)
-            prompt_V[torch.tensor(self.prompt)] = True
-            self.counts = prompt_V, torch.zeros(vocabulary, dtype=torch.int32)
+            prompt_V = np.zeros(vocabulary, np.bool_)
+            prompt_V[list(self.prompt)] = True
+            self.counts = prompt_V, np.zeros(vocabulary, np.int32)
         return self.counts
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -135,15 +135,15 @@ class Sampler:
         self, logits_SV: Tensor, of: list[Sampled], drafts: list[tuple[int, ...]]
     ) -> Tensor:
         counted = [one.counted(self.vocabulary) for one in of]
-        counts_SV = torch.stack([counts_V for _, counts_V in counted])
+        counts_SV = np.stack([counts_V for _, counts_V in counted])
         for counts_V, before in zip(counts_SV, drafts, strict=True):
             for token in before:
                 counts_V[token] += 1
         options = [one.options for one in of]
         return ops.penalize(
             logits_SV,
-            torch.stack([prompt_V for prompt_V, _ in counted]),
-            counts_SV,
+            torch.from_numpy(np.stack([prompt_V for prompt_V, _ in counted])),
+            torch.from_numpy(counts_SV),
             torch.tensor([o.repetition_penalty for o in options]),
             torch.tensor([o.presence_penalty for o in options]),
             torch.tensor([o.frequency_penalty for o in options]),
