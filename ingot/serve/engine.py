@@ -20,6 +20,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from ingot.core import device, log
 from ingot.core.errors import IngotError
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder
-from ingot.serve.grammar import Grammars
+from ingot.serve.grammar import Grammars, Matcher
 from ingot.serve.output import Logprob, Output, Stats
 from ingot.serve.propose import Proposer
 from ingot.serve.request import End, Reason, Request
@@ -41,6 +42,7 @@ from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler, Work
 
 WIDEST = 32  # tokens of a step to which drafts are added: beyond, they cost what they save
 _MEMORY = 4 << 30
+_PATIENCE = 0.01  # seconds to wait for a grammar where there is nothing else to do
 _LOG = log.logger(__name__)
 
 
@@ -106,7 +108,9 @@ class Engine:
         self.decoder, self.proposer = decoder, proposer
         self.scheduler = Scheduler(self.limits)
         self.runner, self.sampler = Runner(decoder, self.limits), Sampler(decoder)
-        self._tokenizer, self._grammars = tokenizer, None
+        self._grammars = Grammars(tokenizer, decoder.config.vocab_size) if tokenizer else None
+        self._compiling: dict[int, tuple[Request, Future[Matcher]]] = {}
+        self._outputs: list[Output] = []  # to be told with the next step's
         self._clock = clock
         self._sequences: dict[int, _Sequence] = {}
         self._events: list[Event] = []
@@ -118,26 +122,52 @@ class Engine:
     @property
     def busy(self) -> bool:
         """There is something to do: call `step`."""
-        return bool(self._sequences)
+        return bool(self._sequences or self._compiling or self._outputs)
 
     def add(self, request: Request) -> None:
         """Take a request; an error if it can never be served."""
         request = self._checked(request)
-        matcher = None
-        if request.options.grammar is not None:
-            matcher = self._made_grammars().matcher(request.options.grammar)
-        self._sequences[request.id] = _Sequence(request, Sampled(request, matcher))
-        self._events.append(request)
+        grammar = request.options.grammar
+        if grammar is None:
+            self._accept(request)
+            return
+        if self._grammars is None:
+            what = "has a grammar, and the engine has no tokenizer"
+            raise _refused(request, what, "give it one: Engine(..., tokenizer=...)")
+        if len(self._compiling) >= self.limits.max_waiting:
+            self._outputs.append(Output(request.id, end=Reason.REFUSED))
+            return
+        self._compiling[request.id] = request, self._grammars.compile(grammar)
 
     def end(self, id: int, reason: Reason) -> None:
         """End a request: its client has left, or a stop string was met. Unknown ones are fine."""
         if id in self._sequences:
             self._events.append(End(id, reason))
+        elif self._compiling.pop(id, None):
+            self._outputs.append(Output(id, end=reason))
+
+    def _accept(self, request: Request, matcher: Matcher | None = None) -> None:
+        self._sequences[request.id] = _Sequence(request, Sampled(request, matcher))
+        self._events.append(request)
+
+    def _compiled(self) -> None:
+        """Take those whose grammars are compiled, and refuse those whose are none."""
+        if not self._sequences:
+            wait([future for _, future in self._compiling.values()], _PATIENCE, FIRST_COMPLETED)
+        for id, (request, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[id]
+            error = future.exception()
+            if error is None:
+                self._accept(request, future.result())
+            else:
+                self._outputs.append(Output(id, end=Reason.REFUSED, error=str(error)))
 
     def _checked(self, request: Request) -> Request:
         """The request, cut to the model's context; nothing of it is cached if it is scored."""
         config, options, count = self.decoder.config, request.options, len(request.prompt)
-        if request.id in self._sequences:
+        if request.id in self._sequences or request.id in self._compiling:
             raise _refused(request, "has the number of another", "give each its own")
         if count >= config.context:
             what = f"has {count} tokens in its prompt, the model's context is {config.context}"
@@ -155,24 +185,18 @@ class Engine:
             salt += secrets.token_bytes(16)
         return msgspec.structs.replace(request, max_tokens=room, salt=salt)
 
-    def _made_grammars(self) -> Grammars:
-        if self._grammars is None:
-            if self._tokenizer is None:
-                raise IngotError(
-                    "a grammar is about text, and the engine has no tokenizer",
-                    remedy="give one: Engine(decoder, tokenizer=...)",
-                )
-            self._grammars = Grammars(self._tokenizer, self.decoder.config.vocab_size)
-        return self._grammars
-
     # What is done
 
     def step(self) -> list[Output]:
         """Compute one step of the model and tell what came of it; nothing if there is none."""
+        if self._compiling:
+            self._compiled()
+        outputs, self._outputs = self._outputs, []
         now, events = self._clock(), self._events
         self._events = []
         plan = self.scheduler.step(now, events)
-        outputs, cached = self._ended(plan), self._started(plan)
+        outputs += self._ended(plan)
+        cached = self._started(plan)
         if plan.work:
             self._counts["steps"] += 1
             try:
@@ -193,7 +217,7 @@ class Engine:
         scheduler, blocks = self.scheduler, self.limits.blocks
         return Stats(
             running=scheduler.running,
-            waiting=max(0, len(self._sequences) - scheduler.running),
+            waiting=scheduler.waiting + len(self._compiling),
             blocks_used=blocks - scheduler.pool.free,
             blocks=blocks,
             **self._counts,
