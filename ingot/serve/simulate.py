@@ -80,7 +80,7 @@ class Trace:
     """The requests: how many, how often, how long.
 
     >>> trace = Trace(requests=1000, rate=10.0)
-    >>> arrivals = [arrival for arrival, _ in trace.draw()]
+    >>> arrivals = [arrival for arrival, _, _ in trace.draw()]
     >>> len(arrivals), round(arrivals[-1])
     (1000, 103)
     """
@@ -120,9 +120,8 @@ class Trace:
         _within("cancelled", self.cancelled, 0, 1)
         _within("deadline", 1 if self.deadline is None else self.deadline, 0, 1e9)
 
-    def draw(self) -> Iterator[tuple[float, Request]]:
-        """The requests and when they come, one after another. `sampling` is when its client
-        leaves, or None."""
+    def draw(self) -> Iterator[tuple[float, Request, float | None]]:
+        """When each comes, the request, and when its client leaves, if he does."""
         numbers, now = random.Random(self.seed), 0.0
         size = self.prefix
         heads = [tuple(range(p * size, (p + 1) * size)) for p in range(self.prefixes)]
@@ -141,8 +140,8 @@ class Trace:
                     prompt=head + tail,
                     max_tokens=self._length(numbers, self.output),
                     deadline=None if self.deadline is None else now + self.deadline,
-                    sampling=now + numbers.expovariate(0.5) if leaves else None,
                 ),
+                now + numbers.expovariate(0.5) if leaves else None,
             )
 
     def _length(self, numbers: random.Random, mean: int) -> int:
@@ -262,12 +261,14 @@ class _Simulation:
                 progress(ended)
                 return self._report(time.perf_counter() - begin)
 
-    def _ask(self, arrival: float, request: Request, events: list[Event]) -> None:
+    def _ask(
+        self, arrival: float, request: Request, leaves: float | None, events: list[Event]
+    ) -> None:
         self.clients[request.id] = _Client(arrival, request)
         self.prompts += len(request.prompt)
         events.append(request)
-        if request.sampling is not None:
-            heappush(self.leaving, (request.sampling, request.id))
+        if leaves is not None:
+            heappush(self.leaving, (leaves, request.id))
 
     def _plan(self, events: list[Event]) -> Plan:
         begin = time.thread_time()  # whoever else uses the machine is not its fault

@@ -13,8 +13,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from ingot.core.errors import ConfigError
 from ingot.serve import blocks, scheduler
-from ingot.serve.request import End, Reason, Request
-from ingot.serve.scheduler import Limits, Plan, Retire, Scheduler, Start, record, replay
+from ingot.serve.request import End, Grammar, Options, Reason, Request
+from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler, Start, record, replay
 from tests.serve.machine import Machine
 
 TestMachine = Machine.TestCase
@@ -363,9 +363,12 @@ def test_limits_are_bounded(wrong: dict[str, Any]) -> None:
 
 
 def test_a_log_is_read_back_whole() -> None:
+    options = Options(seed=3, bias=((5, -1.5),), grammar=Grammar(kind="regex", text="a*"))
     request = Request(
-        id=1, prompt=(1, 2), max_tokens=2, deadline=9.0, salt=b"\xff", sampling={"seed": 3}
+        id=1, prompt=(1, 2), max_tokens=2, deadline=9.0, salt=b"\xff", options=options
     )
+    line = record(0.0, [request])
+    assert msgspec.json.decode(line, type=tuple[float, list[Event]])[1] == [request]
     log = [
         record(0.0, [request]),
         record(1.0, [Retire(1, ((5,),))]),

@@ -111,14 +111,14 @@ def test_the_same_seed_is_the_same_run() -> None:
 def test_a_trace_is_what_it_is_asked_to_be() -> None:
     trace = Trace(requests=20_000, rate=5, burst=10, prompt=100, output=50, shared=0.25, prefix=7)
     drawn = list(trace.draw())
-    times = [arrival for arrival, _ in drawn]
+    times = [arrival for arrival, _, _ in drawn]
     assert times == sorted(times)
     assert set(Counter(times).values()) == {10}
     assert times[-1] == pytest.approx(20_000 / 5, rel=0.1)
-    prompts = [len(request.prompt) for _, request in drawn]
+    prompts = [len(request.prompt) for _, request, _ in drawn]
     assert sum(prompts) / 20_000 == pytest.approx(100 + 0.25 * 7, rel=0.05)
-    assert sum(r.max_tokens for _, r in drawn) / 20_000 == pytest.approx(50, rel=0.05)
-    assert len({request.prompt for _, request in drawn}) == 20_000
+    assert sum(r.max_tokens for _, r, _ in drawn) / 20_000 == pytest.approx(50, rel=0.05)
+    assert len({request.prompt for _, request, _ in drawn}) == 20_000
 
 
 def test_progress_hears_of_every_request() -> None:
