@@ -1,0 +1,75 @@
+"""Tokens as they come into text that may be shown, up to a stop string.
+
+A stop string may come in pieces, and what has been shown cannot be taken back. So the end of the
+text is held back as long as it could be the beginning of a stop string, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ingot.interop.tokenizer import Tokenizer
+
+
+class Text:
+    """The text of one answer.
+
+    >>> import tokenizers
+    >>> words = tokenizers.models.WordLevel({"stop": 0, "st": 1, "op": 2, "a": 3}, unk_token="a")
+    >>> inner = tokenizers.Tokenizer(words)
+    >>> inner.decoder = tokenizers.decoders.Fuse()
+    >>> text = Text(Tokenizer(inner=inner), ("stop",))
+    >>> text.feed([3]), text.feed([1]), text.feed([3, 1]), text.feed([2, 3])
+    ('a', '', 'sta', '')
+    >>> text.stopped, text.finish()
+    (True, '')
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
+        self.stopped = False
+        """Whether a stop string was met; nothing comes after it."""
+        self._stream = tokenizer.stream()
+        self._feed = self._stream.feed
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, tokens: Iterable[int]) -> str:
+        """Take the next tokens; return the text that is certain now."""
+        if self.stopped:
+            return ""
+        feed = self._feed
+        text = "".join([feed(token) for token in tokens])
+        return self._check(text) if self._stops else text
+
+    def finish(self) -> str:
+        """Return what was held back, as no more comes."""
+        if self.stopped:
+            return ""
+        text = self._stream.finish()
+        text = self._check(text) if self._stops else text
+        held, self._held = self._held, ""
+        return text if self.stopped else text + held
+
+    def _check(self, piece: str) -> str:
+        text = self._held + piece
+        met = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if met:
+            self.stopped, self._held = True, ""
+            return text[: min(met)]
+        keep = min([_begins(text, stop) for stop in self._stops])
+        self._held = text[keep:]
+        return text[:keep]
+
+
+def _begins(text: str, stop: str) -> int:
+    """Where the end of the text may be the beginning of the stop string.
+
+    >>> _begins("a sto", "stop"), _begins("a stow", "stop")
+    (2, 6)
+    """
+    place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while place >= 0:
+        if stop.startswith(text[place:]):
+            return place
+        place = text.find(stop[0], place + 1)
+    return len(text)
