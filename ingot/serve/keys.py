@@ -3,7 +3,7 @@
 A line names a tenant and the SHA-256 of a key, and may bound what the tenant uses in a minute:
 
     alice sha256:2bd806c97f0e00af1a1fc3328fa763a9269723c8db8fac4f93af71db186d6e90
-    bob   sha256:81b637d8fcd2c6da6359e6963113a1170de795e4b725b84d1e0b4cfd9ec58ce9 requests=60 tokens=90000
+    bob   sha256:81b637d8fcd2c6da6359e6963113a1170de795e4b725b84d1e0b4cfd9ec58ce9 tokens=90000
 
 `python -m ingot.serve.keys alice >> keys.txt` writes such a line, and shows the key once, on
 stderr. Keys are 256 random bits, so a plain hash of them cannot be searched; whoever reads the

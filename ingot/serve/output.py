@@ -1,6 +1,6 @@
-"""What the engine tells of a step: tokens, their log-probabilities, ends, and its own figures.
+"""What the engine says: what a step did for each request, and how the engine is.
 
-No torch here: the HTTP process reads these and has none.
+No torch here: whoever passes it on need not load it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import msgspec
 from ingot.serve.request import Reason
 
 
-class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """The log-probability of a token, and the likeliest tokens in its place with theirs.
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The log-probability of a token, and of the likeliest ones in its place.
 
-    >>> Logprob(5, -0.25, ((5, -0.25), (9, -2.0))).top[0]
-    (5, -0.25)
+    >>> Logprob(5, -0.5, ((5, -0.5), (7, -1.5))).top[0]
+    (5, -0.5)
     """
 
     token: int
@@ -25,44 +25,40 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 class Output(msgspec.Struct, frozen=True):
     """What a step did for one request.
 
-    >>> Output(7, (11, 12), end=Reason.LENGTH).tokens
-    (11, 12)
+    >>> Output(7, (11,)).end is None
+    True
     """
 
     id: int
     tokens: tuple[int, ...] = ()
+    """New ones. The last may be an end token, which is no text."""
     logprobs: tuple[Logprob, ...] | None = None
-    """One for each of the tokens, if it asked for them."""
+    """Of these tokens, if asked for."""
     prompt_logprobs: tuple[Logprob, ...] | None = None
-    """Once, when all of the prompt is computed: of its tokens from the second on."""
+    """Of the prompt's next tokens, if asked for: the first to be told of is the second token."""
     cached: int | None = None
-    """Once, at the start: how many tokens of the prompt were found in the cache."""
+    """The prompt's tokens found in the cache; told once, when it starts."""
     end: Reason | None = None
+    """Nothing more comes."""
+    error: str | None = None
+    """What went wrong, where it failed."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's figures: how it stands, and sums since its start.
+    """How the engine is: now, and counted since its start."""
 
-    >>> Stats(blocks=100, used=25).usage
-    0.25
-    """
-
-    running: int = 0
-    waiting: int = 0
-    blocks: int = 0
-    used: int = 0
-    """Blocks in use by requests; cached ones that nobody uses are free."""
-    steps: int = 0
-    prompt_tokens: int = 0
-    """Tokens of the prompts that were started."""
-    cached_tokens: int = 0
-    """Those of them that were found in the cache."""
-    generated_tokens: int = 0
-    preemptions: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    @property
-    def usage(self) -> float:
-        """The share of the blocks that is in use."""
-        return self.used / self.blocks if self.blocks else 0.0
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks: int
+    steps: int
+    prompt_tokens: int
+    """Of requests that started."""
+    cached_tokens: int
+    """Of those, found in the cache."""
+    generated_tokens: int
+    preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
+    """Of those, as they would have been drawn."""
+    failed_steps: int

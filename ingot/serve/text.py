@@ -52,10 +52,11 @@ class Text:
 
     def _check(self, piece: str) -> str:
         text = self._held + piece
-        met = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        # The one that is complete first, so that it does not matter how many tokens come at once.
+        met = [(p + len(stop), p) for stop in self._stops if (p := text.find(stop)) >= 0]
         if met:
             self.stopped, self._held = True, ""
-            return text[: min(met)]
+            return text[: min(met)[1]]
         keep = min([_begins(text, stop) for stop in self._stops])
         self._held = text[keep:]
         return text[:keep]
