@@ -46,8 +46,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The most tokens of a sequence."""
     block_size: int
     blocks: int
-    weights: str
-    """The version of the weights, which the cached blocks belong to."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

@@ -31,7 +31,7 @@ TO_WORKER = [
 ]
 TO_FRONT = [
     wire.Loading("weights"),
-    wire.Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=2, weights="v"),
+    wire.Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=2),
     wire.Step(
         [
             Output(1, (5,), cached=0),
