@@ -156,3 +156,12 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """The scores of the vocabulary, (T, V). Ask for the tokens you need, not for all."""
         return ops.linear(hidden_TD, self.head_weight)
+
+    def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
+        """The log-probability of each token behind its state, (T), in float32.
+
+        The one definition: what a server reports and a trainer compares are these bits. They are
+        those of `-ops.linear_cross_entropy`, so a loss is a report already. The scores behind them
+        are in float32, where `logits` are rounded to the model's dtype.
+        """
+        return ops.linear_token_logprobs(hidden_TD, self.head_weight, tokens_T)
