@@ -7,6 +7,7 @@ text is held back as long as it could be the beginning of a stop string, and no 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from ingot.interop.tokenizer import Tokenizer
 
@@ -74,3 +75,53 @@ def _begins(text: str, stop: str) -> int:
             return place
         place = text.find(stop[0], place + 1)
     return len(text)
+
+
+class Pieces:
+    """Single tokens as text, for those who ask for log-probabilities.
+
+    >>> import tokenizers
+    >>> words = tokenizers.models.WordLevel({"a": 0, "é": 1}, unk_token="a")
+    >>> pieces = Pieces(Tokenizer(inner=tokenizers.Tokenizer(words)))
+    >>> pieces.find(1), pieces.find(7)
+    (('é', b'\\xc3\\xa9'), ('', b''))
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def find(self, token: int) -> tuple[str, bytes]:
+        """The text of a token, and its bytes: it may be a part of a character."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._make(token)
+        return found
+
+    def _make(self, token: int) -> tuple[str, bytes]:
+        piece = self._tokenizer.inner.id_to_token(token) or ""
+        text = self._tokenizer.decode([token], special=True)
+        if piece.startswith(_SPACE) and not text.startswith(" "):
+            text = " " + text  # which is dropped at the beginning of a text
+        if _BROKEN not in text:
+            return text, text.encode()
+        if piece.startswith("<0x") and len(piece) == 6:
+            return text, bytes.fromhex(piece[3:5])
+        letters = _letters()
+        return text, bytes([letters[c] for c in piece if c in letters])
+
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+@cache
+def _letters() -> dict[str, int]:
+    """The bytes that letters stand for in vocabularies like GPT-2's.
+
+    >>> _letters()["Ġ"], _letters()["a"]
+    (32, 97)
+    """
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
