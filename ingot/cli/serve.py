@@ -118,13 +118,14 @@ async def _serve(server: Server, started: float) -> None:
             server.address,
             server.control_address,
             time.monotonic() - started,
-            extra={"fields": {"address": server.address, "control": server.control_address}},
         )
         if live and not greeted:
             stderr().print(example(server), highlight=False, soft_wrap=True)
         greeted = True
 
     server.started = greet
+    addresses = {"address": server.address, "control": server.control_address}
+    _log.info("listening at %s; loading", server.address, extra={"fields": addresses})
     if server.exposed and server.service.keys is None:
         _log.warning(
             "everybody who reaches %s may use it: --api-key-file says who may", server.address

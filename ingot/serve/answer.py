@@ -35,6 +35,7 @@ _KINDS = {
     404: "not_found_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",

@@ -16,6 +16,7 @@ whatever fails until then has its right status.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -57,6 +58,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 MAX_BODY = 1 << 22
 MAX_BODIES = 1 << 27
 """Of all requests together."""
+MAX_DISCARDED = 1 << 26
+"""Bytes of a body that are read for nothing but to be able to answer."""
 BODY_SECONDS = 60.0
 MAX_UNREAD = 1 << 18
 """Bytes of a stream that a client may leave unread, besides what the system's buffers take."""
@@ -105,7 +108,7 @@ class Service:
         """Who asks, by their key; None for a wrong one."""
         if self.keys is None:
             return ANYBODY
-        for name, value in cast(list[tuple[bytes, bytes]], scope["headers"]):
+        for name, value in _headers(scope):
             if name == b"authorization" and value[:7].lower() == b"bearer ":
                 return self.keys.find(value[7:].strip().decode("latin-1"))
         return None
@@ -426,72 +429,94 @@ class Gate:
                 service.metrics.statuses[message["status"]] += 1
             await send(message)
 
-        held = 0
+        if scope["path"] in _OPEN:
+            await self._app(scope, receive, counted)
+            return
+        body, held = _Body(receive), 0
         try:
-            failure = self._refusal(scope)
-            body = b""
-            if failure is None and scope["path"] not in _OPEN:
-                read = await self._read(scope, receive)
-                if isinstance(read, bytes):
-                    body, held = read, len(read)
-                    service.bodies += held
-                else:
-                    failure = read
+            failure = self._refusal(scope) or await self._read(scope, body)
             if failure is not None:
-                await _failed(failure, close=True)(scope, receive, counted)
+                await body.discard()
+                await _failed(failure, close=not body.ended)(scope, receive, counted)
                 return
-            scope["ingot.size"] = len(body)
-            await self._app(scope, _replayed(body, receive), counted)
+            held = scope["ingot.size"] = len(body.content)
+            service.bodies += held
+            await self._app(scope, body.replay, counted)
         finally:
             service.bodies -= held
 
     def _refusal(self, scope: Scope) -> Failure | None:
-        if scope["path"] in _OPEN:
-            return None
         tenant = self._service.tenant(scope)
         if tenant is None:
             remedy = "send one of the server's keys: Authorization: Bearer KEY"
             return Failure(401, "the key is missing or wrong", remedy, code="invalid_api_key")
         scope["ingot.tenant"] = tenant
-        return self._service.unready() if scope["method"] == "POST" else None
+        if scope["method"] != "POST":
+            return None
+        # A page in a browser may send other kinds to this machine without asking first.
+        if not any(n == b"content-type" and _is_json(v) for n, v in _headers(scope)):
+            what = "the body's type is not application/json"
+            return Failure(415, what, "send Content-Type: application/json")
+        return self._service.unready()
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | Failure:
-        """The body, if it is not too large."""
+    async def _read(self, scope: Scope, body: _Body) -> Failure | None:
+        """Read the body; a failure if it is too large, or too slow."""
         large = Failure(
             413, f"the body has more than {MAX_BODY:,} bytes", "send less in one request"
         )
-        for name, value in cast(list[tuple[bytes, bytes]], scope["headers"]):
+        for name, value in _headers(scope):
             if name == b"content-length" and int(value) > MAX_BODY:
                 return large
-        body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return Failure(400, "the client has left", "stay")
-                    body += message.get("body", b"")
-                    if len(body) > MAX_BODY:
+                while not body.ended:
+                    body.content += await body.next()
+                    if len(body.content) > MAX_BODY:
                         return large
-                    if self._service.bodies + len(body) > MAX_BODIES:
+                    if self._service.bodies + len(body.content) > MAX_BODIES:
                         return Failure(429, "too many large requests at a time", "wait", 1)
-                    if not message.get("more_body", False):
-                        return bytes(body)
         except TimeoutError:
             return Failure(408, f"the body took more than {BODY_SECONDS:g} s", "send it faster")
+        return None
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    given = False
+class _Body:
+    """A request's body as it comes."""
 
-    async def again() -> MutableMapping[str, Any]:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    def __init__(self, receive: Receive) -> None:
+        self.content = bytearray()
+        self.ended = False
+        self._receive, self._replayed = receive, False
 
-    return again
+    async def next(self) -> bytes:
+        """The next part of it."""
+        message = await self._receive()
+        self.ended = not message.get("more_body", False)
+        return message.get("body", b"")
+
+    async def discard(self) -> None:
+        """Read the rest, as most clients hear nothing before they have sent it all; not forever."""
+        self.content, left = bytearray(), MAX_DISCARDED
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BODY_SECONDS / 6):
+                while not self.ended and left > 0:
+                    left -= len(await self.next())
+
+    async def replay(self) -> MutableMapping[str, Any]:
+        """What the application receives: all of it, and then what comes."""
+        if self._replayed:
+            return await self._receive()
+        self._replayed, content = True, bytes(self.content)
+        self.content = bytearray()
+        return {"type": "http.request", "body": content, "more_body": False}
+
+
+def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    return scope["headers"]
+
+
+def _is_json(kind: bytes) -> bool:
+    return kind.partition(b";")[0].strip().lower() == b"application/json"
 
 
 def _response(status: int, body: bytes, **headers: str) -> Response:
@@ -515,6 +540,7 @@ _STATUSES: dict[int | str, dict[str, Any]] = {
     404: {"description": "no such model"},
     408: {"description": "the body came too slowly"},
     413: {"description": "the body is too large"},
+    415: {"description": "the body's type is not application/json"},
     422: {"description": "a field is unknown or out of bounds"},
     429: {"description": "shed: come back after Retry-After"},
     500: {"description": "the step failed"},

@@ -209,8 +209,11 @@ class Server:
         await asyncio.gather(*listening)
         leaving.cancel()
         supervising.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await supervising
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await supervising
+        finally:
+            await self.supervisor.end()
 
     def leave(self) -> None:
         """Drain, then stop; told again, stop."""

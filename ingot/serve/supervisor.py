@@ -41,6 +41,8 @@ def delay(failures: int) -> float:
 class Supervisor:
     """The worker of a front, one after another."""
 
+    command = (sys.executable, "-m", "ingot.serve.worker")
+
     def __init__(self, front: Front, settings: Settings, stall: float) -> None:
         self.restarts = 0
         self.process: subprocess.Popen[bytes] | None = None
@@ -75,11 +77,7 @@ class Supervisor:
         with theirs:
             # A session of its own: Ctrl-C in the terminal is for us, and we tell it.
             self.process = process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *("-m", "ingot.serve.worker", str(theirs.fileno())),
-                    msgspec.json.encode(self._settings).decode(),
-                ],
+                [*self.command, str(theirs.fileno()), msgspec.json.encode(self._settings).decode()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -92,8 +90,17 @@ class Supervisor:
             await self._watch()
         finally:
             self._front.lose("the engine was stopped")
-            await _end(process)
+        await self.end()
         _log.warning("the engine's process has ended with status %s", process.returncode)
+
+    async def end(self) -> None:
+        """End the worker. It leaves when its socket is closed, after its step; or is killed."""
+        process = self.process
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while process is not None and process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
+            await asyncio.sleep(0.01)
 
     async def _watch(self) -> None:
         while not self._front.lost.is_set():
@@ -103,12 +110,3 @@ class Supervisor:
                 assert self.process is not None
                 self.process.kill()
                 self._front.lose(f"the engine has not finished a step for {self._stall:g} s")
-
-
-async def _end(process: subprocess.Popen[bytes]) -> None:
-    """It leaves by itself when its socket is closed, after the step it is in; or it is killed."""
-    deadline = time.monotonic() + LEAVE_SECONDS
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            process.kill()
-        await asyncio.sleep(0.01)
