@@ -20,6 +20,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,16 +32,17 @@ from ingot.core import device, log
 from ingot.core.errors import IngotError
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder
-from ingot.serve.grammar import Grammars
+from ingot.serve.grammar import Grammars, Matcher
 from ingot.serve.output import Logprob, Output, Stats
 from ingot.serve.propose import Proposer
 from ingot.serve.request import End, Reason, Request
 from ingot.serve.runner import Runner
-from ingot.serve.sampler import Row, Sampled, Sampler
+from ingot.serve.sampler import Sampled, Sampler
 from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler, Work
 
 WIDEST = 32  # tokens of a step to which drafts are added: beyond, they cost what they save
 _MEMORY = 4 << 30
+_PATIENCE = 0.01  # seconds to wait for a grammar where there is nothing else to do
 _LOG = log.logger(__name__)
 
 
@@ -106,7 +108,9 @@ class Engine:
         self.decoder, self.proposer = decoder, proposer
         self.scheduler = Scheduler(self.limits)
         self.runner, self.sampler = Runner(decoder, self.limits), Sampler(decoder)
-        self._tokenizer, self._grammars = tokenizer, None
+        self._grammars = Grammars(tokenizer, decoder.config.vocab_size) if tokenizer else None
+        self._compiling: dict[int, tuple[Request, Future[Matcher]]] = {}
+        self._outputs: list[Output] = []  # to be told with the next step's
         self._clock = clock
         self._sequences: dict[int, _Sequence] = {}
         self._events: list[Event] = []
@@ -118,26 +122,52 @@ class Engine:
     @property
     def busy(self) -> bool:
         """There is something to do: call `step`."""
-        return bool(self._sequences)
+        return bool(self._sequences or self._compiling or self._outputs)
 
     def add(self, request: Request) -> None:
         """Take a request; an error if it can never be served."""
         request = self._checked(request)
-        matcher = None
-        if request.options.grammar is not None:
-            matcher = self._made_grammars().matcher(request.options.grammar)
-        self._sequences[request.id] = _Sequence(request, Sampled(request, matcher))
-        self._events.append(request)
+        grammar = request.options.grammar
+        if grammar is None:
+            self._accept(request)
+            return
+        if self._grammars is None:
+            what = "has a grammar, and the engine has no tokenizer"
+            raise _refused(request, what, "give it one: Engine(..., tokenizer=...)")
+        if len(self._compiling) >= self.limits.max_waiting:
+            self._outputs.append(Output(request.id, end=Reason.REFUSED))
+            return
+        self._compiling[request.id] = request, self._grammars.compile(grammar)
 
     def end(self, id: int, reason: Reason) -> None:
         """End a request: its client has left, or a stop string was met. Unknown ones are fine."""
         if id in self._sequences:
             self._events.append(End(id, reason))
+        elif self._compiling.pop(id, None):
+            self._outputs.append(Output(id, end=reason))
+
+    def _accept(self, request: Request, matcher: Matcher | None = None) -> None:
+        self._sequences[request.id] = _Sequence(request, Sampled(request, matcher))
+        self._events.append(request)
+
+    def _compiled(self) -> None:
+        """Take those whose grammars are compiled, and refuse those whose are none."""
+        if not self._sequences:
+            wait([future for _, future in self._compiling.values()], _PATIENCE, FIRST_COMPLETED)
+        for id, (request, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[id]
+            error = future.exception()
+            if error is None:
+                self._accept(request, future.result())
+            else:
+                self._outputs.append(Output(id, end=Reason.REFUSED, error=str(error)))
 
     def _checked(self, request: Request) -> Request:
         """The request, cut to the model's context; nothing of it is cached if it is scored."""
         config, options, count = self.decoder.config, request.options, len(request.prompt)
-        if request.id in self._sequences:
+        if request.id in self._sequences or request.id in self._compiling:
             raise _refused(request, "has the number of another", "give each its own")
         if count >= config.context:
             what = f"has {count} tokens in its prompt, the model's context is {config.context}"
@@ -155,24 +185,18 @@ class Engine:
             salt += secrets.token_bytes(16)
         return msgspec.structs.replace(request, max_tokens=room, salt=salt)
 
-    def _made_grammars(self) -> Grammars:
-        if self._grammars is None:
-            if self._tokenizer is None:
-                raise IngotError(
-                    "a grammar is about text, and the engine has no tokenizer",
-                    remedy="give one: Engine(decoder, tokenizer=...)",
-                )
-            self._grammars = Grammars(self._tokenizer, self.decoder.config.vocab_size)
-        return self._grammars
-
     # What is done
 
     def step(self) -> list[Output]:
         """Compute one step of the model and tell what came of it; nothing if there is none."""
+        if self._compiling:
+            self._compiled()
+        outputs, self._outputs = self._outputs, []
         now, events = self._clock(), self._events
         self._events = []
         plan = self.scheduler.step(now, events)
-        outputs, cached = self._ended(plan), self._started(plan)
+        outputs += self._ended(plan)
+        cached = self._started(plan)
         if plan.work:
             self._counts["steps"] += 1
             try:
@@ -193,7 +217,7 @@ class Engine:
         scheduler, blocks = self.scheduler, self.limits.blocks
         return Stats(
             running=scheduler.running,
-            waiting=max(0, len(self._sequences) - scheduler.running),
+            waiting=scheduler.waiting + len(self._compiling),
             blocks_used=blocks - scheduler.pool.free,
             blocks=blocks,
             **self._counts,
@@ -223,50 +247,65 @@ class Engine:
                 self._counts["cached_tokens"] += start.cached
         return cached
 
+    @torch.inference_mode()
     def _compute(self, work: Sequence[Work]) -> list[_Result]:
         """One forward, and what is drawn behind it."""
         hidden_TD = self.runner.run(work)
-        rows: list[Row] = []
+        sequences = self._sequences
+        if len(hidden_TD) == len(work) == sum([item.samples for item in work]):
+            of = [sequences[item.id].sampled for item in work]
+            tokens, logprobs = self.sampler.draw(hidden_TD, of, [item.start + 1 for item in work])
+        else:
+            tokens, logprobs = self._draw_some(work, hidden_TD)
+        return self._results(work, hidden_TD, tokens, logprobs)
+
+    def _draw_some(
+        self, work: Sequence[Work], hidden_TD: Tensor
+    ) -> tuple[list[int], dict[int, Logprob]]:
+        """Draw behind the last token that is sure of each request, and behind its drafts."""
+        of: list[Sampled] = []
+        positions: list[int] = []
+        before: list[tuple[int, ...]] = []
         index: list[int] = []
         at = 0
         for item in work:
             sure = len(item.tokens) - item.drafts
             if item.samples:
-                sampled, drafts = self._sequences[item.id].sampled, item.tokens[sure:]
-                for ahead in range(item.drafts + 1):
-                    rows.append(Row(sampled, item.start + sure + ahead, drafts[:ahead]))
-                    index.append(at + sure - 1 + ahead)
+                drafts = item.tokens[sure:]
+                of += [self._sequences[item.id].sampled] * (item.drafts + 1)
+                positions += range(item.start + sure, item.start + len(item.tokens) + 1)
+                before += [drafts[:ahead] for ahead in range(item.drafts + 1)]
+                index += range(at + sure - 1, at + len(item.tokens))
             at += len(item.tokens)
-        tokens: list[int] = []
-        logprobs: list[Logprob | None] = []
-        if rows:
-            hidden_RD = hidden_TD if len(rows) == at else hidden_TD[torch.tensor(index)]
-            tokens, logprobs = self.sampler.draw(hidden_RD, rows)
-        return self._results(work, hidden_TD, tokens, logprobs)
+        if not index:
+            return [], {}
+        return self.sampler.draw(hidden_TD[torch.tensor(index)], of, positions, before)
 
     def _results(
         self,
         work: Sequence[Work],
         hidden_TD: Tensor,
         tokens: list[int],
-        logprobs: list[Logprob | None],
+        logprobs: dict[int, Logprob],
     ) -> list[_Result]:
         """What each request has of it."""
         results: list[_Result] = []
         row = at = 0
         for item in work:
             options = self._sequences[item.id].request.options
-            new: list[int] = []
+            new: tuple[int, ...] = ()
             told = scores = None
             if item.samples:
-                new = _right(item, tokens[row : row + item.drafts + 1], options.ends)
+                new = (tokens[row],)
+                if item.drafts:
+                    new = _right(item, tokens[row : row + item.drafts + 1], options.ends)
                 if options.logprobs is not None:
-                    told = tuple([found for found in logprobs[row : row + len(new)] if found])
+                    told = tuple([logprobs[row + ahead] for ahead in range(len(new))])
                 row += item.drafts + 1
             if options.prompt_logprobs is not None:
                 scores = self._scores(item, hidden_TD[at : at + len(item.tokens)])
             at += len(item.tokens)
-            results.append(_Result(tuple(new), told, scores))
+            results.append(_Result(new, told, scores))
         return results
 
     def _scores(self, item: Work, hidden_TD: Tensor) -> tuple[Logprob, ...] | None:
@@ -295,24 +334,25 @@ class Engine:
             id, new = item.id, result.tokens
             sequence = self._sequences[id]
             if new:
-                self._take(sequence, new, item.drafts)
+                sequence.tokens += new
+                sequence.sampled.take(new)
             elif id not in cached and result.prompt_logprobs is None:
                 continue
             end, error = self._end_of(sequence)
             output = Output(id, *result, cached.pop(id, None), end, error)
             outputs.append(output if end is None else self._over(output))
-        drafts = self._drafts(plan.work) if self.proposer else ()
         tokens = tuple([result.tokens for result in results])
+        self._count(plan.work, tokens)
+        drafts = self._drafts(plan.work) if self.proposer else ()
         self._events.append(Retire(plan.step, tokens, drafts))
         return outputs
 
-    def _take(self, sequence: _Sequence, new: Sequence[int], drafts: int) -> None:
-        sequence.tokens += new
-        sequence.sampled.take(new)
-        counts = self._counts
-        counts["generated_tokens"] += len(new)
-        counts["drafted_tokens"] += drafts
-        counts["accepted_tokens"] += len(new) - 1
+    def _count(self, work: Sequence[Work], tokens: Sequence[tuple[int, ...]]) -> None:
+        counts, new = self._counts, sum(map(len, tokens))
+        counts["generated_tokens"] += new
+        if self.proposer:
+            counts["drafted_tokens"] += sum([item.drafts for item in work])
+            counts["accepted_tokens"] += new - sum([item.samples for item in work])
 
     def _end_of(self, sequence: _Sequence) -> tuple[Reason | None, str | None]:
         matcher, request = sequence.sampled.matcher, sequence.request
@@ -379,18 +419,18 @@ _COUNTED = (
 )
 
 
-def _right(item: Work, drawn: list[int], ends: tuple[int, ...]) -> list[int]:
+def _right(item: Work, drawn: list[int], ends: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens that count: while drafts are what was drawn, to one that ends.
 
     >>> work = Work(1, 4, (5, 6, 7, 8), (0,), True, drafts=3)
     >>> _right(work, [6, 7, 9, 1], ()), _right(work, [6, 7, 9, 1], (6,))
-    ([6, 7, 9], [6])
+    ((6, 7, 9), (6,))
     """
     drafts = item.tokens[len(item.tokens) - item.drafts :]
-    for count, token in enumerate(drawn):
-        if token in ends or count == len(drafts) or token != drafts[count]:
-            return drawn[: count + 1]
-    return drawn
+    count = 0
+    while count < len(drafts) and drawn[count] == drafts[count] and drawn[count] not in ends:
+        count += 1
+    return tuple(drawn[: count + 1])
 
 
 def _refused(request: Request, what: str, remedy: str) -> IngotError:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,15 +47,15 @@ class Sampled:
             options.presence_penalty or options.frequency_penalty or options.repetition_penalty != 1
         )
         self.prompt = request.prompt if self.penalized else ()
-        self.counts: tuple[Tensor, Tensor] | None = None
+        self.counts: tuple[np.ndarray, np.ndarray] | None = None
         self.special = bool(self.penalized or options.bias or matcher)
 
-    def counted(self, vocabulary: int) -> tuple[Tensor, Tensor]:
+    def counted(self, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens are in the prompt, and how often each was generated: (V), (V)."""
         if self.counts is None:
-            prompt_V = torch.zeros(vocabulary, dtype=torch.bool)
-            prompt_V[torch.tensor(self.prompt)] = True
-            self.counts = prompt_V, torch.zeros(vocabulary, dtype=torch.int32)
+            prompt_V = np.zeros(vocabulary, np.bool_)
+            prompt_V[list(self.prompt)] = True
+            self.counts = prompt_V, np.zeros(vocabulary, np.int32)
         return self.counts
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -68,102 +67,83 @@ class Sampled:
             self.matcher.take(tokens)
 
 
-class Row(NamedTuple):
-    """A token to be drawn: of whom, its position, and the drafts right before it."""
-
-    of: Sampled
-    position: int
-    drafts: tuple[int, ...] = ()
-
-
 class Sampler:
     """Draws for a decoder.
 
     >>> from ingot.nn import preset
     >>> sampler = Sampler(Decoder.new(preset("tiny"), seed=0))
     >>> one = Sampled(Request(id=1, prompt=(5,), max_tokens=1))
-    >>> tokens, logprobs = sampler.draw(torch.zeros(2, 64), [Row(one, 1), Row(one, 2)])
+    >>> with torch.inference_mode():
+    ...     tokens, logprobs = sampler.draw(torch.zeros(2, 64), [one, one], [1, 2])
     >>> len(tokens), logprobs
-    (2, [None, None])
+    (2, {})
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.vocabulary = decoder, decoder.config.vocab_size
-        self._of: list[Sampled] = []
-        self._options: tuple[Tensor, ...] = ()
+        self._batch = _Batch([], self.vocabulary)
 
-    @torch.inference_mode()
     def draw(
-        self, hidden_RD: Tensor, rows: Sequence[Row]
-    ) -> tuple[list[int], list[Logprob | None]]:
-        """A token for each row, and its log-probability where it is asked for."""
+        self,
+        hidden_RD: Tensor,
+        of: list[Sampled],
+        positions: Sequence[int],
+        drafts: Sequence[tuple[int, ...]] | None = None,
+    ) -> tuple[list[int], dict[int, Logprob]]:
+        """A token for each row, and by row its log-probability where it is asked for.
+
+        A row is of some request, for some position, with some drafts right before it.
+        """
+        batch = self._batch
+        if of != batch.of:
+            batch = self._batch = _Batch(of, self.vocabulary)
+        for row, position in enumerate(positions):
+            batch.positions[row] = position
         logits_RV = self.decoder.logits(hidden_RD)
-        options = self._stacked([row.of for row in rows])
-        options = *options, torch.tensor([row.position for row in rows])
-        special = [index for index, row in enumerate(rows) if row.of.special]
-        if len(special) < len(rows):
-            drawn_R = ops.sample(logits_RV, *options)
-        else:
-            drawn_R = torch.zeros_like(options[-1])
+        if not (batch.special or batch.told):
+            return ops.sample(logits_RV, *batch.options).tolist(), {}
+        drawn_R = ops.sample(logits_RV, *batch.options)
         processed: dict[int, Tensor] = {}
-        if special:
-            some_S = torch.tensor(special)
-            logits_SV = self._processed(logits_RV[some_S].float(), [rows[i] for i in special])
-            drawn_R[some_S] = ops.sample(logits_SV, *(option[some_S] for option in options))
-            processed = dict(zip(special, logits_SV, strict=True))
-        tokens = drawn_R.tolist()
-        found: list[Logprob | None] = [None] * len(rows)
-        for kind, told in _groups(rows).items():
-            wanted = [tokens[i] for i in told]
-            some = torch.tensor(told)
-            if kind[1]:
-                logits = [processed.get(i, logits_RV[i]).float() for i in told]
-                of_drawn = ops.truncate(torch.stack(logits), *(o[some] for o in options[:4]))
-                scored = _drawn(of_drawn, wanted, kind[0])
-            else:
-                scored = self._scored(hidden_RD[some], logits_RV[some], wanted, kind[0])
-            for index, logprob in zip(told, scored, strict=True):
-                found[index] = logprob
-        return tokens, found
-
-    def _stacked(self, of: list[Sampled]) -> tuple[Tensor, ...]:
-        """Temperature, top_k, top_p, min_p and seed of each row, often the same as before."""
-        if of != self._of:
-            options = [one.options for one in of]
-            most = self.vocabulary
-            self._options = (
-                torch.tensor([o.temperature for o in options]),
-                torch.tensor([min(o.top_k or most, most) for o in options]),
-                torch.tensor([o.top_p for o in options]),
-                torch.tensor([o.min_p for o in options]),
-                torch.tensor([o.seed for o in options]),
+        if batch.special:
+            some_S = torch.tensor(batch.special)
+            before = [drafts[row] if drafts else () for row in batch.special]
+            logits_SV = self._processed(
+                logits_RV[some_S].float(), [of[row] for row in batch.special], before
             )
-            self._of = of
-        return self._options
+            drawn_R[some_S] = ops.sample(logits_SV, *(option[some_S] for option in batch.options))
+            processed = dict(zip(batch.special, logits_SV, strict=True))
+        tokens = drawn_R.tolist()
+        return tokens, self._told(batch, tokens, hidden_RD, logits_RV, processed)
 
-    def _processed(self, logits_SV: Tensor, rows: list[Row]) -> Tensor:
+    def _processed(
+        self, logits_SV: Tensor, of: list[Sampled], drafts: list[tuple[int, ...]]
+    ) -> Tensor:
         """The logits after penalties, bias and grammar."""
-        penalized = [index for index, row in enumerate(rows) if row.of.penalized]
+        penalized = [row for row, one in enumerate(of) if one.penalized]
         if penalized:
             some = torch.tensor(penalized)
-            logits_SV[some] = self._penalized(logits_SV[some], [rows[i] for i in penalized])
-        for logits_V, row in zip(logits_SV.numpy(), rows, strict=True):
-            np.add.at(logits_V, *row.of.biases)
-            if row.of.matcher is not None:
-                logits_V[~row.of.matcher.mask()] = -np.inf
+            logits_SV[some] = self._penalized(
+                logits_SV[some], [of[row] for row in penalized], [drafts[row] for row in penalized]
+            )
+        for logits_V, one in zip(logits_SV.numpy(), of, strict=True):
+            np.add.at(logits_V, *one.biases)
+            if one.matcher is not None:
+                logits_V[~one.matcher.mask()] = -np.inf
         return logits_SV
 
-    def _penalized(self, logits_SV: Tensor, rows: list[Row]) -> Tensor:
-        counted = [row.of.counted(self.vocabulary) for row in rows]
-        counts_SV = torch.stack([counts_V for _, counts_V in counted])
-        for counts_V, row in zip(counts_SV, rows, strict=True):
-            for token in row.drafts:
+    def _penalized(
+        self, logits_SV: Tensor, of: list[Sampled], drafts: list[tuple[int, ...]]
+    ) -> Tensor:
+        counted = [one.counted(self.vocabulary) for one in of]
+        counts_SV = np.stack([counts_V for _, counts_V in counted])
+        for counts_V, before in zip(counts_SV, drafts, strict=True):
+            for token in before:
                 counts_V[token] += 1
-        options = [row.of.options for row in rows]
+        options = [one.options for one in of]
         return ops.penalize(
             logits_SV,
-            torch.stack([prompt_V for prompt_V, _ in counted]),
-            counts_SV,
+            torch.from_numpy(np.stack([prompt_V for prompt_V, _ in counted])),
+            torch.from_numpy(counts_SV),
             torch.tensor([o.repetition_penalty for o in options]),
             torch.tensor([o.presence_penalty for o in options]),
             torch.tensor([o.frequency_penalty for o in options]),
@@ -171,7 +151,26 @@ class Sampler:
 
     # What is told
 
-    @torch.inference_mode()
+    def _told(
+        self,
+        batch: _Batch,
+        tokens: list[int],
+        hidden_RD: Tensor,
+        logits_RV: Tensor,
+        processed: dict[int, Tensor],
+    ) -> dict[int, Logprob]:
+        found: dict[int, Logprob] = {}
+        for (top, of_drawn), rows in batch.told.items():
+            wanted, some = [tokens[row] for row in rows], torch.tensor(rows)
+            if of_drawn:
+                logits = torch.stack([processed.get(row, logits_RV[row]).float() for row in rows])
+                options = [option[some] for option in batch.options[:4]]
+                scored = _drawn(ops.truncate(logits, *options), wanted, top)
+            else:
+                scored = self._scored(hidden_RD[some], logits_RV[some], wanted, top)
+            found |= zip(rows, scored, strict=True)
+        return found
+
     def score(self, hidden_RD: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
         """The model's own log-probabilities of these tokens, and of so many likeliest ones."""
         found: list[Logprob] = []
@@ -193,18 +192,29 @@ class Sampler:
         return _logprobs(wanted_RK, logprobs_RK)
 
 
-def _groups(rows: Sequence[Row]) -> dict[tuple[int, bool], list[int]]:
-    """The rows that want log-probabilities, by how many likeliest ones and of which kind.
+class _Batch:
+    """What does not change while the rows are of the same requests."""
 
-    Each number by itself: which tokens are among the likeliest may depend on it where some are
-    equal.
-    """
-    groups: dict[tuple[int, bool], list[int]] = {}
-    for index, row in enumerate(rows):
-        options = row.of.options
-        if options.logprobs is not None:
-            groups.setdefault((options.logprobs, options.processed), []).append(index)
-    return groups
+    def __init__(self, of: list[Sampled], vocabulary: int) -> None:
+        self.of = of
+        options = [one.options for one in of]
+        positions = np.zeros(len(of), np.int64)
+        self.positions = memoryview(positions)
+        self.options = (
+            torch.tensor([o.temperature for o in options], dtype=torch.float32),
+            torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options]),
+            torch.tensor([o.top_p for o in options], dtype=torch.float32),
+            torch.tensor([o.min_p for o in options], dtype=torch.float32),
+            torch.tensor([o.seed for o in options]),
+            torch.from_numpy(positions),
+        )
+        self.special = [row for row, one in enumerate(of) if one.special]
+        # By how many likeliest tokens and of which kind. Each number by itself: which tokens are
+        # among the likeliest may depend on it where some are equal.
+        self.told: dict[tuple[int, bool], list[int]] = {}
+        for row, o in enumerate(options):
+            if o.logprobs is not None:
+                self.told.setdefault((o.logprobs, o.processed), []).append(row)
 
 
 def _drawn(logprobs_RV: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
