@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 import ingot
+from ingot.cli.bench_serve import serve
 from ingot.core import log
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def peers(
         _print_peers(rows, run)
 
 
-bench = {"ops": ops, "peers": peers}
+bench = {"ops": ops, "peers": peers, "serve": serve}
 
 
 def report(rows: Iterable[Row] | Iterable[PeerRow], machine: Peaks, run: Run) -> dict[str, Any]:

@@ -108,9 +108,9 @@ def _table(report: Report, goal: Goal) -> Table:
             f"then {goal.between:g} s each",
         ),
         ("output", f"{report.output_tokens_per_s:,.0f} tokens a second"),
-        ("first token", _latency(report.first_token)),
-        ("between tokens", _latency(report.between_tokens)),
-        ("whole answer", _latency(report.total)),
+        ("first token", latency(report.first_token)),
+        ("between tokens", latency(report.between_tokens)),
+        ("whole answer", latency(report.total)),
         ("prefix hits", f"{report.hit_rate:.1%} of the tokens"),
         ("preemptions", f"{report.preemptions:,}"),
         ("steps", f"{report.steps:,} of {report.tokens_per_step:.1f} tokens"),
@@ -124,10 +124,10 @@ def _table(report: Report, goal: Goal) -> Table:
     return table
 
 
-def _latency(percentiles: dict[str, float]) -> str:
+def latency(percentiles: dict[str, float]) -> str:
     """The percentiles in a line.
 
-    >>> _latency({"p50": 0.0388, "p99": 12.3456})
+    >>> latency({"p50": 0.0388, "p99": 12.3456})
     'p50 0.039 s, p99 12.346 s'
     """
     found = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in percentiles.items())
