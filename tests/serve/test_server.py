@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from ingot.core.errors import ConfigError
 from ingot.serve.server import Config, listen
 from tests.serve.conftest import Served, serving
+from tests.serve.faulty import POISON
 from tests.serve.load import Outcome, ask
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 3500, "ignore_eos": True, "stream": True}
@@ -68,30 +68,27 @@ def test_a_client_gone_gives_its_blocks_back_within_a_step(served: Served) -> No
     assert served.wait(served.quiet) < 1
 
 
-def test_clients_that_do_not_read_stop_nobody(directory: Path, tmp_path: Path) -> None:
+def test_clients_that_do_not_read_stop_nobody(served: Served) -> None:
     """They are dropped when they have left too much unread; others do not notice."""
-    with serving(directory, tmp_path) as served:
-        before = served.tokens()
-        body = {**LONG, "n": 8, "logprobs": 20}
-        slow: list[socket.socket] = []
-        for _ in range(4):
-            made = socket.socket()
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            made.connect(("127.0.0.1", served.port))
-            slow.append(made)
-            other = served.connect(body)  # sent as usual; this one has large buffers
-            slow.append(other)
-        memory = served.metric("process_resident_memory_bytes")
+    before = served.tokens()
+    memory = served.metric("process_resident_memory_bytes")
+    aborted = served.metric("vllm:request_success_total", finished_reason="abort")
+    body = {**LONG, "n": 6, "logprobs": 20, "max_tokens": 1500}
+    slow = [served.connect({**body, "seed": n}, buffer=4096) for n in range(4)]
+    try:
         assert served.tokens() == before
-        served.wait(served.quiet, 60)
-        assert served.metric("process_resident_memory_bytes") < memory + (64 << 20)
+        served.wait(lambda: served.metric("ingot:requests_inside") == 0, 60)
+        # Neither were they waited for, nor did what they left unread gather here.
+        assert served.metric("vllm:request_success_total", finished_reason="abort") == aborted + 4
+        assert served.metric("process_resident_memory_bytes") < memory + (32 << 20)
+    finally:
         for connection in slow:
             connection.close()
-        check_after(served, before)
+    check_after(served, before)
 
 
 def overload(served: Served, clients: int) -> list[Outcome]:
-    body = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "Hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
     async def run() -> list[Outcome]:
         return await asyncio.gather(
@@ -101,23 +98,44 @@ def overload(served: Served, clients: int) -> list[Outcome]:
     return asyncio.run(run())
 
 
-def test_overload_is_429_and_harms_nobody_inside(directory: Path, tmp_path: Path) -> None:
-    with serving(directory, tmp_path, "--requests", "8") as served:
-        before = served.tokens()
-        alone = overload(served, 1)[0].text
-        outcomes = overload(served, 100)
-        assert {o.status for o in outcomes} == {200, 429}
-        inside = [o for o in outcomes if o.status == 200]
-        assert len(inside) >= 8
-        assert all(o.done and o.text == alone for o in inside)
-        shed = [o for o in outcomes if o.status == 429]
-        assert all(1 <= int(o.retry) <= 60 and o.error == "rate_limit_error" for o in shed)
-        assert served.metric("ingot:requests_shed") == len(shed)
-        check_after(served, before)
+def test_overload_is_429_and_harms_nobody_inside(served: Served) -> None:
+    before, shed_before = served.tokens(), served.metric("ingot:requests_shed")
+    alone = overload(served, 1)[0].text
+    outcomes = overload(served, 150)
+    assert {o.status for o in outcomes} == {200, 429}
+    inside = [o for o in outcomes if o.status == 200]
+    assert len(inside) >= 40
+    assert all(o.done and o.text == alone for o in inside)
+    shed = [o for o in outcomes if o.status == 429]
+    assert all(1 <= int(o.retry) <= 60 and o.error == "rate_limit_error" for o in shed)
+    assert served.metric("ingot:requests_shed") == shed_before + len(shed)
+    check_after(served, before)
+
+
+def test_a_step_that_fails_fails_its_requests_alone(served: Served) -> None:
+    before, failed = served.tokens(), served.metric("ingot:engine_failed_steps_total")
+    worker = served.worker
+    for stream in (False, True):
+        body = {"prompt": [*POISON], "max_tokens": 5, "stream": stream}
+        status, answer, _ = served.call("/v1/completions", body)
+        assert status == 500
+        assert "step" in answer["error"]["message"]
+        assert "memory" not in answer["error"]["message"], "details are for the log"
+    assert served.metric("ingot:engine_failed_steps_total") == failed + 2
+    assert "no memory, for a test" in served.log.read_text()
+    assert served.worker == worker
+    check_after(served, before)
 
 
 def test_sigterm_finishes_who_is_inside(directory: Path, tmp_path: Path) -> None:
-    with serving(directory, tmp_path) as served:
+    with serving(directory, tmp_path, wait=False) as served:
+        # While it loads, clients are told so.
+        status, answer, headers = served.call("/v1/completions", {"prompt": "a"})
+        assert status == 503
+        assert "the engine is" in answer["error"]["message"]
+        assert headers["retry-after"]
+        assert served.call("/healthz")[0] == 200
+        served.wait(served.ready, 60)
 
         async def run() -> Outcome:
             asked = asyncio.create_task(ask(served, {**LONG, "max_tokens": 1500}))
@@ -153,16 +171,6 @@ def test_told_twice_it_leaves_at_once(directory: Path, tmp_path: Path) -> None:
             content += data
         assert b"service_unavailable_error" in content, "a clean error"
         assert not Path(f"/proc/{worker}").exists()
-
-
-def test_while_it_loads_clients_are_told_so(directory: Path, tmp_path: Path) -> None:
-    with serving(directory, tmp_path, wait=False) as served:
-        status, answer, headers = served.call("/v1/completions", {"prompt": "a"})
-        assert status == 503
-        assert "the engine is" in answer["error"]["message"]
-        assert headers["retry-after"]
-        assert served.call("/healthz")[0] == 200
-        served.wait(served.ready, 60)
 
 
 def test_a_port_in_use_and_a_wrong_host_have_a_remedy() -> None:
