@@ -33,6 +33,7 @@ SUMMARIES = {
     "info": "what a model directory holds: architecture, size, memory, lineage",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
+    "verify": "does serving a model compute what training computes, bit for bit",
 }
 VERBS: Registry[Callable[..., Any] | dict[str, Callable[..., Any]]] = Registry("verb")
 for _verb in SUMMARIES:
