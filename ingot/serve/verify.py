@@ -166,12 +166,12 @@ def expect(decoder: Decoder, prompts: Sequence[tuple[int, ...]], seed: int) -> l
         for i in range(len(prompts))
     ]
     rows = [sampling.arguments(vocabulary) for sampling in samplings]
-    options = [torch.cat(column) for column in zip(*rows, strict=True)]
+    t, k, p, m, s = (torch.cat(column) for column in zip(*rows, strict=True))
     texts = [list(prompt) for prompt in prompts]
     for _ in range(WRITTEN):
         counts_B = torch.tensor([len(text) for text in texts])
         last_BD = _packed(decoder, texts)[counts_B.cumsum(0) - 1]
-        drawn = ops.sample(decoder.logits(last_BD), *options, counts_B).tolist()
+        drawn = ops.sample(decoder.logits(last_BD), t, k, p, m, s, counts_B).tolist()
         for text, token in zip(texts, drawn, strict=True):
             text.append(token)
     return [
