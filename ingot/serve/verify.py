@@ -34,6 +34,7 @@ from ingot.serve.engine import Engine
 from ingot.serve.output import Output
 from ingot.serve.propose import Draft, Lookup, Proposer, Text
 from ingot.serve.request import Options, Reason, Request
+from ingot.serve.runner import Runner
 from ingot.serve.scheduler import Limits
 
 MAX_SCHEDULES = 10**6
@@ -97,14 +98,14 @@ def verify(
         raise ConfigError(f"{schedules} schedules", remedy=remedy)
     numbers = random.Random(seed)
     texts = expect(decoder, prompts(decoder, numbers), seed)
-    draft = early(decoder)
+    machinery = _Machinery(decoder)
     counts: Counter[str] = Counter()
     difference, threads = None, torch.get_num_threads()
     used = sorted({1, min(2, threads)})
     try:
         for number in range(schedules):
             torch.set_num_threads(used[number % len(used)])
-            found = _Schedule(decoder, draft, texts, numbers).run(counts)
+            found = _Schedule(machinery, texts, numbers).run(counts)
             counts["mismatches"] += found is not None
             difference = difference or found
             progress()
@@ -237,24 +238,58 @@ class _Oracle:
         pass
 
 
+class _Machinery:
+    """The model, its draft, and for each size of blocks what runs them: kept from schedule to
+    schedule, with all that those before have left in the blocks and in the recordings."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.draft = decoder, early(decoder)
+        self._runners: dict[tuple[Decoder, int], Runner] = {}
+
+    def engine(self, limits: Limits, proposer: Proposer | None) -> Engine:
+        engine = Engine(self.decoder, limits=limits, proposer=proposer)
+        engine.runner = self._runner(self.decoder, limits)
+        return engine
+
+    def proposer(self, limits: Limits) -> Draft:
+        draft = Draft(self.draft, dataclasses.replace(limits, budget=_TOKENS), most=3)
+        draft.runner = self._runner(self.draft, limits)
+        return draft
+
+    def _runner(self, decoder: Decoder, limits: Limits) -> Runner:
+        size = limits.block_size
+        if (decoder, size) not in self._runners:
+            most = Limits(
+                blocks=_blocks(max(LENGTHS) + WRITTEN, size, 8) + 2,
+                block_size=size,
+                budget=_TOKENS,
+                max_running=_RUNNING,
+            )
+            self._runners[decoder, size] = Runner(decoder, most)
+        return self._runners[decoder, size]
+
+
+_RUNNING, _TOKENS = 6, 256  # the most of a step
+
+
+def _blocks(tokens: int, size: int, times: int) -> int:
+    return -(-tokens // size) * times
+
+
 class _Schedule:
     """One random way to serve some of the texts."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        draft: Decoder,
-        texts: Sequence[Expected],
-        numbers: random.Random,
+        self, machinery: _Machinery, texts: Sequence[Expected], numbers: random.Random
     ) -> None:
         self.numbers = numbers
         some = numbers.sample(texts, 4)  # few, so that they come again and are found in the cache
         self.chosen = [numbers.choice(some) for _ in range(numbers.randint(1, 8))]
-        running, size = numbers.randint(1, 6), numbers.choice(SIZES)
+        running, size = numbers.randint(1, _RUNNING), numbers.choice(SIZES)
         longest = max(len(text.prompt) + WRITTEN for text in self.chosen)
         self.limits = Limits(
             # Often hardly more than the longest needs, so that others are preempted for it.
-            blocks=-(-longest // size) * numbers.choice((1, 1, 2, 8)) + numbers.randint(0, 2),
+            blocks=_blocks(longest, size, numbers.choice((1, 1, 2, 8))) + numbers.randint(0, 2),
             block_size=size,
             budget=running + numbers.choice((1, 7, 40, 40, 200, 200)),
             max_running=running,
@@ -262,10 +297,10 @@ class _Schedule:
         proposers: tuple[Callable[[], Proposer | None], ...] = (
             lambda: None,
             lambda: Lookup(size=numbers.randint(1, 3)),
-            lambda: Draft(draft, dataclasses.replace(self.limits, budget=256), most=3),
+            lambda: machinery.proposer(self.limits),
             lambda: _Oracle(texts, numbers),
         )
-        self.engine = Engine(decoder, limits=self.limits, proposer=numbers.choice(proposers)())
+        self.engine = machinery.engine(self.limits, numbers.choice(proposers)())
         self.got: dict[int, tuple[list[int], list[float], list[float]]] = {}
         self.ends: dict[int, Reason] = {}
 

@@ -61,7 +61,7 @@ def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             if item.start and item.start % self.size == 0:
                 self._slots.items[len(work) - 1] = item.table[0] * self.size
 
-    monkeypatch.setattr("ingot.serve.engine.Runner", Faulty)
+    monkeypatch.setattr("ingot.serve.verify.Runner", Faulty)
     found = verify.verify(Decoder.new(preset("tiny"), seed=3), schedules=12)
     assert not found.bits_equal
 
