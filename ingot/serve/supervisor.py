@@ -41,7 +41,7 @@ def delay(failures: int) -> float:
 class Supervisor:
     """The worker of a front, one after another."""
 
-    command = (sys.executable, "-m", "ingot.serve.worker")
+    command: tuple[str, ...] = (sys.executable, "-m", "ingot.serve.worker")
 
     def __init__(self, front: Front, settings: Settings, stall: float) -> None:
         self.restarts = 0
