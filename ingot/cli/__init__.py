@@ -36,6 +36,7 @@ SUMMARIES = {
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
     "serve": "a model behind OpenAI's API, for any client",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
+    "verify": "does serving a model compute what training computes, bit for bit",
 }
 VERBS: Registry[Callable[..., Any] | dict[str, Callable[..., Any]]] = Registry("verb")
 for _verb in SUMMARIES:

@@ -124,6 +124,8 @@ async def _serve(server: Server, started: float) -> None:
         greeted = True
 
     server.started = greet
+    if live:  # a line for each request would be too many
+        logger("ingot.serve.access").setLevel("WARNING")
     addresses = {"address": server.address, "control": server.control_address}
     _log.info("listening at %s; loading", server.address, extra={"fields": addresses})
     if server.exposed and server.service.keys is None:

@@ -161,8 +161,10 @@ class Choice:
             self._finish(text, "stop" if stopped else "length")
             return
         assert output.end is not None
-        status, what, remedy = _FAILURES[output.end]
-        self.fail(status, output.error or what, remedy)
+        if output.end is Reason.REFUSED and output.error is not None:
+            self.fail(422, output.error, "change it: it can never be answered")
+        else:
+            self.fail(*_FAILURES[output.end])
 
     def _tell(self, text: str) -> None:
         if self._plain:

@@ -113,8 +113,7 @@ class Front:
             _log.error("%s; requests in flight: %d", why, len(sinks))
         for sink in sinks.values():
             sink.fail(503, why, "send the request again: the engine is being restarted")
-        for client in {sink.client for sink in sinks.values()}:
-            client.flush()
+        _flush({sink.client for sink in sinks.values()})
         self.lost.set()
         self.changed()
 
@@ -138,7 +137,7 @@ class Front:
             sink = self._sinks.pop(message.id, None)
             if sink is not None:
                 sink.fail(422, message.what, message.remedy)
-                sink.client.flush()
+                _flush({sink.client})
         elif isinstance(message, wire.Loading):
             self.doing = message.what
             self.changed()
@@ -166,8 +165,15 @@ class Front:
                 _log.exception("an output could not be passed on")
                 self.end(output.id, Reason.CANCELLED)
                 sink.fail(500, "the answer could not be written", "report it: this is a bug")
-        for client in clients:
+        _flush(clients)
+
+
+def _flush(clients: set[Client]) -> None:
+    for client in clients:
+        try:
             client.flush()
+        except Exception:
+            _log.exception("an answer could not be written")
 
 
 class _Link(asyncio.Protocol):

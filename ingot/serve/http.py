@@ -349,8 +349,10 @@ class Reply(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
 
         def write(data: bytes) -> None:
+            if transport.is_closing():
+                return  # and `gone` is, or will be, done
             if transport.get_write_buffer_size() > MAX_UNREAD:
-                transport.abort()  # and `gone` is done
+                transport.abort()
             else:
                 transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 

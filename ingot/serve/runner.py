@@ -139,4 +139,4 @@ class _Integers:
     def __init__(self, count: int, dtype: type[np.integer]) -> None:
         self.array = np.zeros(count, dtype)
         self.tensor = torch.from_numpy(self.array)
-        self.items = memoryview(self.array)
+        self.items = self.array.data

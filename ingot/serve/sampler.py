@@ -199,7 +199,7 @@ class _Batch:
         self.of = of
         options = [one.options for one in of]
         positions = np.zeros(len(of), np.int64)
-        self.positions = memoryview(positions)
+        self.positions = positions.data
         self.options = (
             torch.tensor([o.temperature for o in options], dtype=torch.float32),
             torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options]),

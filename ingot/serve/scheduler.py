@@ -364,8 +364,7 @@ class Scheduler:
     def _preempt_last(self) -> None:
         live = self._running.pop()
         self.pool.release(live.table)
-        live.table = ()
-        live.drafts = ()
+        live.table = live.drafts = ()
         insort(self._waiting, live, key=_by_place)
         self._preempted.append(live.id)
 
@@ -439,7 +438,7 @@ class Scheduler:
         for index, live in enumerate(flight):
             known, item = len(live.tokens), work[index]
             drafts = live.drafts[: min(left, live.request.total - known - 1)]
-            if not drafts or not item.samples:
+            if not drafts:
                 continue
             count = -(-(known + len(drafts)) // size) - len(live.table)
             live.table += self.pool.allocate(max(0, min(count, self.pool.free))) or ()

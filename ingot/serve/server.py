@@ -93,13 +93,17 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _no_socket(host, port, option, error) from error
+    made = socket.socket(family, kind, protocol)
+    try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED)
         made.bind(address)
         made.listen(2048)
     except OSError as error:
+        made.close()
         raise _no_socket(host, port, option, error) from error
     return made
 
@@ -204,16 +208,11 @@ class Server:
         ]
         leaving = asyncio.create_task(self._drain())
         await asyncio.wait((supervising, leaving), return_when=asyncio.FIRST_COMPLETED)
-        self.front.lose("the server is stopping")
+        self.supervisor.stop("the server is stopping")
         main.should_exit = control.should_exit = True
         await asyncio.gather(*listening)
         leaving.cancel()
-        supervising.cancel()
-        try:
-            with contextlib.suppress(asyncio.CancelledError):
-                await supervising
-        finally:
-            await self.supervisor.end()
+        await supervising
 
     def leave(self) -> None:
         """Drain, then stop; told again, stop."""

@@ -41,12 +41,13 @@ def delay(failures: int) -> float:
 class Supervisor:
     """The worker of a front, one after another."""
 
-    command = (sys.executable, "-m", "ingot.serve.worker")
+    command: tuple[str, ...] = (sys.executable, "-m", "ingot.serve.worker")
 
     def __init__(self, front: Front, settings: Settings, stall: float) -> None:
         self.restarts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._front, self._settings, self._stall = front, settings, stall
+        self._stopping = asyncio.Event()
 
     @property
     def stuck(self) -> bool:
@@ -56,12 +57,14 @@ class Supervisor:
         return not idle and time.monotonic() - front.retired > self._stall
 
     async def run(self) -> None:
-        """Start workers for as long as this is not cancelled."""
+        """Start workers until told to stop."""
         failures = 0
         while True:
             started = time.monotonic()
             await self._serve()
             front = self._front
+            if self._stopping.is_set():
+                return
             if front.broken is not None and front.hello is None:
                 raise IngotError(front.broken.what, remedy=front.broken.remedy)
             steady = front.hello is not None and time.monotonic() - started > STEADY
@@ -69,7 +72,14 @@ class Supervisor:
             self.restarts += 1
             wait = delay(failures)
             _log.warning("the engine is restarted in %.0f s", wait)
-            await asyncio.sleep(wait)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait)
+                return
+
+    def stop(self, why: str) -> None:
+        """End the worker and start no other; `run` returns when it is gone."""
+        self._stopping.set()
+        self._front.lose(why)
 
     async def _serve(self) -> None:
         """One worker, from its start to its end."""
@@ -83,26 +93,17 @@ class Supervisor:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        try:
-            protocol = self._front.connect()
-            loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: protocol, sock=ours)
-            await self._watch()
-        finally:
-            self._front.lose("the engine was stopped")
-        await self.end()
-        _log.warning("the engine's process has ended with status %s", process.returncode)
-
-    async def end(self) -> None:
-        """End the worker. It leaves when its socket is closed, after its step; or is killed."""
-        process = self.process
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while process is not None and process.poll() is None:
-            if time.monotonic() > deadline:
-                process.kill()
-            await asyncio.sleep(0.01)
+        protocol = self._front.connect()
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: protocol, sock=ours)
+        await self._watch()
+        await _end(process)
+        if not self._stopping.is_set():
+            _log.warning("the engine's process has ended with status %s", process.returncode)
 
     async def _watch(self) -> None:
+        if self._stopping.is_set():  # before there was anything to lose
+            self._front.lose("the server is stopping")
         while not self._front.lost.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._front.lost.wait(), min(1.0, self._stall / 4))
@@ -110,3 +111,12 @@ class Supervisor:
                 assert self.process is not None
                 self.process.kill()
                 self._front.lose(f"the engine has not finished a step for {self._stall:g} s")
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for it. It leaves when its socket is closed, after the step it is in; or is killed."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+        await asyncio.sleep(0.01)
