@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 import ingot
+from ingot.cli.bench_engine import engine
 from ingot.cli.bench_serve import serve
 from ingot.core import log
 
@@ -123,7 +124,7 @@ def peers(
         _print_peers(rows, run)
 
 
-bench = {"ops": ops, "peers": peers, "serve": serve}
+bench = {"ops": ops, "peers": peers, "engine": engine, "serve": serve}
 
 
 def report(rows: Iterable[Row] | Iterable[PeerRow], machine: Peaks, run: Run) -> dict[str, Any]:
