@@ -32,6 +32,7 @@ MODEL = Model(
     vocabulary=90,
     context=64,
     step=Cost(bytes=2_000_000, flops=2_000_000),
+    kv=0,
 )
 TASK = Task(batch=2, prompt=3, new=4, rounds=3)
 HELLO = Hello(version="1.0", dtype="bf16", ready=2.0)
@@ -133,6 +134,9 @@ def test_the_limit_is_of_memory_or_of_compute() -> None:
     assert limit(MODEL, replace(one, batch=4), PEAKS, 4e9) == pytest.approx(2000)
     no_matmul = replace(PEAKS, matmul={"fp32": None, "bf16": None, "int8": None})
     assert limit(MODEL, replace(one, batch=4), no_matmul, 4e9) == pytest.approx(8000)
+    keeping = replace(MODEL, kv=400_000)
+    read = [2.4 + 0.4 * done for done in range(10)]
+    assert limit(keeping, replace(one, new=10), no_matmul, 4e9) == pytest.approx(4e4 / sum(read))
 
 
 def test_prompts_differ_between_rounds_and_sequences_but_not_between_runs() -> None:
