@@ -28,6 +28,8 @@ from ingot.serve.output import Logprob, Output
 from ingot.serve.request import Reason, Request
 from ingot.serve.text import Pieces, Text
 
+RETRY = 2
+"""Seconds after which to try again where nobody knows better."""
 _json = msgspec.json.Encoder().encode
 _KINDS = {
     400: "invalid_request_error",
@@ -124,7 +126,8 @@ class Choice:
 
     def fail(self, status: int, what: str, remedy: str) -> None:
         """Nothing more comes, of the whole answer."""
-        self.client.fail(Failure(status, what, remedy))
+        retry = RETRY if status in (429, 503) else None
+        self.client.fail(Failure(status, what, remedy, retry))
 
     def take(self, output: Output, now: float) -> None:
         """What a step did for it."""

@@ -360,7 +360,8 @@ class Engine:
         if generated and sequence.tokens[-1] in request.options.ends:
             return Reason.STOP, None
         if matcher is not None and (matcher.error or matcher.done):
-            return (Reason.FAILED if matcher.error else Reason.STOP), matcher.error
+            # Nobody can keep such a grammar: that is for its author to mend.
+            return (Reason.REFUSED if matcher.error else Reason.STOP), matcher.error
         return (Reason.LENGTH if len(sequence.tokens) == request.total else None), None
 
     def _over(self, output: Output) -> Output:

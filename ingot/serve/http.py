@@ -378,25 +378,24 @@ class Reply(Response):
             prompt=answer.prompted,
             generated=answer.generated,
         )
+        fields = {
+            "id": answer.id,
+            "tenant": self._ticket.tenant.name,
+            "end": end,
+            "status": answer.failure.status if answer.failure else 200,
+            "error": answer.failure.what if answer.failure else None,
+            "choices": len(answer.choices),
+            "prompt_tokens": answer.prompted,
+            "cached_tokens": answer.cached,
+            "tokens": answer.generated,
+            "first_token_seconds": answer.first and round(answer.first, 4),
+            "seconds": round(seconds, 4),
+        }
         _log.info(
-            "%s %s",
-            answer.id,
-            end,
-            extra={
-                "fields": {
-                    "id": answer.id,
-                    "tenant": self._ticket.tenant.name,
-                    "end": end,
-                    "status": answer.failure.status if answer.failure else 200,
-                    "error": answer.failure.what if answer.failure else None,
-                    "choices": len(answer.choices),
-                    "prompt_tokens": answer.prompted,
-                    "cached_tokens": answer.cached,
-                    "tokens": answer.generated,
-                    "first_token_seconds": answer.first and round(answer.first, 4),
-                    "seconds": round(seconds, 4),
-                }
-            },
+            "%s, %s: %s, %d tokens after %d in %.2f s",
+            *(answer.id, fields["tenant"], fields["error"] or end),
+            *(answer.generated, answer.prompted, seconds),
+            extra={"fields": fields},
         )
 
 

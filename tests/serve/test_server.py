@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,50 @@ def test_500_clients_that_vanish(directory: Path, tmp_path: Path) -> None:
         vanish(served, 500)
         check_after(served, before, 30)
         assert served.metric("process_resident_memory_bytes") < memory + (64 << 20)
+
+
+@pytest.mark.slow
+def test_10000_requests_a_third_of_them_left(directory: Path, tmp_path: Path) -> None:
+    """Of mixed lengths, 64 at a time: each ends once, and memory stays as it was."""
+    with serving(directory, tmp_path, "--memory", "0.02") as served:
+        before = served.tokens()
+        done = left = 0
+
+        async def client(numbers: Iterator[int]) -> None:
+            nonlocal done, left
+            for n in numbers:
+                rng = random.Random(n)
+                body = {
+                    "prompt": [rng.randrange(256) for _ in range(rng.choice((3, 40, 200, 600)))],
+                    "max_tokens": rng.choice((1, 5, 30, 120)),
+                    "ignore_eos": True,
+                    "stream": rng.random() < 0.7,
+                    "seed": n,
+                }
+                leaves = rng.random() < 0.3
+                outcome = await ask(served, body, leave_after=0 if leaves else None)
+                left += leaves
+                assert leaves or (outcome.done and outcome.status == 200), outcome
+                done += 1
+
+        async def run(numbers: range) -> None:
+            shared = iter(numbers)
+            await asyncio.gather(*[client(shared) for _ in range(64)])
+
+        def memory() -> float:
+            pages = int(Path(f"/proc/{served.worker}/statm").read_text().split()[1])
+            return served.metric("process_resident_memory_bytes") + pages * 4096
+
+        asyncio.run(run(range(2000)))
+        served.wait(served.quiet)
+        first = memory()
+        asyncio.run(run(range(2000, 10_000)))
+        served.wait(served.quiet)
+        assert (done, served.metric("vllm:request_success_total")) == (10_000, 10_001)
+        assert left > 2800
+        assert memory() < first + (48 << 20)
+        assert served.metric("ingot:engine_restarts") == 0
+        assert served.tokens() == before
 
 
 def test_a_client_gone_gives_its_blocks_back_within_a_step(served: Served) -> None:
