@@ -14,38 +14,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import tokenizers
 
-from ingot.interop import hf
-from ingot.nn import Decoder, preset
+from tests import models
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
-)
 READY = 60.0
 
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights with a token for each byte, which chats and goes on for long."""
-    made = tmp_path_factory.mktemp("models") / "small"
-    hf.save(Decoder.new(replace(preset("tiny"), context=4096), seed=0), made)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
-    )
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.save(str(made / "tokenizer.json"))
-    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return made
+    return models.small(tmp_path_factory.mktemp("models") / "small", context=4096)
 
 
 @dataclass
