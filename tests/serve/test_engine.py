@@ -257,3 +257,44 @@ def test_steps_of_many_tokens_have_no_drafts() -> None:
     finish(engine)
     assert asked_of
     assert max(asked_of) <= module.WIDEST
+
+
+class Knowing:
+    """Guesses this, and more than is asked for."""
+
+    def __init__(self, whole: list[int]) -> None:
+        self.whole = whole
+
+    def propose(self, texts: Any, most: int) -> list[tuple[int, ...]]:
+        return [tuple(self.whole[len(text.tokens) - 9 :]) for text in texts]
+
+    def forget(self, id: int) -> None:
+        pass
+
+
+def test_an_end_token_among_right_guesses_ends() -> None:
+    engine = Engine(DECODER, limits=LIMITS)
+    engine.add(asked(1, max_tokens=8))
+    whole = tokens(finish(engine)[1])
+    for count in (2, 4, 8):
+        engine = Engine(DECODER, limits=LIMITS, proposer=Knowing(whole))
+        engine.add(asked(1, max_tokens=8, ends=(whole[count - 1],)))
+        outputs = finish(engine)[1]
+        assert tokens(outputs) == whole[: whole.index(whole[count - 1]) + 1]
+        assert outputs[-1].end is Reason.STOP
+        assert len(outputs) == 2
+
+
+def test_a_prompt_is_scored_once_though_it_is_computed_twice() -> None:
+    limits = Limits(blocks=8, block_size=8, budget=16, max_running=1)
+    for steps in (1, 2, 4):  # preempted in the prompt, at its end, behind it
+        engine = Engine(DECODER, limits=limits, clock=lambda: 0.0)
+        engine.add(asked(1, 30, 5, prompt_logprobs=0, logprobs=0))
+        heard = [output for _ in range(steps) for output in engine.step()]
+        engine.add(Request(id=2, prompt=prompt(40), max_tokens=3, priority=-1))
+        heard += finish(engine)[1]
+        assert engine.stats().preemptions == 1
+        found = [one for o in heard for one in (*(o.prompt_logprobs or ()), *(o.logprobs or ()))]
+        text = [*prompt(30, 1), *tokens(heard)]
+        assert [one.logprob for one in found] == logprobs(text)
+        assert [one.token for one in found] == text[1:]

@@ -26,7 +26,5 @@ def test_outputs_and_stats_survive_the_wire() -> None:
 
 
 def test_whoever_passes_them_on_need_not_load_torch() -> None:
-    code = (
-        "import ingot.serve.output, ingot.serve.scheduler, sys; assert 'torch' not in sys.modules"
-    )
+    code = "import sys, ingot.serve.output, ingot.serve.scheduler; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

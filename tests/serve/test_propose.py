@@ -99,6 +99,33 @@ def test_the_text_is_the_same_whoever_guesses(kind: str) -> None:
         assert sorted(proposer._free) == list(range(proposer.limits.blocks))
 
 
+def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft, read = Draft(SMALL, LIMITS, most=3), list[int]()
+    run = draft.runner.run
+
+    def reading(work: Any) -> torch.Tensor:
+        read.append(sum(len(item.tokens) for item in work))
+        return run(work)
+
+    monkeypatch.setattr(draft.runner, "run", reading)
+    book = Book(tokens=list(range(20)))
+    (found,) = draft.propose([book], 3)
+    assert (len(found), read) == (3, [20, 1, 1])
+    # All three were right, of which it has read two; one was right; none was, and one came.
+    for right, new, count in ((3, [9], 2), (1, [256 - 1, 7], 2), (0, [5], 1)):
+        wrong = [(token + (token == found[right % 3])) % 256 for token in new]
+        book.tokens += [*found[:right], *wrong]
+        read.clear()
+        (found,) = draft.propose([book], 3)
+        (fresh,) = Draft(SMALL, LIMITS, most=3).propose([Book(tokens=book.tokens)], 3)
+        assert found == fresh
+        assert read[0] == count
+    draft.forget(1)
+    assert len(draft._free) == LIMITS.blocks
+
+
 def test_a_proposer_that_breaks_costs_nobody_a_token() -> None:
     class Broken:
         def propose(self, texts: Any, most: int) -> list[tuple[int, ...]]:

@@ -77,6 +77,9 @@ def test_processed_logprobs_are_those_drawn_from() -> None:
     assert len(top) == 3  # the others cannot come
     assert sum(math.exp(logprob) for _, logprob in top) == pytest.approx(1, abs=1e-5)
     assert logprobs[0].logprob in [logprob for _, logprob in top]
+    biased = sampled(logprobs=1, processed=True, bias=((7, 1000.0),))
+    _, logprobs = draw([biased])
+    assert (logprobs[0].token, logprobs[0].logprob) == (7, 0.0)
 
 
 def test_bias_and_penalties_change_the_logits() -> None:
@@ -85,8 +88,10 @@ def test_bias_and_penalties_change_the_logits() -> None:
     best = int(logits.argmax())
     assert draw([sampled(temperature=0.0)])[0] == [best]
     assert draw([sampled(temperature=0.0, bias=((7, 1000.0),))])[0] == [7]
-    twice = sampled(temperature=0.0, bias=((best, -600.0), (best, -600.0)))
-    assert draw([twice])[0] == [int(logits.argsort(descending=True)[1])]
+    gap = float(logits.max() - logits[7])
+    for times, token in ((1, best), (2, 7)):  # each counts, of the same token too
+        biased = sampled(temperature=0.0, bias=((7, 0.6 * gap),) * times)
+        assert draw([biased])[0] == [token]
     penalized = sampled(temperature=0.0, frequency_penalty=100.0)
     assert draw([penalized])[0] == [best]
     penalized.take([best])

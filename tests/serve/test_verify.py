@@ -27,6 +27,12 @@ def test_every_bit_is_equal(dtype: torch.dtype) -> None:
     assert found.difference is None
 
 
+@pytest.mark.slow
+def test_every_bit_is_equal_in_a_thousand_schedules() -> None:
+    decoder = Decoder.new(preset("tiny"), seed=4, dtype=torch.bfloat16)
+    assert verify.verify(decoder, schedules=1000, seed=1).difference is None
+
+
 def planted(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """A product that splits its sum for batches of so many rows, as fast libraries do."""
 
@@ -66,10 +72,16 @@ def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.bits_equal
 
 
-def test_threads_are_left_as_they_were() -> None:
-    before = torch.get_num_threads()
-    verify.verify(Decoder.new(preset("tiny"), seed=0), schedules=1)
-    assert torch.get_num_threads() == before
+def test_there_are_one_and_two_threads_and_then_as_many_as_before() -> None:
+    before, heard = torch.get_num_threads(), list[int]()
+    decoder = Decoder.new(preset("tiny"), seed=0)
+    for schedules in (1, 2):
+        found = verify.verify(
+            decoder, schedules=schedules, progress=lambda: heard.append(torch.get_num_threads())
+        )
+        assert found.threads == (1, 2)
+        assert torch.get_num_threads() == before
+    assert heard == [1, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
