@@ -247,12 +247,14 @@ class Engine:
                 self._counts["cached_tokens"] += start.cached
         return cached
 
-    @torch.inference_mode()
     def _compute(self, work: Sequence[Work]) -> list[_Result]:
         """One forward, and what is drawn behind it."""
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self._compute(work)
         hidden_TD = self.runner.run(work)
         sequences = self._sequences
-        if len(hidden_TD) == len(work) == sum([item.samples for item in work]):
+        if sum([len(item.tokens) for item in work]) == sum([item.samples for item in work]):
             of = [sequences[item.id].sampled for item in work]
             tokens, logprobs = self.sampler.draw(hidden_TD, of, [item.start + 1 for item in work])
         else:

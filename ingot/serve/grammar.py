@@ -15,7 +15,7 @@ compiled is kept for the next with the same grammar.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -95,25 +95,32 @@ class Matcher:
         """Nothing more can come."""
 
     def mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """The tokens that may come next, (V)."""
-        packed = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
-        allowed_V = np.unpackbits(packed, bitorder="little")[: self._vocabulary].view(np.bool_)
-        if self._look() or not allowed_V.any():
-            self.error = self.error or "no token of the vocabulary keeps the grammar"
-            return np.ones(self._vocabulary, np.bool_)
-        return allowed_V
+        """The tokens that may come next, (V); all of them after an error."""
+        packed = self._ask(self._inner.compute_bitmask) if self.error is None else None
+        allowed_V = np.unpackbits(np.frombuffer(packed or b"", np.uint8), bitorder="little")
+        allowed_V = allowed_V[: self._vocabulary].view(np.bool_)
+        if self.error is None and allowed_V.any():
+            return allowed_V
+        self.error = self.error or "no token of the vocabulary keeps the grammar"
+        return np.ones(self._vocabulary, np.bool_)
 
     def take(self, tokens: Sequence[int]) -> None:
         """These tokens came."""
         if self.error is None:
-            self._inner.consume_tokens(list(tokens))
-            self._look()
+            self._ask(self._inner.consume_tokens, list(tokens))
 
-    def _look(self) -> bool:
-        if self._inner.is_error():
-            self.error = _short(self._inner.get_error())
-        self.done = self._inner.is_stopped()
-        return self._inner.is_error()
+    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            answer = method(*arguments)
+            self.done = self._inner.is_stopped()
+            if self._inner.is_error():
+                self.error = _short(self._inner.get_error())
+            return answer
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            self.error = _short(f"llguidance failed: {error}")
+            return None
 
 
 def _llguidance() -> Any:

@@ -312,6 +312,7 @@ class Reply(Response):
         self.status_code = 200
         self.background = None
         self._service, self._answer, self._ticket = service, answer, ticket
+        self._streaming = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -324,7 +325,7 @@ class Reply(Response):
                     await self._stream(scope, send, gone)
                 elif await self._wait(answer.done, gone) and answer.failure is None:
                     await _response(200, answer.body())(scope, receive, send)
-            if answer.failure is not None and not (answer.job.stream and answer.first):
+            if answer.failure is not None and not self._streaming:
                 await _failed(answer.failure)(scope, receive, send)
         finally:
             left = gone.done() and not answer.done.done()
@@ -346,6 +347,7 @@ class Reply(Response):
     async def _stream(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
         answer = self._answer
         transport: asyncio.Transport = scope[TRANSPORT]
+        self._streaming = True
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
 
         def write(data: bytes) -> None:

@@ -11,7 +11,7 @@ import tokenizers
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder, preset
 from ingot.serve.engine import Engine
-from ingot.serve.grammar import GrammarError, Grammars
+from ingot.serve.grammar import GrammarError, Grammars, Matcher
 from ingot.serve.request import Grammar, Options, Reason, Request
 from ingot.serve.scheduler import Limits
 
@@ -149,3 +149,22 @@ def test_the_compiled_ones_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [grammar.text for grammar in grammars._compiled] == ["a", "c"]
     with pytest.raises(GrammarError):
         grammars.compile(Grammar(kind="regex", text="[")).result()
+
+
+class Panic(BaseException):
+    pass
+
+
+def test_a_panic_is_an_error_of_its_request() -> None:
+    class Broken:
+        def compute_bitmask(self) -> bytes:
+            raise Panic("index out of bounds")
+
+        def consume_tokens(self, tokens: list[int]) -> None:
+            raise Panic("index out of bounds")
+
+    for name in ("mask", "take"):
+        matcher = Matcher(Broken(), 256)
+        getattr(matcher, name)(*([[1]] if name == "take" else []))
+        assert "index out of bounds" in (matcher.error or "")
+        assert matcher.mask().all()

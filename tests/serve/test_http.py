@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import re
 import socket
@@ -15,9 +17,13 @@ from typing import Any
 import openai
 import pytest
 
-from ingot.serve.http import MAX_BODY
-from ingot.serve.keys import line
+from ingot.serve.admission import Admission, Bounds
+from ingot.serve.answer import Answer
+from ingot.serve.http import MAX_BODY, Reply, Service
+from ingot.serve.keys import ANYBODY, line
+from ingot.serve.output import Output
 from tests.serve.conftest import Served, serving
+from tests.serve.test_answer import made
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -382,3 +388,41 @@ def test_keys_say_who_may_and_keep_caches_apart(directory: Path, tmp_path: Path)
         assert 20 <= int(headers["retry-after"]) <= 30
         assert cached("a") > 0, "another's bound is nobody else's"
         assert "Bearer" not in served.log.read_text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_with_the_first_token_is_an_error(stream: bool) -> None:
+    """The token and the death in one turn of the loop: nothing was sent yet."""
+
+    async def run() -> list[Any]:
+        answer, _ = made(stream=stream)
+        place = dataclasses.replace(answer.place, deadline=time.monotonic() + 10)
+        answer = Answer(answer.job, place)
+        admission = Admission(Bounds())
+        service = Service(
+            model="m", tokenizer=place.tokenizer, front=place.front, admission=admission
+        )
+        ticket = admission.enter(ANYBODY, requests=1, tokens=9, now=0.0)
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        replying = asyncio.create_task(
+            Reply(service, answer, ticket)({"type": "http"}, receive, send)
+        )
+        await asyncio.sleep(0)
+        (choice,) = answer.choices
+        choice.take(Output(choice.id, (70,)), 1.0)
+        choice.fail(503, "the engine has died", "wait")
+        await replying
+        assert admission.requests == 0
+        return sent
+
+    sent = asyncio.run(run())
+    assert sent[0]["status"] == 503
+    assert (b"retry-after", b"2") in sent[0]["headers"]
+    assert b"the engine has died" in sent[1]["body"]

@@ -27,6 +27,12 @@ def test_every_bit_is_equal(dtype: torch.dtype) -> None:
     assert found.difference is None
 
 
+@pytest.mark.slow
+def test_every_bit_is_equal_in_a_thousand_schedules() -> None:
+    decoder = Decoder.new(preset("tiny"), seed=4, dtype=torch.bfloat16)
+    assert verify.verify(decoder, schedules=1000, seed=1).difference is None
+
+
 def planted(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """A product that splits its sum for batches of so many rows, as fast libraries do."""
 
