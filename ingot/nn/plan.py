@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -56,10 +56,10 @@ class KVSpec:
         >>> KVSpec.of(nn.Linear(2, 2)) is None
         True
         """
-        found = {m.layer: m.kv_spec for m in model.modules() if isinstance(m, Stateful)}
-        count = sum(isinstance(m, Stateful) for m in model.modules())
-        if not count:
+        keeping = [m for m in model.modules() if _keeps_state(m)]
+        if not keeping:
             return None
+        found, count = {m.layer: m.kv_spec for m in keeping}, len(keeping)
         if set(found) != set(range(count)):
             raise IngotError(
                 f"{count} layers keep state, as layers {sorted(found)}",
@@ -75,7 +75,6 @@ class KVSpec:
         return KVSpec(layers=count, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """A layer that keeps state: which of the pool's layers is its own, and what it keeps."""
 
@@ -85,6 +84,11 @@ class Stateful(Protocol):
     def kv_spec(self) -> KVSpec:
         """What this one layer keeps."""
         ...
+
+
+def _keeps_state(module: nn.Module) -> TypeGuard[Stateful]:
+    # The class first: a module is slow to say that it has no such attribute.
+    return hasattr(type(module), "kv_spec") and hasattr(module, "layer")
 
 
 class KVPool:
