@@ -115,7 +115,7 @@ class KVPool:
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.zeros`, but on the CPU memory that is never used is never taken, and costs no time:
-    torch writes its zeros, a second for 4 GB."""
+    torch writes its zeros, in about a second for each GB."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
