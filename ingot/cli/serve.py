@@ -33,6 +33,7 @@ def serve(
     requests: int = 256,
     timeout: float = 600.0,
     stall: float = 60.0,
+    lookup: tyro.conf.FlagCreatePairsOff[bool] = False,
     log: Literal["text", "json"] = "text",
 ) -> None:
     """Serve a model to any OpenAI client: chat and completions, streamed or not.
@@ -52,6 +53,8 @@ def serve(
         requests: How many may be inside at a time; beyond, clients are told to come back.
         timeout: Seconds after which an answer is given up.
         stall: Seconds without a step after which the engine is restarted.
+        lookup: Guess ahead what followed the same words before. The text is the same; quoting,
+            editing and code come faster while few requests run.
         log: How to write logs.
     """
     try:
@@ -63,6 +66,8 @@ def serve(
         raise IngotError(
             f"the server needs {error.name}", remedy="pip install 'ingot[serve]'"
         ) from error
+    if memory is not None and not 0 < memory <= 1 << 16:
+        raise ConfigError(f"--memory is {memory}", remedy="give GiB, from 0 to 65536")
     setup(json=log == "json")
     control_host, control_port = _control(control, port)
     config = Config(
@@ -74,6 +79,7 @@ def serve(
         timeout=timeout,
         stall=stall,
         memory=None if memory is None else int(memory * 2**30),
+        lookup=lookup,
         json=log == "json",
     )
     keys = None if api_key_file is None else Keys.load(api_key_file)

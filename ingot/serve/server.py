@@ -69,6 +69,8 @@ class Config:
     """Seconds that requests inside have to finish when the server is told to stop."""
     memory: int | None = None
     """Bytes for keys and values."""
+    lookup: bool = False
+    """Whether to speculate by lookup."""
     json: bool = False
     """Whether logs are JSON."""
 
@@ -156,7 +158,12 @@ class Server:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self.front = Front()
         self.admission = Admission(Bounds(requests=config.requests))
-        settings = Settings(directory=str(directory), memory=config.memory, json=config.json)
+        settings = Settings(
+            directory=str(directory),
+            memory=config.memory,
+            lookup=config.lookup,
+            json=config.json,
+        )
         self.supervisor = Supervisor(self.front, settings, config.stall)
         self.service = http.Service(
             model=directory.resolve().name,

@@ -42,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     directory: str
     memory: int | None = None
     """Bytes for keys and values; None for what suits the machine."""
+    lookup: bool = False
+    """Whether to try what followed the same words before: see `propose`."""
     json: bool = False
     """Whether logs are JSON."""
 
@@ -123,12 +125,18 @@ def load(settings: Settings, connection: socket.socket) -> Worker:
     say(wire.Loading("importing PyTorch"))
     from ingot.interop import model
     from ingot.serve import engine as engines
+    from ingot.serve.propose import Lookup
 
     directory = Path(settings.directory)
     say(wire.Loading(f"loading {directory}"))
     loaded = model.load(directory)
     limits = engines.fit(loaded.decoder, settings.memory)
-    engine = engines.Engine(loaded.decoder, limits=limits, tokenizer=loaded.tokenizer)
+    engine = engines.Engine(
+        loaded.decoder,
+        limits=limits,
+        tokenizer=loaded.tokenizer,
+        proposer=Lookup() if settings.lookup else None,
+    )
     say(wire.Loading("warming up; the CPU kernels are compiled, once on a machine"))
     warm(engine)
     config = loaded.decoder.config

@@ -79,6 +79,7 @@ def test_a_port_in_use_has_a_remedy(tiny: Path, ready: Run) -> None:
     [
         (["--control", "9000"], "--control"),
         (["--requests", "0"], "requests"),
+        (["--memory", "nan"], "--memory"),
         (["--api-key-file", "none"], "ingot.serve.keys"),
     ],
 )

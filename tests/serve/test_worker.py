@@ -15,6 +15,7 @@ from ingot.nn import Decoder, preset
 from ingot.serve import wire
 from ingot.serve.engine import Engine
 from ingot.serve.output import Output
+from ingot.serve.propose import Lookup
 from ingot.serve.request import End, Grammar, Options, Reason, Request
 from ingot.serve.scheduler import Limits
 from ingot.serve.worker import Settings, Worker, load
@@ -145,7 +146,8 @@ def test_a_model_directory_is_loaded_with_its_facts(directory: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(30)
-        worker = load(Settings(directory=str(directory), memory=1 << 22), theirs)
+        worker = load(Settings(directory=str(directory), memory=1 << 22, lookup=True), theirs)
+        assert isinstance(worker.engine.proposer, Lookup)
         assert not worker.engine.busy
         assert worker.engine.stats().blocks_used == 0
         other, heard = Other(ours), list[wire.ToFront]()
