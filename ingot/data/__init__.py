@@ -31,7 +31,7 @@
         batch = held_out.batch(range(start, min(start + 8, len(held_out))))
 
     # Images, or any arrays: batch.x, batch.y, batch.ids
-    train, held_out = data.digits().split(0.2)
+    train, held_out = data.digits().split(0.2)  # or data.xor(), data.mnist(folder)
     loader = data.Loader(train, batch=64, seed=0)
 
 The target of a document's last token, for which there is none, is -100, which losses ignore. Of an
@@ -43,3 +43,53 @@ any number of ranks, and with any split of the same global batch.
 
 What a set of samples has to have for `Loader` is `len()` and `batch(indices)`.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ingot.data.array import ArrayBatch, Arrays, xor
+    from ingot.data.corpus import Corpus, prepare
+    from ingot.data.image import digits, mnist
+    from ingot.data.loader import Loader, Samples
+    from ingot.data.pack import Packed, TokenBatch
+    from ingot.data.source import Source
+
+# They load when they are first named: torch is not needed to tokenize, nor numpy to read help.
+_HOMES = {
+    "ArrayBatch": "array",
+    "Arrays": "array",
+    "Corpus": "corpus",
+    "Loader": "loader",
+    "Packed": "pack",
+    "Samples": "loader",
+    "Source": "source",
+    "TokenBatch": "pack",
+    "digits": "image",
+    "mnist": "image",
+    "prepare": "corpus",
+    "xor": "array",
+}
+
+__all__ = [
+    "ArrayBatch",
+    "Arrays",
+    "Corpus",
+    "Loader",
+    "Packed",
+    "Samples",
+    "Source",
+    "TokenBatch",
+    "digits",
+    "mnist",
+    "prepare",
+    "xor",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"ingot.data.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'ingot.data' has no attribute '{name}'")
