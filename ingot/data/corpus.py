@@ -162,7 +162,7 @@ class _Wanted:
             documents=survey.documents,
             bytes=survey.bytes,
             field=self.source.field,
-            validation=self.validation,
+            validation=float(self.validation),  # 0 and 0.0 are spelled differently in JSON
             vocab=self.size if tokenizer is None else None,
             tokenizer=None if tokenizer is None else vocabulary.digest(tokenizer),
         )

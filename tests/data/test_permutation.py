@@ -29,7 +29,7 @@ def test_no_two_samples_meet_however_many_there_are(n: int, seed: int, data: st.
 @pytest.mark.parametrize("n", [2, 3, 5, 16, 17, 64])
 def test_no_place_is_favoured(n: int) -> None:
     """With three rounds instead of eight n = 5 fails."""
-    seeds = 2000
+    seeds = 1000
     counts = np.zeros((n, n))
     for seed in range(seeds):
         counts[np.arange(n), Permutation(n, seed=seed)(np.arange(n))] += 1
@@ -49,12 +49,12 @@ def test_the_order_is_shuffled_anew_in_each_epoch_and_by_each_seed() -> None:
     assert len(orders) == 4
 
 
-@given(n=st.integers(1, 40), seed=SEEDS, start=st.integers(0, 200), world=st.integers(1, 9))
+@given(n=st.integers(1, 40), seed=SEEDS, start=st.integers(0, 90), world=st.integers(1, 9))
 def test_a_part_of_the_order_is_that_of_the_whole(
     n: int, seed: int, start: int, world: int
 ) -> None:
-    whole = order(0, 300, 1, n, seed)
-    assert order(start, 300, world, n, seed).tolist() == whole[start::world].tolist()
+    whole = order(0, 100, 1, n, seed)
+    assert order(start, 100, world, n, seed).tolist() == whole[start::world].tolist()
 
 
 def test_the_order_is_the_one_that_it_always_was() -> None:

@@ -62,6 +62,13 @@ def test_a_file_with_wrong_bytes_is_refused_or_read_as_text(kind: str, data: st.
             assert all(isinstance(text, str) for text in Source(path).documents())
 
 
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "table", pa.table({"text": ["a"], "nameless": [1]}), "stream")
+    path.write_bytes(path.read_bytes().replace(b"nameless", b"\xff\xfeameless"[:8]))
+    with pytest.raises(DataError, match="cannot read"):
+        list(Source(path).documents())
+
+
 def test_strings_that_point_out_of_the_file_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "table", pa.table({"text": ["one", "three"]}), "stream")
     right, wrong = struct.pack("<3i", 0, 3, 8), struct.pack("<3i", 0, 3, 1 << 20)
