@@ -6,8 +6,8 @@
     validation-00000.tokens
 
 `prepare` makes one. It reads the source once to count and to hash it (`ingot.data.survey`), trains
-a vocabulary unless it is given one, and tokenizes. The directory appears when all of it is there; if
-it is there already and made of the same, it is taken as it is.
+a vocabulary unless it is given one, and tokenizes. The directory appears when all of it is there;
+if it is there already and made of the same, it is taken as it is.
 
 `hash` is that of the whole index, which holds the hash of everything else: equal hashes are equal
 tokens.
@@ -38,7 +38,7 @@ FORMAT = 1
 VOCAB = 4096  # tokens of a vocabulary, unless somebody says
 MAX_INDEX = 1 << 26
 SHARD = 1 << 25  # tokens: 64 MB of two bytes each
-BATCH = 1 << 22  # bytes of text that are tokenized at a time
+BATCH = 1 << 21  # bytes of text that are tokenized at a time
 TRAINED_ON = 1 << 30  # bytes of text that a vocabulary is trained on, at most
 
 
