@@ -5,7 +5,8 @@
     linear       1 - (1 - f) p
     polynomial   f + (1 - f) (1 - p)^a
     cosine       f + (1 - f) (1 + cos(pi p)) / 2              (Loshchilov & Hutter 2016)
-    wsd          1 while p < 1 - d, then linear down to f     (warm-up, stable, decay: Hu et al. 2024)
+    wsd          1 while p < 1 - d, then linear down to f     (warm-up, stable, decay;
+                                                              Hu et al. 2024)
 
 s is the step from 0 on, w the steps of warm-up, f the factor at the end, and p goes from 0 at the
 first step behind the warm-up to 1 at the last. Nothing is kept from step to step, so nothing has
@@ -39,7 +40,7 @@ class Schedule:
     power: float | None = None
     """Of `polynomial`: 2 if left out."""
     decay: float | None = None
-    """Of `wsd`: the share of the steps behind the warm-up in which it goes down, 0.2 if left out."""
+    """Of `wsd`: in which share of the steps behind the warm-up it goes down; 0.2 if left out."""
 
     def __post_init__(self) -> None:
         within(self, warmup=(0, 10**9), final=(0.0, 1.0))

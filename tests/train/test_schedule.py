@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,12 +52,18 @@ def test_behind_the_warm_up_it_never_rises(
     factors = [schedule.factor(step, steps) for step in range(steps + 5)]
     assert all(0 <= factor <= 1 for factor in factors)
     behind = factors[warmup:]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(behind, behind[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(behind))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup": -1}, {"final": 1.1}, {"power": 2.0}, {"shape": "wsd", "decay": 2.0}, {"decay": 0.1}],
+    [
+        {"warmup": -1},
+        {"final": 1.1},
+        {"power": 2.0},
+        {"shape": "wsd", "decay": 2.0},
+        {"decay": 0.1},
+    ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
