@@ -53,3 +53,7 @@ class ConfigError(IngotError):
 
 class OpError(IngotError):
     """An op was declared or called in a way it does not support."""
+
+
+class DataError(IngotError):
+    """Data that is missing, broken or not what it was said to be."""
