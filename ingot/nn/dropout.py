@@ -1,8 +1,9 @@
 """Dropout whose mask is a function of the seed, the step, the layer and the row.
 
 The mask comes from a counter-based generator (`ingot.core.random`): nothing is drawn from a state
-that others draw from too. So a resumed run drops what the first one dropped, and a global batch
-drops the same whether it comes in one piece or in several: rows are counted through the batch.
+that others draw from too. So a resumed run drops what the first one dropped, a block that is
+computed again for its backward drops the same, and a global batch does whether it comes in one piece
+or in several: whoever splits it says at which row a piece begins.
 
 A value is dropped if 16 random bits are below `rate`, which is rounded to 1/65536. What is kept is
 divided by the share that is kept. In `eval` nothing is dropped. The bits are made on the CPU.
@@ -28,8 +29,8 @@ class Dropout(nn.Module):
     >>> layer.begin(seed=0, step=7)
     >>> x = torch.ones(4, 3)
     >>> whole = layer(x)
-    >>> layer.begin(seed=0, step=7)
-    >>> torch.equal(torch.cat([layer(x[:1]), layer(x[1:])]), whole)
+    >>> layer.begin(seed=0, step=7, row=1)
+    >>> torch.equal(layer(x[1:]), whole[1:])
     True
     """
 
@@ -41,9 +42,9 @@ class Dropout(nn.Module):
         self.layer = layer
         self.begin(seed=0, step=0)
 
-    def begin(self, *, seed: int, step: int) -> None:
-        """Say which step the next rows belong to; the first of them is row 0."""
-        self._seed, self._step, self._row = seed, step, 0
+    def begin(self, *, seed: int, step: int, row: int = 0) -> None:
+        """Say which step the next rows belong to, and which row of the batch is the first."""
+        self._seed, self._step, self._row = seed, step, row
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop some of the values, in rows along the first dimension."""
@@ -58,15 +59,14 @@ class Dropout(nn.Module):
             index=self.layer,
             start=self._row * blocks,
         )
-        self._row += len(x)
         bits = torch.from_numpy(stream.random_raw(4 * blocks * len(x)).view("uint16"))
         keep = bits.view(len(x), -1)[:, :width].to(torch.int32) >= self.dropped
         scale = _LEVELS / (_LEVELS - self.dropped)
         return x * (keep.view(x.shape).to(x.device, x.dtype) * scale)
 
 
-def begin(model: nn.Module, *, seed: int, step: int) -> None:
-    """Tell every dropout of a model which step this is."""
+def begin(model: nn.Module, *, seed: int, step: int, row: int = 0) -> None:
+    """Tell every dropout of a model which step this is, and at which row the batch goes on."""
     for module in model.modules():
         if isinstance(module, Dropout):
-            module.begin(seed=seed, step=step)
+            module.begin(seed=seed, step=step, row=row)

@@ -252,3 +252,20 @@ def test_a_token_beyond_the_vocabulary_is_refused() -> None:
         decoder(torch.tensor([61]), plan.positions(), plan)
     with pytest.raises((IndexError, RuntimeError)):
         decoder(torch.tensor([1]), torch.tensor([KINDS["gpt2"].context]), plan)
+
+
+@pytest.mark.parametrize("place", list(NormPlace))
+def test_dropout_of_branches_is_for_training_alone(place: NormPlace) -> None:
+    decoder = Decoder.new(replace(preset("tiny"), norm_place=place), seed=0)
+    plan = Plan.packed([5, 3])
+    tokens, positions = torch.arange(8), plan.positions()
+    plain = decoder(tokens, positions, plan)
+    names = decoder.state_dict().keys()
+    decoder.drop(0.5)
+    assert decoder.state_dict().keys() == names
+    assert not torch.equal(decoder(tokens, positions, plan), plain)
+    assert torch.equal(decoder.eval()(tokens, positions, plan), plain)
+    decoder.train().drop(1e-4)  # of 512 values none: the same mathematics
+    torch.testing.assert_close(decoder(tokens, positions, plan), plain, rtol=1e-3, atol=1e-3)
+    decoder.drop(0.0)
+    assert torch.equal(decoder(tokens, positions, plan), plain)
