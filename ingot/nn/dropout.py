@@ -2,7 +2,7 @@
 
 The mask comes from a counter-based generator (`ingot.core.random`): nothing is drawn from a state
 that others draw from too. So a resumed run drops what the first one dropped, a block that is
-computed again for its backward drops the same, and a global batch does whether it comes in one piece
+computed again for its backward drops the same, and so does a global batch whether in one piece
 or in several: whoever splits it says at which row a piece begins.
 
 A value is dropped if 16 random bits are below `rate`, which is rounded to 1/65536. What is kept is
