@@ -31,7 +31,7 @@ def basenames(folder: Path) -> set[str]:
     return {name.removesuffix("_") for name in names - {"__init__"}}
 
 
-@pytest.mark.parametrize("light", ["ingot", "ingot.core.device", "ingot.cli"])
+@pytest.mark.parametrize("light", ["ingot", "ingot.core.device", "ingot.cli", "ingot.data"])
 def test_importing_what_is_light_imports_nothing_heavy(light: str) -> None:
     heavy = {"torch", "triton", "transformers", "numpy"}
     assert modules_after(f"import {light}").isdisjoint(heavy)

@@ -27,6 +27,7 @@ SUMMARIES = {
     "bench": "how fast ops and models are, beside the machine's limit and others",
     "build": "compile the CPU kernels now rather than at their first use",
     "chat": "talk to a model in the terminal",
+    "data": "text into tokens on disk, for training",
     "doctor": "what this machine is and can do, what is missing, and the remedy",
     "generate": "have a model go on from a prompt",
     "import": "a GGUF file or a Hugging Face directory into a model directory",

@@ -39,6 +39,7 @@ from ingot.data.vocabulary import Vocabulary
 
 NAME = "data.json"
 FORMAT = 1
+VOCAB = 4096  # tokens of a vocabulary, unless somebody says
 MAX_INDEX = 1 << 26
 SHARD = 1 << 25  # tokens: 64 MB of two bytes each
 BATCH = 1 << 22  # characters that are tokenized at a time
@@ -111,40 +112,80 @@ def prepare(
     source: Source,
     directory: Path,
     *,
-    vocab: int = 4096,
+    vocab: int | None = None,
     tokenizer: Path | None = None,
     validation: float = 0.01,
 ) -> Corpus:
     """Make a corpus of the source in the directory, or open it if it is there.
 
     The vocabulary is that of the model directory `tokenizer`, or else one of `vocab` tokens that
-    is trained on the text. `validation` is the fraction that is held out.
+    is trained on the text, 4,096 by default. `validation` is the fraction that is held out.
     """
-    if not 0 <= validation <= 0.5:
-        raise ConfigError(f"{validation} held out for validation", remedy="give 0 to 0.5")
-    if tokenizer is None:
-        vocabulary.check_size(vocab)
-    given = None if tokenizer is None else Vocabulary.load(tokenizer)
-    survey = _survey(source, validation)
-    made = Made(
-        source=survey.sha256,
-        documents=survey.documents,
-        bytes=survey.bytes,
-        field=source.field,
-        validation=validation,
-        vocab=None if tokenizer else vocab,
-        tokenizer=None if tokenizer is None else vocabulary.digest(tokenizer),
-    )
+    wanted = _Wanted(source, vocab, tokenizer, validation)
     if (directory / NAME).exists():
-        return _same(Corpus(directory), made)
+        return wanted.found(Corpus(directory))
     with paths.whole_directory(directory) as temporary:
-        if tokenizer is None or given is None:
-            given = _train(source, survey, vocab)
-            given.save(temporary)
-        else:
-            vocabulary.copy(tokenizer, temporary)
-        _write(source, survey, given, made, temporary)
+        wanted.write(temporary)
     return Corpus(directory)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A corpus that was asked for."""
+
+    source: Source
+    vocab: int | None
+    tokenizer: Path | None
+    validation: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation <= 0.5:
+            raise ConfigError(f"{self.validation} held out for validation", remedy="give 0 to 0.5")
+        if self.vocab is not None and self.tokenizer is not None:
+            raise ConfigError(
+                f"a vocabulary of {self.vocab} tokens and the tokenizer in {self.tokenizer}",
+                remedy="give the size of one to train, or one that is there, but not both",
+            )
+        if self.tokenizer is None:
+            vocabulary.check_size(self.size)
+        else:
+            Vocabulary.load(self.tokenizer)
+
+    @property
+    def size(self) -> int:
+        return VOCAB if self.vocab is None else self.vocab
+
+    def made(self, survey: _Survey) -> Made:
+        tokenizer = self.tokenizer
+        return Made(
+            source=survey.sha256,
+            documents=survey.documents,
+            bytes=survey.bytes,
+            field=self.source.field,
+            validation=float(self.validation),  # 0 and 0.0 are spelled differently in JSON
+            vocab=self.size if tokenizer is None else None,
+            tokenizer=None if tokenizer is None else vocabulary.digest(tokenizer),
+        )
+
+    def write(self, directory: Path) -> None:
+        survey = _survey(self.source, self.validation)
+        if self.tokenizer is None:
+            words = _train(self.source, survey, self.size)
+            words.save(directory)
+        else:
+            words = Vocabulary.load(self.tokenizer)
+            vocabulary.copy(self.tokenizer, directory)
+        _write(self.source, survey, words, self.made(survey), directory)
+
+    def found(self, corpus: Corpus) -> Corpus:
+        made, there = self.made(_survey(self.source, self.validation)), corpus.index.made
+        other = [k for k, v in msgspec.structs.asdict(made).items() if getattr(there, k) != v]
+        if other:
+            raise DataError(
+                f"{corpus.directory} was made of something else: {', '.join(other)} differ",
+                remedy="name another directory, or delete that one first",
+            )
+        return corpus
 
 
 @dataclass
@@ -320,17 +361,6 @@ class _Writer:
 
 def _shard_path(directory: Path, part: Part, number: int) -> Path:
     return directory / f"{part}-{number:05}.tokens"
-
-
-def _same(found: Corpus, made: Made) -> Corpus:
-    if found.index.made != made:
-        fields = msgspec.structs.asdict(made)
-        other = [k for k, v in fields.items() if getattr(found.index.made, k) != v]
-        raise DataError(
-            f"{found.directory} was made of something else: {', '.join(other)} differ",
-            remedy="name another directory, or delete that one first",
-        )
-    return found
 
 
 def _read(path: Path) -> Index:

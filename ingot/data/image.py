@@ -71,7 +71,7 @@ def idx(path: Path) -> Tensor:
                 raise _broken(path, f"it begins with {head.hex(' ')}")
             dimensions = np.frombuffer(_exactly(file, 4 * head[3], path), ">u4").tolist()
             size = math.prod(dimensions)
-            if size > MAX_BYTES:
+            if not 0 < size <= MAX_BYTES:
                 raise _broken(path, f"it claims {size:,} bytes")
             content = _exactly(file, size, path)
             if file.read(1):

@@ -130,7 +130,7 @@ def _unreadable(error: OSError) -> None:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut what is too long, and replace lone surrogates, which are no text.
+    """Cut what is too long.
 
     >>> list(_pieces("")), list(_pieces("a"))
     ([], ['a'])
@@ -140,7 +140,7 @@ def _pieces(text: str) -> Iterator[str]:
         stop = start + MAX_DOCUMENT
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
-        yield text[start:stop].encode("utf-8", "replace").decode()
+        yield text[start:stop]
         start = stop
 
 
@@ -194,10 +194,10 @@ def _of_lines(path: Path, field: str) -> Iterator[str]:
                 ) from error
             text = cast(dict[str, Any], found).get(field) if isinstance(found, dict) else None
             if not isinstance(text, str):
-                keys = ", ".join(list(cast(dict[str, Any], found))[:8]) if found else ""
+                keys = list(cast(dict[str, Any], found))[:8] if isinstance(found, dict) else []
                 raise DataError(
                     f"line {number:,} of {path} is no object with a text under '{field}'",
-                    remedy=f"name the text's field by --field; there is: {keys or 'nothing'}",
+                    remedy=f"name its field by --field; there is: {', '.join(keys) or 'none'}",
                 )
             yield text
 

@@ -30,7 +30,7 @@ def texts(path: Path, field: str) -> Iterator[str]:
             column.validate(full=True)
             for start in range(0, len(column), ROWS):
                 yield from (text for text in column[start : start + ROWS].to_pylist() if text)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, ValueError) as error:  # names that are no UTF-8
         raise DataError(
             f"cannot read {path}: {str(error)[:500]}",
             remedy="copy the file again from where it comes from",
