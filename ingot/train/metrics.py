@@ -29,21 +29,16 @@ class Metrics:
     """
 
     def __init__(self, directory: Path, lines: int = 0) -> None:
-        path = directory / NAME
-        kept = path.read_text().splitlines()[:lines] if path.exists() else []
-        write_atomic(path, "".join(f"{line}\n" for line in kept))
+        self._path = directory / NAME
+        kept = self._path.read_text().splitlines()[:lines] if self._path.exists() else []
+        write_atomic(self._path, "".join(f"{line}\n" for line in kept))
         self.lines = len(kept)
-        self._file = path.open("a")
 
     def add(self, figures: dict[str, Any]) -> None:
         """Write a line."""
-        self._file.write(json.dumps(figures) + "\n")
-        self._file.flush()
+        with self._path.open("a") as file:
+            file.write(json.dumps(figures) + "\n")
         self.lines += 1
-
-    def close(self) -> None:
-        """Write no more."""
-        self._file.close()
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

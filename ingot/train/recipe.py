@@ -127,8 +127,11 @@ class Recipe:
     steps: int
     batch: int
     """Samples of a step."""
-    model: ModelConfig
     data: DataConfig
+    model: ModelConfig | None = None
+    """A model to make; or else:"""
+    start: Path | None = None
+    """A model directory whose decoder is trained on."""
     seed: int = 0
     accumulate: int = 1
     """Pieces that a batch is computed in, one after another: less memory, the same result."""
@@ -164,21 +167,28 @@ class Recipe:
                 f"a batch of {self.batch} in {self.accumulate} pieces",
                 remedy="give a batch that is a multiple of accumulate",
             )
-        self._fits()
-
-    def _fits(self) -> None:
-        text = isinstance(self.data, Text)
-        if text is not isinstance(self.model, DecoderConfig | GRUConfig):
+        if (self.model is None) is (self.start is None):
             raise ConfigError(
-                f"a {type(self.model).__name__} for data of the kind '{self.data.kind}'",
+                "a recipe has a model to make, or one to start from",
+                remedy="give either a [model] or start = a model directory",
+            )
+        if self.model is not None:
+            self.check(self.model)
+
+    def check(self, model: ModelConfig) -> None:
+        """Require a model that fits the data and the rest."""
+        text = isinstance(self.data, Text)
+        if text is not isinstance(model, DecoderConfig | GRUConfig):
+            raise ConfigError(
+                f"a {type(model).__name__} for data of the kind '{self.data.kind}'",
                 remedy="text is for decoders and GRUs, the rest for dense, cnn and resnet",
             )
-        if isinstance(self.data, Text) and self.data.length > self.model.context:  # pyright: ignore
+        if isinstance(self.data, Text) and self.data.length > model.context:  # pyright: ignore
             raise ConfigError(
-                f"samples of {self.data.length} tokens for a context of {self.model.context}",  # pyright: ignore
+                f"samples of {self.data.length} tokens for a context of {model.context}",  # pyright: ignore
                 remedy="give a shorter data.length, or a longer model.context",
             )
-        if self.dropout and not isinstance(self.model, DecoderConfig):
+        if self.dropout and not isinstance(model, DecoderConfig):
             raise ConfigError(
                 "dropout beside a model that is no decoder", remedy="give model.dropout instead"
             )
@@ -199,10 +209,8 @@ def new_model(recipe: Recipe) -> nn.Module:
     ...                       data=Text(source="stdlib")))).__name__
     'Decoder'
     """
-    model = _MODELS[type(recipe.model)].new(recipe.model, seed=recipe.seed)
-    if recipe.dropout:
-        model.drop(recipe.dropout)
-    return model
+    assert recipe.model is not None
+    return _MODELS[type(recipe.model)].new(recipe.model, seed=recipe.seed)
 
 
 @dataclass(frozen=True)
@@ -216,14 +224,13 @@ class Sets:
     corpus: data.Corpus | None = None
 
 
-def open_data(recipe: Recipe) -> Sets:
+def open_data(config: DataConfig) -> Sets:
     """The data of a recipe; text is tokenized if that was not done before.
 
-    >>> len(open_data(Recipe(name="xor", steps=1, batch=4, data=Xor(),
-    ...                      model=DenseConfig(inputs=2, hidden=(), outputs=2))).train)
+    >>> len(open_data(Xor()).train)
     4
     """
-    match recipe.data:
+    match config:
         case Xor():
             return Sets(data.xor(), data.xor(), "xor")
         case Digits(held_out=share):
@@ -233,18 +240,13 @@ def open_data(recipe: Recipe) -> Sets:
             train, held_out = data.mnist(folder, "train"), data.mnist(folder, "t10k")
             return Sets(train, held_out, f"mnist {len(train)} {len(held_out)}")
         case Text() as text:
-            return _text(text, recipe.model.vocab_size)  # pyright: ignore
+            return _text(text)
 
 
-def _text(text: Text, vocab_size: int) -> Sets:
+def _text(text: Text) -> Sets:
     source = data.Source(text.source, text.field)
     text.directory.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"vocab": text.vocab, "tokenizer": text.tokenizer}
     corpus = data.prepare(source, text.directory, validation=text.validation, **options)
-    if corpus.size > vocab_size:
-        raise ConfigError(
-            f"{corpus.size} tokens in the vocabulary of the text, {vocab_size} in the model's",
-            remedy=f"give model.vocab_size={corpus.size} or more",
-        )
-    parts = [data.Packed(part, text.length) for part in (corpus.train, corpus.validation)]
-    return Sets(*parts, corpus.hash, corpus)
+    train, held_out = (data.Packed(p, text.length) for p in (corpus.train, corpus.validation))
+    return Sets(train, held_out, corpus.hash, corpus)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ingot.core import config, log
 from ingot.core.device import detect
@@ -55,13 +55,21 @@ _TELL_EVERY = 10.0  # seconds between lines where there is no bar
 class Trainer:
     """One run in a directory; `resume` first to go on with what is there.
 
-    `peak` is what the machine's matmuls reach at most, in FLOP/s, if that is known.
+    `model` is what the recipe starts from, if it does. `peak` is what the machine's matmuls reach
+    at most, in FLOP/s, if that is known.
     """
 
-    def __init__(self, recipe: Recipe, directory: Path, peak: float | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: Path,
+        model: nn.Module | None = None,
+        peak: float | None = None,
+    ) -> None:
         self.recipe, self.directory, self.peak = recipe, directory, peak
-        self.sets = open_data(recipe)
-        self.model = new_model(recipe)
+        self.sets = open_data(recipe.data)
+        self.model = new_model(recipe) if model is None else model
+        self._check()
         self.masters = Masters(self.model, recipe.precision)
         optimizers = Optimizers(recipe.optimizer, self.model, self.masters.weights)
         clipper = Clipper(recipe.clip, len(self.masters.weights))
@@ -81,6 +89,19 @@ class Trainer:
         self.step = 0
         self._stop = False
         self._lines = 0
+        self._saved: int | None = None
+
+    def _check(self) -> None:
+        made: Any = self.model.config
+        self.recipe.check(made)
+        if self.sets.corpus and self.sets.corpus.size > made.vocab_size:
+            raise ConfigError(
+                f"{self.sets.corpus.size} tokens in the vocabulary of the text, "
+                f"{made.vocab_size} in the model's",
+                remedy=f"give model.vocab_size={self.sets.corpus.size} or more",
+            )
+        if self.recipe.dropout:
+            self.model.drop(self.recipe.dropout)  # pyright: ignore
 
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint; False if there is none."""
@@ -113,12 +134,6 @@ class Trainer:
         """Make the steps that are left. Returns the last evaluation; None if it was stopped."""
         self._describe()
         self._metrics = Metrics(self.directory, self._lines)
-        try:
-            return self._run()
-        finally:
-            self._metrics.close()
-
-    def _run(self) -> Score | None:
         recipe, score = self.recipe, None
         if recipe.guard.policy == "rollback" and self.step == 0:
             self._save(None)
@@ -225,6 +240,9 @@ class Trainer:
         return score
 
     def _save(self, score: Score | None) -> None:
+        if self._saved == self.step:
+            return
+        self._saved = self.step
         facts = {
             "data": self.sets.fingerprint,
             "sample": self.loader.state()["sample"],
@@ -252,14 +270,14 @@ class Trainer:
         if self.ema:
             self.ema.load(saved.tensors("ema"))
         torch.set_rng_state(saved.tensors("rng")["torch"])
-        self.step = saved.step
+        self.step = self._saved = saved.step
 
     def _describe(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         config.save(self.recipe, self.directory / RECIPE)
         device = detect()
         known = {
-            "cpu": device.cpu.model,
+            "cpu": device.cpu.name,
             "isa": device.cpu.isa,
             "cores": device.cpu.cores,
             "threads": torch.get_num_threads(),
@@ -270,10 +288,10 @@ class Trainer:
         write_atomic(self.directory / "environment.json", json.dumps(known, indent=2) + "\n")
 
     def flops(self) -> float | None:
-        """FLOPs of a step, without what is computed again; None where nobody has counted."""
+        """FLOPs of a token, without what is computed again; None where nobody has counted."""
         if not isinstance(self.model, Decoder) or not isinstance(self.recipe.data, Text):
             return None
-        return flops_per_token(self.recipe.model, self.recipe.data.length)  # pyright: ignore
+        return flops_per_token(self.model.config, self.recipe.data.length)
 
 
 def flops_per_token(model: DecoderConfig, length: int) -> float:
