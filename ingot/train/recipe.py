@@ -90,8 +90,8 @@ class Text:
     source: str
     """A file, a folder, or "stdlib": Python's own library."""
     field: str = "text"
-    vocab: int = 4096
-    """Of a vocabulary that is trained on the text, unless a tokenizer is given."""
+    vocab: int | None = None
+    """Tokens of a vocabulary that is trained on the text: 4096 if nothing is said. Or else:"""
     tokenizer: Path | None = None
     """A model directory whose vocabulary is taken."""
     length: int = 512
