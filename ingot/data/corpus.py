@@ -5,14 +5,9 @@
     train-00000.tokens      shards (`ingot.data.shard`)
     validation-00000.tokens
 
-`prepare` makes one. It reads the source once to count and to hash it, trains a vocabulary unless it
-is given one, and tokenizes. The directory appears when all of it is there; if it is there already
-and made of the same, it is taken as it is.
-
-A document is held out for validation if the hash of its text falls below the wanted fraction: that
-does not change when other documents come and go, and the same text is never on both sides. Where
-that holds out nothing, or all, the document with the smallest hash is taken; of a single document,
-its end.
+`prepare` makes one. It reads the source once to count and to hash it (`ingot.data.survey`), trains
+a vocabulary unless it is given one, and tokenizes. The directory appears when all of it is there;
+if it is there already and made of the same, it is taken as it is.
 
 `hash` is that of the whole index, which holds the hash of everything else: equal hashes are equal
 tokens.
@@ -24,7 +19,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,6 +30,7 @@ from ingot.core.errors import ConfigError, DataError
 from ingot.data import shard, vocabulary
 from ingot.data.shard import Shard, ShardFacts, Tokens
 from ingot.data.source import Source
+from ingot.data.survey import Document, Part, Survey
 from ingot.data.vocabulary import Vocabulary
 
 NAME = "data.json"
@@ -42,10 +38,8 @@ FORMAT = 1
 VOCAB = 4096  # tokens of a vocabulary, unless somebody says
 MAX_INDEX = 1 << 26
 SHARD = 1 << 25  # tokens: 64 MB of two bytes each
-BATCH = 1 << 22  # characters that are tokenized at a time
+BATCH = 1 << 21  # bytes of text that are tokenized at a time
 TRAINED_ON = 1 << 30  # bytes of text that a vocabulary is trained on, at most
-
-Part = Literal["train", "validation"]
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,8 +133,6 @@ class _Wanted:
     validation: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.validation <= 0.5:
-            raise ConfigError(f"{self.validation} held out for validation", remedy="give 0 to 0.5")
         if self.vocab is not None and self.tokenizer is not None:
             raise ConfigError(
                 f"a vocabulary of {self.vocab} tokens and the tokenizer in {self.tokenizer}",
@@ -155,7 +147,7 @@ class _Wanted:
     def size(self) -> int:
         return VOCAB if self.vocab is None else self.vocab
 
-    def made(self, survey: _Survey) -> Made:
+    def made(self, survey: Survey) -> Made:
         tokenizer = self.tokenizer
         return Made(
             source=survey.sha256,
@@ -168,17 +160,18 @@ class _Wanted:
         )
 
     def write(self, directory: Path) -> None:
-        survey = _survey(self.source, self.validation)
+        survey = Survey.of(self.source, self.validation)
         if self.tokenizer is None:
-            words = _train(self.source, survey, self.size)
+            words = _train(survey, self.size)
             words.save(directory)
         else:
             words = Vocabulary.load(self.tokenizer)
             vocabulary.copy(self.tokenizer, directory)
-        _write(self.source, survey, words, self.made(survey), directory)
+        _write(survey, words, self.made(survey), directory)
 
     def found(self, corpus: Corpus) -> Corpus:
-        made, there = self.made(_survey(self.source, self.validation)), corpus.index.made
+        made = self.made(Survey.of(self.source, self.validation))
+        there = corpus.index.made
         other = [k for k, v in msgspec.structs.asdict(made).items() if getattr(there, k) != v]
         if other:
             raise DataError(
@@ -188,119 +181,31 @@ class _Wanted:
         return corpus
 
 
-@dataclass
-class _Survey:
-    """What the first reading of a source found."""
-
-    fraction: float
-    documents: int = 0
-    bytes: int = 0
-    below: int = 0  # documents whose hash says that they are held out
-    smallest: bytes = b"\xff" * 32
-    sha256: str = ""
-
-    def part(self, digest: bytes) -> Part:
-        below = self._below(digest)
-        if self.below in (0, self.documents):
-            below = self.fraction > 0 and digest == self.smallest
-        return "validation" if below else "train"
-
-    def _below(self, digest: bytes) -> bool:
-        return int.from_bytes(digest[:8], "big") < self.fraction * 2**64
-
-    def add(self, digest: bytes, num_bytes: int) -> None:
-        self.documents += 1
-        self.bytes += num_bytes
-        self.below += self._below(digest)
-        self.smallest = min(self.smallest, digest)
-
-
-def _survey(source: Source, fraction: float) -> _Survey:
-    skipped: list[Path] = []
-    found, whole = _Survey(fraction), hashlib.sha256()
-    with log.progress("reading", source.size(), in_bytes=True) as bar:
-        for text in source.documents(skipped.append):
-            content = text.encode()
-            digest = hashlib.sha256(content).digest()
-            whole.update(digest)
-            found.add(digest, len(content))
-            bar.advance(len(content))
-    if skipped:
-        log.logger(__name__).warning(
-            "passed over %d files that are not UTF-8 text, the first is %s",
-            len(skipped),
-            skipped[0],
-        )
-    if not found.documents:
-        raise DataError(
-            f"there is no text in {source.where}", remedy="name a source with documents in it"
-        )
-    found.sha256 = whole.hexdigest()
-    return found
-
-
-def _parts(source: Source, survey: _Survey) -> Iterator[tuple[Part, bytes, str]]:
-    """The documents once more: where each goes, and its hash."""
-    for text in source.documents(lambda path: None):
-        digest = hashlib.sha256(text.encode()).digest()
-        if survey.documents == 1 and survey.fraction:
-            border = _border(text, survey.fraction)
-            yield "train", digest, text[:border]
-            yield "validation", b"", text[border:]
-        else:
-            yield survey.part(digest), digest, text
-
-
-def _border(text: str, fraction: float) -> int:
-    """Where the end that is held out begins: at a line, if there is one.
-
-    >>> _border("one\\ntwo\\nthree\\n", 0.3), _border("word", 0.01)
-    (8, 3)
-    """
-    wanted = min(int(len(text) * (1 - fraction)), len(text) - 1)
-    return text.rfind("\n", 0, wanted) + 1 or max(wanted, 1)
-
-
-def _train(source: Source, survey: _Survey, size: int) -> Vocabulary:
+def _train(survey: Survey, size: int) -> Vocabulary:
     share = min(1.0, TRAINED_ON / survey.bytes)
     with log.progress("training a vocabulary", survey.bytes, in_bytes=True) as bar:
 
         def documents() -> Iterator[str]:
-            for part, digest, text in _parts(source, survey):
-                bar.advance(len(text))
-                # The last bytes of the hash: the first have decided which part it is.
-                if part == "train" and int.from_bytes(digest[-8:], "big") < share * 2**64:
-                    yield text
+            for document in survey.read():
+                bar.advance(document.bytes)
+                if document.part == "train" and document.chosen(share):
+                    yield document.text
             bar.describe("merging pairs")
 
         return Vocabulary.train(documents(), size)
 
 
-def _write(source: Source, survey: _Survey, words: Vocabulary, made: Made, directory: Path) -> None:
+def _write(survey: Survey, words: Vocabulary, made: Made, directory: Path) -> None:
     itemsize = 2 if words.size <= 1 << 16 else 4
-    writers: dict[Part, _Writer] = {
-        "train": _Writer(directory, "train", itemsize),
-        "validation": _Writer(directory, "validation", itemsize),
-    }
-    whole = hashlib.sha256()
+    train = _Writer(directory, "train", itemsize)
+    validation = _Writer(directory, "validation", itemsize)
     with log.progress("tokenizing", survey.bytes, in_bytes=True) as bar:
-        for batch in _batches(_parts(source, survey)):
-            for _, digest, _ in batch:
-                whole.update(digest)
-            encoded = words.encode([text for _, _, text in batch])
-            for (part, _, text), tokens in zip(batch, encoded, strict=True):
-                writers[part].add(tokens)
-                bar.advance(len(text))
-    if whole.hexdigest() != survey.sha256:
-        raise DataError(
-            f"{source.where} has changed while it was read", remedy="run it again when it is still"
-        )
-    shards = {part: writer.finish() for part, writer in writers.items()}
-    if not shards["train"]:
-        raise DataError(
-            f"nothing is left to train on in {source.where}: all that is not held out is empty",
-            remedy="give more documents, or --validation 0",
-        )
+        for batch in _batches(survey.read()):
+            encoded = words.encode([document.text for document in batch])
+            for document, tokens in zip(batch, encoded, strict=True):
+                writer = train if document.part == "train" else validation
+                writer.add(tokens)
+                bar.advance(document.bytes)
     index = Index(
         format=FORMAT,
         made=made,
@@ -308,22 +213,25 @@ def _write(source: Source, survey: _Survey, words: Vocabulary, made: Made, direc
         size=words.size,
         end=words.end,
         itemsize=itemsize,
-        train=shards["train"],
-        validation=shards["validation"],
+        train=train.finish(),
+        validation=validation.finish(),
     )
+    if not index.train:
+        raise DataError(
+            f"nothing is left to train on in {survey.source.where}",
+            remedy="give more documents, or --validation 0",
+        )
     content = {"hash": index.hash(), **msgspec.to_builtins(index)}
     (directory / NAME).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
 
 
-def _batches(
-    documents: Iterator[tuple[Part, bytes, str]],
-) -> Iterator[list[tuple[Part, bytes, str]]]:
-    """As many documents at a time as make `BATCH` characters."""
-    batch: list[tuple[Part, bytes, str]] = []
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """As many documents at a time as make `BATCH` bytes."""
+    batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document[2])
+        size += document.bytes
         if size >= BATCH:
             yield batch
             batch, size = [], 0

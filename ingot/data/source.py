@@ -16,7 +16,8 @@ from __future__ import annotations
 import codecs
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -58,7 +59,8 @@ class Source:
     def documents(self, skip: Skip = _raise) -> Iterator[str]:
         """Each document, none of them empty; `skip` is told of files that are no text."""
         for path in self.files():
-            yield from self._of_file(path, skip)
+            with _readable(path):
+                yield from self._of_file(path, skip)
 
     def files(self) -> list[Path]:
         """The files, in the order in which they are read.
@@ -70,13 +72,14 @@ class Source:
             root = Path(sysconfig.get_path("stdlib"))
             return _below(root, lambda name: name not in _FOREIGN, ".py")
         root = Path(self.where)
-        if root.is_dir():
-            return _below(root, lambda name: not name.startswith(".") and name != "__pycache__")
-        if not root.exists():
-            raise DataError(
-                f"there is no file or folder {root}",
-                remedy="name a text, .jsonl, .parquet or .arrow file, a folder of them, or stdlib",
-            )
+        with _readable(root):
+            if root.is_dir():
+                return _below(root, lambda name: not name.startswith(".") and name != "__pycache__")
+            if not root.exists():
+                raise DataError(
+                    f"there is no file or folder {root}",
+                    remedy="name a text, .jsonl, .parquet or .arrow file, a folder, or stdlib",
+                )
         return [root]
 
     def size(self) -> int:
@@ -85,31 +88,37 @@ class Source:
         >>> Source("stdlib").size() > 1_000_000
         True
         """
-        return sum(path.stat().st_size for path in self.files())
+        with _readable(Path(self.where)):
+            return sum(path.stat().st_size for path in self.files())
 
     def _of_file(self, path: Path, skip: Skip) -> Iterator[str]:
-        try:
-            if path.suffix in (".jsonl", ".ndjson"):
-                texts = _of_lines(path, self.field)
-            elif path.suffix in table.SUFFIXES:
-                texts = table.texts(path, self.field)
-            elif path != Path(self.where) and not _is_text(path):
-                skip(path)
-                return
-            else:
-                texts = _of_text(path)
-            for text in texts:
-                yield from _pieces(text)
-        except OSError as error:
-            raise DataError(
-                f"cannot read {path}: {error.strerror or error}",
-                remedy="make it readable, or leave it out",
-            ) from error
+        if path.suffix in (".jsonl", ".ndjson"):
+            texts = _of_lines(path, self.field)
+        elif path.suffix in table.SUFFIXES:
+            texts = table.texts(path, self.field)
+        elif path == Path(self.where) or _is_text(path):
+            texts = _of_text(path)
+        else:
+            skip(path)
+            return
+        for text in texts:
+            yield from _pieces(text)
+
+
+@contextmanager
+def _readable(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot read {error.filename or path}: {error.strerror or error}",
+            remedy="make it readable, or leave it out",
+        ) from error
 
 
 def _below(root: Path, wanted: Callable[[str], bool], suffix: str = "") -> list[Path]:
     found: list[Path] = []
-    for folder, folders, names in os.walk(root, onerror=_unreadable):
+    for folder, folders, names in os.walk(root, onerror=_raised):
         folders[:] = [name for name in folders if wanted(name)]
         paths = [Path(folder, name) for name in names if wanted(name) and name.endswith(suffix)]
         found += [path for path in paths if path.is_file()]
@@ -123,10 +132,8 @@ def _below(root: Path, wanted: Callable[[str], bool], suffix: str = "") -> list[
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
-def _unreadable(error: OSError) -> None:
-    raise DataError(
-        f"cannot read {error.filename}: {error.strerror}", remedy="make it readable, or move it"
-    ) from error
+def _raised(error: OSError) -> None:
+    raise error
 
 
 def _pieces(text: str) -> Iterator[str]:

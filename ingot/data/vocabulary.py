@@ -84,7 +84,8 @@ class Vocabulary:
 
     def save(self, directory: Path) -> None:
         """Write it as a model directory has it."""
-        self._inner.save(str(directory / FILES[0]))
+        # Not `save`: on a full disk its error is a bare Exception.
+        (directory / FILES[0]).write_text(self._inner.to_str(pretty=True), "utf-8")
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
         (directory / FILES[1]).write_text(json.dumps(settings, indent=2) + "\n")
 

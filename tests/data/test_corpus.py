@@ -20,6 +20,7 @@ from ingot.data import corpus as module
 from ingot.data.corpus import NAME, Corpus, Index, prepare
 from ingot.data.shard import Tokens
 from ingot.data.source import Source
+from ingot.data.survey import Survey
 from ingot.interop.tokenizer import Tokenizer
 
 TEXTS = [f"document {i}: {'word ' * (i % 7)}ends\n" for i in range(60)]
@@ -117,54 +118,6 @@ def test_another_tokenizer_is_another_corpus(tmp_path: Path, made: Corpus) -> No
     assert found.index.tokenizer == made.index.tokenizer
     assert found.hash != made.hash
     assert (found.size, found.end) == (300, 0)
-
-
-def test_documents_do_not_change_sides_when_others_come(tmp_path: Path, made: Corpus) -> None:
-    more = [f"new {i}" for i in range(30)]
-    found = prepare(
-        source(tmp_path, more[:15] + TEXTS[::-1] + more[15:]),
-        tmp_path / "tokens",
-        tokenizer=made.directory,
-        validation=0.2,
-    )
-    held_out = set(documents(found, found.validation)) & set(TEXTS)
-    assert held_out == set(documents(made, made.validation))
-
-
-def test_the_same_text_is_on_one_side(tmp_path: Path, made: Corpus) -> None:
-    found = prepare(
-        source(tmp_path, TEXTS * 3), tmp_path / "tokens", tokenizer=made.directory, validation=0.2
-    )
-    assert not set(documents(found, found.train)) & set(documents(found, found.validation))
-
-
-@pytest.mark.parametrize("count", range(2, 8))
-@pytest.mark.parametrize("fraction", [0.001, 0.5])
-def test_of_a_few_documents_at_least_one_is_on_each_side(
-    tmp_path: Path, made: Corpus, count: int, fraction: float
-) -> None:
-    found = prepare(
-        source(tmp_path, TEXTS[:count]),
-        tmp_path / "tokens",
-        tokenizer=made.directory,
-        validation=fraction,
-    )
-    train, held_out = documents(found, found.train), documents(found, found.validation)
-    assert train
-    assert held_out
-    assert sorted(train + held_out) == sorted(TEXTS[:count])
-
-
-def test_of_one_document_the_end_is_held_out(tmp_path: Path, made: Corpus) -> None:
-    text = "".join(f"line {i}\n" for i in range(100))
-    (tmp_path / "text").write_text(text)
-    found = prepare(
-        Source(tmp_path / "text"), tmp_path / "tokens", tokenizer=made.directory, validation=0.1
-    )
-    (train,), (held_out,) = documents(found, found.train), documents(found, found.validation)
-    assert train + held_out == text
-    assert train.endswith("\n")
-    assert 0.05 < len(held_out) / len(text) < 0.15
 
 
 def test_copies_of_one_document_cannot_be_split(tmp_path: Path, made: Corpus) -> None:
@@ -279,50 +232,42 @@ def test_a_source_without_text(tmp_path: Path) -> None:
     assert not (tmp_path / "tokens").exists()
 
 
+@pytest.mark.parametrize("trained", [True, False])
 def test_a_source_that_changes_while_it_is_read(
-    tmp_path: Path, made: Corpus, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: Corpus, monkeypatch: pytest.MonkeyPatch, trained: bool
 ) -> None:
     texts = source(tmp_path, TEXTS)
-    survey = module._survey
 
     def then_changed(*arguments: Any) -> Any:
-        found = survey(*arguments)
+        found = Survey.of(*arguments)
         source(tmp_path, [*TEXTS[:-1], "another"])
         return found
 
-    monkeypatch.setattr(module, "_survey", then_changed)
+    class Changing:
+        of = then_changed
+
+    monkeypatch.setattr(module, "Survey", Changing)
     with pytest.raises(DataError, match="has changed while it was read"):
-        prepare(texts, tmp_path / "tokens", tokenizer=made.directory)
+        prepare(texts, tmp_path / "tokens", tokenizer=None if trained else made.directory)
     assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
 
 
 def test_a_directory_with_something_else_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_survey", None)
+    monkeypatch.setattr(module, "Survey", None)
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens/mine").touch()
     with pytest.raises(IngotError, match="exists already"):
         prepare(source(tmp_path, TEXTS), tmp_path / "tokens")
 
 
-def test_files_that_were_passed_over_are_told(
-    tmp_path: Path, made: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    source(folder, TEXTS)
-    (folder / "image").write_bytes(b"\xff\0")
-    prepare(Source(folder), tmp_path / "tokens", tokenizer=made.directory)
-    assert caplog.text.count("passed over 1 files") == 1
-
-
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus) -> None:
-    """No file may grow beyond 4096 bytes: the vocabulary fits, a shard does not."""
+@pytest.mark.parametrize("what", ["shard", "vocabulary"])
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus, what: str) -> None:
+    """No file may grow beyond what the tokenizer needs, or half of it."""
     source(tmp_path, TEXTS * 20)
-    shutil.copytree(made.directory, tmp_path / "vocabulary")
-    small = tmp_path / "vocabulary/tokenizer.json"
-    limit = max(4096, small.stat().st_size + 1)
+    room = (made.directory / "tokenizer.json").stat().st_size
+    given, limit = (repr(str(made.directory)), room) if what == "shard" else (None, room // 2)
     code = f"""
         import resource
         from pathlib import Path
@@ -330,8 +275,9 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus) -> None
         from ingot.data import Source, prepare
 
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+        given = {given}
         try:
-            prepare(Source("texts.jsonl"), Path("tokens"), tokenizer=Path("vocabulary"))
+            prepare(Source("texts.jsonl"), Path("tokens"), tokenizer=given and Path(given))
         except IngotError as error:
             print(error)
     """
@@ -344,7 +290,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus) -> None
     )
     assert "cannot write tokens: File too large" in run.stdout
     assert "remedy: make room" in run.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"texts.jsonl", "vocabulary"}
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,11 @@ def test_nothing_there_has_a_remedy(tmp_path: Path) -> None:
         Source(tmp_path).files()
 
 
+def test_a_name_that_is_a_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="File name too long"):
+        Source("Once upon a time " * 100).files()
+
+
 def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text"
     path.write_text("text")

@@ -63,7 +63,7 @@ def test_a_file_with_wrong_bytes_is_refused_or_read_as_text(kind: str, data: st.
 
 
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "table", pa.table({"text": ["a"], "nameless": [1]}), "stream")
+    path = write(tmp_path / "table", pa.table({"text": ["a"], "nameless": ["b"]}), "stream")
     path.write_bytes(path.read_bytes().replace(b"nameless", b"\xff\xfeameless"[:8]))
     with pytest.raises(DataError, match="cannot read"):
         list(Source(path).documents())
