@@ -34,7 +34,7 @@ SUMMARIES = {
     "info": "what a model directory holds: architecture, size, memory, lineage",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
-    "train": "a recipe into a trained model; killed at any moment, it goes on with --resume",
+    "train": "a recipe into a trained model; killed, it goes on to the bit",
 }
 VERBS: Registry[Callable[..., Any] | dict[str, Callable[..., Any]]] = Registry("verb")
 for _verb in SUMMARIES:

@@ -78,8 +78,8 @@ def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
     decoder = package.load(tmp_path / "run/model").decoder
     with torch.inference_mode():
         for index in range(2):
-            rows = [saved[f"{index}.{name}"] for name in ("tokens", "targets")]
-            found = token_logprobs(decoder, *rows, saved[f"{index}.lengths"].tolist())
+            tokens, targets = saved[f"{index}.tokens"], saved[f"{index}.targets"]
+            found = token_logprobs(decoder, tokens, targets, saved[f"{index}.lengths"].tolist())
             assert torch.equal(found, saved[f"{index}.logprobs"])
 
 
