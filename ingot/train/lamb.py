@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ingot.train.pieces import pieces
+
 
 def trust_ratios(weights: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
     """|w| / |u| of each tensor; 1 where one of them is 0.
@@ -62,13 +64,11 @@ class LAMB(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move the weights by their gradients."""
         for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if not weights:
-                continue
-            moves = self._moves(group, weights)
-            if group["adapt"]:
-                torch._foreach_mul_(moves, trust_ratios(weights, moves))
-            torch._foreach_add_(weights, moves, alpha=-group["lr"])
+            for weights in pieces(group["params"]):
+                moves = self._moves(group, weights)
+                if group["adapt"]:
+                    torch._foreach_mul_(moves, trust_ratios(weights, moves))
+                torch._foreach_add_(weights, moves, alpha=-group["lr"])
 
     def _moves(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
         grads: list[Any] = [p.grad for p in weights]

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ingot.train.pieces import pieces
+
 
 class LARS(Optimizer):
     """LARS over groups of parameters, each with its `lr`, `weight_decay` and `adapt`.
@@ -49,20 +51,21 @@ class LARS(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move the weights by their gradients."""
         for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if not weights:
-                continue
-            for p in weights:
-                if not self.state[p]:
-                    self.state[p]["velocity"] = torch.zeros_like(p)
-            velocities = [self.state[p]["velocity"] for p in weights]
-            grads = [p.grad for p in weights]
-            moves = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
-            if group["adapt"]:
-                torch._foreach_mul_(moves, _ratios(group, weights, grads))
-            torch._foreach_mul_(velocities, group["momentum"])
-            torch._foreach_add_(velocities, moves, alpha=group["lr"])
-            torch._foreach_sub_(weights, velocities)
+            for weights in pieces(group["params"]):
+                self._move(group, weights)
+
+    def _move(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        grads: list[Any] = [p.grad for p in weights]
+        for p in weights:
+            if not self.state[p]:
+                self.state[p]["velocity"] = torch.zeros_like(p)
+        velocities = [self.state[p]["velocity"] for p in weights]
+        moves = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
+        if group["adapt"]:
+            torch._foreach_mul_(moves, _ratios(group, weights, grads))
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, moves, alpha=group["lr"])
+        torch._foreach_sub_(weights, velocities)
 
 
 def _ratios(group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> list[Tensor]:

@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+
+from ingot.train.pieces import pieces
 
 
 class Lion(Optimizer):
@@ -45,17 +48,18 @@ class Lion(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move the weights by their gradients."""
         for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if not weights:
-                continue
-            grads = [p.grad for p in weights]
-            for p in weights:
-                if not self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-            momenta = [self.state[p]["momentum"] for p in weights]
-            b1, b2 = group["betas"]
-            moves = torch._foreach_lerp(momenta, grads, 1 - b1)
-            torch._foreach_sign_(moves)
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, moves, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, grads, 1 - b2)
+            for weights in pieces(group["params"]):
+                self._move(group, weights)
+
+    def _move(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        grads: list[Any] = [p.grad for p in weights]
+        for p in weights:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum"] for p in weights]
+        b1, b2 = group["betas"]
+        moves = torch._foreach_lerp(momenta, grads, 1 - b1)
+        torch._foreach_sign_(moves)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, moves, alpha=-group["lr"])
+        torch._foreach_lerp_(momenta, grads, 1 - b2)
