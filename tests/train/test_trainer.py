@@ -88,6 +88,21 @@ def test_the_same_seed_gives_the_same_losses_twice(tmp_path: Path) -> None:
     assert runs.curve(third.directory) != runs.curve(one.directory)
 
 
+# Of `runs.text`, seed 0. Another ISA adds up in another order, and bfloat16 then rounds otherwise.
+GOLDEN = [5.633118, 5.597165, 5.557627, 5.522528, 5.43469, 5.373553]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [(Precision.FP32, 1e-5), (Precision.BF16, 1e-3)]
+)
+def test_losses_do_not_drift_from_version_to_version(
+    tmp_path: Path, precision: Precision, tolerance: float
+) -> None:
+    trainer = whole(runs.text(tmp_path, precision=precision), tmp_path / "run")
+    losses = [line["loss"] for line in read(trainer.directory) if "loss" in line]
+    assert losses[:6] == pytest.approx(GOLDEN, rel=tolerance)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"precision": Precision.BF16, "optimizer": optimizer.Muon()},
@@ -289,6 +304,21 @@ def test_a_full_disk_ends_the_run_with_a_remedy(tmp_path: Path, monkeypatch: Any
     with pytest.raises(IngotError, match="No space left"):
         trainer.run()
     monkeypatch.undo()
+    runs.assert_same(resumed(recipe, tmp_path / "run"), whole(recipe, tmp_path / "whole"))
+
+
+def test_tokens_that_cannot_be_read_end_the_run_with_a_remedy(tmp_path: Path) -> None:
+    recipe = runs.text(tmp_path)
+    killed(recipe, tmp_path / "run", 5)
+    shard = tmp_path / "corpus/train-00000.tokens"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    trainer = Trainer(recipe, tmp_path / "run")
+    assert trainer.resume()
+    with pytest.raises(IngotError, match=r"train-00000\.tokens") as raised:
+        trainer.run()
+    assert "restore the file" in raised.value.remedy
+    shard.write_bytes(content)
     runs.assert_same(resumed(recipe, tmp_path / "run"), whole(recipe, tmp_path / "whole"))
 
 
