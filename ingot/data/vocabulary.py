@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from ingot.core.errors import ConfigError, DataError
 END = "<|endoftext|>"
 SMALLEST = 257  # the bytes and the end
 LARGEST = 1 << 20
+_LONG = re.compile(r"\S{256}|\s{256}")
 MAX_BYTES = 1 << 27
 FILES = (
     "tokenizer.json",
@@ -65,7 +67,8 @@ class Vocabulary:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        inner.train_from_iterator(documents, trainer)
+        texts = (piece for document in documents for piece in _short_words(document))
+        inner.train_from_iterator(texts, trainer)
         return cls(inner, inner.token_to_id(END))
 
     @classmethod
@@ -105,6 +108,21 @@ class Vocabulary:
         if self.end is not None and ids[-1:] != [self.end]:
             ids.append(self.end)
         return ids
+
+
+def _short_words(text: str) -> Iterator[str]:
+    """Cut the text inside of words that are too long to train on.
+
+    A merge walks through the word that it is in: a megabyte without a space took three minutes.
+
+    >>> [len(piece) for piece in _short_words("a word " + "x" * 600)]
+    [263, 256, 88]
+    """
+    start = 0
+    for match in _LONG.finditer(text):
+        yield text[start : match.end()]
+        start = match.end()
+    yield text[start:]
 
 
 def check_size(size: int) -> None:

@@ -206,6 +206,35 @@ def test_a_hostile_index_is_refused(tmp_path: Path, made: Corpus, changes: dict[
     assert "ingot data" in caught.value.remedy
 
 
+def test_tokens_of_three_bytes_are_refused_though_their_number_is_right(
+    tmp_path: Path, made: Corpus
+) -> None:
+    directory = tmp_path / "tokens"
+    shutil.copytree(made.directory, directory)
+    facts = msgspec.to_builtins(made.index.train[0])
+    size = (directory / "train-00000.tokens").stat().st_size
+    count = next(d for d in range(1, 9) if (size - 8 * d) % 3 == 0)
+    forged(
+        directory,
+        itemsize=3,
+        train=[{**facts, "documents": count, "tokens": (size - 8 * count) // 3}],
+    )
+    with pytest.raises(DataError, match="3 bytes each"):
+        Corpus(directory)
+
+
+@pytest.mark.parametrize("name", ["size", "end", "tokenizer", "made", "validation"])
+def test_a_fact_that_was_changed_is_found_out(tmp_path: Path, made: Corpus, name: str) -> None:
+    directory = tmp_path / "tokens"
+    shutil.copytree(made.directory, directory)
+    table = json.loads((directory / NAME).read_bytes())
+    other = {"size": 301, "end": 1, "tokenizer": "", "validation": []}
+    table[name] = other.get(name, {**table["made"], "field": "body"})
+    (directory / NAME).write_text(json.dumps(table))
+    with pytest.raises(DataError, match="not what was written"):
+        Corpus(directory)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b"null"])
 def test_an_index_that_is_none(tmp_path: Path, made: Corpus, content: bytes) -> None:
     shutil.copytree(made.directory, tmp_path / "tokens")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import DataError
+from ingot.data import image
 from ingot.data.image import digits, idx, mnist
 
 
@@ -81,6 +82,16 @@ def test_any_bytes_are_refused_or_read(
         path.write_bytes(written)
         with contextlib.suppress(DataError):
             assert idx(path).dtype == torch.uint8
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "MAX_BYTES", 1000)
+    path = tmp_path / "images.gz"
+    path.write_bytes(gzip.compress(packed([1001], bytes(1001))))
+    with pytest.raises(DataError, match="it claims 1,001 bytes"):
+        idx(path)
 
 
 def test_labels_of_another_set_are_refused(tmp_path: Path) -> None:

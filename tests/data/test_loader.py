@@ -76,6 +76,16 @@ def test_the_state_counts_what_was_handed_out_and_not_what_was_made_ahead() -> N
     assert loader.state() == {"sample": 4, "seed": 3}
 
 
+@given(seed=SEEDS, places=st.lists(st.integers(0, 10**15), min_size=1, max_size=4))
+def test_seeking_forgets_what_was_made_ahead(seed: int, places: list[int]) -> None:
+    loader = Loader(Numbers(100), batch=4, seed=seed)
+    next(loader)
+    for place in places:
+        loader.seek(place)
+        assert next(loader) == loader.at(place)
+        assert next(loader) == loader.at(place + 4)
+
+
 def test_looking_at_a_batch_moves_nothing() -> None:
     loader = Loader(Numbers(100), batch=4, seed=3)
     later = loader.at(8)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,13 @@ def test_every_document_is_on_one_side(
     assert not set(train) & set(held_out)
     assert bool(held_out) == (fraction > 0)
     assert train or len(set(texts)) == 1
+
+
+def test_of_two_documents_one_is_held_out(tmp_path: Path) -> None:
+    for pair in pairwise(TEXTS[:20]):
+        for fraction in (0.001, 0.5):
+            train, held_out = parts(tmp_path, list(pair), fraction)
+            assert (len(train), len(held_out)) == (1, 1)
 
 
 def test_about_the_fraction_is_held_out(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError
-from ingot.data.vocabulary import END, Vocabulary, copy, digest
+from ingot.data.vocabulary import END, Vocabulary, _short_words, copy, digest
 from ingot.interop.tokenizer import Tokenizer
 
 TEXT = ["the cat sat on the mat\n", "    def sit(self) -> None:\n        return None\n"] * 20
@@ -40,6 +43,20 @@ def test_a_document_is_what_a_server_makes_of_a_prompt_and_its_end(directory: Pa
 def test_the_same_text_trains_the_same_vocabulary(directory: Path, tmp_path: Path) -> None:
     Vocabulary.train(iter(TEXT), 300).save(tmp_path)
     assert digest(tmp_path) == digest(directory)
+
+
+@given(text=st.text(st.sampled_from("ab \n"), max_size=900))
+def test_words_without_end_are_trained_on_in_pieces(text: str) -> None:
+    pieces = list(_short_words(text))
+    assert "".join(pieces) == text
+    assert all(max(map(len, re.findall(r"\S+|\s+", piece)), default=0) < 512 for piece in pieces)
+
+
+def test_a_word_of_a_megabyte_takes_no_minutes() -> None:
+    letters = random.Random(0).choices("abcdefghij", k=1 << 20)
+    start = time.process_time()
+    Vocabulary.train(iter(["".join(letters)]), 500)
+    assert time.process_time() - start < 30  # uncut, with 1,000 tokens, it took 188
 
 
 def model(directory: Path, eos: object = "</s>") -> Path:
