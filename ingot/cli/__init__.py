@@ -37,6 +37,7 @@ SUMMARIES = {
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
     "serve": "a model behind OpenAI's API, for any client",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
+    "train": "a recipe into a trained model; killed, it goes on to the bit",
     "verify": "does serving a model compute what training computes, bit for bit",
 }
 VERBS: Registry[Callable[..., Any] | dict[str, Callable[..., Any]]] = Registry("verb")

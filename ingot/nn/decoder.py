@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ingot import ops
 from ingot.nn.attention import Attention
 from ingot.nn.config import Activation, DecoderConfig, NormKind, NormPlace
+from ingot.nn.dropout import Dropout
 from ingot.nn.linear import STD, Embedding, Linear
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
@@ -64,14 +65,27 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.mlp = _mlp(config, layer)
         self.mlp_norm = _norm(config)
+        self.drops: nn.ModuleList | None = None
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, plan: Plan) -> Tensor:
         """The stream behind this layer."""
+        if self.drops is not None and self.training:
+            return self._dropping(x_TD, positions_T, plan, *self.drops)
         if self.norm_behind:
             x_TD = x_TD + self.attention_norm(self.attention(x_TD, positions_T, plan))
             return x_TD + self.mlp_norm(self.mlp(x_TD))
         x_TD = self.attention(self.attention_norm(x_TD), positions_T, plan, residual=x_TD)
         return self.mlp(self.mlp_norm(x_TD), residual=x_TD)
+
+    def _dropping(
+        self, x_TD: Tensor, positions_T: Tensor, plan: Plan, first: nn.Module, second: nn.Module
+    ) -> Tensor:
+        """The same, some of what the branches add left out."""
+        if self.norm_behind:
+            x_TD = x_TD + first(self.attention_norm(self.attention(x_TD, positions_T, plan)))
+            return x_TD + second(self.mlp_norm(self.mlp(x_TD)))
+        x_TD = x_TD + first(self.attention(self.attention_norm(x_TD), positions_T, plan))
+        return x_TD + second(self.mlp(self.mlp_norm(x_TD)))
 
 
 class Decoder(nn.Module):
@@ -131,6 +145,12 @@ class Decoder(nn.Module):
                 adds = name.endswith((".out.weight", ".down.weight", ".down"))
                 std = STD / math.sqrt(2 * self.config.layers) if adds else STD
                 nn.init.normal_(parameter, std=std, generator=random)
+
+    def drop(self, rate: float) -> None:
+        """Have every branch drop this share of what it adds, in training."""
+        for layer, block in enumerate(self.blocks):
+            pair = (Dropout(rate, 2 * layer), Dropout(rate, 2 * layer + 1))
+            block.drops = nn.ModuleList(pair) if rate else None  # pyright: ignore
 
     @property
     def head_weight(self) -> Tensor:

@@ -58,6 +58,7 @@ def test_a_wrong_option_suggests_the_right_one(ingot: Run, verb: str) -> None:
         "generate": ("directory", "prompt"),
         "import": ("from", "to"),
         "info": ("directory",),
+        "train": ("recipe",),
         "verify": ("directory",),
     }.get(verb, ())
     wrong, right = ("--sede", "--seed") if verb == "chat" else ("--jsno", "--json")

@@ -270,3 +270,20 @@ def test_logprobs_are_the_loss_with_another_sign(dtype: torch.dtype, rows: int) 
     assert torch.equal(found, -loss)
     assert torch.equal(found, alone)
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("place", list(NormPlace))
+def test_dropout_of_branches_is_for_training_alone(place: NormPlace) -> None:
+    decoder = Decoder.new(replace(preset("tiny"), norm_place=place), seed=0)
+    plan = Plan.packed([5, 3])
+    tokens, positions = torch.arange(8), plan.positions()
+    plain = decoder(tokens, positions, plan)
+    names = decoder.state_dict().keys()
+    decoder.drop(0.5)
+    assert decoder.state_dict().keys() == names
+    assert not torch.equal(decoder(tokens, positions, plan), plain)
+    assert torch.equal(decoder.eval()(tokens, positions, plan), plain)
+    decoder.train().drop(1e-4)  # of 512 values none: the same mathematics
+    torch.testing.assert_close(decoder(tokens, positions, plan), plain, rtol=1e-3, atol=1e-3)
+    decoder.drop(0.0)
+    assert torch.equal(decoder(tokens, positions, plan), plain)
