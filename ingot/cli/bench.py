@@ -85,7 +85,7 @@ def peers(
     """Compare ingot with vLLM, OpenVINO GenAI, llama.cpp and transformers: all generate on the
     same weights, after the same prompts, in turns, as a share of what the machine could do at most.
 
-    Examples: `python benchmarks/peers/install.py` once, then `ingot bench peers DIR`;
+    Examples: `python benchmarks/install_peers.py` once, then `ingot bench peers DIR`;
     `ingot bench peers DIR ingot openvino --batch 8 --prompt 128` for two of them.
 
     Args:
