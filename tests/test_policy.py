@@ -97,7 +97,9 @@ def test_tests_mirror_the_source(room: str) -> None:
 
 
 def test_every_verb_has_its_file_and_its_summary() -> None:
-    assert basenames(PACKAGE / "cli") == set(SUMMARIES)
+    """Or several: `bench_serve` is of `bench`."""
+    verbs = {name.partition("_")[0] for name in basenames(PACKAGE / "cli")}
+    assert verbs == set(SUMMARIES)
 
 
 def public_definitions(tree: ast.Module) -> list[ast.AST]:

@@ -32,14 +32,14 @@ def test_one_request_takes_as_long_as_its_steps() -> None:
     assert report.total["p50"] == pytest.approx(11, rel=0.01)
 
 
-def test_a_step_is_limited_by_memory_or_by_arithmetic() -> None:
+def test_a_step_takes_reading_and_arithmetic() -> None:
     costs = Costs(
         weights=100, flops=10, kv=3, attention=7, bandwidth=100, peak=1000, overhead=0.125
     )
-    assert costs.seconds(1, 0, 0) == costs.seconds(100, 0, 0) == 1.125
-    assert costs.seconds(300, 0, 0) == 3.125
-    assert costs.seconds(1, 50, 0) == pytest.approx(1.125 + 1.5)
-    assert costs.seconds(1, 0, 1000) == pytest.approx(1.125 + 7)
+    assert costs.seconds(0, 0, 0) == 1.125
+    assert costs.seconds(300, 0, 0) == pytest.approx(1.125 + 3)
+    assert costs.seconds(0, 50, 0) == pytest.approx(1.125 + 1.5)
+    assert costs.seconds(0, 0, 1000) == pytest.approx(1.125 + 7)
 
 
 @pytest.mark.parametrize(
