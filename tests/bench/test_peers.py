@@ -175,7 +175,7 @@ def test_every_peer_is_found_and_says_why_it_is_missing(tmp_path: Path) -> None:
     systems = found(tmp_path)
     assert [system.name for system in systems] == ["ingot", "llamacpp", "vllm"]
     assert systems[0].missing == f"there is no ingot.py in {tmp_path}"
-    assert "install.py llamacpp" in str(systems[1].missing)
+    assert "install_peers.py llamacpp" in str(systems[1].missing)
     (tmp_path / "ingot.py").write_text("")
     assert found(tmp_path)[0].missing is None
     assert [system.name for system in found(tmp_path, ["vllm"])] == ["vllm"]
