@@ -104,10 +104,10 @@ def test_threads_sit_on_different_cores() -> None:
 
 def test_a_reader_reads_about_as_much_as_asked_and_leaves_the_threads_as_they_were() -> None:
     before = torch.get_num_threads()
-    with peaks.reader(50 * 2**20) as (read, size):
+    with module.reader(50 * 2**20) as (read, size):
         assert 0.8 < size / (50 * 2**20) < 1.3
         whole = min(timeit.repeat(read, number=1, repeat=5))
-    with peaks.reader(200 * 2**20) as (read, _):
+    with module.reader(200 * 2**20) as (read, _):
         assert min(timeit.repeat(read, number=1, repeat=5)) > 1.5 * whole
     assert torch.get_num_threads() == before
 
