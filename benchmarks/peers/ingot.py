@@ -17,7 +17,6 @@ def load(model: Path) -> Peer:
     decoder = ingot.load(model).decoder
     dtype = str(decoder.embed.weight.dtype).removeprefix("torch.")
     engine, greedy = Engine(decoder), Options(temperature=0.0)
-    engine.runner.pool.touch()
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
         start, first = perf_counter(), 0.0

@@ -90,6 +90,18 @@ class Answer:
         """Seconds from one token to the next, on average."""
         return (self.times[-1] - self.times[0]) / max(1, self.tokens - 1)
 
+    @property
+    def gaps(self) -> Any:
+        """Seconds from one token to the next, as far as a client can tell: an event is of text, and
+        where a character is of several tokens they share its time evenly.
+
+        >>> one = Answer(sent=0.0, prompt=8, asked=5, times=array("d", [1.0, 1.4, 2.0]), tokens=5)
+        >>> one.gaps.round(6).tolist()
+        [0.2, 0.3]
+        """
+        gaps = np.diff(np.frombuffer(self.times))
+        return gaps * min(1.0, len(gaps) / max(1, self.tokens - 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -121,7 +133,7 @@ def report(rounds: Sequence[list[Answer]], goal: Goal) -> Report:
     kept = [a for a in good if a.first <= goal.first and a.between <= goal.between]
     seconds = sum(map(_seconds, rounds))
     tokens = sum(a.tokens for a in answers)
-    gaps = [np.diff(np.frombuffer(a.times)) for a in good]
+    gaps = [a.gaps for a in good]
     return Report(
         requests=len(answers),
         ends=dict(sorted(Counter(a.end for a in answers).items())),

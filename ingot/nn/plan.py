@@ -19,14 +19,9 @@ heads, H channels of a head, L layers.
 # pyright: basic
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Thread, get_native_id
 from typing import Protocol, TypeGuard
 
 import numpy as np
@@ -117,14 +112,6 @@ class KVPool:
         self.k = [layer[0] for layer in self.memory]
         self.v = [layer[1] for layer in self.memory]
 
-    def touch(self) -> None:
-        """Take all of the memory soon, in a thread that gives way to others.
-
-        It would be taken page by page at its first use: 8 % of a step of 512 tokens.
-        """
-        if self.memory.is_cpu and sys.platform == "linux":
-            Thread(target=_populate, args=(self.memory,), daemon=True).start()
-
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.zeros`, but on the CPU memory that is never used is never taken, and costs no time:
@@ -133,17 +120,6 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
         return torch.zeros(shape, dtype=dtype, device=device)
     zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(zeros).view(dtype).view(shape)
-
-
-def _populate(memory: Tensor) -> None:
-    """Have the kernel back the memory, whatever is in it; one before Linux 5.14 does not."""
-    os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # of this thread
-    populate_write, piece = 23, 2**24  # pieces, since a thread that allocates waits for each
-    madvise = ctypes.CDLL(None).madvise
-    begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    for at in range(begin, memory.data_ptr() + memory.nbytes - piece + 1, piece):
-        if madvise(ctypes.c_void_p(at), ctypes.c_size_t(piece), populate_write):
-            return
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,6 @@ def load(settings: Settings, connection: socket.socket) -> Worker:
         tokenizer=loaded.tokenizer,
         proposer=Lookup() if settings.lookup else None,
     )
-    engine.runner.pool.touch()
     say(wire.Loading("warming up; the CPU kernels are compiled, once on a machine"))
     warm(engine)
     config = loaded.decoder.config

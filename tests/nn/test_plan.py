@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import mmap
-import sys
-import time
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -42,26 +37,6 @@ def test_plans_that_cannot_be_are_refused(
     pool = KVPool(SPEC, pages=4, page_size=3)
     with pytest.raises(IngotError):
         Plan.paged(pool, lengths, contexts, torch.zeros(rows, 2))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked")
-def test_touching_takes_the_memory_and_changes_nothing() -> None:
-    spec = KVSpec(layers=2, kv_heads=4, head_dim=64, dtype=torch.bfloat16)
-    pool = KVPool(spec, pages=2048, page_size=32)  # 128 MiB
-    pool.k[1][5] = 1.0
-    before, taken = resident(), 0
-    pool.touch()
-    for _ in range(500):
-        if (taken := resident() - before) > 0.8 * pool.memory.nbytes:
-            break
-        time.sleep(0.02)
-    assert taken > 0.8 * pool.memory.nbytes
-    assert torch.all(pool.k[1][5] == 1.0)
-    assert pool.memory.sum(dtype=torch.float64) == pool.k[1][5].numel()
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_a_pool_needs_room() -> None:
