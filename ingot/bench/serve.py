@@ -41,7 +41,7 @@ import numpy as np
 
 from ingot.core.errors import ConfigError, IngotError
 from ingot.serve.request import Options, Reason, Request
-from ingot.serve.simulate import PERCENTILES, Goal, Trace
+from ingot.serve.simulate import PERCENTILES, Goal, Outcome, Trace
 
 if TYPE_CHECKING:
     from ingot.serve.engine import Engine
@@ -103,23 +103,7 @@ class Answer:
         return gaps * min(1.0, len(gaps) / max(1, self.tokens - 1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What came of it, in the words of `ingot simulate`. Latencies are in seconds."""
-
-    requests: int
-    ends: dict[str, int]
-    seconds: float
-    requests_per_s: float
-    goodput_per_s: float
-    output_tokens: int
-    output_tokens_per_s: float
-    first_token: dict[str, float]
-    between_tokens: dict[str, float]
-    total: dict[str, float]
-
-
-def report(rounds: Sequence[list[Answer]], goal: Goal) -> Report:
+def report(rounds: Sequence[list[Answer]], goal: Goal) -> Outcome:
     """Sum up one round or several.
 
     >>> one = Answer(sent=0.0, prompt=8, asked=3, times=array("d", [0.5, 0.6, 0.7]), tokens=3)
@@ -134,7 +118,7 @@ def report(rounds: Sequence[list[Answer]], goal: Goal) -> Report:
     seconds = sum(map(_seconds, rounds))
     tokens = sum(a.tokens for a in answers)
     gaps = [a.gaps for a in good]
-    return Report(
+    return Outcome(
         requests=len(answers),
         ends=dict(sorted(Counter(a.end for a in answers).items())),
         seconds=round(seconds, 3),
