@@ -128,18 +128,36 @@ def _pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
         return _pools[0]
 
 
-def cpu(op: Op[..., Any], backward: Backward | None = None) -> None:
+def cpu(op: Op[..., Any], *, backward: bool = False) -> None:
     """Register the kernel of an op, of the same name in its family's library.
 
-    A gradient comes from `backward`, or else from the next provider.
+    With `backward` the library has its gradient too, in bfloat16; else, and in float32, where MKL's
+    GEMMs are faster than ours, that of the next provider is used.
     """
-    _LIBRARY.define(str(op.overload._schema).removeprefix("ingot::"))
-    kernel = getattr(torch.ops.ingot_cpu, op.name).default
+    kernel = _declared(op.overload)
 
     def supports(*args: Any) -> bool:
         return _takes(args) and library(op.family) is not None
 
-    op.provide("cpu", kernel, exact=True, supports=supports, backward=backward)
+    gradient = _gradient(op) if backward else None
+    op.provide("cpu", kernel, exact=True, supports=supports, backward=gradient)
+
+
+def _gradient(op: Op[..., Any]) -> Backward:
+    kernel = _declared(op.backward_overload)
+
+    def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> Sequence[Tensor | None]:
+        found = iter(kernel(needs, grads, *args))
+        return [next(found) if needed else None for needed in needs]
+
+    return backward
+
+
+def _declared(overload: Any) -> Any:
+    """The kernel of an op, or of a gradient, in the library."""
+    schema = str(overload._schema).removeprefix("ingot::")
+    _LIBRARY.define(schema)
+    return getattr(torch.ops.ingot_cpu, schema.partition("(")[0]).default
 
 
 @cache
