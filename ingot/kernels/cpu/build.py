@@ -128,25 +128,33 @@ def _pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
         return _pools[0]
 
 
-def cpu(op: Op[..., Any], *, backward: bool = False) -> None:
+def cpu(op: Op[..., Any], *, backward: Callable[..., bool] | None = None) -> None:
     """Register the kernel of an op, of the same name in its family's library.
 
-    With `backward` the library has its gradient too, in bfloat16; else, and in float32, where MKL's
-    GEMMs are faster than ours, that of the next provider is used.
+    `backward` says of which calls the library has the gradient too; that of others is the next
+    provider's.
     """
     kernel = _declared(op.overload)
 
     def supports(*args: Any) -> bool:
         return _takes(args) and library(op.family) is not None
 
-    gradient = _gradient(op) if backward else None
+    gradient = _gradient(op, backward) if backward else None
     op.provide("cpu", kernel, exact=True, supports=supports, backward=gradient)
 
 
-def _gradient(op: Op[..., Any]) -> Backward:
+def in_bf16(x: Tensor, *_: object) -> bool:
+    """A call in bfloat16: gradients are GEMMs, and in float32 MKL's are faster than ours."""
+    return x.dtype == torch.bfloat16
+
+
+def _gradient(op: Op[..., Any], supports: Callable[..., bool]) -> Backward:
     kernel = _declared(op.backward_overload)
 
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> Sequence[Tensor | None]:
+        if not supports(*args):
+            others = [p for p in op.providers.values() if p.name != "cpu" and p.supports(*args)]
+            return next(p.backward for p in others if p.backward)(needs, grads, *args)
         found = iter(kernel(needs, grads, *args))
         return [next(found) if needed else None for needed in needs]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ingot import ops
-from ingot.kernels.cpu.build import cpu
+from ingot.kernels.cpu.build import cpu, in_bf16
 
-cpu(ops.linear, backward=True)
-cpu(ops.linear_gelu, backward=True)
-cpu(ops.linear_gelu_tanh, backward=True)
-cpu(ops.linear_silu, backward=True)
-cpu(ops.linear_relu, backward=True)
-cpu(ops.linear_residual, backward=True)
-cpu(ops.linear_swiglu, backward=True)
+cpu(ops.linear, backward=in_bf16)
+cpu(ops.linear_gelu, backward=in_bf16)
+cpu(ops.linear_gelu_tanh, backward=in_bf16)
+cpu(ops.linear_silu, backward=in_bf16)
+cpu(ops.linear_relu, backward=in_bf16)
+cpu(ops.linear_residual, backward=in_bf16)
+cpu(ops.linear_swiglu, backward=in_bf16)
 cpu(ops.grouped_linear)
 cpu(ops.grouped_swiglu)
