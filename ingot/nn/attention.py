@@ -90,9 +90,9 @@ class Attention(nn.Module):
         return self.out(found_TNH.flatten(1), residual)
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads, both = self.heads, self.heads + self.kv_heads
-        qkv_TXH = self.qkv(x_TD).view(-1, both + self.kv_heads, self.head_dim)
-        q_TNH, k_TGH, v_TGH = qkv_TXH[:, :heads], qkv_TXH[:, heads:both], qkv_TXH[:, both:]
+        counts = [self.heads, self.kv_heads, self.kv_heads]
+        qkv_TXH = self.qkv(x_TD).view(-1, sum(counts), self.head_dim)
+        q_TNH, k_TGH, v_TGH = qkv_TXH.split(counts, dim=1)  # slices would each have a whole gradient
         if self.qk_norm is None:
             return q_TNH, k_TGH, v_TGH
         q_TNH, k_TGH = self._normalize(self.q_norm, q_TNH), self._normalize(self.k_norm, k_TGH)

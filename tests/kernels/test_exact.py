@@ -301,9 +301,10 @@ def test_every_op_with_rows_and_a_kernel_has_its_arguments_here() -> None:
 @pytest.mark.skipif("INGOT_ISA" in os.environ, reason="this is such a run")
 @pytest.mark.parametrize("tier", detect().cpu.isa[1:])
 def test_the_other_tiers_are_exact_too(tier: str) -> None:
-    """The fast schedules of this file and of attention, in a process that is held to the tier."""
+    """The fast tests of exactness and gradients, in a process that is held to the tier."""
     folder = os.path.dirname(__file__)
-    files = [os.path.join(folder, name) for name in ("test_exact.py", "test_attention.py")]
+    names = ("test_exact.py", "test_attention.py", "test_gradient.py")
+    files = [os.path.join(folder, name) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "INGOT_ISA": tier}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -10,7 +10,7 @@
 #pragma once
 
 #if defined(__AMX_BF16__)
-#include "tensor.h"
+#include "turned.h"
 
 namespace ingot {
 
@@ -122,12 +122,24 @@ inline void store_tiles(float* const (&out)[P][Q], int64_t stride) {
   if constexpr (P > 2) tile_store<2>(out[2][0], stride), tile_store<3>(out[3][0], stride);
 }
 
-// The products along the whole width. A panel is read no further than that; a packed tile ends in
-// zeros.
+template <int P, int Q>
+inline void load_tiles(float* const (&out)[P][Q], int64_t stride) {
+  tile_load<0>(out[0][0], stride);
+  if constexpr (Q > 1) tile_load<1>(out[0][1], stride);
+  if constexpr (P > 1) tile_load<Q>(out[1][0], stride);
+  if constexpr (P > 1 && Q > 1) tile_load<3>(out[1][1], stride);
+  if constexpr (Q > 2) tile_load<2>(out[0][2], stride), tile_load<3>(out[0][3], stride);
+  if constexpr (P > 2) tile_load<2>(out[2][0], stride), tile_load<3>(out[3][0], stride);
+}
+
+// The products along the whole width, added to what `out` has if they go on from there. A panel is
+// read no further than its width; a packed tile ends in zeros.
 template <int P, int Q, Passing passing = Passing::none>
 inline void tiles(const Panel (&left)[P], const bf16* const (&right)[Q], int64_t width,
-                  float* const (&out)[P][Q], int64_t stride, int64_t columns = TILE) {
-  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+                  float* const (&out)[P][Q], int64_t stride, int64_t columns = TILE,
+                  bool going_on = false) {
+  if (going_on) load_tiles<P, Q>(out, stride);
+  else tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
   int64_t steps = width / TILE_DEPTH, rest = width % TILE_DEPTH;
   tile_products<P, Q, passing>(left, right, steps, columns);
   if (rest) {
@@ -162,6 +174,18 @@ inline void pack_tile(const Matrix<bf16>& x, int64_t row, bf16* to) {
       words[r] = _mm512_maskz_loadu_epi16(mask, x[row + r] + at);
     interleave(words);
     for (int r = 0; r < COLUMNS; r++) _mm512_store_si512(to + r * TILE_DEPTH, words[r]);
+  }
+}
+
+// The same of a matrix that lies turned round: a pair of k is two of its rows, side by side already.
+inline void pack_tile(const Turned<bf16>& x, int64_t row, bf16* to) {
+  int64_t count = std::clamp<int64_t>(x.rows - row, 0, TILE);
+  __mmask16 mask = (1u << count) - 1;
+  for (int64_t k = 0; k < (x.width + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH; k += 2) {
+    __m256i one{}, other{};
+    if (k < x.width) one = _mm256_maskz_loadu_epi16(mask, x.of[k] + row);
+    if (k + 1 < x.width) other = _mm256_maskz_loadu_epi16(mask, x.of[k + 1] + row);
+    _mm512_store_si512(to + k * TILE, beside(one, other));
   }
 }
 

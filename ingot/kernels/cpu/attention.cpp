@@ -12,7 +12,8 @@
 //   values   O = P V        AMX: values are the right operand, as they lie; or sums of rows
 #include <cmath>
 
-#include "matmul.h"
+#include "attention.h"
+#include "attention_gradient.h"
 
 namespace ingot::kernels {
 
@@ -36,21 +37,6 @@ struct Pool {
   }
 };
 
-struct Sequence {
-  int64_t query, queries, keys;  // first query and how many of each
-  int64_t first_key;             // where keys are not paged
-  const int64_t* pages;          // where they are
-};
-
-struct Shape {
-  int64_t heads, kv_heads, width, group;
-  bool causal;
-  int64_t window;  // 0: all
-  float scale;
-
-  int64_t padded() const { return (width + 31) / 32 * 32; }
-};
-
 // Queries [begin, end) of a sequence, for key-value heads [head, head + heads).
 struct Unit {
   int64_t sequence, begin, end, head, heads;
@@ -65,19 +51,6 @@ struct Chunk {
   int64_t first = 0, keys = 0;
   const T *k[CHUNK], *v[CHUNK];
 };
-
-// The keys a query at `position` sees.
-struct Range {
-  int64_t begin, end;
-};
-inline Range seen(const Shape& shape, int64_t position, int64_t keys) {
-  Range range{0, shape.causal ? position + 1 : keys};
-  if (shape.window) {
-    range.begin = std::max<int64_t>(0, position - shape.window + 1);
-    range.end = std::min(range.end, position + shape.window);
-  }
-  return range;
-}
 
 // One chunk's part of a block, or several of them joined.
 struct State {
@@ -851,25 +824,30 @@ std::vector<Sequence> sequences_of(const Tensor& q, const Tensor& k, const Integ
   return found;
 }
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
-                 const std::optional<Tensor>& context_lens, const std::optional<Tensor>& block_table,
-                 bool causal, std::optional<int64_t> window, std::optional<double> scale) {
-  bool paged = block_table.has_value();
-  need(q.dim() == 3 && k.dim() == 3 + paged && v.dim() == k.dim(), "q, k, v of right dimensions");
-  need(std::ranges::equal(k.sizes(), v.sizes()), "k and v of one shape");
-  need(cu_seqlens.dim() == 1 && (!context_lens || context_lens->dim() == 1), "vectors of lengths");
-  need(!paged || (context_lens && block_table->dim() == 2), "context_lens and a table of pages");
-  need(!window || *window > 0, "a window of some size");
-  int64_t d = k.dim(), heads = q.size(1), kv_heads = k.size(d - 2), width = q.size(2);
-  need(k.size(d - 1) == width && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && heads > 0,
-       "heads and channels that fit");
-  return with_dtype(q, [&](auto tag) {
-    using T = decltype(tag);
+// The arguments of a call, found to fit together.
+struct Call {
+  std::vector<int64_t> table;
+  std::vector<Sequence> sequences;
+  Shape shape;
+  double scale;
+  bool paged;
+
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
+       const std::optional<Tensor>& context_lens, const std::optional<Tensor>& block_table,
+       bool causal, std::optional<int64_t> window, std::optional<double> given_scale)
+      : paged(block_table.has_value()) {
+    need(q.dim() == 3 && k.dim() == 3 + paged && v.dim() == k.dim(), "q, k, v of right dimensions");
+    need(std::ranges::equal(k.sizes(), v.sizes()), "k and v of one shape");
+    need(cu_seqlens.dim() == 1 && (!context_lens || context_lens->dim() == 1), "vectors of lengths");
+    need(!paged || (context_lens && block_table->dim() == 2), "context_lens and a table of pages");
+    need(!window || *window > 0, "a window of some size");
+    int64_t d = k.dim(), heads = q.size(1), kv_heads = k.size(d - 2), width = q.size(2);
+    need(k.size(d - 1) == width && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && heads > 0,
+         "heads and channels that fit");
     need_like(k, q), need_like(v, q);
     Integers starts(cu_seqlens);
     std::optional<Integers> lengths;
     if (context_lens) lengths.emplace(*context_lens);
-    std::vector<int64_t> table;
     int64_t each = 0;
     if (paged) {
       Integers pages(*block_table);
@@ -878,16 +856,49 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
       table.resize(pages.count + 1);
       for (int64_t i = 0; i < pages.count; i++) table[i] = pages[i];
     }
-    float score_scale = scale ? float(*scale) : 1.0f / std::sqrt(float(width));
-    score_scale *= 1.44269504f;  // powers of 2
-    Shape shape{heads, kv_heads, width, heads / kv_heads, causal, window.value_or(0), score_scale};
-    auto sequences = sequences_of(q, k, starts, lengths, k.size(0), each, paged ? table.data() : nullptr);
+    scale = given_scale ? *given_scale : 1.0 / std::sqrt(double(width));
+    float in_powers_of_2 = float(scale) * 1.44269504f;
+    shape = {heads, kv_heads, width, heads / kv_heads, causal, window.value_or(0), in_powers_of_2};
+    const int64_t* pages = paged ? table.data() : nullptr;
+    sequences = sequences_of(q, k, starts, lengths, k.size(0), each, pages);
+  }
+};
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
+                 const std::optional<Tensor>& context_lens, const std::optional<Tensor>& block_table,
+                 bool causal, std::optional<int64_t> window, std::optional<double> scale) {
+  return with_dtype(q, [&](auto tag) {
+    using T = decltype(tag);
+    Call call(q, k, v, cu_seqlens, context_lens, block_table, causal, window, scale);
     Tensor out = made_like(q);
-    Attention<T>(q, k, v, paged, shape, std::move(sequences), out).run();
+    Attention<T>(q, k, v, call.paged, call.shape, std::move(call.sequences), out).run();
     return out;
+  });
+}
+
+Tensors attention_backward(Needs needs, Tensors grads, const Tensor& q, const Tensor& k,
+                           const Tensor& v, const Tensor& cu_seqlens,
+                           const std::optional<Tensor>& context_lens,
+                           const std::optional<Tensor>& block_table, bool causal,
+                           std::optional<int64_t> window, std::optional<double> scale) {
+  need(needs.size() == 9 && grads.size() == 1, "a flag for each argument, one gradient");
+  return with_dtype(q, [&](auto tag) {
+    using T = decltype(tag);
+    Call call(q, k, v, cu_seqlens, context_lens, block_table, causal, window, scale);
+    need(!call.paged, "keys that are not in pages");
+    need_like(grads[0], q);
+    need(std::ranges::equal(grads[0].sizes(), q.sizes()), "a gradient of the result's shape");
+    Tensors all{made_like(q), made_like(k), made_like(v)}, found;
+    AttentionTensors<T> of{Heads<T>(q), Heads<T>(k), Heads<T>(v)};
+    AttentionTensors<T> to{Heads<T>(all[0]), Heads<T>(all[1]), Heads<T>(all[2])};
+    AttentionGradient<T>(of, Heads<T>(grads[0]), to, call.shape, call.scale, call.sequences).run();
+    for (size_t i = 0; i < all.size(); i++)
+      if (needs[i]) found.push_back(all[i]);
+    return found;
   });
 }
 
 }  // namespace ingot::kernels
 
 OP(attention)
+BACKWARD(attention)

@@ -1,8 +1,23 @@
-"""`attention` in C++; gradients are ATen's."""
+"""`attention` in C++; gradients of keys in pages, which nobody trains, are the next provider's."""
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.cpu.build import cpu
 
-cpu(ops.attention)
+
+def _not_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor | None,
+    block_table: Tensor | None,
+    *_: object,
+) -> bool:
+    return block_table is None
+
+
+cpu(ops.attention, backward=_not_paged)

@@ -128,18 +128,44 @@ def _pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
         return _pools[0]
 
 
-def cpu(op: Op[..., Any], backward: Backward | None = None) -> None:
+def cpu(op: Op[..., Any], *, backward: Callable[..., bool] | None = None) -> None:
     """Register the kernel of an op, of the same name in its family's library.
 
-    A gradient comes from `backward`, or else from the next provider.
+    `backward` says of which calls the library has the gradient too; that of others is the next
+    provider's.
     """
-    _LIBRARY.define(str(op.overload._schema).removeprefix("ingot::"))
-    kernel = getattr(torch.ops.ingot_cpu, op.name).default
+    kernel = _declared(op.overload)
 
     def supports(*args: Any) -> bool:
         return _takes(args) and library(op.family) is not None
 
-    op.provide("cpu", kernel, exact=True, supports=supports, backward=backward)
+    gradient = _gradient(op, backward) if backward else None
+    op.provide("cpu", kernel, exact=True, supports=supports, backward=gradient)
+
+
+def in_bf16(x: Tensor, *_: object) -> bool:
+    """A call in bfloat16: gradients are GEMMs, and in float32 MKL's are faster than ours."""
+    return x.dtype == torch.bfloat16
+
+
+def _gradient(op: Op[..., Any], supports: Callable[..., bool]) -> Backward:
+    kernel = _declared(op.backward_overload)
+
+    def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> Sequence[Tensor | None]:
+        if not supports(*args):
+            others = [p for p in op.providers.values() if p.name != "cpu" and p.supports(*args)]
+            return next(p.backward for p in others if p.backward)(needs, grads, *args)
+        found = iter(kernel(needs, grads, *args))
+        return [next(found) if needed else None for needed in needs]
+
+    return backward
+
+
+def _declared(overload: Any) -> Any:
+    """The kernel of an op, or of a gradient, in the library."""
+    schema = str(overload._schema).removeprefix("ingot::")
+    _LIBRARY.define(schema)
+    return getattr(torch.ops.ingot_cpu, schema.partition("(")[0]).default
 
 
 @cache

@@ -1,4 +1,4 @@
-// Embedding: rows copied.
+// Embedding: rows copied, and their gradients added up.
 #include "tensor.h"
 
 namespace ingot::kernels {
@@ -35,6 +35,48 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight) {
   });
 }
 
+// Each word's gradients added up in float, in the order of the tokens.
+Tensors embedding_backward(Needs needs, Tensors grads, const Tensor& tokens, const Tensor& weight) {
+  need(needs.size() == 2 && grads.size() == 1 && needs[1] && !needs[0], "the weight's gradient");
+  return with_dtype(weight, [&](auto tag) {
+    using T = decltype(tag);
+    need(weight.dim() == 2, "a matrix");
+    need_like(grads[0], weight);
+    need(std::ranges::equal(grads[0].sizes(), extended(tokens, weight.size(1))), "a row for each token");
+    Integers token(tokens);
+    Rows<T> grad(grads[0]);
+    Tensor found = made_like(weight);
+    int64_t vocabulary = weight.size(0), width = weight.size(1);
+    std::vector<std::pair<int64_t, int64_t>> places(token.count);  // of a word, of a token
+    for (int64_t i = 0; i < token.count; i++) places[i] = {token[i], i};
+    std::ranges::sort(places);
+    need(places.empty() || (places[0].first >= 0 && places.back().first < vocabulary),
+         "tokens of the vocabulary");
+    parallel(vocabulary, width, [&](int64_t begin, int64_t end) {
+      std::vector<float> sums(width);
+      auto place = std::ranges::lower_bound(places, std::pair(begin, int64_t(0)));
+      for (int64_t word = begin; word < end; word++) {
+        T* to = data<T>(found) + word * width;
+        if (place == places.end() || place->first != word) {
+          std::memset(to, 0, width * sizeof(T));
+          continue;
+        }
+        std::ranges::fill(sums, 0.0f);
+        for (; place != places.end() && place->first == word; place++)
+          along(width, [&](int64_t at, auto... part) {
+            Floats more = load(grad[place->second] + at, part...);
+            store(sums.data() + at, load(sums.data() + at, part...) + more, part...);
+          });
+        along(width, [&](int64_t at, auto... part) {
+          store(to + at, load(sums.data() + at, part...), part...);
+        });
+      }
+    });
+    return Tensors{found};
+  });
+}
+
 }  // namespace ingot::kernels
 
 OP(embedding)
+BACKWARD(embedding)

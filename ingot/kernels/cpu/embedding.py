@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from ingot import ops
 from ingot.kernels.cpu.build import cpu
+from ingot.ops.op import always
 
-cpu(ops.embedding)
+cpu(ops.embedding, backward=always)

@@ -23,7 +23,7 @@ template <class T, size_t PRODUCTS, class Value>
 void store_product(const Matrix<T>& x, const std::array<Matrix<T>, PRODUCTS>& weights, T* out,
                    const Value& value) {
   int64_t width = weights[0].rows;
-  multiply(x, weights, even_columns(width), [&](const Block& block) {
+  multiply<T, Matrix<T>, PRODUCTS>(x, weights, even_columns(width), [&](const Block& block) {
     for (int64_t r = 0; r < block.rows; r++)
       along(block.columns.count, [&](int64_t at, auto... count) {
         int64_t row = block.row + r, column = block.columns.begin + at;
@@ -148,6 +148,183 @@ Tensor grouped_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& 
   return grouped<2>(x, {gate_weight, up_weight}, offsets, SWIGLU);
 }
 
+// ---- Gradients of y = function(x W^T + bias), with dZ that of what the function is given:
+//
+//   dX = dZ W    dW = dZ^T X    of the bias, the sum of dZ's rows
+//
+// All in the product's float blocks, and rounded when they are stored, as dZ is.
+
+template <class T>
+Tensor made_by(std::span<const int64_t> sizes, const Tensor& like,
+               const std::vector<Factors<T>>& factors) {
+  Tensor made_tensor = made(sizes, like.scalar_type());
+  Output<T> to(made_tensor);
+  add_products(factors, [&](int64_t row, int64_t column, Floats values, auto... count) {
+    to.write(row, column, values, count...);
+  });
+  return made_tensor;
+}
+
+template <class T>
+Tensor gradient_of_x(const Tensor& x, const std::vector<Factors<T>>& factors) {
+  return made_by<T>({x.sizes().data(), size_t(x.dim())}, x, factors);
+}
+
+template <class T>
+Tensor gradient_of_weight(const Tensor& weight, const Matrix<T>& grad, const Matrix<T>& x) {
+  Matrix<T> turned = turned_copy<6>(Turned<T>(grad));
+  return made_by<T>({weight.sizes().data(), 2}, weight, {{turned, Turned<T>(x)}});
+}
+
+// In strips of columns, each a sum of sums of 32 rows.
+template <class T>
+Tensor gradient_of_bias(const Tensor& bias, const Matrix<T>& grad) {
+  constexpr int64_t STRIP = 128, ROWS = 32;
+  Tensor sums = made_like(bias);
+  parallel((grad.width + STRIP - 1) / STRIP, STRIP * grad.rows, [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * STRIP; first < std::min(end * STRIP, grad.width); first += STRIP) {
+      int64_t width = std::min(STRIP, grad.width - first);
+      float total[STRIP] = {}, some[STRIP];
+      auto add = [&](float* to, const auto* from) {
+        along(width, [&](int64_t at, auto... count) {
+          store(to + at, load(to + at, count...) + load(from + at, count...), count...);
+        });
+      };
+      for (int64_t row = 0; row < grad.rows; row += ROWS) {
+        std::fill_n(some, STRIP, 0.0f);
+        for (int64_t r = row; r < std::min(row + ROWS, grad.rows); r++) add(some, grad[r] + first);
+        add(total, some);
+      }
+      along(width, [&](int64_t at, auto... count) {
+        store(data<T>(sums) + first + at, load(total + at, count...), count...);
+      });
+    }
+  });
+  return sums;
+}
+
+// grad times the function's slope at x W^T + bias, which is computed once more.
+template <class T, class Slope>
+Tensor through(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
+               const std::optional<Vector<T>>& bias, const Slope& slope) {
+  Tensor product = made(std::array{x.count, w.count}, grad.owner.scalar_type());
+  store_product<T, 1>(x, {w}, data<T>(product),
+                      [&](int64_t row, int64_t column, auto& products, auto... count) {
+                        Floats value = products[0];
+                        if (bias) value += load(bias->first + column, count...);
+                        return load(grad[row] + column, count...) * slope(value);
+                      });
+  return product;
+}
+
+struct Linear {
+  const Tensor &x, &weight;
+  const std::optional<Tensor>& bias;
+};
+
+inline const Tensor& only(const Tensors& grads) {
+  need(grads.size() == 1, "one gradient");
+  return grads[0];
+}
+
+// Of x, weight and bias.
+template <class T>
+Tensors gradients(const Needs& needs, const Matrix<T>& grad, const Linear& of) {
+  Rows<T> x(of.x), w(of.weight);
+  Tensors found;
+  if (needs[0]) found.push_back(gradient_of_x<T>(of.x, {{grad, Turned<T>(w)}}));
+  if (needs[1]) found.push_back(gradient_of_weight<T>(of.weight, grad, x));
+  if (needs[2]) found.push_back(gradient_of_bias<T>(of.bias.value(), grad));
+  return found;
+}
+
+template <class Slope>
+Tensors activated_backward(const Needs& needs, const Tensors& grads, const Linear& of,
+                           const Slope& slope) {
+  need(needs.size() == 3 && (of.bias || !needs[2]), "a flag for each argument");
+  const Tensor& grad = only(grads);
+  return with_dtype(of.x, [&](auto tag) {
+    using T = decltype(tag);
+    Rows<T> w = weight_of<T>(of.weight, of.x), x(of.x);
+    std::optional<Vector<T>> b;
+    if (of.bias) need_like(*of.bias, of.x), b.emplace(*of.bias, w.count);
+    need_like_product(grad, of.x, of.weight);
+    Rows<T> g(grad);
+    if constexpr (std::is_same_v<Slope, std::nullptr_t>) {
+      return gradients<T>(needs, g, of);
+    } else {
+      Tensor product = through<T>(g, x, w, b, slope);
+      return gradients<T>(needs, Rows<T>(product), of);
+    }
+  });
+}
+
+Tensors linear_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                        const std::optional<Tensor>& bias) {
+  return activated_backward(needs, grads, {x, weight, bias}, nullptr);
+}
+Tensors linear_gelu_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                             const std::optional<Tensor>& bias) {
+  auto slope = [](Floats v) { return gelu_slope(v); };
+  return activated_backward(needs, grads, {x, weight, bias}, slope);
+}
+Tensors linear_gelu_tanh_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                                  const std::optional<Tensor>& bias) {
+  auto slope = [](Floats v) { return gelu_tanh_slope(v); };
+  return activated_backward(needs, grads, {x, weight, bias}, slope);
+}
+Tensors linear_silu_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                             const std::optional<Tensor>& bias) {
+  auto slope = [](Floats v) { return silu_slope(v); };
+  return activated_backward(needs, grads, {x, weight, bias}, slope);
+}
+Tensors linear_relu_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                             const std::optional<Tensor>& bias) {
+  auto slope = [](Floats v) { return relu_slope(v); };
+  return activated_backward(needs, grads, {x, weight, bias}, slope);
+}
+
+Tensors linear_residual_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                                 const Tensor& residual, const std::optional<Tensor>& bias) {
+  need(needs.size() == 4, "a flag for each argument");
+  need_like_product(residual, x, weight);
+  Tensors found = activated_backward({needs[0], needs[1], needs[3]}, grads, {x, weight, bias}, nullptr);
+  // The gradient of the residual is that of the result, in memory of its own.
+  if (needs[2]) found.insert(found.begin() + needs[0] + needs[1], torch::stable::clone(grads[0]));
+  return found;
+}
+
+Tensors linear_swiglu_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& gate_weight,
+                               const Tensor& up_weight) {
+  need(needs.size() == 3, "a flag for each argument");
+  const Tensor& grad = only(grads);
+  return with_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Rows<T> gate = weight_of<T>(gate_weight, x), up = weight_of<T>(up_weight, x), rows(x);
+    need(gate.count == up.count, "gate and up of one shape");
+    need_like_product(grad, x, gate_weight);
+    Rows<T> g(grad);
+    int64_t width = gate.count;
+    Tensor of_gate = made(std::array{rows.count, width}, x.scalar_type());
+    Tensor of_up = made_like(of_gate);
+    std::array<Matrix<T>, 2> weights{Matrix<T>(gate), Matrix<T>(up)};
+    store_product<T, 2>(rows, weights, data<T>(of_up),
+                        [&](int64_t row, int64_t column, auto& products, auto... count) {
+                          Floats grads = load(g[row] + column, count...);
+                          store(data<T>(of_gate) + row * width + column,
+                                grads * products[1] * silu_slope(products[0]), count...);
+                          return grads * silu(products[0]);
+                        });
+    Rows<T> dg(of_gate), du(of_up);
+    Tensors found;
+    if (needs[0])
+      found.push_back(gradient_of_x<T>(x, {{dg, Turned<T>(gate)}, {du, Turned<T>(up)}}));
+    if (needs[1]) found.push_back(gradient_of_weight<T>(gate_weight, dg, rows));
+    if (needs[2]) found.push_back(gradient_of_weight<T>(up_weight, du, rows));
+    return found;
+  });
+}
+
 }  // namespace ingot::kernels
 
 OP(linear)
@@ -159,3 +336,11 @@ OP(linear_residual)
 OP(linear_swiglu)
 OP(grouped_linear)
 OP(grouped_swiglu)
+
+BACKWARD(linear)
+BACKWARD(linear_gelu)
+BACKWARD(linear_gelu_tanh)
+BACKWARD(linear_silu)
+BACKWARD(linear_relu)
+BACKWARD(linear_residual)
+BACKWARD(linear_swiglu)

@@ -39,11 +39,17 @@ Tensor made_for(const Tensor& targets) {
   return made({targets.sizes().data(), size_t(targets.dim())}, ScalarType::Float);
 }
 
+// The gradient of a loss by a logit: softmax * of_softmax + of_all, and of_target more at the target.
+struct Slopes {
+  double of_softmax, of_all, of_target;
+};
+
 struct Logprob {
   static constexpr bool needs_mean = false;
   double operator()(const LogSum& log, double chosen, double) const {
     return chosen - log.largest - log.rest;
   }
+  Slopes slopes(const LogSum&, int64_t) const { return {-1, 0, 1}; }
 };
 
 struct CrossEntropy {
@@ -54,6 +60,9 @@ struct CrossEntropy {
     double likely = chosen;
     if (needs_mean) likely = (1 - label_smoothing) * chosen + label_smoothing * mean;
     return log.largest - likely + log.rest + z_loss * log.total() * log.total();
+  }
+  Slopes slopes(const LogSum& log, int64_t vocabulary) const {
+    return {1 + 2 * z_loss * log.total(), -label_smoothing / double(vocabulary), label_smoothing - 1};
   }
 };
 
@@ -90,7 +99,10 @@ Tensor by_token(const Tensor& logits, const Tensor& targets, std::optional<int64
 struct Part {
   float largest, sum, total, chosen;
 
-  static Part of(const float* logits, int64_t width, int64_t target, bool with_total) {
+  // power(at, e^(logit - largest), count...) sees the powers whose sum this takes.
+  template <class Power>
+  static Part of(const float* logits, int64_t width, int64_t target, bool with_total,
+                 const Power& power) {
     auto most = [&](Floats so_far, int64_t at, auto... part) {
       return max(so_far, load(logits + at, part...));
     };
@@ -99,7 +111,9 @@ struct Part {
     part.largest = ingot::largest(folded_row(width, all(-INF), most, larger));
     Floats shift = all(std::max(part.largest, -3e38f));
     part.sum = ingot::sum(summed_row(width, [&](Floats so_far, int64_t at, auto... count) {
-      return so_far + exp_of_negative(load(logits + at, count...) - shift);
+      Floats powers = exp_of_negative(load(logits + at, count...) - shift);
+      power(at, powers, count...);
+      return so_far + powers;
     }));
     if (with_total)
       part.total = ingot::sum(summed_row(width, [&](Floats so_far, int64_t at, auto... count) {
@@ -110,18 +124,28 @@ struct Part {
   }
 };
 
-template <class Loss>
-double joined(const Part* parts, int64_t count, int64_t vocabulary, const Loss& loss) {
+LogSum log_sum(std::span<const Part> parts) {
   float most = -INF;
-  double sum = 0, total = 0, chosen = 0;
-  for (int64_t g = 0; g < count; g++)
-    if (!(parts[g].largest <= most)) most = parts[g].largest;  // a NaN too
-  for (int64_t g = 0; g < count; g++) {
-    if (parts[g].sum) sum += double(parts[g].sum) * std::exp(double(parts[g].largest) - most);
-    total += parts[g].total;
-    chosen += parts[g].chosen;
-  }
-  return loss(LogSum{most, std::log(sum)}, chosen, total / double(vocabulary));
+  double sum = 0;
+  for (const Part& part : parts)
+    if (!(part.largest <= most)) most = part.largest;  // a NaN too
+  for (const Part& part : parts)
+    if (part.sum) sum += double(part.sum) * std::exp(double(part.largest) - most);
+  return {most, std::log(sum)};
+}
+
+template <class Loss>
+double joined(std::span<const Part> parts, int64_t vocabulary, const Loss& loss) {
+  double total = 0, chosen = 0;
+  for (const Part& part : parts) total += part.total, chosen += part.chosen;
+  return loss(log_sum(parts), chosen, total / double(vocabulary));
+}
+
+void need_fit(const Tensor& hidden, const Tensor& weight, const Tensor& targets) {
+  need_like(weight, hidden);
+  need(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
+       "hidden and weight of as many channels");
+  need(targets.dim() == 1 && targets.size(0) == hidden.size(0), "a target for each row");
 }
 
 template <class Loss>
@@ -129,10 +153,7 @@ Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targe
                  std::optional<int64_t> ignored, const Loss& loss) {
   return with_dtype(hidden, [&](auto tag) {
     using T = decltype(tag);
-    need_like(weight, hidden);
-    need(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
-         "hidden and weight of as many channels");
-    need(targets.dim() == 1 && targets.size(0) == hidden.size(0), "a target for each row");
+    need_fit(hidden, weight, targets);
     Integers target(targets);
     Rows<T> x(hidden), w(weight);
     int64_t vocabulary = weight.size(0);
@@ -146,14 +167,153 @@ Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targe
       for (int64_t r = 0; r < block.rows; r++) {
         int64_t row = block.row + r, word = target[row] - block.columns.begin;
         parts[row * groups.size() + block.group] =
-            Part::of(block.of(0, r), block.columns.count, word, loss.needs_mean);
+            Part::of(block.of(0, r), block.columns.count, word, loss.needs_mean, [](auto...) {});
       }
     });
     for (int64_t i = 0; i < target.count; i++)
       to[i] = target[i] == ignored
                   ? 0
-                  : float(joined(&parts[i * groups.size()], groups.size(), vocabulary, loss));
+                  : float(joined({&parts[i * groups.size()], groups.size()}, vocabulary, loss));
     return y;
+  });
+}
+
+// ---- Gradients of the `linear_` forms, with dZ that of the logits:
+//
+//   dH = dZ W    dW = dZ^T H
+//
+// The logits are computed once more. Of each group of 256 words e^(logit - largest) is kept, in the
+// weight's dtype; when all groups of some tokens are done, their sums are known and it becomes dZ.
+
+template <class T>
+class LossGradient {
+ public:
+  LossGradient(const Matrix<T>& weight, const Integers& targets, std::optional<int64_t> ignored,
+               const float* grads)
+      : weight_(weight), targets_(targets), ignored_(ignored), grads_(grads),
+        groups_(fixed_columns(weight.rows)), stride_(odd_stride<T>(weight.rows)) {}
+
+  // As many tokens as 256 MB hold: those of a step of training as a rule.
+  int64_t tokens_at_once() const {
+    return std::max<int64_t>(256, (int64_t(256) << 20) / (stride_ * int64_t(sizeof(T))));
+  }
+
+  // dZ of rows of hidden states, of which `first` is the number of the first.
+  template <class Loss>
+  Matrix<T> logits(const Matrix<T>& hidden, int64_t first, T* memory, const Loss& loss) const {
+    std::vector<Part> parts(hidden.rows * groups_.size());
+    std::array<Matrix<T>, 1> weights{weight_};
+    multiply(hidden, weights, groups_, [&](const Block& block) {
+      for (int64_t r = 0; r < block.rows; r++) {
+        int64_t row = block.row + r;
+        T* to = memory + row * stride_ + block.columns.begin;
+        parts[row * groups_.size() + block.group] =
+            Part::of(block.of(0, r), block.columns.count, -1, false,
+                     [&](int64_t at, Floats power, auto... count) { store(to + at, power, count...); });
+      }
+    });
+    parallel(hidden.rows, weight_.rows, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        finish(memory + row * stride_, first + row, {&parts[row * groups_.size()], groups_.size()}, loss);
+    });
+    return {memory, hidden.rows, weight_.rows, stride_};
+  }
+
+ private:
+  template <class Loss>
+  void finish(T* row, int64_t token, std::span<const Part> parts, const Loss& loss) const {
+    int64_t target = targets_[token];
+    double grad = target == ignored_ ? 0 : grads_[token];
+    if (grad == 0) return (void)std::fill_n(row, weight_.rows, T{});
+    LogSum log = log_sum(parts);
+    Slopes slopes = loss.slopes(log, weight_.rows);
+    double chosen = 0;
+    for (size_t g = 0; g < parts.size(); g++) {
+      double share = std::exp(double(parts[g].largest) - log.largest - log.rest);
+      Floats scale = all(float(grad * slopes.of_softmax * share)), rest = all(float(grad * slopes.of_all));
+      T* from = row + groups_[g].begin;
+      if (target / BLOCK_COLUMNS == int64_t(g))
+        chosen = widen(row[target]) * double(scale[0]) + rest[0] + grad * slopes.of_target;
+      along(groups_[g].count, [&](int64_t at, auto... count) {
+        store(from + at, fma(load(from + at, count...), scale, rest), count...);
+      });
+    }
+    row[target] = rounded<T>(float(chosen));
+  }
+
+  Matrix<T> weight_;
+  const Integers& targets_;
+  std::optional<int64_t> ignored_;
+  const float* grads_;
+  std::vector<Columns> groups_;
+  int64_t stride_;
+};
+
+// dW += dZ^T H, or dW = that for the first tokens. Some words at a time, to turn them round.
+template <class T, class Sum>
+void add_gradient_of_weight(const Matrix<T>& logits, const Matrix<T>& hidden, bool first, Sum* sums) {
+  constexpr int64_t WORDS = 4096;
+  for (int64_t begin = 0; begin < logits.width; begin += WORDS) {
+    int64_t count = std::min(WORDS, logits.width - begin);
+    Matrix<T> words = turned_copy<6>(Turned<T>(logits.some_columns(begin, count)));
+    add_products<T>({{words, Turned<T>(hidden)}},
+                    [&](int64_t row, int64_t column, Floats values, auto... count) {
+                      Sum* to = sums + (begin + row) * hidden.width + column;
+                      if (!first) values += load(to, count...);
+                      store(to, values, count...);
+                    });
+  }
+}
+
+template <class T>
+Tensor narrowed(const Tensor& sums, const Tensor& like) {
+  Tensor y = made_like(like);
+  Rows<float> from(sums);
+  Output<T> to(y);
+  each(from.count, from.width, [&](int64_t row, int64_t at, auto... part) {
+    to.write(row, at, load(from[row] + at, part...), part...);
+  });
+  return y;
+}
+
+template <class Loss>
+Tensors by_hidden_backward(const Needs& needs, const Tensors& grads, const Tensor& hidden,
+                           const Tensor& weight, const Tensor& targets,
+                           std::optional<int64_t> ignored, const Loss& loss) {
+  need(needs.size() >= 3 && grads.size() == 1, "a flag for each argument, one gradient");
+  return with_dtype(hidden, [&](auto tag) {
+    using T = decltype(tag);
+    need_fit(hidden, weight, targets);
+    need(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float, "gradients in float32");
+    Integers target(targets);
+    Rows<T> x(hidden), w(weight);
+    Vector<float> grad(grads[0], x.count);
+    need_targets(target, ignored, weight.size(0));
+    LossGradient<T> gradient(w, target, ignored, grad.first);
+    int64_t most = std::max<int64_t>(1, std::min(gradient.tokens_at_once(), x.count));
+    bool at_once = most >= x.count || std::is_same_v<T, float>;
+    Tensor memory = made(std::array{most, odd_stride<T>(w.count)}, hidden.scalar_type());
+    std::optional<Tensor> of_hidden, of_weight;
+    if (needs[0]) of_hidden = made_like(hidden);
+    ScalarType added_in = at_once ? weight.scalar_type() : ScalarType::Float;
+    if (needs[1]) of_weight = made({weight.sizes().data(), 2}, added_in);
+    for (int64_t begin = 0; begin == 0 || begin < x.count; begin += most) {
+      Matrix<T> rows = Matrix<T>(x).some_rows(begin, std::min(most, x.count - begin));
+      Matrix<T> logits = gradient.logits(rows, begin, data<T>(memory), loss);
+      if (needs[0])
+        add_products<T>({{logits, Turned<T>(w)}},
+                        [&](int64_t row, int64_t column, Floats values, auto... count) {
+                          store(data<T>(*of_hidden) + (begin + row) * x.width + column, values, count...);
+                        });
+      if (needs[1] && at_once)
+        add_gradient_of_weight<T>(logits, rows, begin == 0, data<T>(*of_weight));
+      else if (needs[1])
+        add_gradient_of_weight<T>(logits, rows, begin == 0, data<float>(*of_weight));
+    }
+    Tensors found;
+    if (needs[0]) found.push_back(*of_hidden);
+    if (needs[1]) found.push_back(at_once ? *of_weight : narrowed<T>(*of_weight, weight));
+    return found;
   });
 }
 
@@ -172,9 +332,23 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
   return by_hidden(hidden, weight, targets, ignore_index, CrossEntropy{label_smoothing, z_loss});
 }
 
+Tensors linear_token_logprobs_backward(Needs needs, Tensors grads, const Tensor& hidden,
+                                       const Tensor& weight, const Tensor& targets) {
+  return by_hidden_backward(needs, grads, hidden, weight, targets, std::nullopt, Logprob{});
+}
+Tensors linear_cross_entropy_backward(Needs needs, Tensors grads, const Tensor& hidden,
+                                      const Tensor& weight, const Tensor& targets,
+                                      int64_t ignore_index, double label_smoothing, double z_loss) {
+  CrossEntropy loss{label_smoothing, z_loss};
+  return by_hidden_backward(needs, grads, hidden, weight, targets, ignore_index, loss);
+}
+
 }  // namespace ingot::kernels
 
 OP(token_logprobs)
 OP(cross_entropy)
 OP(linear_token_logprobs)
 OP(linear_cross_entropy)
+
+BACKWARD(linear_token_logprobs)
+BACKWARD(linear_cross_entropy)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ingot import ops
-from ingot.kernels.cpu.build import cpu
+from ingot.kernels.cpu.build import cpu, in_bf16
 
 cpu(ops.token_logprobs)
 cpu(ops.cross_entropy)
-cpu(ops.linear_token_logprobs)
-cpu(ops.linear_cross_entropy)
+cpu(ops.linear_token_logprobs, backward=in_bf16)
+cpu(ops.linear_cross_entropy, backward=in_bf16)

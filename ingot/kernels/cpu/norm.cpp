@@ -108,6 +108,13 @@ Tensor alone(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
   });
 }
 
+template <class T>
+void put_sum(const T* a, const T* b, int64_t width, T* to) {
+  along(width, [&](int64_t at, auto... part) {
+    store(to + at, load(a + at, part...) + load(b + at, part...), part...);
+  });
+}
+
 // The norm of a sum is that of the sum as it is stored: so it does not matter who adds.
 template <class Norm>
 std::tuple<Tensor, Tensor> of_sum(const Tensor& x, const Tensor& residual, const Tensor& weight,
@@ -123,10 +130,7 @@ std::tuple<Tensor, Tensor> of_sum(const Tensor& x, const Tensor& residual, const
     parallel(a.count, a.width, [&](int64_t begin, int64_t end) {
       Desk<T> desk(scales, a.width);
       for (int64_t row = begin; row < end; row++) {
-        along(a.width, [&](int64_t at, auto... part) {
-          Floats sum = load(a[row] + at, part...) + load(b[row] + at, part...);
-          store(sums[row] + at, sum, part...);
-        });
+        put_sum<T>(a[row], b[row], a.width, sums[row]);
         desk.x.take(sums[row], a.width);
         norm(desk, to, row);
       }
@@ -155,9 +159,160 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
   return of_sum(x, residual, weight, bias, eps, LAYER);
 }
 
+// ---- Gradients, with n a row that is normal (mean 0 and variance 1, or just mean square 1) and w the
+// weight; "mean" is a row's:
+//
+//   dX = scale (w dY - mean(w dY) - n mean(w dY n))    without the first mean where n is not centred
+//   of the weight the sum of dY n over all rows, of the bias that of dY
+//
+// Sums over rows are those of every 32 rows, added up in their order, whoever computed them.
+constexpr int64_t SUMMED = 32;
+
+// What 32 rows add to the gradients of weight and bias.
+struct Sums {
+  float *weight, *bias;
+
+  Sums(float* memory, int64_t block, int64_t width)
+      : weight(memory + 2 * block * width), bias(weight + width) {}
+};
+
+// `more` is added to dX where it is given.
+template <bool CENTRED, class T>
+void slope(const float* x, const float* grad, const float* weight, const T* more, float eps,
+           int64_t width, const Sums& sums, T* to) {
+  auto mean = [&](const auto& value) {
+    return all(sum(summed_row(width, [&](Floats so_far, int64_t at, auto... part) {
+             return so_far + value(at, part...);
+           })) / width);
+  };
+  Floats middle{};
+  if constexpr (CENTRED) middle = mean([&](int64_t at, auto... part) { return load(x + at, part...); });
+  Floats square = mean([&](int64_t at, auto... part) {
+    Floats centred = load(x + at, part...) - middle;
+    return centred * centred;
+  });
+  Floats scale = all(1.0f / std::sqrt(square[0] + eps));
+  auto normal = [&](int64_t at, auto... part) { return (load(x + at, part...) - middle) * scale; };
+  auto weighted = [&](int64_t at, auto... part) {
+    return load(grad + at, part...) * load(weight + at, part...);
+  };
+  Floats shift{};
+  if constexpr (CENTRED) shift = mean(weighted);
+  Floats along_normal = mean([&](int64_t at, auto... part) {
+    return weighted(at, part...) * normal(at, part...);
+  });
+  along(width, [&](int64_t at, auto... part) {
+    Floats n = normal(at, part...), g = load(grad + at, part...);
+    Floats value = (weighted(at, part...) - shift - n * along_normal) * scale;
+    if (more) value += load(more + at, part...);
+    store(to + at, value, part...);
+    store(sums.weight + at, fma(g, n, load(sums.weight + at, part...)), part...);
+    store(sums.bias + at, load(sums.bias + at, part...) + g, part...);
+  });
+}
+
+template <class T>
+Tensor summed(const std::vector<float>& memory, int64_t blocks, int64_t width, bool of_bias,
+              const Tensor& like) {
+  Tensor y = made_like(like);
+  along(width, [&](int64_t at, auto... part) {
+    Floats total{};
+    for (int64_t b = 0; b < blocks; b++)
+      total += load(memory.data() + (2 * b + of_bias) * width + at, part...);
+    store(data<T>(y) + at, total, part...);
+  });
+  return y;
+}
+
+// The gradients of x (and of the residual), the weight and the bias. `more` is that of the sum.
+struct Norm {
+  const Tensor &x, &weight;
+  std::optional<Tensor> residual, bias;
+  double eps;
+};
+struct NormGradients {
+  Tensor x, weight;
+  std::optional<Tensor> bias;
+};
+
+template <bool CENTRED>
+NormGradients norm_gradients(const Norm& of, const Tensor& grad, const std::optional<Tensor>& more) {
+  return with_dtype(of.x, [&](auto tag) {
+    using T = decltype(tag);
+    Scales<T> scales(of.weight, of.bias, of.eps, of.x);
+    auto rows_like_x = [&](const Tensor& tensor) {
+      need_like(tensor, of.x);
+      need(std::ranges::equal(tensor.sizes(), of.x.sizes()), "one shape");
+      return Rows<T>(tensor);
+    };
+    Rows<T> x(of.x), g = rows_like_x(grad);
+    std::optional<Rows<T>> residual, m;
+    if (of.residual) residual = rows_like_x(*of.residual);
+    if (more) m = rows_like_x(*more);
+    Tensor dx = made_like(of.x);
+    Output<T> to(dx);
+    int64_t width = x.width, blocks = (x.count + SUMMED - 1) / SUMMED;
+    std::vector<float> memory(2 * blocks * width);
+    parallel(blocks, SUMMED * width, [&](int64_t begin, int64_t end) {
+      Desk<T> desk(scales, width);
+      Widened<T> grads(width);
+      auto total = std::make_unique_for_overwrite<T[]>(residual ? width : 0);
+      for (int64_t row = begin * SUMMED; row < std::min(end * SUMMED, x.count); row++) {
+        const T* from = x[row];
+        if (residual) put_sum<T>(x[row], (*residual)[row], width, total.get()), from = total.get();
+        Sums sums(memory.data(), row / SUMMED, width);
+        slope<CENTRED>(desk.x.take(from, width), grads.take(g[row], width), desk.weight.first,
+                       m ? (*m)[row] : nullptr, desk.eps, width, sums, to[row]);
+      }
+    });
+    NormGradients found{dx, summed<T>(memory, blocks, width, false, of.weight), {}};
+    if (of.bias) found.bias = summed<T>(memory, blocks, width, true, *of.bias);
+    return found;
+  });
+}
+
+// Those that are needed, in the order of the arguments.
+template <bool CENTRED>
+Tensors needed_gradients(const Needs& needs, const Tensors& grads, const Norm& of) {
+  bool sum = of.residual.has_value();
+  need(grads.size() == 1 + size_t(sum), "a gradient for each result");
+  need(needs.size() == 3 + size_t(sum) + CENTRED, "a flag for each argument");
+  std::optional<Tensor> more;
+  if (sum) more = grads[1];
+  NormGradients all = norm_gradients<CENTRED>(of, grads[0], more);
+  Tensors found;
+  if (needs[0]) found.push_back(all.x);
+  if (sum && needs[1]) found.push_back(needs[0] ? torch::stable::clone(all.x) : all.x);
+  if (needs[1 + sum]) found.push_back(all.weight);
+  if (CENTRED && needs[2 + sum]) need(all.bias.has_value(), "a bias"), found.push_back(*all.bias);
+  return found;
+}
+
+Tensors rms_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                          double eps) {
+  return needed_gradients<false>(needs, grads, {x, weight, {}, {}, eps});
+}
+Tensors layer_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+                            const std::optional<Tensor>& bias, double eps) {
+  return needed_gradients<true>(needs, grads, {x, weight, {}, bias, eps});
+}
+Tensors add_rms_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& residual,
+                              const Tensor& weight, double eps) {
+  return needed_gradients<false>(needs, grads, {x, weight, residual, {}, eps});
+}
+Tensors add_layer_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& residual,
+                                const Tensor& weight, const std::optional<Tensor>& bias, double eps) {
+  return needed_gradients<true>(needs, grads, {x, weight, residual, bias, eps});
+}
+
 }  // namespace ingot::kernels
 
 OP(rms_norm)
 OP(layer_norm)
 OP(add_rms_norm)
 OP(add_layer_norm)
+
+BACKWARD(rms_norm)
+BACKWARD(layer_norm)
+BACKWARD(add_rms_norm)
+BACKWARD(add_layer_norm)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ingot import ops
 from ingot.kernels.cpu.build import cpu
+from ingot.ops.op import always
 
 for _op in (ops.rms_norm, ops.layer_norm):
-    cpu(_op)
+    cpu(_op, backward=always)
 for _op in (ops.add_rms_norm, ops.add_layer_norm):
-    cpu(_op)
+    cpu(_op, backward=always)

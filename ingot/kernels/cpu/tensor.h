@@ -129,7 +129,17 @@ struct Matrix {
       : first(first), rows(rows), width(width), stride(stride) {}
   Matrix(const Rows<T>& r) : first(r.first), rows(r.count), width(r.width), stride(r.stride) {}
   const T* operator[](int64_t row) const { return first + row * stride; }
+  Matrix some_rows(int64_t begin, int64_t count) const {
+    return {(*this)[begin], count, width, stride};
+  }
+  Matrix some_columns(int64_t begin, int64_t count) const {
+    return {first + begin, rows, count, stride};
+  }
 };
+
+// What a gradient is given, and gives.
+using Needs = std::vector<bool>;
+using Tensors = std::vector<Tensor>;
 
 // A vector of `size` values; a copy where it is strided.
 template <class T>
@@ -270,4 +280,11 @@ extern "C" __attribute__((visibility("default"))) void ingot_join(const int* fla
   STABLE_TORCH_LIBRARY_IMPL(ingot_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&ingot::kernels::name)); } \
   STABLE_TORCH_LIBRARY_IMPL(ingot, CPU, m) {                                                \
     m.impl(#name, TORCH_BOX((&ingot::Route<&ingot::kernels::name, "ingot_python::" #name>::call)));  \
+  }
+
+// A gradient, name_backward(needs, grads, arguments...): as ingot_cpu::name_backward alone, which the
+// `cpu` provider calls. It returns the gradients that are needed, in the order of the arguments.
+#define BACKWARD(name)                                              \
+  STABLE_TORCH_LIBRARY_IMPL(ingot_cpu, CPU, m) {                    \
+    m.impl(#name "_backward", TORCH_BOX(&ingot::kernels::name##_backward)); \
   }

@@ -378,6 +378,24 @@ inline Floats gelu_tanh(Floats x) {
 }
 inline Floats relu(Floats x) { return max(Floats{}, x); }
 
+// Their derivatives. Beyond 16 those of the curved part are 0, where x^3 might overflow.
+inline Floats curved(Floats x) { return min(all(16.0f), max(all(-16.0f), x)); }
+inline Floats silu_slope(Floats x) {
+  Floats s = sigmoid(x);
+  return fma(x * s, all(1.0f) - s, s);
+}
+inline Floats gelu_slope(Floats x) {
+  Floats c = curved(x), density = all(0.398942280f) * exp_of_negative(c * c * all(-0.5f));
+  return fma(c, density, normal_cdf(x));
+}
+inline Floats gelu_tanh_slope(Floats x) {
+  Floats c = curved(x), square = c * c;
+  Floats s = sigmoid(c * fma(square, all(0.0713548162f), all(1.59576912f)));
+  Floats inner = fma(square, all(3 * 0.0713548162f), all(1.59576912f));
+  return fma(c * inner, s * (all(1.0f) - s), s);
+}
+inline Floats relu_slope(Floats x) { return x > Floats{} ? all(1.0f) : Floats{}; }
+
 // Sine and cosine of position * frequency. The product is reduced in double: a position of 1e5
 // would leave three digits of it in float. 1.8e-9 after that.
 inline void turn(double position, Floats frequency, Floats& sine, Floats& cosine) {

@@ -1,0 +1,202 @@
+"""Gradients in C++: right at sizes around vectors and tiles, and of one bit pattern on any threads.
+
+The records' tests (tests/ops/test_records.py) measure them on the samples, which are small. Here
+sizes go beyond a block of 32 rows, a group of 256 columns and a slice of 2048 of k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ingot import ops
+from ingot.core.device import detect
+from ingot.ops.accuracy import backward_errors
+from ingot.ops.gradient import as_tuple
+from ingot.ops.inputs import Make
+from ingot.ops.op import Op
+
+KIND = "gradients"
+pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Sizes and options of a call."""
+
+    dtype: torch.dtype
+    seed: int
+    rows: int
+    width: int
+    out: int
+    heads: tuple[int, int]
+    """Key-value heads, and query heads that share one."""
+    lengths: tuple[int, ...]
+    window: int | None
+    causal: bool
+    bias: bool
+    strided: bool
+    smooth: float
+
+
+def sizes(*near: int, most: int) -> st.SearchStrategy[int]:
+    beside = [size + by for size in near for by in (-1, 0, 1)]
+    return st.one_of(st.integers(1, 20), st.sampled_from(beside), st.integers(1, most))
+
+
+calls = st.builds(
+    Call,
+    dtype=st.sampled_from([torch.bfloat16, torch.bfloat16, torch.float32]),
+    seed=st.integers(0, 2**32 - 1),
+    rows=sizes(16, 32, 64, 512, most=600),
+    width=sizes(16, 32, 64, 256, most=300),
+    out=sizes(16, 32, 64, 256, 512, most=600),
+    heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
+    lengths=st.lists(st.one_of(st.integers(0, 40), st.integers(1, 600)), min_size=1, max_size=3).map(
+        tuple
+    ),
+    window=st.sampled_from([None, None, 1, 7, 100]),
+    causal=st.sampled_from([True, True, False]),
+    bias=st.booleans(),
+    strided=st.booleans(),
+    smooth=st.sampled_from([0.0, 0.1]),
+)
+
+
+def linear(make: Make, call: Call, *, residual: bool = False) -> tuple[Any, ...]:
+    weight = make(call.out, call.width, scale=call.width**-0.5)
+    bias = make(call.out) if call.bias else None
+    between = (make(call.rows, call.out),) if residual else ()
+    return make(call.rows, call.width), weight, *between, bias
+
+
+def swiglu(make: Make, call: Call) -> tuple[Any, ...]:
+    weights = make(2, call.out, call.width, scale=call.width**-0.5)
+    return make(call.rows, call.width), *weights.unbind(0)
+
+
+def norm(make: Make, call: Call, *, residual: bool, bias: bool) -> tuple[Any, ...]:
+    between = (make(call.rows, call.width),) if residual else ()
+    last = (make(call.width) if call.bias else None,) if bias else ()
+    return make(call.rows, call.width), *between, make(call.width), *last, 1e-5
+
+
+def loss(make: Make, call: Call, *, options: bool) -> tuple[Any, ...]:
+    targets = make.ints(call.out, call.rows)
+    weight = make(call.out, call.width, scale=call.width**-0.5)
+    rest = (0, call.smooth, call.smooth * 1e-2) if options else ()
+    return make(call.rows, call.width), weight, targets, *rest
+
+
+def attention(make: Make, call: Call) -> tuple[Any, ...]:
+    kv_heads, group = call.heads
+    total, width = sum(call.lengths), 1 + call.width % 80
+    q, k, v = (make(total, n, width) for n in (kv_heads * group, kv_heads, kv_heads))
+    cu_seqlens = torch.tensor([0, *torch.tensor(call.lengths).cumsum(0).tolist()])
+    return q, k, v, cu_seqlens, None, None, call.causal, call.window, None
+
+
+def embedding(make: Make, call: Call) -> tuple[Any, ...]:
+    return make.ints(call.out, call.rows), make(call.out, call.width)
+
+
+ARGUMENTS: dict[str, Callable[[Make, Call], tuple[Any, ...]]] = {
+    "linear": linear,
+    "linear_gelu": linear,
+    "linear_gelu_tanh": linear,
+    "linear_silu": linear,
+    "linear_relu": linear,
+    "linear_residual": lambda make, call: linear(make, call, residual=True),
+    "linear_swiglu": swiglu,
+    "rms_norm": lambda make, call: norm(make, call, residual=False, bias=False),
+    "layer_norm": lambda make, call: norm(make, call, residual=False, bias=True),
+    "add_rms_norm": lambda make, call: norm(make, call, residual=True, bias=False),
+    "add_layer_norm": lambda make, call: norm(make, call, residual=True, bias=True),
+    "linear_token_logprobs": lambda make, call: loss(make, call, options=False),
+    "linear_cross_entropy": lambda make, call: loss(make, call, options=True),
+    "attention": attention,
+    "embedding": embedding,
+}
+OPS = [op for op in ops.catalogue().values() if op.name in ARGUMENTS]
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def arguments(op: Op[..., Any], call: Call) -> tuple[Any, ...]:
+    # Gradients that are GEMMs are MKL's in float32, whose bits depend on the threads.
+    dtype = torch.bfloat16 if op.family in ("linear", "loss") else call.dtype
+    args = ARGUMENTS[op.name](Make(dtype, seed=call.seed), call)
+    return tuple(map(apart, args)) if call.strided else args
+
+
+def apart(arg: Any) -> Any:
+    """The same values, with gaps between them."""
+    return torch.stack([arg, arg], -1)[..., 0] if isinstance(arg, Tensor) else arg
+
+
+def gradients(op: Op[..., Any], args: tuple[Any, ...], threads: int) -> list[Tensor]:
+    torch.set_num_threads(threads)
+    needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+    outputs = as_tuple(op(*args))
+    return op.backward_overload(needs, [torch.ones_like(out) for out in outputs], *args)
+
+
+def test_every_gradient_in_cpp_is_tested_here() -> None:
+    found = {op.name for op in ops.catalogue().values() if "cpu" in op.providers}
+    assert {n for n in found if ops.catalogue()[n].providers["cpu"].backward} == set(ARGUMENTS)
+
+
+@each_op
+def test_gradients_are_within_bound_at_any_size(op: Op[..., Any], explore: Any) -> None:
+    def check(call: Call) -> None:
+        errors = backward_errors(op, "cpu", arguments(op, call))
+        assert max(errors.values()) <= 1, errors
+
+    explore(calls, check, 12)
+
+
+@each_op
+def test_gradients_have_the_same_bits_on_any_threads(op: Op[..., Any], explore: Any) -> None:
+    def check(call: Call) -> None:
+        args = arguments(op, call)
+        for one, two in zip(gradients(op, args, 1), gradients(op, args, 2), strict=True):
+            assert torch.equal(one, two)
+
+    explore(calls, check, 8)
+
+
+@pytest.mark.parametrize("rows", [2047, 2049, 4100])
+def test_many_rows_are_added_up_in_slices(rows: int) -> None:
+    make = Make(torch.bfloat16)
+    args = make(rows, 24), make(17, 24, scale=0.2), make(17)
+    errors = backward_errors(ops.linear, "cpu", args)
+    assert max(errors.values()) <= 1, errors
+
+
+def test_a_vocabulary_of_many_words_takes_its_tokens_in_turns() -> None:
+    """Beyond 256 MB of logits the weight's gradient is added up in float32."""
+    make, rows, words = Make(torch.bfloat16), 258, 530_000
+    hidden, weight, targets = make(rows, 4), make(words, 4), make.ints(words, rows)
+    grads = torch.ones(rows)
+    kernel = ops.linear_token_logprobs.backward_overload
+
+    def part(some: slice) -> list[Tensor]:
+        return kernel([True, True, False], [grads[some]], hidden[some], weight, targets[some])
+
+    whole, first, rest = part(slice(None)), part(slice(256)), part(slice(256, None))
+    assert torch.equal(whole[0], torch.cat([first[0], rest[0]]))
+    together = first[1].float() + rest[1].float()
+    torch.testing.assert_close(whole[1].float(), together, rtol=0.02, atol=1e-6)
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    x, weight = torch.ones(3, 4).bfloat16(), torch.ones(5, 4).bfloat16()
+    for shape in ((3, 4), (2, 5), (3, 5, 1)):
+        grads = [torch.ones(shape, dtype=torch.bfloat16)]
+        with pytest.raises(RuntimeError, match="of the product's shape"):
+            ops.linear.backward_overload([True, True, False], grads, x, weight, None)
