@@ -54,12 +54,13 @@ def ops(
     from ingot.bench import roofline
     from ingot.bench.peaks import peaks
     from ingot.bench.workloads import chosen
+    from ingot.observe.plot import check
 
     workloads, run = chosen(names), kept.Run.now(ingot.__version__)
     file = results and results / "ops.csv"
     # What can go wrong should do so before an hour of measuring, not after.
     if plot:
-        roofline.check(plot)
+        check(plot)
     if file:
         kept.prepare(file)
     machine = peaks()

@@ -18,8 +18,8 @@ import ingot as package
 from ingot.cli.train import train
 from ingot.core import config
 from ingot.core.errors import IngotError
+from ingot.observe.metrics import NAME, read
 from ingot.train.evaluate import LOGPROBS
-from ingot.train.metrics import NAME, read
 from ingot.train.precision import Precision
 from ingot.train.recipe import Recipe
 from ingot.train.trainer import Trainer
