@@ -20,6 +20,7 @@ two steps; the peak is of the steps from then on.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import json
 import os
 import resource
@@ -115,7 +116,6 @@ def _trim() -> None:
 
 def ingot(task: dict[str, Any], clock: Clock) -> str:
     """Our own step."""
-    import ingot as package
     from ingot.interop import hf
     from ingot.train.clip import Clipper, Norm
     from ingot.train.precision import Masters, Precision
@@ -142,7 +142,7 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
         step.update(1.0)
         masters.zero_grad()
         clock.end(found.loss)
-    return package.__version__
+    return importlib.metadata.version("ingot")
 
 
 def eager(task: dict[str, Any], clock: Clock) -> str:

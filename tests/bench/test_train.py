@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ingot.bench import plain, train
+from ingot.bench import train
 from ingot.bench.peaks import Peak, Peaks
 from ingot.bench.train import (
     CONTENDERS,
@@ -27,11 +26,8 @@ from ingot.bench.train import (
     rows,
     summary,
 )
-from ingot.bench.trainee import WARM, batch
+from ingot.bench.trainee import WARM
 from ingot.core.errors import ConfigError
-from ingot.interop import hf
-from ingot.nn.loss import token_losses
-from tests import models
 
 EAGER = Contender(system="eager")
 FULL = Contender(system="ingot", recompute="full")
@@ -42,11 +38,6 @@ PEAKS = Peaks(
     read_bandwidth=Peak.of(4.0, [4.0]),
     matmul={"fp32": Peak.of(6.0, [6.0]), "bf16": Peak.of(12.0, [12.0]), "int8": None},
 )
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.gpt2(tmp_path_factory.mktemp("models") / "gpt2")
 
 
 def turn(*seconds: float, peak: int = 4000, resting: int = 1000, loss: float = 5.0) -> Turn:
@@ -61,36 +52,11 @@ def turn(*seconds: float, peak: int = 4000, resting: int = 1000, loss: float = 5
     return train.msgspec.convert(said, Turn)
 
 
-def test_plain_pytorch_computes_the_same(directory: Path) -> None:
-    tokens, targets = batch(0, 3, 17, 211)
-    decoder = hf.load(directory)
-    ours = token_losses(decoder, tokens.flatten(), targets.flatten(), [17] * 3).sum() / (3 * 16)
-    model = plain.load(directory)
-    theirs = model(tokens, targets)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    ours.backward()
-    theirs.backward()
-    assert sum(p.numel() for p in model.parameters()) == sum(
-        p.numel() for p in decoder.parameters()
-    )
-    torch.testing.assert_close(
-        decoder.blocks[1].attention.qkv.weight.grad,  # pyright: ignore
-        model.h[1].qkv.weight.grad,  # pyright: ignore
-        rtol=1e-4,
-        atol=1e-7,
-    )
-
-
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no GPT-2"):
-        plain.check(models.small(tmp_path / "llama"))
-
-
-def test_systems_take_turns_in_processes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_take_turns_in_processes(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(train, "STEPS", 1)
     gone = Contender(system="nobody")
-    found = compare((OURS, EAGER, gone), directory, replace(TASK, rounds=1), PEAKS, heard.append)
+    found = compare((OURS, EAGER, gone), gpt2, replace(TASK, rounds=1), PEAKS, heard.append)
     ours, eager, missing = found
     assert [text.rpartition(": ")[2] for text in heard] == [
         "ingot bf16",
@@ -112,8 +78,8 @@ def test_systems_take_turns_in_processes(directory: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_all_systems(directory: Path) -> None:
-    found = compare(CONTENDERS, directory, replace(TASK, rounds=1), PEAKS)
+def test_all_systems(gpt2: Path) -> None:
+    found = compare(CONTENDERS, gpt2, replace(TASK, rounds=1), PEAKS)
     assert [row.missing for row in found] == [None] * len(CONTENDERS)
     said = summary(found)
     assert said.best_peer in ("eager", "compile", "trainer")
@@ -163,7 +129,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nonsense_is_not_believed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpt2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -173,10 +139,10 @@ def test_nonsense_is_not_believed(
         return subprocess.CompletedProcess([sys.executable], 0, json.dumps(content).encode())
 
     monkeypatch.setattr(train.subprocess, "run", said)
-    (row,) = compare((OURS,), directory, replace(TASK, rounds=1), PEAKS)
+    (row,) = compare((OURS,), gpt2, replace(TASK, rounds=1), PEAKS)
     assert "cannot be read" in (row.missing or "")
 
 
-def test_a_length_beyond_the_context_is_refused(directory: Path) -> None:
+def test_a_length_beyond_the_context_is_refused(gpt2: Path) -> None:
     with pytest.raises(ConfigError, match="beyond the model's 64"):
-        compare((OURS,), directory, replace(TASK, length=65), PEAKS)
+        compare((OURS,), gpt2, replace(TASK, length=65), PEAKS)
