@@ -90,7 +90,7 @@ class History:
     @property
     def steps(self) -> int:
         """How many were to be made."""
-        wanted = self.recipe.get("steps")
+        wanted: Any = self.recipe.get("steps")
         return wanted if _whole(wanted) else 0
 
     @property

@@ -159,7 +159,10 @@ def _behind(axes: Any, curve: Curve, colour: Any, alpha: float) -> None:
         axes.plot(curve.steps, curve.values, color=colour, lw=0.8, alpha=alpha)
         return
     _, least, most = pieces(curve)
-    axes.fill_between(least.steps, least.values, most.values, color=colour, alpha=alpha, lw=0)
+    # A logarithmic scale has no place for 0, and a polygon with such a corner goes astray.
+    drawn = (least.values > 0) | bool((curve.values < 0).any())
+    band = (least.steps, least.values, most.values)
+    axes.fill_between(*band, where=drawn, color=colour, alpha=alpha, lw=0)
 
 
 def _scale(axes: Any, curves: Sequence[Curve]) -> None:

@@ -42,7 +42,8 @@ p { margin: .3rem 0; color: var(--grey); overflow-wrap: anywhere; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .7rem;
   margin: 1.4rem 0; }
 .tile { padding: .7rem .9rem; border-radius: .5rem; background: var(--tile); }
-.tile b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 1.25rem; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
 .tile span { color: var(--grey); font-size: .85rem; }
 img { width: 100%; border: 1px solid var(--line); border-radius: .5rem; background: #fff; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
