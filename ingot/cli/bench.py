@@ -14,6 +14,7 @@ import tyro
 import ingot
 from ingot.cli.bench_engine import engine
 from ingot.cli.bench_serve import serve
+from ingot.cli.bench_train import train
 from ingot.core import log
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ingot.bench.peaks import Peaks
     from ingot.bench.peers import Row as PeerRow
     from ingot.bench.results import Mean, Run
+    from ingot.bench.train import Row as TrainRow
     from ingot.bench.workloads import Workload
 
 
@@ -52,12 +54,13 @@ def ops(
     from ingot.bench import roofline
     from ingot.bench.peaks import peaks
     from ingot.bench.workloads import chosen
+    from ingot.observe.plot import check
 
     workloads, run = chosen(names), kept.Run.now(ingot.__version__)
     file = results and results / "ops.csv"
     # What can go wrong should do so before an hour of measuring, not after.
     if plot:
-        roofline.check(plot)
+        check(plot)
     if file:
         kept.prepare(file)
     machine = peaks()
@@ -124,10 +127,12 @@ def peers(
         _print_peers(rows, run)
 
 
-bench = {"ops": ops, "peers": peers, "engine": engine, "serve": serve}
+bench = {"ops": ops, "peers": peers, "engine": engine, "serve": serve, "train": train}
 
 
-def report(rows: Iterable[Row] | Iterable[PeerRow], machine: Peaks, run: Run) -> dict[str, Any]:
+def report(
+    rows: Iterable[Row] | Iterable[PeerRow] | Iterable[TrainRow], machine: Peaks, run: Run
+) -> dict[str, Any]:
     """All of it, as `--json` prints it."""
     peaks = json_format.loads(machine.to_json())
     return {"header": {**asdict(run), "peaks": peaks}, "rows": [asdict(row) for row in rows]}

@@ -55,15 +55,15 @@ def serve(
         json: Print JSON instead of lines.
     """
     from ingot.bench import latency as plots
-    from ingot.bench import roofline
     from ingot.bench.results import Run
     from ingot.bench.serve import Load, report
+    from ingot.observe.plot import check
 
     load, run = Load(trace=trace, clients=clients), Run.now(ingot.__version__)
     if engine and _is_url(target):
         raise ConfigError("--engine of an address", remedy="give the directory of a model")
     if plot:
-        roofline.check(plot)
+        check(plot)
     answers, start = _answers(target, load, rounds, engine, key)
     if plot:
         plots.draw(answers["server"][-1], goal, run, plot)

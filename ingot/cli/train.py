@@ -17,7 +17,11 @@ from ingot.core import config, lineage, log, paths
 from ingot.core.errors import IngotError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ingot.data import Corpus
     from ingot.nn import Decoder
+    from ingot.train.checkpoint import Checkpoint
     from ingot.train.recipe import Recipe
     from ingot.train.trainer import Trainer
 
@@ -31,27 +35,35 @@ def train(
     ] = (),
     run: Path | None = None,
     resume: tyro.conf.FlagCreatePairsOff[bool] = False,
+    export: Path | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Train the model of a recipe. Killed at any moment, the run goes on with `--resume` as if
     nothing had happened. Ctrl-C ends it behind the step that is being made, with a checkpoint.
 
-    A decoder is written as a model directory at the end, for `ingot generate`.
+    A decoder is written as a model directory at the end, for `ingot generate`; `--export` writes
+    one of a run that is being made or was stopped, as it was at its newest checkpoint.
 
     Examples: `ingot train recipes/xor.toml`, `ingot train recipes/digits.toml steps=100
-    optimizer.lr=3e-3`, `ingot train recipes/digits.toml --resume` for the newest run of it.
+    optimizer.lr=3e-3`, `ingot train recipes/digits.toml --resume` for the newest run of it,
+    `ingot train recipes/stdlib-10m.toml --export model`.
 
     Args:
         recipe: A TOML file.
         overrides: Values instead of the recipe's: dotted.key=value.
         run: The directory of the run; a new one below the runs if left out.
         resume: Go on with the run in `--run`, or with the newest of this name.
+        export: Train nothing; write the model of that run to this directory.
         json: Print the result as JSON.
     """
+    from ingot.observe.board import Board
     from ingot.train.recipe import Recipe
 
     wanted = config.load(Recipe, recipe, overrides)
-    directory = _directory(wanted.name, run, resume)
+    directory = _directory(wanted.name, run, resume or export is not None)
+    if export is not None:
+        _print(_exported(directory, export), json)
+        return
     try:
         trainer = _trainer(wanted, directory)
     except BaseException:
@@ -61,14 +73,19 @@ def train(
     if resume and trainer.resume():
         log.logger(__name__).info("going on behind step %d", trainer.step)
     log.logger(__name__).info("the run is in %s", plain(str(directory)))
-    with _stopping(trainer):
-        score = trainer.run()
-    if score is None:
-        raise KeyboardInterrupt  # what is there is saved, and the exit says that it is not all
-    model = _export(trainer)
+    with _reported(directory):
+        with Board(directory, trainer.step) as board, _stopping(trainer):
+            score = trainer.run(board.add)
+        if score is None:
+            raise KeyboardInterrupt  # what is there is saved, and the exit says that it is not all
+        with trainer.averaged():
+            path = directory / MODEL
+            if path.exists():  # of a run that was finished before, and went on
+                shutil.rmtree(path)
+            model = _write(trainer.model, wanted, trainer.sets.corpus, trainer.step, path)
     result: dict[str, Any] = {"run": str(directory), "steps": trainer.step, **score.figures()}
-    if model is not None:
-        result["model"] = str(model)
+    if model:
+        result["model"] = str(path)
     _print(result, json)
 
 
@@ -127,26 +144,85 @@ def _decoder(trainer: Trainer) -> Decoder | None:
     return trainer.model if isinstance(trainer.model, Decoder) else None
 
 
-def _export(trainer: Trainer) -> Path | None:
-    """Write a decoder as a model directory, with its tokenizer and its lineage."""
-    decoder, corpus = _decoder(trainer), trainer.sets.corpus
-    if decoder is None or corpus is None:
-        return None
+def _write(model: nn.Module, recipe: Recipe, corpus: Corpus | None, step: int, path: Path) -> bool:
+    """Write a decoder as a model directory, with its tokenizer and its lineage; nothing else."""
     from ingot.data import vocabulary
     from ingot.interop import hf
+    from ingot.nn import Decoder
 
-    path = trainer.directory / MODEL
-    if path.exists():  # of a run that was finished before, and went on
-        shutil.rmtree(path)
-    with paths.whole_directory(path) as temporary, trainer.averaged():
-        hf.save(decoder, temporary)
+    if corpus is None or not isinstance(model, Decoder):
+        return False
+    with paths.whole_directory(path) as temporary:
+        hf.save(model, temporary)
         vocabulary.copy(corpus.directory, temporary)
-        start = trainer.recipe.start
+        start = recipe.start
         if start is not None and (start / lineage.NAME).is_file():
             shutil.copyfile(start / lineage.NAME, temporary / lineage.NAME)
-        facts = {"recipe": trainer.recipe.name, "steps": trainer.step, "data": corpus.hash}
-        lineage.append(temporary, "train", **facts)
-    return path
+        lineage.append(temporary, "train", recipe=recipe.name, steps=step, data=corpus.hash)
+    return True
+
+
+def _exported(directory: Path, path: Path) -> dict[str, Any]:
+    """Write the model of a run as it was at its newest whole checkpoint; the run is only read."""
+    from ingot.interop import hf
+    from ingot.train.recipe import Recipe, new_model, open_data
+
+    recipe = config.load(Recipe, directory / "recipe.toml")
+    model = hf.load(recipe.start) if recipe.start else new_model(recipe)
+    model.to(recipe.precision.dtype)
+    found, sets = _filled(model, directory, recipe), open_data(recipe.data)
+    if found.facts["data"] != sets.fingerprint:
+        raise IngotError(
+            f"the run in {directory} was trained on other data than is there now",
+            remedy="restore the data that it was started with: its vocabulary is needed",
+        )
+    if not _write(model, recipe, sets.corpus, found.step, path):
+        raise IngotError(
+            f"{directory} is of no decoder, and a model directory is for decoders",
+            remedy="its weights are in its checkpoints, as safetensors",
+        )
+    return {"run": str(directory), "steps": found.step, "model": str(path)}
+
+
+def _filled(model: nn.Module, directory: Path, recipe: Recipe) -> Checkpoint:
+    """Give a model the weights of the newest checkpoint of a run, which may be going on."""
+    from ingot.nn.weights import WeightsError
+    from ingot.train.checkpoint import Checkpoints
+
+    kept = Checkpoints(directory / "checkpoints", recipe.keep)
+    while found := kept.newest():
+        try:
+            found.fill(model)
+            return found
+        except (WeightsError, OSError):
+            if found.path.exists():
+                raise  # else the run has deleted it meanwhile, and there is a newer one
+    raise IngotError(
+        f"{directory} has no whole checkpoint yet",
+        remedy=f"wait for the first: it writes one every {recipe.checkpoint_every} steps",
+    )
+
+
+@contextmanager
+def _reported(directory: Path) -> Generator[None]:
+    """Write the report of a run at its end, whatever that is; none is worth losing a run for."""
+    from ingot.observe import report
+
+    ended = "finished"
+    try:
+        yield
+    except KeyboardInterrupt:
+        ended = "stopped"
+        raise
+    except BaseException as error:
+        ended = error.what if isinstance(error, IngotError) else type(error).__name__
+        raise
+    finally:
+        try:
+            path = report.write(directory, ended)
+            log.logger(__name__).info("the report is %s", plain(str(path)))
+        except (IngotError, OSError) as error:
+            log.logger(__name__).warning("no report: %s", error)
 
 
 @contextmanager

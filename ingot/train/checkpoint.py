@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
@@ -67,6 +67,16 @@ class Checkpoint:
         }
         weights.read(found)
         return {name.removeprefix(f"{part}/"): tensor for name, tensor in found.items()}
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Give a model the weights of the checkpoint: their running mean, if there is one."""
+        weights = self.tensors("ema") or self.tensors("weights")
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                parameter.copy_(weights[name])
+        for name, buffer in self.tensors("buffers").items():
+            model.get_buffer(name).copy_(buffer)
 
 
 class Checkpoints:

@@ -16,14 +16,13 @@ are in, which the paper's own code leaves out too.
 # torch's own optimizers are written with `torch._foreach_*`; it has no public names for them.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ingot.train.pieces import pieces
+from ingot.train.pieces import Pieced
 
 
 def trust_ratios(weights: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
@@ -37,7 +36,7 @@ def trust_ratios(weights: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
     return list(torch.where((w > 0) & (u > 0), w / u, 1.0).unbind())
 
 
-class LAMB(Optimizer):
+class LAMB(Pieced):
     """LAMB over groups of parameters, each with its `lr`, `weight_decay` and `adapt`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -60,24 +59,18 @@ class LAMB(Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps}
         super().__init__(params, {**options, "weight_decay": weight_decay, "adapt": adapt})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move the weights by their gradients."""
-        for group in self.param_groups:
-            for weights in pieces(group["params"]):
-                moves = self._moves(group, weights)
-                if group["adapt"]:
-                    torch._foreach_mul_(moves, trust_ratios(weights, moves))
-                torch._foreach_add_(weights, moves, alpha=-group["lr"])
+    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+        """Move these weights of a group."""
+        moves = self._moves(group, weights, grads)
+        if group["adapt"]:
+            torch._foreach_mul_(moves, trust_ratios(weights, moves))
+        torch._foreach_add_(weights, moves, alpha=-group["lr"])
 
-    def _moves(self, group: dict[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        grads: list[Any] = [p.grad for p in weights]
-        for p in weights:
-            if not self.state[p]:
-                self.state[p]["step"] = torch.zeros(())
-                self.state[p]["mean"] = torch.zeros_like(p)
-                self.state[p]["square"] = torch.zeros_like(p)
-        steps, means, squares = ([self.state[p][k] for p in weights] for k in _STATE)
+    def _moves(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]
+    ) -> list[Tensor]:
+        means, squares = self.states(weights, "mean"), self.states(weights, "square")
+        steps = [self.state[p].setdefault("step", torch.zeros(())) for p in weights]
         (b1, b2), eps = group["betas"], group["eps"]
         torch._foreach_add_(steps, 1)
         torch._foreach_lerp_(means, grads, 1 - b1)
@@ -91,6 +84,3 @@ class LAMB(Optimizer):
         torch._foreach_div_(moves, scales)
         torch._foreach_add_(moves, weights, alpha=group["weight_decay"])
         return list(moves)
-
-
-_STATE = ("step", "mean", "square")

@@ -14,17 +14,16 @@ Where |w| or |g| is 0, r is 1. So it is in groups with `adapt=False`, as biases 
 # torch's own optimizers are written with `torch._foreach_*`; it has no public names for them.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ingot.train.pieces import pieces
+from ingot.train.pieces import Pieced
 
 
-class LARS(Optimizer):
+class LARS(Pieced):
     """LARS over groups of parameters, each with its `lr`, `weight_decay` and `adapt`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -47,19 +46,9 @@ class LARS(Optimizer):
         options = {"lr": lr, "momentum": momentum, "trust": trust}
         super().__init__(params, {**options, "weight_decay": weight_decay, "adapt": adapt})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move the weights by their gradients."""
-        for group in self.param_groups:
-            for weights in pieces(group["params"]):
-                self._move(group, weights)
-
-    def _move(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        grads: list[Any] = [p.grad for p in weights]
-        for p in weights:
-            if not self.state[p]:
-                self.state[p]["velocity"] = torch.zeros_like(p)
-        velocities = [self.state[p]["velocity"] for p in weights]
+    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+        """Move these weights of a group."""
+        velocities = self.states(weights, "velocity")
         moves = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
         if group["adapt"]:
             torch._foreach_mul_(moves, _ratios(group, weights, grads))

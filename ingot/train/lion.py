@@ -14,17 +14,16 @@ Adam's, and the decay as much larger.
 # torch's own optimizers are written with `torch._foreach_*`; it has no public names for them.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ingot.train.pieces import pieces
+from ingot.train.pieces import Pieced
 
 
-class Lion(Optimizer):
+class Lion(Pieced):
     """Lion over groups of parameters, each with its `lr` and `weight_decay`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
@@ -44,20 +43,9 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move the weights by their gradients."""
-        for group in self.param_groups:
-            for weights in pieces(group["params"]):
-                self._move(group, weights)
-
-    def _move(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        grads: list[Any] = [p.grad for p in weights]
-        for p in weights:
-            if not self.state[p]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum"] for p in weights]
-        b1, b2 = group["betas"]
+    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+        """Move these weights of a group."""
+        momenta, (b1, b2) = self.states(weights, "momentum"), group["betas"]
         moves = torch._foreach_lerp(momenta, grads, 1 - b1)
         torch._foreach_sign_(moves)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])

@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -36,12 +37,12 @@ from ingot.core.errors import ConfigError
 from ingot.core.paths import write_atomic
 from ingot.data import Loader
 from ingot.nn import Decoder, DecoderConfig
+from ingot.observe.metrics import Metrics
 from ingot.train.checkpoint import Checkpoint, Checkpoints
 from ingot.train.clip import Clipper
 from ingot.train.ema import EMA
 from ingot.train.evaluate import Score, evaluate, save_logprobs
 from ingot.train.guard import Diverged, Watch, save_offender
-from ingot.train.metrics import Metrics
 from ingot.train.optimizer import Optimizers
 from ingot.train.precision import Masters
 from ingot.train.recipe import Recipe, Text, new_model, open_data
@@ -130,9 +131,13 @@ class Trainer:
         """Have the run end behind the step that is being made, with a checkpoint."""
         self._stop = True
 
-    def run(self) -> Score | None:
-        """Make the steps that are left. Returns the last evaluation; None if it was stopped."""
+    def run(self, tell: Callable[[dict[str, Any]], object] = lambda _: None) -> Score | None:
+        """Make the steps that are left. Returns the last evaluation; None if it was stopped.
+
+        `tell` hears of every line of metrics.
+        """
         self._describe()
+        self._tell = tell
         self._metrics = Metrics(self.directory, self._lines)
         recipe, score = self.recipe, None
         if recipe.guard.policy == "rollback" and self.step == 0:
@@ -191,8 +196,12 @@ class Trainer:
         self.masters.zero_grad()
         figures["seconds"] = time.perf_counter() - start
         figures["waited"] = self.loader.waited - waited
-        self._metrics.add(figures)
+        self._note(figures)
         return figures
+
+    def _note(self, figures: dict[str, Any]) -> None:
+        self._metrics.add(figures)
+        self._tell(figures)
 
     def _refused(self, found: Gradients, pieces: list[Batch]) -> str | None:
         """Why the update is not made; None if it may be. Acts as the guard's policy says."""
@@ -235,7 +244,7 @@ class Trainer:
                 batch=recipe.batch // recipe.accumulate,
                 most=recipe.evaluate_batches,
             )
-        self._metrics.add({"step": self.step, **score.figures()})
+        self._note({"step": self.step, **score.figures()})
         log.logger(__name__).info("step %d: %s", self.step, _spelled(score.figures()))
         return score
 

@@ -51,3 +51,9 @@ def make(tmp_path: Path) -> Make:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights with a long context."""
     return models.small(tmp_path_factory.mktemp("models") / "small", context=4096)
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A very small GPT-2 of random weights."""
+    return models.gpt2(tmp_path_factory.mktemp("models") / "gpt2")

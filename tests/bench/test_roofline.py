@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import combinations
@@ -9,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ingot.bench.peaks import Peak, Peaks
-from ingot.bench.roofline import check, draw, free_place, overlap, place
-from ingot.core.errors import IngotError
+from ingot.bench.roofline import draw, free_place, overlap, place
 from tests.bench.row import ROW, RUN
 
 PEAK = Peak(value=40.0, low=10.0, typical=20.0, high=30.0)
@@ -33,7 +31,6 @@ ROWS = [
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"roofline{suffix}"
-    check(path)
     draw(ROWS, PEAKS, RUN, path)
     start = path.read_bytes()[:5]
     assert start == {".png": b"\x89PNG\r", ".svg": b"<?xml"}[suffix]
@@ -56,15 +53,3 @@ def test_names_lie_over_nothing() -> None:
     for _ in range(40):
         taken.append(free_place(0, 0, width=50, height=9, taken=taken))
     assert not any(overlap(one, other) for one, other in combinations(taken, 2))
-
-
-@pytest.mark.parametrize(("name", "what"), [("a.jpg", "'.jpg'"), ("none/a.png", "no directory")])
-def test_a_plot_that_cannot_be_is_refused_before(tmp_path: Path, name: str, what: str) -> None:
-    with pytest.raises(IngotError, match=what):
-        check(tmp_path / name)
-
-
-def test_a_missing_matplotlib_has_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(IngotError, match=r"pip install 'ingot\[plot\]'"):
-        check(Path("roofline.png"))

@@ -18,12 +18,14 @@ import ingot as package
 from ingot.cli.train import train
 from ingot.core import config
 from ingot.core.errors import IngotError
+from ingot.observe.metrics import NAME, read
 from ingot.train.evaluate import LOGPROBS
-from ingot.train.metrics import NAME, read
+from ingot.train.guard import Diverged
 from ingot.train.precision import Precision
 from ingot.train.recipe import Recipe
 from ingot.train.trainer import Trainer
 from tests.cli.conftest import COMMAND, Run
+from tests.serve.conftest import Served, serving
 from tests.train import runs
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -81,6 +83,111 @@ def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
             tokens, targets = saved[f"{index}.tokens"], saved[f"{index}.targets"]
             found = token_logprobs(decoder, tokens, targets, saved[f"{index}.lengths"].tolist())
             assert torch.equal(found, saved[f"{index}.logprobs"])
+
+
+def served_logprobs(server: Served, tokens: list[int]) -> list[float]:
+    """What the server says of each token behind the first."""
+    body = {"prompt": tokens, "echo": True, "logprobs": 0, "max_tokens": 0}
+    status, found, _ = server.call("/v1/completions", body)
+    assert status == 200, found
+    return found["choices"][0]["logprobs"]["token_logprobs"][1:]
+
+
+def test_what_was_trained_is_what_is_served(ready: Run, tmp_path: Path) -> None:
+    """The log-probabilities that training wrote, from a server, to the bit; and it is verified."""
+    from safetensors.torch import load_file
+
+    written(runs.text(tmp_path, precision=Precision.BF16), tmp_path)
+    train(tmp_path / "recipe.toml", run=tmp_path / "run")
+    saved = load_file(tmp_path / "run" / LOGPROBS)
+    compared = 0
+    with serving(tmp_path / "run/model", tmp_path) as server:
+        for index in range(len(saved) // 4):
+            parts = (saved[f"{index}.{name}"] for name in ("tokens", "targets", "logprobs"))
+            lengths = saved[f"{index}.lengths"].tolist()
+            for tokens, targets, logprobs in zip(*(p.split(lengths) for p in parts), strict=True):
+                # The last target may be behind the window; the end of a document has none.
+                behind = [t for t in targets[-1:].tolist() if t >= 0]
+                prompt = tokens.tolist() + behind
+                assert prompt[1:] == targets[targets >= 0].tolist()
+                wanted = logprobs[targets >= 0].double().tolist()
+                if wanted:
+                    # JSON has the shortest digits that are the double, and a float32 is one.
+                    assert served_logprobs(server, prompt) == wanted
+                    compared += len(wanted)
+    assert compared > 100
+    found = ready("verify", str(tmp_path / "run/model"), "--schedules", "3", "--json")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["bits_equal"] is True
+
+
+def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
+    """From its newest whole checkpoint, in the middle; the run is left as it is."""
+    recipe = runs.text(tmp_path, precision=Precision.BF16)
+    written(recipe, tmp_path)
+    trainer = Trainer(recipe, tmp_path / "run")
+    with pytest.raises(IngotError, match="is no run"):
+        train(tmp_path / "recipe.toml", run=tmp_path / "run", export=tmp_path / "early")
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["step"] == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(stop)
+    trainer.checkpoints.wait()
+    torn = tmp_path / "run/checkpoints/step-00000009"
+    torn.mkdir()
+    before = sorted(path for path in (tmp_path / "run").rglob("*"))
+    train(tmp_path / "recipe.toml", run=tmp_path / "run", export=tmp_path / "out", json=True)
+    assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
+    assert json.loads(capsys.readouterr().out)["steps"] == 8
+    torn.rmdir()
+    again = Trainer(recipe, tmp_path / "run")
+    assert again.resume()
+    assert again.step == 8
+    model = package.load(tmp_path / "out")
+    with again.averaged():
+        wanted = dict(again.model.named_parameters())
+        for name, parameter in model.decoder.named_parameters():
+            assert torch.equal(parameter, wanted[name]), name
+    lineage = json.loads((tmp_path / "out/ingot.json").read_text())
+    assert lineage["steps"][-1]["steps"] == 8
+    with pytest.raises(IngotError, match="exists already"):
+        train(tmp_path / "recipe.toml", run=tmp_path / "run", export=tmp_path / "out")
+
+
+def test_export_of_what_is_no_decoder(tmp_path: Path) -> None:
+    path = written(runs.xor(steps=2), tmp_path)
+    train(path, run=tmp_path / "run")
+    with pytest.raises(IngotError, match="no decoder"):
+        train(path, run=tmp_path / "run", export=tmp_path / "out")
+
+
+def test_what_a_person_finds(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Curves, a report and TensorBoard's files: of a run that was stopped, then of all of it."""
+    written(runs.text(tmp_path, steps=4000), tmp_path)
+    process = begun(tmp_path, environment)
+    until(process, tmp_path, 5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 130
+    there = {path.name for path in (tmp_path / "killed").iterdir()}
+    assert {"curves.png", "curves.svg", "report.html", "tensorboard"} <= there
+    assert "stopped" in (tmp_path / "killed/report.html").read_text()
+    done = len(read(tmp_path / "killed"))
+    steps = f"steps={done + 3}"
+    train(tmp_path / "recipe.toml", (steps,), run=tmp_path / "killed", resume=True)
+    page = (tmp_path / "killed/report.html").read_text()
+    assert "<p>finished" in page
+    assert "killed/model" in page
+
+
+def test_a_run_that_diverged_has_a_report(tmp_path: Path) -> None:
+    path = written(runs.xor(), tmp_path)
+    with pytest.raises(Diverged):
+        train(path, ("optimizer.lr=1e3", "clip.most=1e9", "steps=300"), run=tmp_path / "run")
+    assert "step " in (tmp_path / "run/report.html").read_text()
 
 
 def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ingot.nn import DecoderConfig, DenseConfig, Rope
-from ingot.train.metrics import read
+from ingot.observe.metrics import read
 from ingot.train.optimizer import AdamW
 from ingot.train.recipe import Digits, Recipe, Text, Xor
 from ingot.train.schedule import Schedule

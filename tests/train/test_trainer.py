@@ -14,11 +14,11 @@ import torch
 from ingot.core import config
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn import CNNConfig, Decoder, DenseConfig, GRUConfig, ResNetConfig, preset
+from ingot.observe.metrics import read
 from ingot.train import clip, optimizer
 from ingot.train import trainer as module
 from ingot.train.evaluate import LOGPROBS
 from ingot.train.guard import Diverged, Guard
-from ingot.train.metrics import read
 from ingot.train.mix import Mix
 from ingot.train.precision import Precision
 from ingot.train.recipe import Recipe

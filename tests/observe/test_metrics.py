@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ingot.train.metrics import NAME, Metrics, read
+from ingot.observe.metrics import NAME, Metrics, read
 
 
 def test_lines_behind_a_checkpoint_are_cut_off(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""GPT-2 as one writes it in plain PyTorch: what `ingot bench train` compares with.
+
+The same weights as `ingot.nn.Decoder`, read from the same directory. Nothing is held back: fused
+attention, fused GELU, one matmul for q, k and v, one for the scores of the vocabulary.
+
+Legend: B sequences, L tokens of each, D channels, N heads, H channels of a head.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ingot.core.errors import ConfigError
+from ingot.interop import hf
+from ingot.nn import DecoderConfig
+from ingot.nn.weights import Weights
+
+IGNORED = -100
+
+
+def check(directory: Path) -> DecoderConfig:
+    """The config of a directory; refuse one that is not GPT-2's kind."""
+    found = hf.describe(directory)
+    config = found.config
+    if found.model_type != "gpt2" or config.activation.value != "gelu_tanh" or not config.tied:
+        raise ConfigError(
+            f"{directory} is no GPT-2", remedy="leave it out, or give a directory of GPT-2's kind"
+        )
+    return config
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        dim, eps = config.dim, config.norm_eps
+        self.heads = config.heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(dim, eps), nn.LayerNorm(dim, eps)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, config.ffn), nn.Linear(config.ffn, dim)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """The stream behind this layer."""
+        x_BLD = x_BLD + self.out(self._attention(self.qkv(self.ln_1(x_BLD))))
+        return x_BLD + self.down(F.gelu(self.up(self.ln_2(x_BLD)), approximate="tanh"))
+
+    def _attention(self, qkv: Tensor) -> Tensor:
+        size, length, _ = qkv.shape
+        parts = qkv.view(size, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q_BNLH, k_BNLH, v_BNLH = parts.unbind(0)
+        y_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=True)
+        return y_BNLH.transpose(1, 2).flatten(2)
+
+
+class GPT2(nn.Module):
+    """The whole model, up to its loss."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.dim)
+        self.wpe = nn.Embedding(config.context, config.dim)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.dim, config.norm_eps)
+
+    def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
+        """The mean loss of all targets that count."""
+        x_BLD = self.wte(tokens_BL) + self.wpe.weight[: tokens_BL.shape[1]]
+        for block in self.h:
+            x_BLD = block(x_BLD)
+        scores = F.linear(self.ln_f(x_BLD), self.wte.weight)
+        return F.cross_entropy(scores.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED)
+
+
+_NAMES = {
+    "attn.c_attn": "qkv",
+    "attn.c_proj": "out",
+    "mlp.c_fc": "up",
+    "mlp.c_proj": "down",
+}
+
+
+def load(directory: Path) -> GPT2:
+    """The model of a directory, in float32."""
+    model = GPT2(check(directory))
+    parameters, weights = dict(model.named_parameters()), Weights(directory)
+    with torch.no_grad():
+        for name, place in weights.places.items():
+            ours, kind = name.removeprefix("transformer."), name.rpartition(".")[2]
+            tensor = torch.empty(place.shape, dtype=place.dtype)
+            weights.read(name, tensor)
+            turned = kind == "weight" and ".c_" in ours  # GPT-2's are the other way round
+            for theirs, mine in _NAMES.items():
+                ours = ours.replace(theirs, mine)
+            parameters.pop(ours).copy_(tensor.T if turned else tensor)
+    assert not parameters, sorted(parameters)
+    return model

@@ -1,0 +1,195 @@
+"""Curves of a run, and of several beside each other, as PNG or SVG.
+
+A curve is drawn as its running mean; behind it, fainter, is what it is the mean of. Long runs are
+drawn in 400 pieces, of which the least and the most are shown. A scale is logarithmic where the
+values differ by more than a factor of 50.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ingot.core.errors import IngotError
+from ingot.core.paths import replacing
+from ingot.observe.history import Curve, History
+
+PIECES = 400
+SUFFIXES = (".png", ".svg")
+_SPAN = 50.0
+_NAMED = 20  # the others have no room
+_INK, _ACCENT, _ALARM = "#1f5fa8", "#d9622b", "#b91c1c"
+_STYLE = {
+    "axes.edgecolor": "#9ca3af",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def available() -> bool:
+    """Whether there is something to draw with."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check(path: Path) -> None:
+    """Say what would keep a plot from being drawn, before there is anything to draw."""
+    if not available():
+        raise IngotError("a plot needs matplotlib", remedy="pip install 'ingot[plot]'")
+    if path.suffix not in SUFFIXES:
+        raise IngotError(
+            f"cannot draw a '{path.suffix}' file", remedy=f"choose one of {', '.join(SUFFIXES)}"
+        )
+    if not path.absolute().parent.is_dir():
+        raise IngotError(f"there is no directory {path.parent}", remedy="make it first")
+
+
+def draw(run: History, paths: Sequence[Path]) -> None:
+    """Loss, learning rate, gradient norm and throughput of a run, into each of the files."""
+    with _styled():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 6.5), dpi=120, layout="constrained")
+        axes: Any = figure.subplots(2, 2)
+        _draw_loss(axes[0, 0], run)
+        _draw_curve(axes[0, 1], run.curve("norm"), "gradient norm, before clipping")
+        lr = run.curve("lr")
+        axes[1, 0].plot(lr.steps, lr.values, color=_INK, lw=1.6)
+        axes[1, 0].set(title="learning rate", ylim=(0, None))
+        _draw_curve(axes[1, 1], run.rates(), f"{run.unit} a second")
+        axes[1, 1].set_ylim(bottom=0)
+        for panel in axes.flat:
+            panel.set_xlabel("step")
+            panel.set_xlim(0, max(run.step, 1))
+            _mark(panel, run.refused())
+        for path in paths:
+            _save(figure, path)
+
+
+def compare(runs: Sequence[History], path: Path) -> None:
+    """The losses of several runs in one plot, numbered as in a list from 1 on."""
+    with _styled():
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 6), dpi=120, layout="constrained")
+        axes: Any = figure.add_subplot()
+        palette = colormaps["tab10"].colors  # pyright: ignore[reportAttributeAccessIssue]
+        handles: list[Any] = []
+        for number, run in enumerate(runs):
+            colour = palette[number % len(palette)]
+            style = ("-", "--", ":", "-.")[number // len(palette) % 4]
+            loss = run.curve("loss")
+            if len(loss) > 1:
+                _behind(axes, loss, colour, 0.12)
+            line = smooth(loss)
+            handles += axes.plot(line.steps, line.values, style, color=colour, lw=1.6)
+            held = run.curve("validation_loss")
+            axes.plot(held.steps, held.values, "o", ms=4, mfc="white", mec=colour)
+        _scale(axes, [run.curve("loss") for run in runs])
+        names = [f"{number}  {run.directory.name[:60]}" for number, run in enumerate(runs, 1)]
+        legend = axes.legend(handles[:_NAMED], names[:_NAMED], loc="upper right")
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a name is no formula
+        axes.set(xlabel="step", ylabel="loss", title="loss; circles are what was held out")
+        _save(figure, path)
+
+
+def pieces(curve: Curve, most: int = PIECES) -> tuple[Curve, Curve, Curve]:
+    """The means, the least and the most of so many pieces; all its points if there are fewer.
+
+    >>> curve = Curve(np.arange(1, 5), np.array([1.0, 3.0, 5.0, 9.0]))
+    >>> [c.values.tolist() for c in pieces(curve, most=2)]
+    [[2.0, 7.0], [1.0, 5.0], [3.0, 9.0]]
+    """
+    parts = [p for p in np.array_split(np.arange(len(curve)), most) if len(p)]
+    steps = np.array([curve.steps[p].mean() for p in parts])
+    of = [curve.values[p] for p in parts]
+    return tuple(Curve(steps, np.array([f(v) for v in of])) for f in (np.mean, np.min, np.max))  # pyright: ignore
+
+
+def smooth(curve: Curve) -> Curve:
+    """The running mean over a fiftieth of it, on at most 400 points; its ends are its ends.
+
+    >>> smooth(Curve(np.arange(1, 4), np.array([1.0, 2.0, 4.0]))).values.tolist()
+    [1.0, 2.0, 4.0]
+    """
+    means = pieces(curve)[0]
+    reach = len(means) // 100
+    sums = np.concatenate([[0.0], np.cumsum(means.values)])
+    at = np.arange(len(means))
+    near = np.minimum(np.minimum(at, len(means) - 1 - at), reach)
+    return Curve(means.steps, (sums[at + near + 1] - sums[at - near]) / (2 * near + 1))
+
+
+def _draw_loss(axes: Any, run: History) -> None:
+    loss, held = run.curve("loss"), run.curve("validation_loss")
+    _draw_curve(axes, loss, "loss", label="training")
+    _scale(axes, [loss, held])
+    if len(held):
+        axes.plot(held.steps, held.values, "o-", color=_ACCENT, ms=4, lw=1.2, label="held out")
+        axes.lines[-1].set_clip_on(False)  # the last one is at the edge
+        axes.legend(loc="upper right")
+
+
+def _draw_curve(axes: Any, curve: Curve, title: str, label: str | None = None) -> None:
+    axes.set_title(title)
+    if not len(curve):
+        return
+    _behind(axes, curve, _INK, 0.25)
+    line = smooth(curve)
+    axes.plot(line.steps, line.values, color=_INK, lw=1.6, label=label)
+    _scale(axes, [curve])
+
+
+def _behind(axes: Any, curve: Curve, colour: Any, alpha: float) -> None:
+    if len(curve) <= PIECES:
+        axes.plot(curve.steps, curve.values, color=colour, lw=0.8, alpha=alpha)
+        return
+    _, least, most = pieces(curve)
+    # A logarithmic scale has no place for 0, and a polygon with such a corner goes astray.
+    drawn = (least.values > 0) | bool((curve.values < 0).any())
+    band = (least.steps, least.values, most.values)
+    axes.fill_between(*band, where=drawn, color=colour, alpha=alpha, lw=0)
+
+
+def _scale(axes: Any, curves: Sequence[Curve]) -> None:
+    values = np.concatenate([curve.values for curve in curves] or [np.zeros(0)])
+    above = values[values > 0]
+    if len(above) and (values >= 0).all() and above.max() / above.min() > _SPAN:
+        axes.set_yscale("log", nonpositive="mask")
+
+
+def _mark(axes: Any, refused: Sequence[tuple[int, str]]) -> None:
+    """Steps that were not made, at the upper edge."""
+    if refused:
+        places = [step for step, _ in refused][-PIECES:]
+        across = axes.get_xaxis_transform()
+        axes.plot(places, [0.98] * len(places), "x", color=_ALARM, ms=5, transform=across)
+
+
+@contextmanager
+def _styled() -> Generator[None]:
+    import matplotlib
+
+    with warnings.catch_warnings(), matplotlib.rc_context(_STYLE):  # pyright: ignore
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a name may have any letters
+        yield
+
+
+def _save(figure: Any, path: Path) -> None:
+    kind = path.suffix.removeprefix(".")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)

@@ -1,0 +1,198 @@
+"""A run as one HTML page, `report.html`, beside `curves.png` and `curves.svg`.
+
+The page has everything in it and asks nobody for anything: its policy (Content-Security-Policy)
+forbids scripts and whatever is not in the file. What comes from the run is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ingot.core import log
+from ingot.core.paths import write_atomic
+from ingot.observe import plot
+from ingot.observe.history import RECIPE, History
+
+NAME = "report.html"
+CURVES = "curves"
+_MOST = 50
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ name }}: {{ ended }}</title>
+<style>
+:root { color-scheme: light dark; --ink: #1f2937; --grey: #6b7280; --line: #e5e7eb;
+  --paper: #ffffff; --tile: #f6f7f9; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --grey: #9ca3af; --line: #374151;
+  --paper: #111827; --tile: #1f2937; } }
+body { margin: 0 auto; max-width: 68rem; padding: 2rem 1.5rem 4rem; color: var(--ink);
+  background: var(--paper); font: 15px/1.5 system-ui, sans-serif; }
+h1 { margin: 0; font-size: 1.7rem; overflow-wrap: anywhere; }
+h2 { margin: 2.4rem 0 .6rem; font-size: 1.1rem; }
+p { margin: .3rem 0; color: var(--grey); overflow-wrap: anywhere; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .7rem;
+  margin: 1.4rem 0; }
+.tile { padding: .7rem .9rem; border-radius: .5rem; background: var(--tile); }
+.tile b { display: block; font-size: 1.25rem; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
+.tile span { color: var(--grey); font-size: .85rem; }
+img { width: 100%; border: 1px solid var(--line); border-radius: .5rem; background: #fff; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top; overflow-wrap: anywhere; }
+th { color: var(--grey); font-weight: 500; }
+pre { padding: .9rem 1.1rem; border-radius: .5rem; background: var(--tile); overflow-x: auto;
+  font: 13px/1.45 ui-monospace, monospace; }
+</style>
+</head>
+<body>
+<h1>{{ name }}</h1>
+<p>{{ ended }}, {{ when }}</p>
+<p>{{ directory }}</p>
+<div class="tiles">
+{%- for label, value in tiles %}
+<div class="tile"><b>{{ value }}</b><span>{{ label }}</span></div>
+{%- endfor %}
+</div>
+{%- if image %}
+<img alt="loss, gradient norm, learning rate and throughput by step" src="{{ image }}">
+{%- else %}
+<p>There are no curves, as matplotlib is not installed: pip install 'ingot[train]'</p>
+{%- endif %}
+{%- if commands %}
+<h2>Next</h2>
+<pre>{{ commands }}</pre>
+{%- endif %}
+{%- if evaluations %}
+<h2>What was held out</h2>
+<table>
+<tr>{% for heading in headings %}<th>{{ heading }}</th>{% endfor %}</tr>
+{%- for row in evaluations %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{%- endfor %}
+</table>
+{%- endif %}
+{%- if refused %}
+<h2>Steps that were refused</h2>
+<table>
+<tr><th>step</th><th>reason</th></tr>
+{%- for step, reason in refused %}
+<tr><td>{{ step }}</td><td>{{ reason }}</td></tr>
+{%- endfor %}
+</table>
+{%- endif %}
+<h2>Recipe</h2>
+<pre>{{ recipe }}</pre>
+<h2>Environment</h2>
+<table>
+{%- for key, value in environment.items() %}
+<tr><th>{{ key }}</th><td>{{ value }}</td></tr>
+{%- endfor %}
+</table>
+</body>
+</html>
+"""
+
+
+def write(directory: Path, ended: str) -> Path:
+    """Draw the curves of a run and write its page; `ended` says how it came to its end."""
+    run = History.read(directory)
+    image = None
+    if plot.available():
+        files = [directory / f"{CURVES}{suffix}" for suffix in plot.SUFFIXES]
+        plot.draw(run, files)
+        code = base64.b64encode(files[-1].read_bytes()).decode()
+        image = f"data:image/svg+xml;base64,{code}"
+    else:
+        log.logger(__name__).info(
+            "without curves, as matplotlib is not installed: pip install 'ingot[train]'"
+        )
+    path = directory / NAME
+    write_atomic(path, page(run, ended, image))
+    return path
+
+
+def page(run: History, ended: str, image: str | None) -> str:
+    """The page of a run; `image` is the address of its curves."""
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True).from_string(_PAGE)
+    return template.render(
+        name=run.name,
+        ended=ended,
+        when=datetime.fromtimestamp(run.updated, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        directory=str(run.directory.resolve()),
+        tiles=_tiles(run),
+        image=image,
+        commands=_commands(run),
+        headings=("step", "loss", "accuracy")[: 3 if len(run.curve("accuracy")) else 2],
+        evaluations=_evaluations(run),
+        refused=run.refused()[-_MOST:],
+        recipe=(run.directory / RECIPE).read_text(),
+        environment=run.environment,
+    )
+
+
+def duration(seconds: float) -> str:
+    """So much time, as one says it.
+
+    >>> duration(7.26), duration(312), duration(8000)
+    ('7.3 s', '5 min 12 s', '2 h 13 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _tiles(run: History) -> list[tuple[str, str]]:
+    found = run.figures()
+
+    def shown(name: str, form: str) -> str | None:
+        return None if found[name] is None else format(found[name], form)
+
+    tiles = [
+        ("loss, last steps", shown("loss", ".4g")),
+        ("loss, held out", shown("validation_loss", ".4g")),
+        ("loss, held out, least", shown("best_validation_loss", ".4g")),
+        ("accuracy, held out", shown("accuracy", ".2%")),
+        ("steps", f"{run.step:,} / {run.steps:,}"),
+        ("time of its steps", duration(found["seconds"])),
+        (f"{run.unit} a second", shown("rows_per_s", ",.0f")),
+        ("waited for data", shown("waited", ".1%")),
+        ("steps refused", f"{found['refused']:,}" if found["refused"] else None),
+    ]
+    return [(label, value) for label, value in tiles if value is not None]
+
+
+def _evaluations(run: History) -> list[tuple[str, ...]]:
+    accuracies = run.curve("accuracy")
+    right: dict[int, float] = dict(
+        zip(accuracies.steps.tolist(), accuracies.values.tolist(), strict=True)
+    )
+    held = run.curve("validation_loss")
+    rows: list[tuple[str, ...]] = []
+    for step, loss in list(zip(held.steps.tolist(), held.values.tolist(), strict=True))[-_MOST:]:
+        cells: list[Any] = [f"{step:,}", f"{loss:.5g}"]
+        rows.append((*cells, f"{right[step]:.2%}") if step in right else tuple(cells))
+    return rows
+
+
+def _commands(run: History) -> str:
+    place = shlex.quote(str(run.directory.resolve()))
+    lines: list[str] = []
+    if run.step < run.steps:
+        lines.append(f"ingot train {place}/{RECIPE} --run {place} --resume")
+    if (run.directory / "model").is_dir():
+        lines.append(f"ingot generate {place}/model 'Once upon a time'")
+        lines.append(f"ingot serve {place}/model")
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""The page of a run: all of it is there, nothing is asked of anybody, nothing is believed."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ingot.observe import plot
+from ingot.observe.history import History
+from ingot.observe.report import NAME, page, write
+from tests.observe.made import LINES, run
+
+
+class Parsed(HTMLParser):
+    """The tags of a page with their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_page_of_everything(tmp_path: Path) -> None:
+    path = write(run(tmp_path / "run", LINES, steps=9), "stopped")
+    assert path == tmp_path / "run" / NAME
+    found = Parsed(path.read_text())
+    for said in ("made", "stopped", "4 / 9", "50.00%", "2.5", "a loss of nan", "16", "25.0%"):
+        assert said in found.text, said
+    assert "--resume" in found.text
+    assert {"curves.png", "curves.svg"} <= {file.name for file in path.parent.iterdir()}
+
+
+def test_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
+    text = write(run(tmp_path, LINES), "finished").read_text()
+    tags = Parsed(text).tags
+    assert {"script", "link", "iframe", "object"}.isdisjoint(tag for tag, _ in tags)
+    addresses = [a[key] for _, a in tags for key in ("src", "href") if key in a]
+    assert [str(address)[:26] for address in addresses] == ["data:image/svg+xml;base64,"]
+    assert not re.search(r"url\(|@import|https?:", text)
+
+
+def test_what_a_run_says_is_text(tmp_path: Path) -> None:
+    attack = "</pre><script>alert(1)</script><img src=x onerror=y>'\"{{ 7 * 7 }}"
+    lines = [*LINES, {"step": 4, "refused": attack}]
+    history = History.read(run(tmp_path, lines, name=attack))
+    text = page(history, attack, None)
+    found = Parsed(text)
+    assert "script" not in {tag for tag, _ in found.tags}
+    assert "img" not in {tag for tag, _ in found.tags}
+    assert found.text.count(attack) >= 3
+    assert "<b>some</b>" in found.text
+
+
+def test_without_matplotlib_there_is_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "available", lambda: False)
+    text = write(run(tmp_path, LINES), "finished").read_text()
+    assert "<img" not in text
+    assert "ingot[train]" in text
+    assert not (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize("lines", [[], LINES[:1]])
+def test_a_run_that_ended_at_once(tmp_path: Path, lines: list[object]) -> None:
+    assert "<h1>made</h1>" in write(run(tmp_path, lines), "OSError").read_text()
