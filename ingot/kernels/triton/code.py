@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ingot.core.errors import IngotError
 
-_SASS = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b", re.M)
+_SASS = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", re.M)
 _GCN = re.compile(r"^\s+([a-z][a-z0-9_]+)\b(.*)$", re.M)
 # One a word of the matrix unit: mma, wgmma, tcgen05, MFMA.
 _TENSOR = re.compile(r"^(HMMA|IMMA|QMMA|BMMA|HGMMA|QGMMA|IGMMA|UTC[A-Z]*MMA|v_s?mfmac?_)")

@@ -67,6 +67,7 @@ class Fact:
     name: str
     kernel: str
     bound: str
+    scalars: int
     target: str
     config: str
     warps: int
@@ -195,6 +196,7 @@ def fact_of(name: str, launch: Launch, config: Config, target: Target, compiled:
         name=name,
         kernel=launch.kernel.name,
         bound=launch.kernel.bound,
+        scalars=launch.kernel.scalars,
         target=target.name,
         config=str(config),
         warps=config.warps,

@@ -26,7 +26,7 @@ def _space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
     yield from by_elements(target, WIDTH)
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_space, bound="bandwidth", scalars=1)
 @triton.jit
 def _embedding(
     tokens, weight, y, vocabulary, width, weight_row, weight_column, WIDTH: tl.constexpr
@@ -41,7 +41,7 @@ def _embedding(
     tl.store(y + place * width + column, values, column < width)
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_space, bound="bandwidth", scalars=4)
 @triton.jit
 def _embedding_backward(
     tokens, order, grad, weight_grad, vocabulary, width, grad_row, WIDTH: tl.constexpr

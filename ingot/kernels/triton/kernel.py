@@ -73,6 +73,8 @@ class Kernel:
     function: Any
     space: Callable[..., Iterator[Config]]
     bound: Bound
+    scalars: int
+    """Loads of one value that a program makes: a token, a position."""
 
     def launch(self, grid: Any, *args: Any, **constants: Any) -> None:
         """Run it on a grid: a tuple, or a function of all constants that gives one."""
@@ -110,13 +112,15 @@ class Launch:
 
 
 def kernel(
-    *, space: Callable[..., Iterator[Config]], bound: Bound
+    *, space: Callable[..., Iterator[Config]], bound: Bound, scalars: int = 0
 ) -> Callable[[Any], Kernel]:
     """Declare the decorated Triton function a kernel."""
 
     def declare(function: Any) -> Kernel:
         name = function.__name__.strip("_")
-        KERNELS[name] = Kernel(name=name, function=function, space=space, bound=bound)
+        KERNELS[name] = Kernel(
+            name=name, function=function, space=space, bound=bound, scalars=scalars
+        )
         return KERNELS[name]
 
     return declare

@@ -45,6 +45,7 @@ _TILES = (
     (128, 128, 64, 4, 3),
     (64, 128, 64, 4, 4),
     (64, 256, 32, 4, 4),
+    (128, 64, 64, 8, 3),
     (128, 64, 64, 4, 4),
     (64, 64, 64, 4, 4),
     (64, 32, 64, 4, 5),
@@ -52,11 +53,12 @@ _TILES = (
 
 
 def tile_space(
-    target: Target, itemsize: int, products: int = 1, most_accumulators: int = 128
+    target: Target, itemsize: int, products: int = 1
 ) -> Iterator[Config]:
     """Tiles that fit: their operands shared memory, their sums half of a thread's registers.
 
-    `products` is how many there are at once, of one left operand.
+    `products` is how many there are at once, of one left operand. With two, sums may take a quarter
+    of the registers: the epilogue needs both of them, and half did spill.
     """
     for rows, columns, inner, warps, stages in _TILES:
         if itemsize == 4:  # on no tensor core: small tiles
@@ -66,7 +68,7 @@ def tile_space(
         elements = (rows + products * columns) * inner
         shared = elements * itemsize * (stages - (target.backend == "hip"))
         accumulators = rows * columns * products // (target.lanes * warps)
-        if shared <= target.shared_program and accumulators <= most_accumulators:
+        if shared <= target.shared_program and accumulators <= 128 // products:
             yield Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
 
 

@@ -85,7 +85,7 @@ def _row_statistics(logits, vocabulary, SMOOTH: tl.constexpr, WIDTH: tl.constexp
     return largest + tl.log(total), sums
 
 
-@kernel(space=_row_space, bound="bandwidth")
+@kernel(space=_row_space, bound="bandwidth", scalars=2)
 @triton.jit
 def _loss(
     logits, targets, out, vocabulary, logits_row, ignore_index, smoothing, z_loss,
@@ -105,7 +105,7 @@ def _loss(
     tl.store(out + row + tl.arange(0, 1), loss)
 
 
-@kernel(space=_row_space, bound="bandwidth")
+@kernel(space=_row_space, bound="bandwidth", scalars=2)
 @triton.jit
 def _loss_backward(
     logits, targets, grad, logits_grad, vocabulary, logits_row, ignore_index, smoothing, z_loss,

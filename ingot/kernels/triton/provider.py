@@ -51,6 +51,8 @@ class Provided:
     forward: Callable[..., Any]
     backward: Backward | None
     example: Example
+    also: tuple[Example, ...]
+    """Calls that take other kernels: decoding beside training."""
     cost: tuple[int, int]
     """Bytes and FLOPs of the example: given, where the op's cost reads values."""
 
@@ -60,6 +62,8 @@ class Provided:
         with recording() as launches:
             if direction == "forward":
                 self.forward(*args)
+                for example in self.also:
+                    self.forward(*self.op.complete(example(Meta(dtype))))
             elif self.backward:
                 needs = [isinstance(arg, Tensor) and arg.dtype == dtype for arg in args]
                 grads = [torch.empty_like(out) for out in as_tuple(self.op.fake(*args))]
@@ -75,6 +79,7 @@ def provide(
     exact: bool = True,
     supports: Callable[..., bool] = always,
     backward: Backward | None = None,
+    also: tuple[Example, ...] = (),
     cost: tuple[int, int] | None = None,
 ) -> None:
     """Register the functions that launch an op's kernels.
@@ -86,7 +91,7 @@ def provide(
         found = op.cost(*op.complete(example(Meta())))
         cost = found.bytes, found.flops
     PROVIDED[op.name] = Provided(
-        op=op, forward=forward, backward=backward, example=example, cost=cost
+        op=op, forward=forward, backward=backward, example=example, also=also, cost=cost
     )
 
     def able(*args: Any) -> bool:

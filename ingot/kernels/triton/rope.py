@@ -97,7 +97,7 @@ def _heads(
         tl.store(y + head * y_head + channel, rest, within)
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_space, bound="bandwidth", scalars=1)
 @triton.jit
 def _rope(
     x, positions, freqs, y, heads, pairs, width, x_token, x_head, scale, direction,
@@ -116,7 +116,7 @@ def _rope(
     )  # fmt: skip
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_space, bound="bandwidth", scalars=2)
 @triton.jit
 def _rope_write(
     q, k, v, positions, freqs, k_pool, v_pool, slots, y,
