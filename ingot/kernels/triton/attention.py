@@ -42,14 +42,19 @@ _FEW = 256  # programs: with fewer, pieces get programs of their own
 _LOG2E = 1.4426950408889634
 
 # Rows, keys, warps, stages.
-_TILES = ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2))
-_BACKWARD_TILES = ((64, 64, 8, 2), (64, 64, 4, 1), (32, 64, 4, 2), (64, 32, 4, 1))
+_TILES = ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2))
+_BACKWARD_TILES = ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1), (32, 64, 8, 1))
 
 
 def _fitting(
-    target: Target, tiles: tuple[tuple[int, ...], ...], width: int, precision: str, wide: int
+    target: Target, tiles: tuple[tuple[int, ...], ...], width: int, precision: str, by_rows: bool
 ) -> Iterator[Config]:
-    """Those whose operands fit shared memory: `wide` rows beside the keys and values."""
+    """Those whose operands fit shared memory, and whose results and scores fit registers.
+
+    There are two results and two tiles of scores at a time: those of a piece and of all pieces, or
+    the gradients of keys and of values. With 64 rows, 64 keys and 4 warps it was 192 registers of a
+    thread, and all targets spilled.
+    """
     seen: set[Config] = set()
     size = itemsize(precision)
     for rows, keys, warps, stages in tiles:
@@ -57,19 +62,23 @@ def _fitting(
             rows, keys, stages = 32, 32, 1
         if target.backend == "hip":
             stages = 1
-        shared = (wide * rows + 2 * keys * stages) * width * size
+        shared = (2 * rows + 2 * keys * stages) * width * size
+        held = 2 * (rows if by_rows else keys) * width + 2 * rows * keys
+        if target.tile_registers < 128:
+            held += rows * width // 2
         config = Config.of(warps, stages, ROWS=rows, KEYS=keys)
-        if shared <= target.shared_program and config not in seen:
+        fits = held <= target.tile_registers * warps * target.lanes or size == 4
+        if shared <= target.shared_program and fits and config not in seen:
             seen.add(config)
             yield config
 
 
 def _space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
-    yield from _fitting(target, _TILES, WIDTH, PRECISION, 1)
+    yield from _fitting(target, _TILES, WIDTH, PRECISION, True)
 
 
 def _backward_space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
-    yield from _fitting(target, _BACKWARD_TILES, WIDTH, PRECISION, 2)
+    yield from _fitting(target, _BACKWARD_TILES, WIDTH, PRECISION, False)
 
 
 @triton.jit
@@ -200,7 +209,8 @@ def _piece(
     return largest, total, result
 
 
-@kernel(space=_space, bound="tensor cores")
+# Trained, prefilled in chunks or decoded: one configuration, or the bits would not be the same.
+@kernel(space=_space, bound="tensor cores", keys=("WIDTH", "PRECISION"))
 @triton.jit
 def _attention(
     q, k, v, y, lse, pieces, piece_sums, starts, contexts, key_starts, table,
@@ -578,7 +588,7 @@ def _backward(
 
 
 def _fits(q: Tensor, k: Tensor, *_: object) -> bool:
-    return q.numel() > 0 and k.numel() > 0 and q.shape[2] <= 256
+    return q.numel() > 0 and k.numel() > 0 and q.shape[2] <= 128
 
 
 def _example(make: Meta) -> tuple[Any, ...]:

@@ -81,7 +81,8 @@ def parse_gcn(text: str) -> Code:
     resources = dict(re.findall(r"\.(\w+_count):\s+(\d+)", text))
     return Code(
         registers=int(resources.get("vgpr_count", 0)),
-        spills=sum(int(resources.get(f"{kind}gpr_spill_count", 0)) for kind in "vs"),
+        # Scalar registers spill into lanes of vector registers, not into memory.
+        spills=int(resources.get("vgpr_spill_count", 0)),
         loads=_dwords(names, "load"),
         stores=_dwords(names, "store"),
         tensor=_tensor(names),

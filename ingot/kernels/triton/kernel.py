@@ -75,10 +75,17 @@ class Kernel:
     bound: Bound
     scalars: int
     """Loads of one value that a program makes: a token, a position."""
+    keys: tuple[str, ...] | None
+    """Constants that the choice of a configuration may depend on; None for all."""
 
-    def launch(self, grid: Any, *args: Any, **constants: Any) -> None:
-        """Run it on a grid: a tuple, or a function of all constants that gives one."""
-        launch = Launch(self, grid, args, constants)
+    def launch(
+        self, grid: Any, *args: Any, shape: tuple[int, ...] = (), **constants: Any
+    ) -> None:
+        """Run it on a grid: a tuple, or a function of all constants that gives one.
+
+        `shape` is what else a configuration may be tuned for, rounded up to powers of 2.
+        """
+        launch = Launch(self, grid, args, constants, shape)
         recorded = _recorded.get()
         if recorded is not None:
             recorded.append(launch)
@@ -97,6 +104,16 @@ class Launch:
     grid: Any
     args: tuple[Any, ...]
     constants: dict[str, Any]
+    shape: tuple[int, ...] = ()
+
+    @property
+    def bucket(self) -> tuple[Any, ...]:
+        """What the choice of a configuration depends on, besides dtype and device."""
+        keys = self.kernel.keys
+        named = tuple(
+            pair for pair in sorted(self.constants.items()) if keys is None or pair[0] in keys
+        )
+        return *named, *(1 << (size - 1).bit_length() for size in self.shape)
 
     def configs(self, target: Target) -> list[Config]:
         """The tuning space of this launch on a target."""
@@ -112,14 +129,18 @@ class Launch:
 
 
 def kernel(
-    *, space: Callable[..., Iterator[Config]], bound: Bound, scalars: int = 0
+    *,
+    space: Callable[..., Iterator[Config]],
+    bound: Bound,
+    scalars: int = 0,
+    keys: tuple[str, ...] | None = None,
 ) -> Callable[[Any], Kernel]:
     """Declare the decorated Triton function a kernel."""
 
     def declare(function: Any) -> Kernel:
         name = function.__name__.strip("_")
         KERNELS[name] = Kernel(
-            name=name, function=function, space=space, bound=bound, scalars=scalars
+            name=name, function=function, space=space, bound=bound, scalars=scalars, keys=keys
         )
         return KERNELS[name]
 

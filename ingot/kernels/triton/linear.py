@@ -276,6 +276,7 @@ def matmul(
         PRECISION=precision(x.dtype),
         PRODUCTS=1 if up is None else 2,
         GROUP=GROUP,
+        shape=(columns, depth),
     )
     return y, up_grad
 

@@ -61,6 +61,9 @@ class Target:
     """Bytes of it that one program may have."""
     shared_reserved: int
     """Bytes that each program takes besides its own."""
+    tile_registers: int
+    """Registers of a thread that a kernel may plan for results and scores: fewer, where operands
+    of the tensor cores come from registers too."""
     chip: Chip | None
 
     def occupancy(self, registers: int, shared: int, warps: int) -> float:
@@ -76,6 +79,22 @@ class Target:
         by_shared = self.shared // (shared + self.shared_reserved) if shared else self.programs
         resident = min(self.programs, self.warps // warps, by_registers, by_shared)
         return resident * warps / self.warps
+
+
+def nearest(capability: str) -> Target:
+    """The target whose limits hold for a device of this architecture.
+
+    >>> nearest("sm_103").name, nearest("sm_89").name, nearest("gfx950").name
+    ('sm_100', 'sm_120', 'gfx942')
+    """
+    if capability in TARGETS:
+        return TARGETS[capability]
+    if capability.startswith("gfx"):
+        return TARGETS["gfx942"]
+    number = int(capability.removeprefix("sm_"))
+    # Consumer parts of any generation have 100 KiB of shared memory, as sm_120 has.
+    large = {9: "sm_90", 10: "sm_100"}
+    return TARGETS[large.get(number // 10, "sm_120")]
 
 
 CHIPS = {
@@ -102,6 +121,7 @@ def _nvidia(arch: int, warps: int, programs: int, shared: int, chip: Chip | None
         shared=shared * _KiB,
         shared_program=(shared - 1) * _KiB,
         shared_reserved=_KiB,
+        tile_registers=160 if arch in (90, 100) else 100,
         chip=chip,
     )
 
@@ -125,6 +145,7 @@ TARGETS = {
             shared=64 * _KiB,
             shared_program=64 * _KiB,
             shared_reserved=0,
+            tile_registers=160,
             chip=CHIPS["MI300X"],
         ),
     )
