@@ -31,6 +31,7 @@ SUMMARIES = {
     "generate": "have a model go on from a prompt",
     "import": "a GGUF file or a Hugging Face directory into a model directory",
     "info": "what a model directory holds: architecture, size, memory, lineage",
+    "kernels": "the GPU kernels as machine code, without a GPU: registers, spills, tensor cores",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
 }

@@ -14,10 +14,12 @@ not show.
 # pyright: basic
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -97,6 +99,29 @@ def errors(op: str, sample: str, dtype: str) -> dict[str, float]:
     if record.gradient:
         found |= backward_errors(record, "triton", args)
     return found
+
+
+def planted(
+    family: str, old: str, new: str, op: str, sample: str, dtype: str
+) -> dict[str, float]:
+    """The errors of a call after a change to the source of its kernels: tests plant faults so.
+
+    What was changed stays so in this process.
+    """
+    from ingot.kernels.triton.provider import HERE, provided
+    from ingot.ops.op import catalogue
+
+    provided()
+    text = (HERE / f"{family}.py").read_text()
+    assert old in text, "nothing to change"
+    name = f"ingot.kernels.triton.{family}"
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(text.replace(old, new))
+        file.flush()
+        spec = importlib.util.spec_from_file_location(name, file.name)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        catalogue()[op].__dict__.pop("providers", None)
+        return errors(op, sample, dtype)
 
 
 def differing(op: str, sample: str, dtype: str) -> list[str]:
@@ -251,7 +276,7 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (errors, differing, attention_differs, traffic)
+    function.__name__: function for function in (errors, planted, differing, attention_differs, traffic)
 }
 
 
