@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def kernels(
-    names: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OP ...]")
-    ] = (),
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OP ...]")] = (),
     target: tuple[str, ...] = (),
     quick: tyro.conf.FlagCreatePairsOff[bool] = False,
     numbers: tyro.conf.FlagCreatePairsOff[bool] = False,

@@ -3,7 +3,8 @@
 Backward computes what it needs of the forward again: it is bound by memory.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -122,9 +123,7 @@ def _forward(kind: str) -> Any:
         y = gate.new_empty(gate.shape)
         gate, up = _flat(gate, up)
         strides = gate.stride(0), 0 if up is None else up.stride(0)
-        _activation.launch(
-            _grid(gate), gate, up, y, gate.shape[1], *strides, KIND=kind, TILE=_TILE
-        )
+        _activation.launch(_grid(gate), gate, up, y, gate.shape[1], *strides, KIND=kind, TILE=_TILE)
         return y
 
     return forward

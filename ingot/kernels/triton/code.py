@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from ingot.core.errors import IngotError
@@ -20,8 +21,10 @@ _SASS = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-
 _GCN = re.compile(r"^\s+([a-z][a-z0-9_]+)\b(.*)$", re.M)
 # One a word of the matrix unit: mma, wgmma, tcgen05, MFMA.
 _TENSOR = re.compile(r"^(HMMA|IMMA|QMMA|BMMA|HGMMA|QGMMA|IGMMA|UTC[A-Z]*MMA|v_s?mfmac?_)")
-_BITS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
-_BITS |= {"ushort": 16, "short": 16, "sbyte": 8, "ubyte": 8, "byte": 8, "b128": 128, "b64": 64}
+_BITS = {
+    **{"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128},
+    **{"ushort": 16, "short": 16, "sbyte": 8, "ubyte": 8, "byte": 8},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +132,9 @@ def _tool(name: str, *arguments: str) -> str:
 
 @cache
 def _path(name: str) -> str:
-    import triton
-
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    found = find_spec("triton")
+    home = Path(found.origin or "").parent if found else Path()
+    path = home / "backends/nvidia/bin" / name
     if not path.exists():
         raise IngotError(f"Triton came without {name}", remedy="pip install --force 'ingot[gpu]'")
     return str(path)

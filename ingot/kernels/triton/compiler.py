@@ -137,9 +137,7 @@ def jobs(
     return list(found.values())
 
 
-def compile_all(
-    wanted: Sequence[Job], done: Callable[[], object] = lambda: None
-) -> list[Fact]:
+def compile_all(wanted: Sequence[Job], done: Callable[[], object] = lambda: None) -> list[Fact]:
     """Compile them; what is known already is not compiled again. `done` hears of each."""
     known = {job.key: fact for job in wanted if (fact := _load(job)) is not None}
     for _ in known:

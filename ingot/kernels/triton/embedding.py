@@ -5,7 +5,8 @@ order of the tokens: no atomics, and the same bits every time. A token that is v
 its program slow. A token outside the table is a row of zeros: a kernel cannot raise.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 from ingot.core.errors import IngotError
 
@@ -43,6 +44,9 @@ class Interpreter:
             text=True,
             env={**os.environ, "TRITON_INTERPRET": "1"},
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
 
     def __enter__(self) -> Interpreter:
         return self
@@ -53,15 +57,15 @@ class Interpreter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.stdin.close()
+        self._in.close()
         self._process.wait()
-        self._process.stdout.close()
+        self._out.close()
 
     def call(self, function: str, **arguments: Any) -> Any:
         """What a function of this module returns there; an error there is one here."""
-        self._process.stdin.write(json.dumps([function, arguments]) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        self._in.write(json.dumps([function, arguments]) + "\n")
+        self._in.flush()
+        line = self._out.readline()
         if not line:
             raise IngotError(
                 "the interpreter ended", remedy="call `python -m ingot.kernels.triton.interpreter`"
@@ -101,9 +105,7 @@ def errors(op: str, sample: str, dtype: str) -> dict[str, float]:
     return found
 
 
-def planted(
-    family: str, old: str, new: str, op: str, sample: str, dtype: str
-) -> dict[str, float]:
+def planted(family: str, old: str, new: str, op: str, sample: str, dtype: str) -> dict[str, float]:
     """The errors of a call after a change to the source of its kernels: tests plant faults so.
 
     What was changed stays so in this process.
@@ -119,6 +121,8 @@ def planted(
         file.write(text.replace(old, new))
         file.flush()
         spec = importlib.util.spec_from_file_location(name, file.name)
+        assert spec is not None
+        assert spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
         catalogue()[op].__dict__.pop("providers", None)
         return errors(op, sample, dtype)
@@ -162,6 +166,7 @@ def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
     from ingot.ops.inputs import Make
 
     attention.SPLIT = split
+    attend: Any = ops.attention
     make = Make(getattr(torch, dtype))
     length, page = 150, 16
     q, k, v = make(length, 4, 32), make(length, 2, 32), make(length, 2, 32)
@@ -169,7 +174,7 @@ def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
 
     def call(queries: Any, *rest: Any) -> Any:
         starts = torch.tensor([0, len(queries)], dtype=torch.int32)
-        return ops.attention(queries, *rest[:2], starts, *rest[2:], True, window, None)
+        return attend(queries, *rest[:2], starts, *rest[2:], True, window, None)
 
     pages = -(-length // page)
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
@@ -190,7 +195,7 @@ def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
                     found.append(f"{name} {first}:{last}")
         both = [torch.cat((x[:33], x)) for x in (q, k, v)]
         starts = torch.tensor([0, 33, 33 + length], dtype=torch.int32)
-        beside = ops.attention(*both, starts, None, None, True, window, None)
+        beside = attend(*both, starts, None, None, True, window, None)
         if not _same_bits(beside[33:], whole) or not _same_bits(beside[:33], whole[:33]):
             found.append("beside another")
     return found
@@ -250,11 +255,11 @@ def _counted() -> Generator[list[int]]:
         moved[0] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
         return store(pointers, value, mask, *rest)
 
-    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
-    try:
+    with (
+        mock.patch.object(builder, "create_masked_load", counted_load),
+        mock.patch.object(builder, "create_masked_store", counted_store),
+    ):
         yield moved
-    finally:
-        builder.create_masked_load, builder.create_masked_store = load, store
 
 
 def _arguments(op: str, sample: str, dtype: str) -> tuple[Any, tuple[Any, ...]]:
@@ -276,7 +281,8 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (errors, planted, differing, attention_differs, traffic)
+    function.__name__: function
+    for function in (errors, planted, differing, attention_differs, traffic)
 }
 
 

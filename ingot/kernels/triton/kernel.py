@@ -8,9 +8,9 @@
 
 `space` lists the configurations for a launch that can fit a target, given the launch's own
 constants: number of warps, of pipeline stages, and constants of the kernel that only speed depends
-on. The first is a reasonable one anywhere. Which is taken is `choose`'s business: a tuned one where a GPU has been
-asked (`tuned.py`), else the default for the target (`defaults.json`, chosen by `ingot kernels`
-from the compiled code), else the first. Never does it depend on the number of rows.
+on. The first is a reasonable one anywhere. Which is taken is `choose`'s business: a tuned one where
+a GPU has been asked (`tuned.py`), else the default for the target (`defaults.json`, chosen by
+`ingot kernels` from the compiled code), else the first. Never does it depend on the number of rows.
 
 While `recording`, a launch is written down and not made. That is how kernels are compiled without
 a GPU: an op is called on tensors without memory, and what it would launch is compiled, as Triton's
@@ -78,9 +78,7 @@ class Kernel:
     keys: tuple[str, ...] | None
     """Constants that the choice of a configuration may depend on; None for all."""
 
-    def launch(
-        self, grid: Any, *args: Any, shape: tuple[int, ...] = (), **constants: Any
-    ) -> None:
+    def launch(self, grid: Any, *args: Any, shape: tuple[int, ...] = (), **constants: Any) -> None:
         """Run it on a grid: a tuple, or a function of all constants that gives one.
 
         `shape` is what else a configuration may be tuned for, rounded up to powers of 2.
@@ -118,14 +116,6 @@ class Launch:
     def configs(self, target: Target) -> list[Config]:
         """The tuning space of this launch on a target."""
         return list(self.kernel.space(target, **self.constants))
-
-    def programs(self, config: Config) -> int:
-        """How many programs the grid has."""
-        grid = self.grid
-        if callable(grid):
-            grid = grid({**self.constants, **dict(config.constants)})
-        x, y, z = (*grid, 1, 1)[:3]
-        return x * y * z
 
 
 def kernel(

@@ -16,7 +16,8 @@ its weight (`packed.py`).
 float32 is multiplied as such, not as TF32: an op computes in the dtype it is given.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -53,13 +54,17 @@ _TILES = (
 
 
 def tile_space(
-    target: Target, itemsize: int, products: int = 1
+    target: Target, itemsize: int, products: int = 1, most: int = 128
 ) -> Iterator[Config]:
     """Tiles that fit: their operands shared memory, their sums half of a thread's registers.
 
-    `products` is how many there are at once, of one left operand. With two, sums may take a quarter
-    of the registers: the epilogue needs both of them, and half did spill.
+    `products` is how many there are at once, of one left operand. Sums may take a quarter of the
+    registers where there are two, as the epilogue needs both, and where operands are in registers
+    too: half did spill. `most` is for kernels that need registers for more.
     """
+    if products > 1 or target.tile_registers < 128:
+        most = min(most, 64)
+    seen: set[Config] = set()
     for rows, columns, inner, warps, stages in _TILES:
         if itemsize == 4:  # on no tensor core: small tiles
             rows, columns, inner, stages = min(rows, 64), min(columns, 64), 32, 2
@@ -67,17 +72,15 @@ def tile_space(
             stages = min(stages, 2)
         elements = (rows + products * columns) * inner
         shared = elements * itemsize * (stages - (target.backend == "hip"))
-        accumulators = rows * columns * products // (target.lanes * warps)
-        if shared <= target.shared_program and accumulators <= 128 // products:
-            yield Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
+        sums = rows * columns * products // (target.lanes * warps)
+        config = Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
+        if shared <= target.shared_program and sums <= most and config not in seen:
+            seen.add(config)
+            yield config
 
 
 def _space(target: Target, PRECISION: str, PRODUCTS: int, **_: object) -> Iterator[Config]:
-    seen: set[Config] = set()
-    for config in tile_space(target, itemsize(PRECISION), PRODUCTS):
-        if config not in seen:
-            seen.add(config)
-            yield config
+    yield from tile_space(target, itemsize(PRECISION), PRODUCTS)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -217,9 +220,7 @@ def _grouped_weight(
 ):  # fmt: skip
     """A tile of the gradient of a group's weight (out, in): a sum over the group's rows."""
     column_tiles = tl.cdiv(depth, COLUMNS)
-    row_tile, column_tile = swizzle(
-        tl.program_id(0), tl.cdiv(columns, ROWS), column_tiles, GROUP
-    )
+    row_tile, column_tile = swizzle(tl.program_id(0), tl.cdiv(columns, ROWS), column_tiles, GROUP)
     group = tl.program_id(1)
     start = tl.load(offsets + group).to(tl.int64)
     count = (tl.load(offsets + group + 1) - start).to(tl.int32)
@@ -306,9 +307,7 @@ def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     return _shaped(matmul(_flat(x), gate_weight, up=up_weight, kind="silu")[0], x)
 
 
-def _gradients(
-    needs: list[bool], grad: Tensor, x: Tensor, weight: Tensor
-) -> list[Tensor | None]:
+def _gradients(needs: list[bool], grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
     """Of x, of the weight, of the bias, from that of the product."""
     return [
         _shaped(matmul(grad, weight.T)[0], x) if needs[0] else None,
@@ -457,9 +456,7 @@ for _op, _kind in (
     (ops.linear_silu, "silu"),
     (ops.linear_relu, "relu"),
 ):
-    provide(
-        _op, _forward(_kind), example=_example, supports=_fits, backward=_backward(_kind)
-    )
+    provide(_op, _forward(_kind), example=_example, supports=_fits, backward=_backward(_kind))
 provide(
     ops.linear_residual,
     linear_residual,

@@ -3,15 +3,16 @@
 From logits, a program walks along its row with a running maximum and sum. Its gradient computes
 these again, then reads the row once more.
 
-The `linear_` forms multiply tiles of hidden states by chunks of `CHUNK` tokens of the vocabulary, on
-the tensor cores, and keep of each chunk what a loss needs: maximum, sum of exponentials, sum of
+The `linear_` forms multiply tiles of hidden states by chunks of `CHUNK` tokens of the vocabulary,
+on the tensor cores, and keep of each chunk what a loss needs: maximum, sum of exponentials, sum of
 logits, the target's logit. A second kernel merges the chunks in their order, so a token's loss does
 not depend on the others. Backward works through `TOKENS` tokens at a time: the gradient of their
 logits is stored, rounded once, and multiplied by hidden states and weight; the weight's gradient is
 added up in float32.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -131,10 +132,16 @@ def _loss_backward(
 
 
 def _product_space(target: Target, PRECISION: str, **_: object) -> Iterator[Config]:
-    yield from dict.fromkeys(tile_space(target, itemsize(PRECISION)))
+    yield from tile_space(target, itemsize(PRECISION))
 
 
-@kernel(space=_product_space, bound="tensor cores")
+def _statistics_space(target: Target, PRECISION: str, **_: object) -> Iterator[Config]:
+    # Logits, their exponentials and what is kept of a row, all at once.
+    most = 32 if target.tile_registers < 128 else 64
+    yield from tile_space(target, itemsize(PRECISION), most=most)
+
+
+@kernel(space=_statistics_space, bound="tensor cores")
 @triton.jit
 def _chunk_statistics(
     hidden, weight, targets, largest_out, total_out, sum_out, chosen_out,

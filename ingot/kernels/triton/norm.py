@@ -5,7 +5,8 @@ store them, and adds up the gradients of weight and bias over its share of the r
 `reduce.py` adds up the shares.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -199,9 +200,7 @@ def _backward(residual: bool, centred: bool) -> Backward:
         weight, eps = rest[0], args[-1]
         first = 1 + residual
         wants_bias = centred and needs[first + 1]
-        of_x, *shared = _gradients(
-            grads, x, added, weight, needs[first], wants_bias, eps, centred
-        )
+        of_x, *shared = _gradients(grads, x, added, weight, needs[first], wants_bias, eps, centred)
         return [*([of_x] * first), *shared[: 1 + centred], None]
 
     return backward

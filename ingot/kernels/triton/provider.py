@@ -107,8 +107,7 @@ def takes(args: tuple[Any, ...]) -> bool:
     # In the interpreter casts to bfloat16 truncate and products are of bit patterns.
     dtypes = DTYPES[:2] if interpreting() else DTYPES
     return all(
-        t.device.type == place and (not t.is_floating_point() or t.dtype in dtypes)
-        for t in tensors
+        t.device.type == place and (not t.is_floating_point() or t.dtype in dtypes) for t in tensors
     )
 
 

@@ -4,7 +4,8 @@ In two steps: `PARTS` programs each add up every `PARTS`-th tile of rows, then t
 up. How many there are never depends on the GPU, so neither do the bits.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -4,12 +4,14 @@ Turning back by the same angles is the gradient. `rope_write` turns queries and 
 and values into their pool in one launch. A slot that is not in the pool is not written: a kernel
 cannot raise.
 
-Angles are position times frequency in float32, which is what the reference does too. Sine and cosine
-are computed here: of an angle that may be large, NVIDIA's library computes them through local memory
-(80 instructions of the kernel were spills), and its quick instructions are off by 2**-21.
+Angles are position times frequency in float32, which is what the reference does too. Sine and
+cosine are computed here: of an angle that may be large, NVIDIA's library computes them through
+local memory (80 instructions of the kernel were spills), and the quick instructions are off by
+2**-21.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -188,9 +190,7 @@ def _launch(
     return y
 
 
-def rope(
-    x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float
-) -> Tensor:
+def rope(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> Tensor:
     """One kernel."""
     return _launch(x, positions, freqs, interleaved, scale, 1.0)
 

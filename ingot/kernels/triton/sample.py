@@ -1,16 +1,17 @@
 """`sample` on GPUs: from logits to the next token, without sorting them.
 
-What top-k and top-p keep is all above some value, and of those that have it the first few. The value
-is found by bisection over the bits of float32: 31 times, the entries above the middle are counted
-(top-k) or their probabilities added up (top-p). That reads a row 31 times, from L2, where a sort
-would move it as often; rows that cut nothing skip it. Then the row is read in order, once for the
-sum of what is left and once for the result.
+What top-k and top-p keep is all above some value, and of those that have it the first few. That
+value is found by bisection over the bits of float32: 31 times, the entries above the middle are
+counted (top-k) or their probabilities added up (top-p). That reads a row 31 times, from L2, where a
+sort would move it as often; rows that cut nothing skip it. Then the row is read in order, once for
+the sum of what is left and once for the result.
 
 A score is never above 0, the largest being subtracted first. So with the sign off, the bits of a
 score are an integer that grows as the score falls: its `depth`.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -65,7 +66,9 @@ def _draw(seed, position):
     zero = position.to(tl.int32) * 0
     high = (position >> 32).to(tl.int32)
     word, _, _, _ = tl.philox(seed, position.to(tl.int32), high, zero, zero, 10)
-    return (word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return (word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(
+        tl.float32
+    ) * 5.9604644775390625e-08
 
 
 @kernel(space=_small_space, bound="latency")
@@ -318,8 +321,6 @@ provide(
     supports=_fits,
     backward=differentiate(ops.penalize.fallback),
 )
-provide(
-    ops.uniform, uniform, example=lambda make: (make.ints(256), make.ints(256)), supports=_fits
-)
+provide(ops.uniform, uniform, example=lambda make: (make.ints(256), make.ints(256)), supports=_fits)
 provide(ops.truncate, truncate, example=_truncate_example, supports=_fits)
 provide(ops.sample, sample, example=_sample_example, supports=_fits)

@@ -4,7 +4,8 @@ its result.
 An entry that is masked counts as -inf, and so does what lies beyond a row's end.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -111,20 +112,14 @@ def _inner(scores, given, largest, total, part, LOG: tl.constexpr):
     """The probabilities, and what the gradient of a row has to be cleared of."""
     p = tl.where(part, tl.exp(scores - largest[:, None]) / total[:, None], 0.0)
     given = tl.where(part, given, 0.0)
-    if LOG:
-        common = tl.sum(given, 1)
-    else:
-        common = tl.sum(given * p, 1)
+    common = tl.sum(given if LOG else given * p, 1)
     return p, given, common
 
 
 @triton.jit
 def _of_scores(p, given, common, scale, part, LOG: tl.constexpr):
-    if LOG:
-        values = (given - p * common[:, None]) * scale
-    else:
-        values = p * (given - common[:, None]) * scale
-    return tl.where(part, values, 0.0)
+    values = given - p * common[:, None] if LOG else p * (given - common[:, None])
+    return tl.where(part, values * scale, 0.0)
 
 
 @kernel(space=_space, bound="bandwidth")

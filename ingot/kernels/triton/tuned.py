@@ -126,7 +126,9 @@ def best(facts: Iterable[Any]) -> dict[str, dict[str, str]]:
         groups.setdefault((fact.kernel, fact.target, fact.config), []).append(fact)
     ranked: dict[tuple[str, str], list[tuple[float, str]]] = {}
     most = {
-        (kernel, target): max(len(v) for (k, t, _), v in groups.items() if (k, t) == (kernel, target))
+        (kernel, target): max(
+            len(v) for (k, t, _), v in groups.items() if (k, t) == (kernel, target)
+        )
         for kernel, target, _ in groups
     }
     for (kernel, target, config), found in groups.items():

@@ -1,7 +1,7 @@
 """The numbers of every GPU kernel, in Triton's interpreter, against the float64 reference.
 
-float32 and float16: the interpreter's bfloat16 is wrong, and needs a GPU to be right. All samples of
-a record are slow; the fast ones are those in float16 without the large.
+float32 and float16: the interpreter's bfloat16 is wrong, and needs a GPU to be right. All samples
+of a record are slow; the fast ones are those in float16 without the large.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Device:
     major: int
     minor: int
     name: str = "a GPU"
-    gcnArchName: str = "gfx942:sramecc+"  # noqa: N815
+    gcnArchName: str = "gfx942:sramecc+"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, device: Device, hip: str | None = None) -> None:
