@@ -1,4 +1,4 @@
-"""What only a GPU can tell: every record on it, in every dtype, by the kernels as they are compiled.
+"""What only a GPU can tell: every record on it, in every dtype, by the kernels as compiled.
 
 `pytest -m gpu` runs this. It has not been run: there was no GPU.
 """

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ingot import ops
 from ingot.kernels import triton as package
-from ingot.kernels.triton.provider import provided, takes
+from ingot.kernels.triton.kernel import recording
+from ingot.kernels.triton.provider import Meta, provided, takes
+from ingot.ops.gradient import as_tuple
 
 
 def test_without_a_gpu_nobody_imports_triton() -> None:
@@ -72,10 +74,6 @@ def test_the_interpreter_does_not_take_bfloat16(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", sorted(provided()))
 def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
     """On tensors without memory, where no kernel runs: shapes, dtypes, strides."""
-    from ingot.kernels.triton.kernel import recording
-    from ingot.kernels.triton.provider import Meta
-    from ingot.ops.gradient import as_tuple
-
     one = provided()[name]
     args = one.op.complete(one.example(Meta()))
     with recording():
@@ -94,49 +92,80 @@ def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
                 assert (first.shape, first.dtype) == (args[0].shape, args[0].dtype)
 
 
-def test_a_gpt2_block_on_a_gpu_is_traced_without_breaks() -> None:
-    """Forward and backward on tensors that pretend to be on a GPU, through every op of the block."""
-    dim, heads, width = 64, 4, 16
+GPT2 = {
+    "norm": (64,), "shift": (64,), "qkv": (192, 64), "qkv_bias": (192,), "out": (64, 64),
+    "up": (256, 64), "up_bias": (256,), "down": (64, 256), "head": (100, 64),
+}  # fmt: skip
+
+
+def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> Tensor:
+    """A block of GPT-2 and its loss."""
+    h = ops.layer_norm(x, p["norm"], p["shift"], 1e-5)
+    q, k, v = ops.linear(h, p["qkv"], p["qkv_bias"]).view(-1, 3, 4, 16).unbind(1)
+    h = ops.linear(ops.attention(q, k, v, starts).flatten(1), p["out"])
+    h, x = ops.add_layer_norm(h, x, p["norm"], p["shift"], 1e-5)
+    h = ops.linear_gelu_tanh(h, p["up"], p["up_bias"])
+    x = ops.linear_residual(h, p["down"], x)
+    return ops.linear_cross_entropy(x, p["head"], targets)
+
+
+def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """The block, compiled as one graph on tensors without memory: its loss, its parameters, and
+    the ops in the graphs."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
     seen: list[str] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        from torch._dynamo.backends.common import aot_autograd
+    def keep(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
 
-        def keep(inner: torch.fx.GraphModule, _: list[Any]) -> Any:
-            for node in inner.graph.nodes:
-                if node.op == "call_function":
-                    seen.append(str(node.target))
-            return inner.forward
-
-        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
-
-    def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> Tensor:
-        h = ops.layer_norm(x, p["norm"], p["shift"], 1e-5)
-        q, k, v = ops.linear(h, p["qkv"], p["qkv_bias"]).view(-1, 3, heads, width).unbind(1)
-        h = ops.attention(q, k, v, starts).flatten(1)
-        h, x = ops.add_layer_norm(ops.linear(h, p["out"]), x, p["norm"], p["shift"], 1e-5)
-        h = ops.linear_gelu_tanh(h, p["up"], p["up_bias"])
-        x = ops.linear_residual(h, p["down"], x)
-        return ops.linear_cross_entropy(x, p["head"], targets).mean()
-
-    shapes = {
-        "norm": (dim,), "shift": (dim,), "qkv": (3 * dim, dim), "qkv_bias": (3 * dim,),
-        "out": (dim, dim), "up": (4 * dim, dim), "up_bias": (4 * dim,), "down": (dim, 4 * dim),
-        "head": (100, dim),
-    }  # fmt: skip
     torch.compiler.reset()
-    with FakeTensorMode():
-        p = {
-            name: torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for name, shape in shapes.items()
-        }
-        x = torch.empty(12, dim, device="cuda", dtype=torch.bfloat16)
-        starts = torch.empty(3, dtype=torch.int32, device="cuda")
-        targets = torch.empty(12, dtype=torch.int64, device="cuda")
-        loss = torch.compile(block, fullgraph=True, backend=backend)(x, p, starts, targets)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    p = {
+        name: torch.empty(shape, device=device, requires_grad=requires_grad)
+        for name, shape in GPT2.items()
+    }
+    tokens = torch.empty(12, dtype=torch.int64, device=device)
+    starts = torch.empty(3, dtype=torch.int32, device=device)
+    x = torch.empty(12, 64, device=device)
+    loss = torch.compile(block, fullgraph=True, backend=backend)(x, p, starts, tokens)
+    return loss, p, seen
+
+
+def test_a_gpt2_block_on_a_gpu_is_traced_without_breaks() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        loss, _, seen = traced("cuda", requires_grad=False)
         assert loss.device.type == "cuda"
-        loss.backward()
-        assert all(t.grad is not None for t in p.values())
-    for name in ("layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"):
-        assert f"ingot.{name}.default" in seen
-        assert f"ingot.{name}_backward.default" in seen
+    names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
+    assert {f"ingot.{name}.default" for name in names} <= set(seen)
+
+
+def test_so_is_its_backward() -> None:
+    """On meta tensors: without CUDA, torch aborts where autograd asks a device for its streams."""
+    loss, p, seen = traced("meta", requires_grad=True)
+    loss.sum().backward()
+    assert all(parameter.grad is not None for parameter in p.values())
+    names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
+    assert {f"ingot.{name}_backward.default" for name in names} <= set(seen)
+
+
+@pytest.mark.parametrize("name", sorted(provided()))
+def test_every_op_has_a_fake_on_a_gpu_forward_and_backward(name: str) -> None:
+    one = provided()[name]
+    with FakeTensorMode(), torch.no_grad():
+        args = tuple(
+            torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
+            if isinstance(arg, Tensor)
+            else arg
+            for arg in one.op.complete(one.example(Meta()))
+        )
+        outputs = as_tuple(one.op(*args))
+        assert all(out.device.type == "cuda" for out in outputs)
+        if one.op.gradient:
+            needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+            grads = one.op.backward_overload(needs, list(outputs), *args)
+            wanted = [arg for arg, needed in zip(args, needs, strict=True) if needed]
+            assert [g.shape for g in grads] == [arg.shape for arg in wanted]
+            assert all(g.device.type == "cuda" for g in grads)
