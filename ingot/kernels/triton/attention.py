@@ -23,6 +23,7 @@ are not read and not written.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,45 +44,58 @@ _FEW = 256  # programs: with fewer, pieces get programs of their own
 _LOG2E = 1.4426950408889634
 
 # Rows, keys, warps, stages.
-_TILES = ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2))
-_BACKWARD_TILES = ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1), (32, 64, 8, 1))
-_AMD_BACKWARD_TILES = ((64, 32, 4, 1), (32, 32, 4, 1))  # 8 warps have 256 registers each: spilled
+_TILES = ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2))
+_QUERY_TILES = ((64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 1))
+_KEY_TILES = ((32, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))
 
 
 def _fitting(
-    target: Target, tiles: tuple[tuple[int, ...], ...], width: int, precision: str, by_rows: bool
+    target: Target,
+    tile: tuple[int, ...],
+    width: int,
+    precision: str,
+    results: int,
+    scores: int,
+    by_keys: bool = False,
 ) -> Iterator[Config]:
-    """Those whose operands fit shared memory, and whose results and scores fit registers.
+    """A tile, if its operands fit shared memory, and its results and scores registers.
 
-    There are two results and two tiles of scores at a time: those of a piece and of all pieces, or
-    the gradients of keys and of values. With 64 rows, 64 keys and 4 warps it was 192 registers of a
-    thread, and all targets spilled.
+    Results have the tile's rows, or its keys. Forward has two of them, those of a piece and of all
+    pieces: with 64 rows, 64 keys and 4 warps that was 192 registers of a thread, and all targets
+    spilled. On sm_90 four warps multiply 64 rows together: eight would compute the same scores
+    twice. On gfx942 eight warps may have 256 registers each, four have 512: backward spilled with
+    eight.
     """
-    seen: set[Config] = set()
-    size = itemsize(precision)
-    for rows, keys, warps, stages in tiles:
-        if size == 4:
-            rows, keys, stages = 32, 32, 1
-        if target.backend == "hip":
-            stages = 1
-        shared = (2 * rows + 2 * keys * stages) * width * size
-        held = 2 * (rows if by_rows else keys) * width + 2 * rows * keys
-        if target.tile_registers < 128:
-            held += rows * width // 2
-        config = Config.of(warps, stages, ROWS=rows, KEYS=keys)
-        fits = held <= target.tile_registers * warps * target.lanes or size == 4
-        if shared <= target.shared_program and fits and config not in seen:
-            seen.add(config)
-            yield config
+    rows, keys, warps, stages = tile
+    size, amd = itemsize(precision), target.backend == "hip"
+    if size == 4:
+        rows, keys, stages = 32, 32, 1
+    stages = 1 if amd else stages
+    long = keys if by_keys else rows
+    held = (results * long * width + scores * rows * keys) // (warps * target.lanes)
+    if target.tile_registers < 128:
+        held += rows * width // 2 // (warps * target.lanes)
+    shared = (2 * rows + 2 * keys * stages) * width * size
+    twice = target.arch == 90 and long < 16 * warps
+    crowded = amd and warps > 4 and (by_keys or results == 1)
+    fits = shared <= target.shared_program and held <= target.tile_registers
+    if size == 4 or (fits and not twice and not crowded):
+        yield Config.of(warps, stages, ROWS=rows, KEYS=keys)
 
 
 def _space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
-    yield from _fitting(target, _TILES, WIDTH, PRECISION, True)
+    found = (_fitting(target, tile, WIDTH, PRECISION, 2, 2) for tile in _TILES)
+    yield from dict.fromkeys(chain.from_iterable(found))
 
 
-def _backward_space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
-    tiles = _AMD_BACKWARD_TILES if target.backend == "hip" else _BACKWARD_TILES
-    yield from _fitting(target, tiles, WIDTH, PRECISION, False)
+def _query_space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
+    found = (_fitting(target, tile, WIDTH, PRECISION, 1, 3) for tile in _QUERY_TILES)
+    yield from dict.fromkeys(chain.from_iterable(found))
+
+
+def _key_space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
+    found = (_fitting(target, tile, WIDTH, PRECISION, 2, 2, True) for tile in _KEY_TILES)
+    yield from dict.fromkeys(chain.from_iterable(found))
 
 
 @triton.jit
@@ -329,7 +343,7 @@ def _merge_pieces(
     tl.store(at, mean.to(y.dtype.element_ty), channel < width)
 
 
-@kernel(space=_backward_space, bound="tensor cores")
+@kernel(space=_query_space, bound="tensor cores")
 @triton.jit
 def _attention_queries(
     q, k, v, y, grad, lse, delta, q_grad, starts, contexts, key_starts,
@@ -384,7 +398,7 @@ def _attention_queries(
         tl.store(q_grad + at, (total * scale).to(q_grad.dtype.element_ty), within)
 
 
-@kernel(space=_backward_space, bound="tensor cores")
+@kernel(space=_key_space, bound="tensor cores")
 @triton.jit
 def _attention_keys(
     q, k, v, grad, lse, delta, k_grad, v_grad, starts, contexts, key_starts,

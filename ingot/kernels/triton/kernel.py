@@ -21,10 +21,13 @@ own just-in-time compiler would have it.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from ingot.kernels.triton.target import Target
 
@@ -90,8 +93,11 @@ class Kernel:
             return
         from ingot.kernels.triton.tuned import choose
 
-        options = {**constants, **choose(launch).options}
-        self.function[grid](*args, **options, **PINNED)
+        options = {**constants, **choose(launch).options, **PINNED}
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        # Triton launches on the current device, which need not be the tensors'.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.function[grid](*args, **options)
 
 
 @dataclass(frozen=True, eq=False)
