@@ -14,7 +14,8 @@ import triton
 from ingot.core import paths
 from ingot.core.device import detect
 from ingot.kernels.triton import tuned
-from ingot.kernels.triton.compiler import Fact
+from ingot.kernels.triton.ceiling import ceiling, disassemble
+from ingot.kernels.triton.compiler import Fact, compile_launch, fact_of
 from ingot.kernels.triton.gate import SPILLS, faults
 from ingot.kernels.triton.interpreter import Interpreter, samples
 from ingot.kernels.triton.provider import provided
@@ -80,6 +81,34 @@ def _shape(example: Callable[..., tuple[Any, ...]]) -> str:
     return "x".join(map(str, example(Meta())[0].shape))
 
 
+def ceiling_rows() -> list[dict[str, Any]]:
+    """The main loops of products on sm_90, in their default configurations."""
+    target, rows = TARGETS["sm_90"], list[dict[str, Any]]()
+    for op in ("linear", "linear_swiglu", "attention"):
+        launch = provided()[op].launches("forward")[0]
+        config = tuned.default(launch, target.name)
+        binary = compile_launch(launch, config, target)
+        fact = fact_of(op, launch, config, target, binary)
+        tile = launch.constants | dict(config.constants)
+        if op == "attention":
+            needed = 2 * tile["ROWS"] * tile["KEYS"] * tile["WIDTH"]
+        else:
+            needed = tile["ROWS"] * tile["COLUMNS"] * tile["INNER"] * tile["PRODUCTS"]
+        found = ceiling(disassemble(binary.asm["cubin"]), config.warps, needed)
+        rows.append(
+            {
+                "kernel": op,
+                "config": str(config),
+                "products an iteration": found.products,
+                "copies an iteration": found.copies,
+                "stages": config.stages,
+                "occupancy": f"{fact.occupancy:.0%}",
+                "ceiling": f"{found.share:.0%} of peak",
+            }
+        )
+    return rows
+
+
 def numbers(names: Sequence[str] = (), done: Callable[[], object] = lambda: None) -> Errors:
     """Every sample of the records in the interpreter: the worst error of each op."""
     found: Errors = {}
@@ -140,6 +169,7 @@ def write_page(path: Path, facts: Sequence[Fact], seconds: float) -> None:
     for mark, content in (
         ("summary", _facts_of_run(facts, seconds)),
         ("kernels", _markdown(_page_rows(facts))),
+        ("ceilings", _markdown(ceiling_rows())),
         ("roofline", _markdown(roofline_rows())),
         ("numbers", _markdown(number_rows(numbers()))),
     ):
