@@ -112,7 +112,7 @@ def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> T
 def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor], list[str]]:
     """The block, compiled as one graph on tensors without memory: its loss, its parameters, and
     the ops in the graphs."""
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
     from torch._dynamo.backends.common import aot_autograd
 
     seen: list[str] = []
