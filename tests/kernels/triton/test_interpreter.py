@@ -102,8 +102,9 @@ def test_no_byte_is_moved_twice(interpreter: Interpreter, op: str) -> None:
     ("family", "old", "new", "op", "sample"),
     [
         ("attention", "key <= position", "key < position", "attention", "typical"),
-        ("norm", "(row < rows) & (column < width)", "row < rows", "rms_norm", "odd"),
-        ("linear", "& left[None, :], other=0.0", ", other=0.0", "linear", "odd"),
+        ("norm", "tl.where(inside, total - mean[:, None], 0.0)", "total - mean[:, None]",
+         "layer_norm", "odd"),
+        ("linear", "inner < depth - first", "inner <= depth - first", "linear", "odd"),
         ("softmax", "tl.where(taking_part, values, float", "tl.where(inside, values, float",
          "softmax", "masked"),
     ],
