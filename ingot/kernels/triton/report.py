@@ -191,20 +191,14 @@ def _facts_of_run(facts: Sequence[Fact], seconds: float) -> str:
 
 
 def _page_rows(facts: Sequence[Fact]) -> list[dict[str, Any]]:
-    """A line for each kernel and target, in its default configuration, its first launch."""
-    rows: list[dict[str, Any]] = []
-    seen: set[tuple[str, str]] = set()
-    chosen = tuned.best(facts)
+    """A line for each kernel and target: the first launch that was compiled, in the configuration
+    that dispatch takes."""
+    first: dict[tuple[str, str], Fact] = {}
     for fact in facts:
-        wanted = chosen.get(fact.kernel, {}).get(fact.target)
-        if (fact.kernel, fact.target) in seen or (wanted and fact.config != wanted):
-            continue
-        seen.add((fact.kernel, fact.target))
-        row = fact_rows([fact])[0]
-        rows.append({"kernel": fact.kernel, "as in": fact.name.split(".")[0]} | row)
-        rows[-1]["kernel"] = fact.kernel
+        first.setdefault((fact.kernel, fact.target), fact)
     order = list(TARGETS)
-    return sorted(rows, key=lambda row: (row["kernel"], order.index(row["target"])))
+    found = sorted(first.values(), key=lambda fact: (fact.kernel, order.index(fact.target)))
+    return fact_rows(found)
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
