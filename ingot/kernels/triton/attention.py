@@ -77,6 +77,8 @@ def _fitting(
         held += rows * width // 2 // (warps * target.lanes)
     shared = (2 * rows + 2 * keys * stages) * width * size
     twice = target.arch == 90 and long < 16 * warps
+    if target.arch == 100 and results == 2 and not by_keys:
+        twice = long < 16 * warps  # 64 rows in 8 warps spilled there when decoding
     crowded = amd and warps > 4 and (by_keys or results == 1)
     fits = shared <= target.shared_program and held <= target.tile_registers
     if size == 4 or (fits and not twice and not crowded):

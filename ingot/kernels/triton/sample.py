@@ -35,6 +35,15 @@ def _space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
     yield from by_elements(target, WIDTH)
 
 
+def _sample_space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
+    """8 elements a thread: with 16, sm_80 spilled."""
+    for config in by_elements(target, WIDTH):
+        if WIDTH // (config.warps * target.lanes) <= 8:
+            yield config
+            return
+    yield Config.of(1)
+
+
 def _small_space(target: Target, **_: object) -> Iterator[Config]:
     yield Config.of(4)
 
@@ -173,7 +182,7 @@ def _kept(score, depth, cut, ties, seen, min_p):
     return kept & ((tl.exp(score) >= min_p) | (depth == 0)), seen + tl.sum(at_cut, 0)
 
 
-@kernel(space=_space, bound="latency", scalars=6)
+@kernel(space=_sample_space, bound="latency", scalars=6)
 @triton.jit
 def _sample(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, y, width, logits_row,
