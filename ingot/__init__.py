@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("core", "ops", "nn", "interop")
+_ROOMS = ("core", "ops", "nn", "data", "interop")
 
 
 def __getattr__(name: str) -> Any:

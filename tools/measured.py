@@ -55,12 +55,21 @@ def render(records: list[Record]) -> str:
 
 
 def render_peers(path: Path) -> str:
-    """The systems of the last run that is kept."""
+    """For each model and size of batch and texts, the systems of the last run that is kept."""
     if not path.exists():
         return "No run is kept yet."
+    last: dict[tuple[str, ...], list[dict[str, str]]] = {}
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows = [row for row in rows if row["date"] == rows[-1]["date"]]
+        for row in csv.DictReader(file):
+            task = tuple(row[field] for field in ("model", "batch", "prompt", "new"))
+            rows = last.setdefault(task, [])
+            if rows and rows[0]["date"] != row["date"]:
+                rows.clear()
+            rows.append(row)
+    return "\n\n".join(map(_render_task, last.values()))
+
+
+def _render_task(rows: list[dict[str, str]]) -> str:
     one = rows[0]
     return (
         f"Measured {one['date'][:10]} on {one['cpu']} ({one['isa']}), ingot {one['ingot']}: "

@@ -1,4 +1,4 @@
-"""ingot itself: one `Session` for the one sequence of a batch."""
+"""ingot itself: the engine that `ingot serve` runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from peers.talk import Peer, Prompts, serve
 
 
 def load(model: Path) -> Peer:
-    """As `ingot generate` does, without an end of text."""
+    """As the server does, without HTTP and without an end of text."""
     import ingot
-    from ingot.nn import Session
+    from ingot.serve.engine import Engine
+    from ingot.serve.request import Options, Request
 
     decoder = ingot.load(model).decoder
     dtype = str(decoder.embed.weight.dtype).removeprefix("torch.")
+    engine, greedy = Engine(decoder), Options(temperature=0.0)
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
-        if len(prompts) > 1:
-            raise NotImplementedError("a session has one sequence")
-        start, times, tokens = perf_counter(), [], []
-        for token in Session(decoder).stream(prompts[0], max_tokens=new):
-            times.append(perf_counter() - start)
-            tokens.append(token)
-        return times[0], [tokens]
+        start, first = perf_counter(), 0.0
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for id, prompt in enumerate(prompts):
+            engine.add(Request(id=id, prompt=tuple(prompt), max_tokens=new, options=greedy))
+        while engine.busy:
+            for output in engine.step():
+                tokens[output.id] += output.tokens
+            if not first and all(tokens):
+                first = perf_counter() - start
+        return first, tokens
 
     return Peer(ingot.__version__, dtype, generate)
 

@@ -63,7 +63,7 @@ class Environment:
             return None
         if self._state:
             return f"cannot be installed: {self._state}"
-        return f"not installed: run `python benchmarks/peers/install.py {self.name}`"
+        return f"not installed: run `python benchmarks/install_peers.py {self.name}`"
 
     def make(self) -> None:
         """Install it, unless it is there; try again what failed before.

@@ -151,6 +151,11 @@ def peaks(refresh: bool = False) -> Peaks:
             return found or measure(bar.advance)
 
 
+def known() -> Peaks | None:
+    """Return this machine's peaks if they were measured before; nothing is measured."""
+    return _load(paths.cache("peaks", f"{detect().fingerprint}.json"))
+
+
 def measure(progress: Callable[[], object] = lambda: None, budget: float = 12.0) -> Peaks:
     """Measure all peaks in about `budget` seconds; `progress` is called ROUNDS times meanwhile.
 

@@ -24,12 +24,12 @@ on, in every round.
 processes of a system hold after the last round.
 
 **The limit.** Each step reads all weights once (but the embedding, where the last layer has a
-matrix of its own), and multiplies by them; each takes as long as bytes over the bandwidth of
-reading or FLOPs over the matmul peak in bfloat16, whichever is more. The first step has all tokens
-of the prompts. What neighbours leave of the bandwidth changes by the minute, so it is measured in
-every round, before the systems take their turns (`read_gbs`, p50 of the rounds). Keys, values and
-attention are left out, and so are experts that are not chosen: for a mixture of experts the limit
-is too low.
+matrix of its own) and the keys and values of all sequences, and multiplies by the weights; each
+takes as long as bytes over the bandwidth of reading or FLOPs over the matmul peak in bfloat16,
+whichever is more. The first step has all tokens of the prompts. What neighbours leave of the
+bandwidth changes by the minute, so it is measured in every round, before the systems take their
+turns (`read_gbs`, p50 of the rounds). The arithmetic of attention is left out, and so are experts
+that are not chosen: for a mixture of experts the limit is too low.
 """
 
 from __future__ import annotations
@@ -103,11 +103,13 @@ class Model:
     context: int
     step: Cost
     """Of one token: the bytes of weights that are read, the FLOPs of multiplying by them."""
+    kv: int
+    """Bytes of keys and values of one token."""
 
     @classmethod
     def of(cls, path: Path) -> Model:
         """Read its configuration and the headers of its weights."""
-        config, places = hf.describe(path).config, Weights(path).places
+        found, places = hf.describe(path), Weights(path).places
         used = [
             place
             for name, place in places.items()
@@ -119,9 +121,10 @@ class Model:
         )
         return cls(
             path=path.resolve(),
-            vocabulary=config.vocab_size,
-            context=config.context,
+            vocabulary=found.config.vocab_size,
+            context=found.config.context,
             step=step,
+            kv=found.kv.bytes_per_token,
         )
 
 
@@ -265,12 +268,14 @@ def limit(model: Model, task: Task, machine: Peaks, bandwidth: float) -> float:
     peak = machine.matmul["bf16"]
     flops = peak and peak.value * 1e9
 
-    def seconds(tokens: int) -> float:
-        cost = Cost(bytes=model.step.bytes, flops=tokens * model.step.flops)
+    def seconds(tokens: int, keys: int) -> float:
+        read = model.step.bytes + keys * model.kv
+        cost = Cost(bytes=read, flops=tokens * model.step.flops)
         return Limit.of(cost, bandwidth, flops).seconds
 
-    total = seconds(task.batch * task.prompt) + (task.new - 1) * seconds(task.batch)
-    return task.batch * task.new / total
+    batch, prompts = task.batch, task.batch * task.prompt
+    steps = (seconds(batch, prompts + batch * done) for done in range(1, task.new))
+    return batch * task.new / (seconds(prompts, prompts) + sum(steps))
 
 
 def rows(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 import ingot
+from ingot.cli.bench_engine import engine
+from ingot.cli.bench_serve import serve
 from ingot.core import log
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def peers(
     """Compare ingot with vLLM, OpenVINO GenAI, llama.cpp and transformers: all generate on the
     same weights, after the same prompts, in turns, as a share of what the machine could do at most.
 
-    Examples: `python benchmarks/peers/install.py` once, then `ingot bench peers DIR`;
+    Examples: `python benchmarks/install_peers.py` once, then `ingot bench peers DIR`;
     `ingot bench peers DIR ingot openvino --batch 8 --prompt 128` for two of them.
 
     Args:
@@ -122,7 +124,7 @@ def peers(
         _print_peers(rows, run)
 
 
-bench = {"ops": ops, "peers": peers}
+bench = {"ops": ops, "peers": peers, "engine": engine, "serve": serve}
 
 
 def report(rows: Iterable[Row] | Iterable[PeerRow], machine: Peaks, run: Run) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ingot.core import log
-from ingot.core.errors import IngotError
+from ingot.core.errors import ConfigError, IngotError
 from ingot.serve.scheduler import Limits
 from ingot.serve.simulate import Costs, Goal, Report, Trace
 from ingot.serve.simulate import simulate as run
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ingot.bench.serve import Report as Served
 
 
 def simulate(
@@ -26,6 +28,7 @@ def simulate(
     goal: Goal = Goal(),  # noqa: B008
     model: Path | None = None,
     measured: tyro.conf.FlagCreatePairsOff[bool] = False,
+    real: tyro.conf.FlagCreatePairsOff[bool] = False,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Serve a made-up load with the real scheduler, on a clock of its own: what latencies a rate
@@ -33,7 +36,7 @@ def simulate(
 
     Examples: `ingot simulate` for 10,000 requests at 8 a second, `ingot simulate --rate 16
     --shared 0.9`, `ingot simulate --requests 1000000 --burst 20 --limits.budget 1024`,
-    `ingot simulate --model smollm2 --measured --json` for a model on this machine.
+    `ingot simulate --model smollm2 --measured` for a model on this machine.
 
     Args:
         trace: The requests.
@@ -41,21 +44,35 @@ def simulate(
         costs: What a step costs on the machine that is to serve.
         goal: What an answer has to keep to count as goodput.
         model: Take the costs of the model in this directory.
-        measured: Take this machine's measured peaks: the most that it could do.
+        measured: Measure what the engine's steps take with that model here, for a minute.
+        real: Then serve the load in earnest, too, and say how near the simulation came.
         json: Print JSON instead of lines.
     """
+    if (measured or real) and not model:
+        raise ConfigError("--measured without a model", remedy="give one: --model DIR")
     if model:
         costs = of_model(model, costs)
-    if measured:
-        costs = of_machine(costs)
+    if measured and model:
+        costs = of_engine(model, limits, costs)
     with log.progress("simulating", trace.requests) as bar:
         report = run(limits, costs, trace, goal, bar.advance)
+    found = in_earnest(model, limits, trace, goal) if real and model else None
     if json:
         settings = {"trace": trace, "limits": limits, "costs": costs, "goal": goal}
         given = {name: dataclasses.asdict(value) for name, value in settings.items()}
-        print(json_format.dumps({**given, "report": dataclasses.asdict(report)}, indent=2))  # noqa: T201
+        given["report"] = dataclasses.asdict(report)
+        if found:
+            given["real"] = dataclasses.asdict(found)
+        print(json_format.dumps(given, indent=2))  # noqa: T201
     else:
         log.stdout().print(_table(report, goal), highlight=False)
+    if found and not json:
+        share = report.output_tokens_per_s / found.output_tokens_per_s
+        log.stdout().print(
+            f"\nthe engine itself: {found.output_tokens_per_s:,.0f} tokens a second, first token "
+            f"{latency(found.first_token)}; simulated over real: {share:.3f}",
+            highlight=False,
+        )
 
 
 def of_model(directory: Path, costs: Costs) -> Costs:
@@ -78,20 +95,24 @@ def of_model(directory: Path, costs: Costs) -> Costs:
     )
 
 
-def of_machine(costs: Costs) -> Costs:
-    """The costs with the peaks of this machine."""
-    from ingot.bench.peaks import peaks
+def of_engine(directory: Path, limits: Limits, costs: Costs) -> Costs:
+    """The costs with what the engine's steps take on this machine."""
+    from ingot.bench import steps
+    from ingot.interop import hf
 
-    found = peaks()
-    matmul = found.matmul["bf16"] or found.matmul["fp32"]
-    if matmul is None:
-        raise IngotError(
-            "no matmul could be measured on this machine",
-            remedy="give --costs.bandwidth and --costs.peak instead of --measured",
-        )
-    return dataclasses.replace(
-        costs, bandwidth=found.read_bandwidth.value * 1e9, peak=matmul.value * 1e9
-    )
+    with log.progress("measuring steps", steps.REQUESTS) as bar:
+        return steps.fit(hf.load(directory), limits, costs, bar.advance)
+
+
+def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Served:
+    """What came of the same load on the engine."""
+    from ingot.bench import serve
+    from ingot.interop import hf
+    from ingot.serve.engine import Engine
+
+    engine = Engine(hf.load(directory), limits=limits)
+    with log.progress("serving", trace.requests) as bar:
+        return serve.report([serve.on_engine(engine, serve.Load(trace=trace), bar.advance)], goal)
 
 
 def _table(report: Report, goal: Goal) -> Table:
@@ -108,9 +129,9 @@ def _table(report: Report, goal: Goal) -> Table:
             f"then {goal.between:g} s each",
         ),
         ("output", f"{report.output_tokens_per_s:,.0f} tokens a second"),
-        ("first token", _latency(report.first_token)),
-        ("between tokens", _latency(report.between_tokens)),
-        ("whole answer", _latency(report.total)),
+        ("first token", latency(report.first_token)),
+        ("between tokens", latency(report.between_tokens)),
+        ("whole answer", latency(report.total)),
         ("prefix hits", f"{report.hit_rate:.1%} of the tokens"),
         ("preemptions", f"{report.preemptions:,}"),
         ("steps", f"{report.steps:,} of {report.tokens_per_step:.1f} tokens"),
@@ -124,10 +145,10 @@ def _table(report: Report, goal: Goal) -> Table:
     return table
 
 
-def _latency(percentiles: dict[str, float]) -> str:
+def latency(percentiles: dict[str, float]) -> str:
     """The percentiles in a line.
 
-    >>> _latency({"p50": 0.0388, "p99": 12.3456})
+    >>> latency({"p50": 0.0388, "p99": 12.3456})
     'p50 0.039 s, p99 12.346 s'
     """
     found = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in percentiles.items())

@@ -15,6 +15,9 @@ A config is the frozen keyword-only dataclass of the thing it configures:
     save(run, Path("resolved.toml"))  # load(Run, Path("resolved.toml")) == run
 
 A table in the file changes only the keys it names; the others keep the field's own default.
+Where a field may be one of several dataclasses, the keys of the table tell which; or a tag does, a
+field of the same name in each with a Literal of its own: `kind: Literal["lion"] = "lion"`.
+
 msgspec checks and converts the values, but it drops the unknown keys of a dataclass, so the
 dataclasses are built here, from the leaves up, and msgspec sees them ready-made.
 
@@ -167,7 +170,7 @@ class _Builder:
 
     def build(self, hint: Any, value: Any, at: Keys, default: Any) -> Any:
         """Build the dataclasses anywhere inside `value`, then have msgspec convert the whole."""
-        if isinstance(value, dict) and (arm := _fitting(hint, cast(dict[str, Any], value))):
+        if isinstance(value, dict) and (arm := self.fitting(hint, cast(dict[str, Any], value), at)):
             base = default if type(default) is arm else None
             return self.build_dataclass(arm, cast(dict[str, Any], value), at, base)
         for arm in _arms(hint):
@@ -184,6 +187,17 @@ class _Builder:
             return msgspec.convert(value, hint, dec_hook=_decode)
         except msgspec.ValidationError as error:
             raise self.invalid(at, hint, value, str(error)) from error
+
+    def fitting(self, hint: Any, table: dict[str, Any], at: Keys) -> type | None:
+        """Choose the dataclass that a table is meant to be; a wrong tag is an error."""
+        arm = _fitting(hint, table)
+        for name, own in (_tags(arm) if arm else {}).items():
+            if name in table and table[name] not in own:
+                here = (*at, name)
+                where = f"{_dotted(here)} in {self.source(here)}:"
+                known = [tag for other in _dataclasses(hint) for tag in _tags(other).get(name, ())]
+                raise UnknownName(where, str(table[name]), known)
+        return arm
 
     def source(self, at: Keys) -> str:
         """Name what set the value at `at`: one override, or the file and overrides inside it."""
@@ -285,10 +299,51 @@ def _fitting(hint: Any, table: dict[str, Any]) -> type | None:
     def misfits(arm: Any) -> int:
         fields = _init_fields(arm)
         required = {name for name, field in fields.items() if _default(field, None) is _MISSING}
-        return len(table.keys() - fields.keys()) + len(required - table.keys())
+        wrong = [name for name, own in _tags(arm).items() if table.get(name, own[0]) not in own]
+        # A tag says it, whatever the other keys are.
+        return 1000 * len(wrong) + len(table.keys() - fields.keys()) + len(required - table.keys())
 
-    arms = [arm for arm in _arms(hint) if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
-    return min(arms, key=misfits, default=None)
+    return min(_dataclasses(hint), key=misfits, default=None)
+
+
+def _dataclasses(hint: Any) -> list[Any]:
+    return [a for a in _arms(hint) if isinstance(a, type) and dataclasses.is_dataclass(a)]
+
+
+def _tags(arm: Any) -> dict[str, tuple[Any, ...]]:
+    """The fields that may have but one value, and that value."""
+    hints = type_hints(arm, include_extras=True)
+    literal = {
+        name: get_args(hints[name]) for name in _init_fields(arm) if _is_literal(hints[name])
+    }
+    return {name: values for name, values in literal.items() if len(values) == 1}
+
+
+def _is_literal(hint: Any) -> bool:
+    return get_origin(hint) is Literal
+
+
+def within(of: object, **bounds: tuple[float, float]) -> None:
+    """Require fields of a config to be numbers from a least to a most.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Optimizer:
+    ...     lr: float
+    ...     def __post_init__(self) -> None:
+    ...         within(self, lr=(0.0, 10.0))
+    >>> Optimizer(lr=-1.0)
+    Traceback (most recent call last):
+    ...
+    ingot.core.errors.ConfigError: lr of Optimizer is -1.0
+      remedy: give a number from 0.0 to 10.0
+    """
+    for name, (least, most) in bounds.items():
+        value = getattr(of, name)
+        if not (isinstance(value, int | float) and least <= value <= most):
+            raise ConfigError(
+                f"{name} of {type(of).__name__} is {value!r}"[:200],
+                remedy=f"give a number from {least} to {most}",
+            )
 
 
 def _is_generic(hint: Any, base: type) -> bool:

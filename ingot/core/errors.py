@@ -42,7 +42,7 @@ class UnknownName(IngotError):
         close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
         hint = f"did you mean '{close[0]}'? " if close else ""
         # A hint among many options stands alone: nobody reads a list of sixty.
-        listing = "" if close and len(options) > 12 else f"valid: {', '.join(options)}"
+        listing = "" if close and len(options) > 20 else f"valid: {', '.join(options)}"
         super().__init__(f"unknown {kind} '{name}'", remedy=(hint + listing).rstrip())
         self.name = name
 
@@ -53,3 +53,7 @@ class ConfigError(IngotError):
 
 class OpError(IngotError):
     """An op was declared or called in a way it does not support."""
+
+
+class DataError(IngotError):
+    """Data that is missing, broken or not what it was said to be."""

@@ -8,11 +8,13 @@ is how a message appears above a running bar and not inside it.
 
 from __future__ import annotations
 
+import json as json_format
 import logging
 import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,16 +34,17 @@ def logger(name: str = _ROOT) -> logging.Logger:
     return logging.getLogger(name if inside else f"{_ROOT}.{name}")
 
 
-def setup(verbose: bool = False) -> None:
+def setup(verbose: bool = False, json: bool = False) -> None:
     """Send ingot's messages to stderr: INFO and above, or all of them if `verbose`.
 
+    As `json` a line is an object, with the `fields` that a message has besides its text.
     Calling it again replaces the former setting. Python's root logger is left alone.
     """
     root = logger()
     for handler in [h for h in root.handlers if h.get_name() == _ROOT]:
         root.removeHandler(handler)
         handler.close()
-    root.addHandler(_handler())
+    root.addHandler(_handler(json))
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     root.propagate = False
 
@@ -101,11 +104,30 @@ def progress(
         yield _Bar(bar, bar.add_task(description, total=total))
 
 
-def _handler() -> logging.Handler:
-    if sys.stderr.isatty():
+class _Json(logging.Formatter):
+    """A line of JSON for each message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json_format.dumps(line, default=str)
+
+
+def _handler(json: bool) -> logging.Handler:
+    if json:
+        handler: logging.Handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_Json())
+    elif sys.stderr.isatty():
         from rich.logging import RichHandler
 
-        handler: logging.Handler = RichHandler(console=stderr(), show_path=False)
+        handler = RichHandler(console=stderr(), show_path=False)
     else:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -36,6 +36,13 @@ def runs() -> Path:
     return _xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "runs"
 
 
+def runs_named(name: str) -> list[Path]:
+    """Return the directories that `new_run` has made for this name, oldest first."""
+    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(_sanitise(name))}(-\d+)?")
+    found = runs().iterdir() if runs().is_dir() else iter(())
+    return sorted((p for p in found if pattern.fullmatch(p.name)), key=lambda p: p.stat().st_ctime)
+
+
 def new_run(name: str) -> Path:
     """Create a directory for one run, distinct from every other process's."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_sanitise(name)}"

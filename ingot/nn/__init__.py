@@ -19,7 +19,11 @@ from ingot.nn.config import (
     QkNorm,
     Rope,
 )
+from ingot.nn.conv import CNN, CNNConfig, ResNet, ResNetConfig
 from ingot.nn.decoder import Decoder
+from ingot.nn.dense import Dense, DenseConfig
+from ingot.nn.dropout import Dropout
+from ingot.nn.gru import GRU, GRUConfig
 from ingot.nn.linear import Embedding, Linear
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
@@ -28,14 +32,21 @@ from ingot.nn.presets import PRESETS, preset
 from ingot.nn.session import Sampling, Session
 
 __all__ = [
+    "CNN",
+    "GRU",
     "MLP",
     "PRESETS",
     "Activation",
     "Attention",
+    "CNNConfig",
     "Decoder",
     "DecoderConfig",
+    "Dense",
+    "DenseConfig",
+    "Dropout",
     "Embedding",
     "Experts",
+    "GRUConfig",
     "KVPool",
     "KVSpec",
     "LayerNorm",
@@ -46,6 +57,8 @@ __all__ = [
     "Plan",
     "QkNorm",
     "RMSNorm",
+    "ResNet",
+    "ResNetConfig",
     "Rope",
     "Sampling",
     "Session",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ingot import ops
 from ingot.nn.attention import Attention
 from ingot.nn.config import Activation, DecoderConfig, NormKind, NormPlace
+from ingot.nn.dropout import Dropout
 from ingot.nn.linear import STD, Embedding, Linear
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
@@ -64,14 +65,27 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.mlp = _mlp(config, layer)
         self.mlp_norm = _norm(config)
+        self.drops: nn.ModuleList | None = None
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, plan: Plan) -> Tensor:
         """The stream behind this layer."""
+        if self.drops is not None and self.training:
+            return self._dropping(x_TD, positions_T, plan, *self.drops)
         if self.norm_behind:
             x_TD = x_TD + self.attention_norm(self.attention(x_TD, positions_T, plan))
             return x_TD + self.mlp_norm(self.mlp(x_TD))
         x_TD = self.attention(self.attention_norm(x_TD), positions_T, plan, residual=x_TD)
         return self.mlp(self.mlp_norm(x_TD), residual=x_TD)
+
+    def _dropping(
+        self, x_TD: Tensor, positions_T: Tensor, plan: Plan, first: nn.Module, second: nn.Module
+    ) -> Tensor:
+        """The same, some of what the branches add left out."""
+        if self.norm_behind:
+            x_TD = x_TD + first(self.attention_norm(self.attention(x_TD, positions_T, plan)))
+            return x_TD + second(self.mlp_norm(self.mlp(x_TD)))
+        x_TD = x_TD + first(self.attention(self.attention_norm(x_TD), positions_T, plan))
+        return x_TD + second(self.mlp(self.mlp_norm(x_TD)))
 
 
 class Decoder(nn.Module):
@@ -132,6 +146,12 @@ class Decoder(nn.Module):
                 std = STD / math.sqrt(2 * self.config.layers) if adds else STD
                 nn.init.normal_(parameter, std=std, generator=random)
 
+    def drop(self, rate: float) -> None:
+        """Have every branch drop this share of what it adds, in training."""
+        for layer, block in enumerate(self.blocks):
+            pair = (Dropout(rate, 2 * layer), Dropout(rate, 2 * layer + 1))
+            block.drops = nn.ModuleList(pair) if rate else None  # pyright: ignore
+
     @property
     def head_weight(self) -> Tensor:
         """The weight of the vocabulary, (V, D), for `ops.linear_cross_entropy` and its like."""
@@ -156,3 +176,12 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """The scores of the vocabulary, (T, V). Ask for the tokens you need, not for all."""
         return ops.linear(hidden_TD, self.head_weight)
+
+    def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
+        """The log-probability of each token behind its state, (T), in float32.
+
+        The one definition: what a server reports and a trainer compares are these bits. They are
+        those of `-ops.linear_cross_entropy`, so a loss is a report already. The scores behind them
+        are in float32, where `logits` are rounded to the model's dtype.
+        """
+        return ops.linear_token_logprobs(hidden_TD, self.head_weight, tokens_T)

@@ -19,10 +19,12 @@ heads, H channels of a head, L layers.
 # pyright: basic
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,10 +56,10 @@ class KVSpec:
         >>> KVSpec.of(nn.Linear(2, 2)) is None
         True
         """
-        found = {m.layer: m.kv_spec for m in model.modules() if isinstance(m, Stateful)}
-        count = sum(isinstance(m, Stateful) for m in model.modules())
-        if not count:
+        keeping = [m for m in model.modules() if _keeps_state(m)]
+        if not keeping:
             return None
+        found, count = {m.layer: m.kv_spec for m in keeping}, len(keeping)
         if set(found) != set(range(count)):
             raise IngotError(
                 f"{count} layers keep state, as layers {sorted(found)}",
@@ -73,7 +75,6 @@ class KVSpec:
         return KVSpec(layers=count, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """A layer that keeps state: which of the pool's layers is its own, and what it keeps."""
 
@@ -83,6 +84,11 @@ class Stateful(Protocol):
     def kv_spec(self) -> KVSpec:
         """What this one layer keeps."""
         ...
+
+
+def _keeps_state(module: nn.Module) -> TypeGuard[Stateful]:
+    # The class first: a module is slow to say that it has no such attribute.
+    return hasattr(type(module), "kv_spec") and hasattr(module, "layer")
 
 
 class KVPool:
@@ -102,9 +108,18 @@ class KVPool:
             )
         self.spec, self.pages, self.page_size = spec, pages, page_size
         shape = (spec.layers, 2, pages, page_size, spec.kv_heads, spec.head_dim)
-        self.memory = torch.zeros(shape, dtype=spec.dtype, device=device)
+        self.memory = _zeros(shape, spec.dtype, torch.device(device or "cpu"))
         self.k = [layer[0] for layer in self.memory]
         self.v = [layer[1] for layer in self.memory]
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`, but on the CPU memory that is never used is never taken, and costs no time:
+    torch writes its zeros, in about a second for each GB."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,9 @@ turn comes.
    last token, whose state has to be known to sample the next.
 3. Each request that lacks one token gets it; what is left of the budget goes to the others, in
    rank order. So long prompts do not hold up those who are being answered.
+4. What is then left goes to drafts: tokens that somebody guesses will be sampled next. They are
+   computed like any others. If the guess was right, the step brings several tokens; if not, what it
+   computed of them is written over. Nobody is preempted for a draft.
 
 **Pure.** `Scheduler.step` reads no clock, draws no number and waits for nothing: plans are a
 function of `(now, events)` since the start. `record` writes those down, and `replay` makes the
@@ -96,8 +99,9 @@ class Limits:
 class Retire(msgspec.Struct, frozen=True, tag=True):
     """The step in flight is computed: for each of its works the tokens sampled, in order.
 
-    A work that `samples` has one token, the others have none. `tokens` is None for a step that
-    failed: nothing of it counts, and its requests are planned again unless they are ended.
+    A work that `samples` has one token, the others have none; one with drafts has, before it, those
+    drafts that were right. `tokens` is None for a step that failed: nothing of it counts, and its
+    requests are planned again unless they are ended.
 
     >>> Retire(3, ((17,), ())).step
     3
@@ -105,6 +109,8 @@ class Retire(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     tokens: tuple[tuple[int, ...], ...] | None
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """For each work the tokens that may follow those; none at all if nobody guesses."""
 
 
 Event: TypeAlias = Request | End | Retire
@@ -125,6 +131,8 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     """Its blocks: position p is in block `table[p // block_size]`."""
     samples: bool
     """The last token is the sequence's last so far: the next one is to be sampled."""
+    drafts: int = 0
+    """So many tokens at the end are guesses: the next one is to be sampled for each, too."""
 
 
 class Start(msgspec.Struct, frozen=True, gc=False):
@@ -152,6 +160,7 @@ class _Live:
 
     __slots__ = (
         "computed",
+        "drafts",
         "ended",
         "full",
         "id",
@@ -173,6 +182,7 @@ class _Live:
         self.table: tuple[int, ...] = ()  # empty while it waits
         self.keys = [parent]  # that of block b is keys[b + 1]
         self.full = 0  # blocks that are sealed
+        self.drafts: tuple[int, ...] = ()
         self.turn = 0  # when so many are computed, there is more to do than to go on
 
     def hash_blocks(self, count: int, size: int) -> None:
@@ -190,10 +200,10 @@ class Scheduler:
     >>> scheduler = Scheduler(Limits(blocks=8, block_size=4, budget=4, max_running=2))
     >>> plan = scheduler.step(0.0, [Request(id=1, prompt=(5, 6, 7, 8, 9), max_tokens=2)])
     >>> plan.work
-    (Work(id=1, start=0, tokens=(5, 6, 7, 8), table=(0, 1), samples=False),)
+    (Work(id=1, start=0, tokens=(5, 6, 7, 8), table=(0, 1), samples=False, drafts=0),)
     >>> plan = scheduler.step(0.1, [Retire(plan.step, ((),))])
     >>> plan.work
-    (Work(id=1, start=4, tokens=(9,), table=(0, 1), samples=True),)
+    (Work(id=1, start=4, tokens=(9,), table=(0, 1), samples=True, drafts=0),)
     >>> plan = scheduler.step(0.2, [Retire(plan.step, ((40,),))])
     >>> scheduler.step(0.3, [Retire(plan.step, ((41,),))]).ends
     (End(id=1, reason=<Reason.LENGTH: 'length'>),)
@@ -211,6 +221,8 @@ class Scheduler:
         self._step = 0
         self._flight: list[_Live] = []
         self._shares: list[int] = []  # how many tokens each in flight computes
+        self._guesses: Sequence[tuple[int, ...]] = ()  # which drafts, if any
+        self._drafted = False  # somebody has drafts
         self._grow: list[_Live] = []  # those that have more tokens than room
         self._starts: list[Start] = []
         self._preempted: list[int] = []
@@ -273,12 +285,15 @@ class Scheduler:
 
     def _retire(self, event: Retire) -> None:
         flight, self._flight = self._flight, []
+        guesses, self._guesses = self._guesses, ()
         if event.step != self._step or not flight:
             raise ValueError(f"step {event.step} is not in flight")
         new_tokens, shares = event.tokens, self._shares
         if new_tokens is None:
             new_tokens, shares = ((),) * len(flight), [0] * len(flight)
-        for live, count, new in zip(flight, shares, new_tokens, strict=True):
+        if not guesses:
+            guesses = ((),) * len(flight)
+        for live, count, new, guess in zip(flight, shares, new_tokens, guesses, strict=True):
             if live.ended:  # in flight
                 self.pool.release(live.table)
                 continue
@@ -286,8 +301,15 @@ class Scheduler:
             if bool(new) != (live.computed == len(live.tokens)):
                 raise ValueError(f"tokens {new} for request {live.id}, not as planned")
             live.tokens += new
+            if len(new) > 1:
+                if new[:-1] != guess[: len(new) - 1]:
+                    raise ValueError(f"tokens {new} for request {live.id} with drafts {guess}")
+                live.computed += len(new) - 1
             if live.computed >= live.turn:
                 self._turn(live)
+        for live, drafts in zip(flight, event.drafts, strict=bool(event.drafts)):
+            live.drafts = drafts
+        self._drafted = any(event.drafts)
 
     def _turn(self, live: _Live) -> None:
         """A block is full, or it has all its tokens."""
@@ -342,7 +364,7 @@ class Scheduler:
     def _preempt_last(self) -> None:
         live = self._running.pop()
         self.pool.release(live.table)
-        live.table = ()
+        live.table = live.drafts = ()
         insort(self._waiting, live, key=_by_place)
         self._preempted.append(live.id)
 
@@ -402,8 +424,29 @@ class Scheduler:
                 flight.append(live)
                 shares.append(len(tokens))
                 left -= len(tokens)
+        if self._drafted and left:
+            self._guesses = self._add_drafts(flight, work, left)
         self._flight, self._shares = flight, shares
         return work
+
+    def _add_drafts(
+        self, flight: list[_Live], work: list[Work], left: int
+    ) -> list[tuple[int, ...]]:
+        """Let those who are to be sampled compute what may follow, where there is room for it."""
+        size = self.limits.block_size
+        guesses: list[tuple[int, ...]] = [()] * len(work)
+        for index, live in enumerate(flight):
+            known, item = len(live.tokens), work[index]
+            drafts = live.drafts[: min(left, live.request.total - known - 1)]
+            if not drafts:
+                continue
+            count = -(-(known + len(drafts)) // size) - len(live.table)
+            live.table += self.pool.allocate(max(0, min(count, self.pool.free))) or ()
+            guesses[index] = drafts = drafts[: len(live.table) * size - known]
+            tokens = item.tokens + drafts
+            work[index] = Work(live.id, item.start, tokens, live.table, True, len(drafts))
+            left -= len(drafts)
+        return guesses
 
 
 def record(now: float, events: Sequence[Event]) -> bytes:

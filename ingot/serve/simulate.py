@@ -3,13 +3,14 @@
 Only time is not real. A step of T tokens takes
 
     overhead
-    + max(weights / bandwidth, T * flops / peak)     the matrices, read once a step
-    + keys * kv / bandwidth                          what each request's attention reads
-    + pairs * attention / peak                       and computes, where it has several tokens
+    + weights / bandwidth + T * flops / peak     the matrices, read once a step
+    + keys * kv / bandwidth                      what each request's attention reads
+    + pairs * attention / peak                   and computes, where it has several tokens
 
-and a clock of its own goes on by that. What is planned is what the engine would plan, so queueing,
-batching, prefix hits, preemption and refusal are those of a server: that is how a fleet is sized,
-and how a change to the scheduler is judged.
+and a clock of its own goes on by that. (A sum: real steps are nearer to it than to the larger of
+reading and computing.) What is planned is what the engine would plan, so queueing, batching, prefix
+hits, preemption and refusal are those of a server: that is how a fleet is sized, and how a change
+to the scheduler is judged.
 
 The trace is drawn from a seed: arrivals are Poisson, or bursts of them; lengths are lognormal,
 as those of people are; a share of the prompts begins with one of a few prefixes.
@@ -22,13 +23,13 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ingot.core.errors import ConfigError
 from ingot.serve.request import End, Reason, Request
-from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler
+from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler, Work
 
 PERCENTILES = (50, 90, 99)
 _OWN = 2**31  # tokens from here on are in no prefix
@@ -41,7 +42,7 @@ class Costs:
     """What a step costs: a model on a machine. SmolLM2-135M in bfloat16 on two cores with AMX.
 
     >>> round(Costs().seconds(1, 100, 0) * 1e3, 1)
-    10.0
+    10.2
     """
 
     weights: float = 269e6
@@ -67,7 +68,7 @@ class Costs:
     def seconds(self, tokens: int, keys: int, pairs: float) -> float:
         """Of a step of so many tokens, which reads so many keys; `pairs` are those of a query and
         a key in requests that have several tokens."""
-        matrices = max(self.weights / self.bandwidth, tokens * self.flops / self.peak)
+        matrices = self.weights / self.bandwidth + tokens * self.flops / self.peak
         reading, computing = keys * self.kv / self.bandwidth, pairs * self.attention / self.peak
         return self.overhead + matrices + reading + computing
 
@@ -75,12 +76,24 @@ class Costs:
 _DIVISORS = ("bandwidth", "peak")
 
 
+def counted(work: Sequence[Work]) -> tuple[int, int, float]:
+    """The tokens, keys and pairs of a step.
+
+    >>> counted([Work(1, 100, (5,), (), True), Work(2, 0, (5, 6, 7, 8), (), True)])
+    (5, 105, 8.0)
+    """
+    counts = [len(item.tokens) for item in work]
+    starts = [item.start for item in work]
+    pairs = sum(n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1)
+    return sum(counts), sum(counts) + sum(starts), pairs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """The requests: how many, how often, how long.
 
     >>> trace = Trace(requests=1000, rate=10.0)
-    >>> arrivals = [arrival for arrival, _ in trace.draw()]
+    >>> arrivals = [arrival for arrival, _, _ in trace.draw()]
     >>> len(arrivals), round(arrivals[-1])
     (1000, 103)
     """
@@ -120,9 +133,8 @@ class Trace:
         _within("cancelled", self.cancelled, 0, 1)
         _within("deadline", 1 if self.deadline is None else self.deadline, 0, 1e9)
 
-    def draw(self) -> Iterator[tuple[float, Request]]:
-        """The requests and when they come, one after another. `sampling` is when its client
-        leaves, or None."""
+    def draw(self) -> Iterator[tuple[float, Request, float | None]]:
+        """When each comes, the request, and when its client leaves, if he does."""
         numbers, now = random.Random(self.seed), 0.0
         size = self.prefix
         heads = [tuple(range(p * size, (p + 1) * size)) for p in range(self.prefixes)]
@@ -141,8 +153,8 @@ class Trace:
                     prompt=head + tail,
                     max_tokens=self._length(numbers, self.output),
                     deadline=None if self.deadline is None else now + self.deadline,
-                    sampling=now + numbers.expovariate(0.5) if leaves else None,
                 ),
+                now + numbers.expovariate(0.5) if leaves else None,
             )
 
     def _length(self, numbers: random.Random, mean: int) -> int:
@@ -262,12 +274,14 @@ class _Simulation:
                 progress(ended)
                 return self._report(time.perf_counter() - begin)
 
-    def _ask(self, arrival: float, request: Request, events: list[Event]) -> None:
+    def _ask(
+        self, arrival: float, request: Request, leaves: float | None, events: list[Event]
+    ) -> None:
         self.clients[request.id] = _Client(arrival, request)
         self.prompts += len(request.prompt)
         events.append(request)
-        if request.sampling is not None:
-            heappush(self.leaving, (request.sampling, request.id))
+        if leaves is not None:
+            heappush(self.leaving, (leaves, request.id))
 
     def _plan(self, events: list[Event]) -> Plan:
         begin = time.thread_time()  # whoever else uses the machine is not its fault
@@ -295,10 +309,7 @@ class _Simulation:
     def _compute(self, plan: Plan) -> Retire:
         """Let the step's time pass."""
         work, before = plan.work, self.now
-        counts = [len(item.tokens) for item in work]
-        starts = [item.start for item in work]
-        tokens, keys = sum(counts), sum(counts) + sum(starts)
-        pairs = sum(n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1)
+        tokens, keys, pairs = counted(work)
         self.now = now = before + self.costs.seconds(tokens, keys, pairs)
         self.steps += 1
         self.decisions += len(work)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ingot.bench.peers import System
+from tests import models
 
 TALK = Path(__file__).parents[2] / "benchmarks/peers/talk.py"
 SCRIPT = """
@@ -44,3 +45,9 @@ def make(tmp_path: Path) -> Make:
         return System(name=name, python=Path(sys.executable), folder=folder)
 
     return system
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights with a long context."""
+    return models.small(tmp_path_factory.mktemp("models") / "small", context=4096)

@@ -47,7 +47,7 @@ def build_wheel(directory, config_settings=None, metadata_directory=None):
 def test_it_is_made_once_and_without_dependencies(pins: Path, tmp_path: Path) -> None:
     pins.write_text(str(package(tmp_path / "source")))
     environment = Environment("tiny", pins)
-    assert environment.missing() == ("not installed: run `python benchmarks/peers/install.py tiny`")
+    assert environment.missing() == ("not installed: run `python benchmarks/install_peers.py tiny`")
     environment.make()
     assert environment.missing() is None
     subprocess.run([environment.python, "-c", "import tiny"], check=True)

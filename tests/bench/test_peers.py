@@ -32,6 +32,7 @@ MODEL = Model(
     vocabulary=90,
     context=64,
     step=Cost(bytes=2_000_000, flops=2_000_000),
+    kv=0,
 )
 TASK = Task(batch=2, prompt=3, new=4, rounds=3)
 HELLO = Hello(version="1.0", dtype="bf16", ready=2.0)
@@ -133,6 +134,9 @@ def test_the_limit_is_of_memory_or_of_compute() -> None:
     assert limit(MODEL, replace(one, batch=4), PEAKS, 4e9) == pytest.approx(2000)
     no_matmul = replace(PEAKS, matmul={"fp32": None, "bf16": None, "int8": None})
     assert limit(MODEL, replace(one, batch=4), no_matmul, 4e9) == pytest.approx(8000)
+    keeping = replace(MODEL, kv=400_000)
+    read = [2.4 + 0.4 * done for done in range(10)]
+    assert limit(keeping, replace(one, new=10), no_matmul, 4e9) == pytest.approx(4e4 / sum(read))
 
 
 def test_prompts_differ_between_rounds_and_sequences_but_not_between_runs() -> None:
@@ -171,7 +175,7 @@ def test_every_peer_is_found_and_says_why_it_is_missing(tmp_path: Path) -> None:
     systems = found(tmp_path)
     assert [system.name for system in systems] == ["ingot", "llamacpp", "vllm"]
     assert systems[0].missing == f"there is no ingot.py in {tmp_path}"
-    assert "install.py llamacpp" in str(systems[1].missing)
+    assert "install_peers.py llamacpp" in str(systems[1].missing)
     (tmp_path / "ingot.py").write_text("")
     assert found(tmp_path)[0].missing is None
     assert [system.name for system in found(tmp_path, ["vllm"])] == ["vllm"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,16 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import tokenizers
 
-from ingot.interop import hf
-from ingot.nn import Decoder, preset
+from tests import models
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = str(Path(sys.executable).parent / "ingot")
 # The kernels that are built already, and a thread: tests run beside each other.
 READY = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", ""), "OMP_NUM_THREADS": "1"}
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
 
 
 @pytest.fixture
@@ -57,15 +53,4 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A model of random weights that has a token for each byte, and chats."""
-    directory = tmp_path / "tiny"
-    hf.save(Decoder.new(preset("tiny"), seed=0), directory)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
-    )
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.save(str(directory / "tokenizer.json"))
-    settings = {"chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory
+    return models.small(tmp_path / "tiny")

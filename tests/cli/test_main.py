@@ -54,11 +54,16 @@ def test_a_wrong_option_suggests_the_right_one(ingot: Run, verb: str) -> None:
     subject = {
         "bench": ("ops",),
         "chat": ("directory",),
+        "data": ("from", "to"),
         "generate": ("directory", "prompt"),
         "import": ("from", "to"),
         "info": ("directory",),
+        "serve": ("directory",),
+        "train": ("recipe",),
+        "verify": ("directory",),
     }.get(verb, ())
-    wrong, right = ("--sede", "--seed") if verb == "chat" else ("--jsno", "--json")
+    near = {"chat": ("--sede", "--seed"), "serve": ("--prot", "--port")}
+    wrong, right = near.get(verb, ("--jsno", "--json"))
     result = ingot(verb, *subject, wrong)
     assert result.returncode == 2
     assert right in result.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.cli.simulate import of_machine, of_model
+from ingot.cli.simulate import of_model
 from ingot.nn import Decoder, preset
 from ingot.serve.simulate import Costs
 
@@ -69,19 +69,21 @@ def test_costs_of_a_mixture_of_experts_are_not_guessed(tmp_path: Path) -> None:
         of_model(tmp_path, Costs())
 
 
-def test_costs_of_this_machine_are_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import UTC, datetime
+def test_a_measurement_needs_a_model(ingot: Run) -> None:
+    result = ingot("simulate", "--measured")
+    assert result.returncode == 2
+    assert "--model DIR" in result.stderr
 
-    from ingot.bench import peaks
-    from ingot.bench.peaks import Peak, Peaks
 
-    bf16, fp32 = Peak.of(3000.0, [2500.0]), Peak.of(300.0, [250.0])
-    found = Peaks(
-        method=1,
-        measured=datetime.now(UTC),
-        read_bandwidth=Peak.of(40.0, [35.0]),
-        matmul={"fp32": fp32, "bf16": bf16, "int8": None},
-    )
-    monkeypatch.setattr(peaks, "peaks", lambda: found)
-    costs = of_machine(Costs(kv=5.0))
-    assert (costs.bandwidth, costs.peak, costs.kv) == (40e9, 3e12, 5.0)
+def test_the_steps_of_a_model_are_measured_and_the_load_served(ready: Run, tmp_path: Path) -> None:
+    from ingot.interop import hf
+
+    hf.save(Decoder.new(preset("tiny"), seed=0), tmp_path)
+    asked = ("--requests", "20", "--rate", "50", "--shared", "0", "--prompt", "32", "--output", "8")
+    options = ("--model", str(tmp_path), "--measured", "--real", "--json")
+    result = ready("simulate", *asked, *options)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["costs"]["bandwidth"] != Costs().bandwidth
+    assert found["report"]["output_tokens"] == found["real"]["output_tokens"]
+    assert found["real"]["ends"] == {"length": 20}

@@ -395,3 +395,57 @@ def test_of_several_dataclasses_the_nearest_names_what_is_wrong() -> None:
         config.load(Scheduled, None, ["schedule.steps=3", "schedule.end=1.0", "schedule.strat=1.0"])
     with pytest.raises(ConfigError, match=r"missing schedule\.steps"):
         config.load(Scheduled, None, ["schedule.end=1.0"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion:
+    kind: Literal["lion"] = "lion"
+    lr: float = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lars:
+    kind: Literal["lars"] = "lars"
+    lr: float = 1.0
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tagged:
+    optimizer: Lion | Lars = Lion()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], Lion()),
+        (["optimizer.lr=2.0"], Lion(lr=2.0)),
+        (["optimizer.kind=lars"], Lars()),
+        (["optimizer.lr=2.0", "optimizer.kind=lars"], Lars(lr=2.0)),
+    ],
+)
+def test_of_several_dataclasses_a_tag_says_which(
+    overrides: list[str], expected: object, tmp_path: Path
+) -> None:
+    found = config.load(Tagged, None, overrides)
+    assert found.optimizer == expected
+    config.save(found, tmp_path / "resolved.toml")
+    assert config.load(Tagged, tmp_path / "resolved.toml") == found
+
+
+def test_a_tag_is_stronger_than_the_other_keys() -> None:
+    with pytest.raises(UnknownName, match=r"optimizer\.momentum"):
+        config.load(Tagged, None, ["optimizer.kind=lion", "optimizer.momentum=0.5"])
+
+
+def test_an_unknown_tag_names_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match=r"optimizer\.kind.*'lyon'") as raised:
+        config.load(Tagged, None, ["optimizer.kind=lyon"])
+    assert raised.value.remedy == "did you mean 'lion'? valid: lars, lion"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-9, 10.1, "1"])
+def test_a_number_out_of_its_bounds_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="lr of Lion"):
+        config.within(Lion(lr=value), lr=(0.0, 10.0))
+    config.within(Lion(lr=10), lr=(0.0, 10.0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 
@@ -133,3 +135,22 @@ log.stdout().print("out"); log.stderr().print("err")
 )
 def test_loggers_live_below_ingot(name: str, full: str) -> None:
     assert logger(name).name == full
+
+
+def test_json_has_a_line_for_each_message_whatever_is_in_it() -> None:
+    script = """
+from ingot.core import log
+log.setup(json=True)
+log.logger("serve").info("two\\nlines", extra={"fields": {"tokens": 3, "path": object}})
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.logger("serve").exception("broken")
+"""
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = map(json.loads, run.stderr.splitlines())
+    assert (first["message"], first["tokens"], first["level"]) == ("two\nlines", 3, "info")
+    assert first["logger"] == "ingot.serve"
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
+    assert "ZeroDivisionError" in second["traceback"]

@@ -252,3 +252,38 @@ def test_a_token_beyond_the_vocabulary_is_refused() -> None:
         decoder(torch.tensor([61]), plan.positions(), plan)
     with pytest.raises((IndexError, RuntimeError)):
         decoder(torch.tensor([1]), torch.tensor([KINDS["gpt2"].context]), plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_logprobs_are_the_loss_with_another_sign(dtype: torch.dtype, rows: int) -> None:
+    """Bit for bit, so that a trainer reports what a server does."""
+    decoder = Decoder.new(preset("tiny"), seed=0, dtype=dtype)
+    random = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, 64, generator=random).to(dtype)
+    tokens = torch.randint(256, (rows,), generator=random)
+    pairs = zip(hidden, tokens, strict=True)
+    with torch.inference_mode():
+        found = decoder.logprobs(hidden, tokens)
+        loss = ops.linear_cross_entropy(hidden, decoder.head_weight, tokens)
+        alone = torch.cat([decoder.logprobs(h[None], t[None]) for h, t in pairs])
+    assert torch.equal(found, -loss)
+    assert torch.equal(found, alone)
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("place", list(NormPlace))
+def test_dropout_of_branches_is_for_training_alone(place: NormPlace) -> None:
+    decoder = Decoder.new(replace(preset("tiny"), norm_place=place), seed=0)
+    plan = Plan.packed([5, 3])
+    tokens, positions = torch.arange(8), plan.positions()
+    plain = decoder(tokens, positions, plan)
+    names = decoder.state_dict().keys()
+    decoder.drop(0.5)
+    assert decoder.state_dict().keys() == names
+    assert not torch.equal(decoder(tokens, positions, plan), plain)
+    assert torch.equal(decoder.eval()(tokens, positions, plan), plain)
+    decoder.train().drop(1e-4)  # of 512 values none: the same mathematics
+    torch.testing.assert_close(decoder(tokens, positions, plan), plain, rtol=1e-3, atol=1e-3)
+    decoder.drop(0.0)
+    assert torch.equal(decoder(tokens, positions, plan), plain)

@@ -31,10 +31,12 @@ class Book:
     request: Request
     place: tuple[float, int]
     tokens: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
+    computed: int | None = None  # None: it has to start first
 
-    def content(self, position: int) -> tuple[Any, ...]:
-        request = self.request
-        return (request.salt, request.adapter, *self.tokens[: position + 1])
+    def content(self, position: int, drafts: tuple[int, ...] = ()) -> tuple[Any, ...]:
+        request, tokens = self.request, (*self.tokens, *drafts)
+        return (request.salt, request.adapter, *tokens[: position + 1])
 
 
 class Machine(RuleBasedStateMachine):
@@ -101,18 +103,38 @@ class Machine(RuleBasedStateMachine):
         failed=st.sampled_from([False] * 7 + [True]),
         first=st.booleans(),
         token=st.sampled_from([0, 0, 0, 1]),
+        drafts=st.sampled_from([(), (), (0,), (0, 1, 0, 0)]),
+        right=st.sampled_from([1, 4, 0]),
         times=st.integers(1, 4),
     )
     def call(
-        self, elapsed: float, retired: bool, failed: bool, first: bool, token: int, times: int
+        self,
+        elapsed: float,
+        retired: bool,
+        failed: bool,
+        first: bool,
+        token: int,
+        drafts: tuple[int, ...],
+        right: int,
+        times: int,
     ) -> None:
         for _ in range(times):
             self.now += elapsed
             if self.flight and retired:
-                new = tuple((token,) if work.samples else () for work, _ in self.flight)
-                event = self.module.Retire(self.step, None if failed else new)
+                event = self.module.Retire(self.step, None)
+                if not failed:
+                    event = self.retirement(token, drafts, right)
                 self.events.insert(0 if first else len(self.events), event)
             self.submit()
+
+    def retirement(self, token: int, drafts: tuple[int, ...], right: int) -> Any:
+        """So many drafts were right, where there were any; and these are next."""
+        new: list[tuple[int, ...]] = []
+        for work, _ in self.flight:
+            guesses = work.tokens[len(work.tokens) - work.drafts :]
+            new.append((*guesses[:right], token) if work.samples else ())
+        given = tuple(drafts if tokens else () for tokens in new)
+        return self.module.Retire(self.step, tuple(new), given if drafts else ())
 
     def teardown(self) -> None:
         """Everything ends, and leaves nothing behind."""
@@ -121,7 +143,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(1000):
             if not (self.live or self.flight or self.events):
                 break
-            self.call(0.25, True, False, True, 0, 1)
+            self.call(0.25, True, False, True, 0, (0, 1), 1, 1)
         assert not self.live
         assert self.scheduler.pool.free == self.limits.blocks
         assert self.scheduler.running == self.scheduler.waiting == 0
@@ -181,13 +203,20 @@ class Machine(RuleBasedStateMachine):
 
     def retire(self, event: Any, end: Any) -> None:
         flight, self.flight = self.flight, ()
+        for book in self.live.values():
+            book.drafts = ()
         if event.tokens is None:
             return
-        for (work, book), new in zip(flight, event.tokens, strict=True):
+        given = event.drafts or ((),) * len(flight)
+        for (work, book), new, drafts in zip(flight, event.tokens, given, strict=True):
+            sure = len(work.tokens) - work.drafts
             for position in range(work.start, work.start + len(work.tokens)):
-                self.memory[self.slot(work, position)] = book.content(position)
+                content = book.content(position, work.tokens[sure:])
+                self.memory[self.slot(work, position)] = content
             if self.live.get(work.id) is book:
                 book.tokens += new
+                book.drafts = drafts
+                book.computed = work.start + sure + max(0, len(new) - 1)
                 if len(book.tokens) == book.request.total:
                     end(work.id, Reason.LENGTH)
 
@@ -215,16 +244,23 @@ class Machine(RuleBasedStateMachine):
         pool = self.scheduler.pool
         assert sum(len(work.tokens) for work in plan.work) <= self.limits.budget
         assert len({work.id for work in plan.work}) == len(plan.work) <= self.limits.max_running
+        for id in plan.preempted:
+            if id in self.live:
+                self.live[id].computed, self.live[id].drafts = None, ()
         for start in plan.starts:
-            assert 0 <= start.cached < len(self.live[start.id].tokens)
+            book = self.live[start.id]
+            assert book.computed is None
+            assert 0 <= start.cached < len(book.tokens)
+            book.computed = start.cached
         for work in plan.work:
-            book, end = self.live[work.id], work.start + len(work.tokens)
-            assert work.start < end <= len(book.tokens)
-            assert list(work.tokens) == book.tokens[work.start : end]
+            book, end = self.live[work.id], work.start + len(work.tokens) - work.drafts
+            assert book.computed == work.start < end <= len(book.tokens)
+            assert list(work.tokens[: end - work.start]) == book.tokens[work.start : end]
             assert work.samples == (end == len(book.tokens))
+            self.check_drafts(plan, work, book)
             for position in range(work.start):
                 assert self.memory[self.slot(work, position)] == book.content(position)
-            for position in range(work.start, end):
+            for position in range(work.start, end + work.drafts):
                 block, _ = self.slot(work, position)
                 assert pool.keys[block] is None, "a block with a key is written"
                 assert pool.refs[block] == 1
@@ -232,6 +268,15 @@ class Machine(RuleBasedStateMachine):
         if plan.work:
             assert plan.step == self.step + 1
             self.step = plan.step
+
+    def check_drafts(self, plan: Any, work: Any, book: Book) -> None:
+        """They are those that were given, and as many as there is room for."""
+        most = min(len(book.drafts), book.request.total - len(book.tokens) - 1)
+        assert work.tokens[len(work.tokens) - work.drafts :] == book.drafts[: work.drafts]
+        assert work.drafts <= (most if work.samples else 0)
+        whole = sum(len(work.tokens) for work in plan.work) < self.limits.budget
+        if work.samples and whole and self.scheduler.pool.free:
+            assert work.drafts == most
 
     def check_progress(self, plan: Any) -> None:
         """The first in rank is served, and what is served is what the budget allows."""
@@ -242,4 +287,5 @@ class Machine(RuleBasedStateMachine):
         assert first.request.id in {work.id for work in plan.work}
         running = [live for live in self.scheduler._live.values() if live.table]
         lacking = sum(len(live.tokens) - live.computed for live in running)
-        assert sum(len(work.tokens) for work in plan.work) == min(lacking, self.limits.budget)
+        shares = sum(len(work.tokens) - work.drafts for work in plan.work)
+        assert shares == min(lacking, self.limits.budget)

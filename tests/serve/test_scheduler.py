@@ -13,8 +13,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from ingot.core.errors import ConfigError
 from ingot.serve import blocks, scheduler
-from ingot.serve.request import End, Reason, Request
-from ingot.serve.scheduler import Limits, Plan, Retire, Scheduler, Start, record, replay
+from ingot.serve.request import End, Grammar, Options, Reason, Request
+from ingot.serve.scheduler import Event, Limits, Plan, Retire, Scheduler, Start, record, replay
 from tests.serve.machine import Machine
 
 TestMachine = Machine.TestCase
@@ -118,8 +118,8 @@ FAULTS = {
     ),
     "the last to come is the first to start": (
         scheduler,
-        "self._start(self._waiting[0])",
-        "self._start(self._waiting[-1])",
+        "self._start(self._waiting[0]):\n            del self._waiting[0]",
+        "self._start(last := self._waiting[-1]):\n            self._waiting.remove(last)",
     ),
     "nobody overtakes": (
         scheduler,
@@ -139,6 +139,32 @@ FAULTS = {
         "        if len(flight) < len(self._running):\n"
         "            work, flight = work[:-1], flight[:-1]\n"
         "        shares, left =",
+    ),
+    "drafts are never tried": (scheduler, "if self._drafted and left:", "if False:"),
+    "drafts exceed the budget": (scheduler, "min(left, live.request", "min(99, live.request"),
+    "drafts go past the end": (scheduler, "total - known - 1)]", "total - known)]"),
+    "drafts have no room": (scheduler, "drafts[: len(live.table) * size - known]", "drafts"),
+    "drafts outlive preemption": (scheduler, "live.table = live.drafts = ()", "live.table = ()"),
+    "drafts write where others read": (
+        scheduler,
+        "live.table += self.pool.allocate(",
+        "live.table += (0,) * count or self.pool.allocate(",
+    ),
+    "the blocks of drafts are lost": (
+        scheduler,
+        "            live.table += self.pool.allocate(max(0, min(count, self.pool.free))) or ()\n",
+        "            self.pool.allocate(max(0, min(count, self.pool.free)))\n",
+    ),
+    "wrong drafts count": (
+        scheduler,
+        "live.computed += len(new) - 1",
+        "live.computed += len(guess)",
+    ),
+    "right drafts do not count": (scheduler, "live.computed += len(new) - 1", "pass"),
+    "old drafts are tried again": (
+        scheduler,
+        "self._drafted = any(event.drafts)",
+        "self._drafted = True",
     ),
     "plans depend on more than the log": (
         blocks,
@@ -328,6 +354,8 @@ def test_who_leaves_in_flight_is_told_at_once_and_frees_at_the_next_step() -> No
         [Retire(2, ((7,),))],
         [Retire(1, ((),))],
         [Retire(1, ((7,), (8,)))],
+        [Retire(1, ((7, 8),))],
+        [Retire(1, ((7,),), ((), (8,)))],
         [Retire(1, ((7,),)), Retire(1, ((7,),))],
         [Request(id=1, prompt=(1,), max_tokens=1)],
     ],
@@ -335,7 +363,7 @@ def test_who_leaves_in_flight_is_told_at_once_and_frees_at_the_next_step() -> No
 def test_an_engine_that_says_what_cannot_be_is_told(events: list[Any]) -> None:
     scheduler = Scheduler(Limits(blocks=4, block_size=2))
     scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=2)])
-    with pytest.raises(ValueError, match=r"flight|planned|argument|already"):
+    with pytest.raises(ValueError, match=r"flight|planned|argument|already|drafts"):
         scheduler.step(0.0, events)
 
 
@@ -363,9 +391,12 @@ def test_limits_are_bounded(wrong: dict[str, Any]) -> None:
 
 
 def test_a_log_is_read_back_whole() -> None:
+    options = Options(seed=3, bias=((5, -1.5),), grammar=Grammar(kind="regex", text="a*"))
     request = Request(
-        id=1, prompt=(1, 2), max_tokens=2, deadline=9.0, salt=b"\xff", sampling={"seed": 3}
+        id=1, prompt=(1, 2), max_tokens=2, deadline=9.0, salt=b"\xff", options=options
     )
+    line = record(0.0, [request])
+    assert msgspec.json.decode(line, type=tuple[float, list[Event]])[1] == [request]
     log = [
         record(0.0, [request]),
         record(1.0, [Retire(1, ((5,),))]),
@@ -374,3 +405,25 @@ def test_a_log_is_read_back_whole() -> None:
     assert [len(plan.work) for plan in replay(Limits(blocks=4), log)] == [1, 1, 1]
     with pytest.raises(msgspec.ValidationError):
         list(replay(Limits(blocks=4), [b'[0, [{"type": "Request", "id": "x"}]]']))
+
+
+def test_drafts_are_computed_with_the_last_token_and_bring_as_many_as_were_right() -> None:
+    scheduler = Scheduler(Limits(blocks=8, block_size=4, budget=8, max_running=2))
+    plan = scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=9)])
+    plan = scheduler.step(1.0, [Retire(plan.step, ((4,),), ((5, 6, 7),))])
+    (work,) = plan.work
+    assert (work.start, work.tokens, work.drafts) == (3, (4, 5, 6, 7), 3)
+    plan = scheduler.step(2.0, [Retire(plan.step, ((5, 6, 9),), ((1,) * 20,))])
+    (work,) = plan.work
+    assert (work.start, work.tokens) == (6, (9, 1, 1, 1, 1))
+    with pytest.raises(ValueError, match="drafts"):
+        scheduler.step(3.0, [Retire(plan.step, ((1, 2, 1),))])
+
+
+def test_nobody_is_preempted_for_a_draft() -> None:
+    scheduler = Scheduler(Limits(blocks=3, block_size=2, budget=8, max_running=2))
+    requests = [Request(id=id, prompt=(id,), max_tokens=4) for id in (1, 2)]
+    plan = scheduler.step(0.0, requests)
+    plan = scheduler.step(1.0, [Retire(plan.step, ((4,), (5,)), ((6, 7), (6, 7)))])
+    assert not plan.preempted
+    assert [(work.tokens, work.drafts) for work in plan.work] == [((4, 6, 7), 2), ((5,), 0)]

@@ -32,14 +32,14 @@ def test_one_request_takes_as_long_as_its_steps() -> None:
     assert report.total["p50"] == pytest.approx(11, rel=0.01)
 
 
-def test_a_step_is_limited_by_memory_or_by_arithmetic() -> None:
+def test_a_step_takes_reading_and_arithmetic() -> None:
     costs = Costs(
         weights=100, flops=10, kv=3, attention=7, bandwidth=100, peak=1000, overhead=0.125
     )
-    assert costs.seconds(1, 0, 0) == costs.seconds(100, 0, 0) == 1.125
-    assert costs.seconds(300, 0, 0) == 3.125
-    assert costs.seconds(1, 50, 0) == pytest.approx(1.125 + 1.5)
-    assert costs.seconds(1, 0, 1000) == pytest.approx(1.125 + 7)
+    assert costs.seconds(0, 0, 0) == 1.125
+    assert costs.seconds(300, 0, 0) == pytest.approx(1.125 + 3)
+    assert costs.seconds(0, 50, 0) == pytest.approx(1.125 + 1.5)
+    assert costs.seconds(0, 0, 1000) == pytest.approx(1.125 + 7)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_the_same_seed_is_the_same_run() -> None:
 def test_a_trace_is_what_it_is_asked_to_be() -> None:
     trace = Trace(requests=20_000, rate=5, burst=10, prompt=100, output=50, shared=0.25, prefix=7)
     drawn = list(trace.draw())
-    times = [arrival for arrival, _ in drawn]
+    times = [arrival for arrival, _, _ in drawn]
     assert times == sorted(times)
     assert set(Counter(times).values()) == {10}
     assert times[-1] == pytest.approx(20_000 / 5, rel=0.1)
-    prompts = [len(request.prompt) for _, request in drawn]
+    prompts = [len(request.prompt) for _, request, _ in drawn]
     assert sum(prompts) / 20_000 == pytest.approx(100 + 0.25 * 7, rel=0.05)
-    assert sum(r.max_tokens for _, r in drawn) / 20_000 == pytest.approx(50, rel=0.05)
-    assert len({request.prompt for _, request in drawn}) == 20_000
+    assert sum(r.max_tokens for _, r, _ in drawn) / 20_000 == pytest.approx(50, rel=0.05)
+    assert len({request.prompt for _, request, _ in drawn}) == 20_000
 
 
 def test_progress_hears_of_every_request() -> None:

@@ -47,13 +47,14 @@ def test_the_peers_of_the_last_run_are_shown(results: Path) -> None:
     with (results.parent / "peers.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, row)
         writer.writeheader()
-        writer.writerows([old, row, gone])
+        writer.writerows([old, row, gone, {**row, "batch": "8", "date": "2026-11-13"}])
     text = measured.on_page_markdown(measured.PEERS_PLACE, PAGE)
     assert "Measured 2026-11-15 on Xeon (amx), ingot 0.1: m, 1 x 16 tokens in, 1 x 8 out" in text
     line = "| other | 1.0 | bf16 | 70 (60 to 80) | 70% | 2.00x | 30 ms | 4 s | 500 MB |"
     assert line in text
     assert "| gone | missing: not installed | - |" in text
     assert "older" not in text
+    assert "Measured 2026-11-13 on Xeon (amx), ingot 0.1: m, 8 x 16 tokens in" in text
 
 
 def test_other_pages_are_left_alone() -> None:

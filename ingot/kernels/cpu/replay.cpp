@@ -11,7 +11,7 @@
 #include <mutex>
 #include <sstream>
 
-#include "tensor.h"
+#include "matmul.h"
 
 namespace ingot {
 
@@ -27,6 +27,7 @@ struct Step {
   int64_t base = 0, offset = 0;  // of a view: from where its base begins
   std::vector<int64_t> sizes, strides;
   std::vector<int64_t> outputs, freed;
+  std::array<Expected, 2> next;  // of a call: the weights that are read after it
 
   bool is_view() const { return op.empty(); }
 };
@@ -46,6 +47,7 @@ class Program {
     for (const Step& step : steps_)
       for (int64_t reg : step.outputs) registers_ = std::max(registers_, reg + 1);
     check();
+    look_ahead();
   }
 
   Tensor run() const {
@@ -53,7 +55,7 @@ class Program {
     registers.resize(registers_);
     for (const Step& step : steps_) {
       if (step.is_view()) registers[step.outputs[0]] = viewed(*registers[step.base], step);
-      else run(step, registers);
+      else run(step, registers, pool);
       for (int64_t reg : step.freed) registers[reg].reset();
     }
     return *registers[result_];
@@ -118,6 +120,30 @@ class Program {
     use(result_);
   }
 
+  // Behind the last weights come the first ones again: the next token's.
+  void look_ahead() {
+    std::array<Expected, 2> next;
+    for (int turn = 0; turn < 2; turn++)
+      for (auto step = steps_.rbegin(); step != steps_.rend(); step++) {
+        step->next = next;
+        if (step->op.starts_with("ingot::linear")) next = weights(*step);
+      }
+  }
+
+  std::array<Expected, 2> weights(const Step& step) const {
+    std::array<Expected, 2> found;
+    size_t count = 0;
+    for (const Argument& argument : step.arguments) {
+      if (argument.kind != 't' || argument.number >= int64_t(constants_.size())) continue;
+      const Tensor& weight = *constants_[argument.number];
+      if (weight.dim() != 2 || weight.size(0) == 0 || count == found.size()) continue;
+      std::vector<Columns> groups = even_columns(weight.size(0));
+      int64_t row = weight.stride(0) * weight.element_size();
+      found[count++] = {(const char*)weight.data_ptr(), groups[0].count * row, int64_t(groups.size())};
+    }
+    return found;
+  }
+
   static Tensor viewed(const Tensor& base, const Step& step) {
     AtenTensorHandle handle;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
@@ -139,7 +165,8 @@ class Program {
     }
   }
 
-  static void run(const Step& step, Registers& registers) {
+  static void run(const Step& step, Registers& registers, Pool* pool) {
+    for (size_t i = 0; pool && i < step.next.size(); i++) pool->expect(i, step.next[i]);
     std::vector<StableIValue> stack(std::max(step.arguments.size(), step.outputs.size()));
     for (size_t i = 0; i < step.arguments.size(); i++) stack[i] = value(step.arguments[i], registers);
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(step.op.c_str(), step.overload.c_str(),

@@ -11,6 +11,9 @@
 //
 // A thread looks for work for some 50 us before it sleeps, which is longer than Python takes from one
 // op to the next. Who computes a piece has no influence on its bits.
+//
+// Who knows what the next job will read can say so with `expect`: a waiting thread fetches its first
+// piece into its cache. A sixth of a second thread's time in a decode step was waiting.
 #pragma once
 
 #include <atomic>
@@ -42,6 +45,12 @@ class Next {
 
 using Body = std::function<void(Next&)>;
 
+// Memory that a job will read, in pieces.
+struct Expected {
+  const char* begin = nullptr;
+  int64_t bytes = 0, pieces = 0;  // of one, how many
+};
+
 // One job at a time. Its threads live as long as the process.
 class Pool {
  public:
@@ -66,6 +75,13 @@ class Pool {
     if (error) std::rethrow_exception(error);
   }
 
+  // Up to two at once. Nothing depends on them, so they may have been freed since, or be half renewed.
+  void expect(int which, const Expected& next) {
+    next_[which].begin.store(next.begin, std::memory_order_relaxed);
+    next_[which].bytes.store(next.bytes, std::memory_order_relaxed);
+    next_[which].pieces.store(next.pieces, std::memory_order_relaxed);
+  }
+
   static void alone(int64_t pieces, const Body& body) {
     std::atomic<int64_t> at = 0;
     Next next(at, pieces);
@@ -83,7 +99,7 @@ class Pool {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     bool started = true;
     try {
-      std::thread([this] { work(); }).detach();
+      std::thread([this, number = workers_ + 1] { work(number); }).detach();
     } catch (const std::system_error&) {
       started = false;
     }
@@ -91,9 +107,14 @@ class Pool {
     return started;
   }
 
-  void work() {
+  void work(int64_t number) {
+    Fetching fetching[2];
     for (uint32_t seen = 0;;) {
-      for (int i = 0; i < SPINS && job_.load(std::memory_order_acquire) == seen; i++) relax(0);
+      for (int i = 0; i < SPINS && job_.load(std::memory_order_acquire) == seen; i++) {
+        bool more = fetch(number, next_[0], fetching[0]);
+        if (fetch(number, next_[1], fetching[1]) || more) continue;
+        relax(0);
+      }
       job_.wait(seen, std::memory_order_acquire);
       seen = job_.load(std::memory_order_acquire);
       // Who comes late finds the job closed, or the next one open: its data were there before it was.
@@ -105,6 +126,26 @@ class Pool {
           break;
         }
     }
+  }
+
+  struct Fetching {
+    const char* of = nullptr;
+    int64_t at = 0;
+  };
+  struct Shown {
+    std::atomic<const char*> begin{nullptr};
+    std::atomic<int64_t> bytes{0}, pieces{0};
+  };
+
+  // Some lines of the piece that this thread will likely take; false if there is nothing left.
+  static bool fetch(int64_t number, const Shown& next, Fetching& fetching) {
+    const char* begin = next.begin.load(std::memory_order_relaxed);
+    int64_t bytes = next.bytes.load(std::memory_order_relaxed);
+    if (begin != fetching.of) fetching = {begin, 0};
+    if (fetching.at >= bytes || number >= next.pieces.load(std::memory_order_relaxed)) return false;
+    for (int64_t end = fetching.at + 256; fetching.at < end; fetching.at += 64)
+      __builtin_prefetch(begin + number * bytes + fetching.at, 0, 2);
+    return true;
   }
 
   void take_part() {
@@ -131,7 +172,8 @@ class Pool {
     workers_ = 0, inside_ = 0, busy_ = false;
   }
 
-  std::atomic<uint32_t> job_{0};
+  alignas(64) Shown next_[2];
+  alignas(64) std::atomic<uint32_t> job_{0};
   alignas(64) std::atomic<int64_t> inside_{0};
   alignas(64) std::atomic<int64_t> at_{0};
   alignas(64) std::atomic<bool> busy_{false};

@@ -1,7 +1,7 @@
 """Installs the peers, each into an environment of its own in ingot's cache.
 
-    python benchmarks/peers/install.py              # all
-    python benchmarks/peers/install.py vllm         # some
+    python benchmarks/install_peers.py              # all
+    python benchmarks/install_peers.py vllm         # some
 
 It takes as long as 3 GB of downloads and the compiling of llama.cpp do. Of one that cannot be
 installed the reason is printed and kept, and the others go on.

@@ -1,0 +1,29 @@
+"""Writes a Llama of 100 million random weights, in bfloat16, with a tokenizer trained on Python's
+own library: what speeds of systems are compared on besides a real model.
+
+    python benchmarks/random_llama.py llama-100m
+    ingot bench peers llama-100m --batch 8 --prompt 128
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from ingot.data import Source
+from ingot.data.vocabulary import Vocabulary
+from ingot.interop import hf
+from ingot.nn import Decoder, preset
+
+
+def main(directory: Path) -> None:
+    """Write the directory, which must not hold weights yet."""
+    config = preset("llama-100m")
+    hf.save(Decoder.new(config, seed=0, dtype=torch.bfloat16), directory)
+    Vocabulary.train(Source("stdlib").documents(), config.vocab_size).save(directory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

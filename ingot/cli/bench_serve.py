@@ -1,0 +1,144 @@
+"""`ingot bench serve`: a load on a server, and what its clients see."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+import ingot
+from ingot.cli.simulate import latency
+from ingot.core import log
+from ingot.core.errors import ConfigError
+from ingot.serve.simulate import Goal, Trace
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ingot.bench.serve import Answer, Load, Report
+    from ingot.serve.engine import Engine
+
+_TRACE = Trace(requests=256, rate=4.0, output=128, shared=0.0, spread=0.0)
+
+
+def serve(
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|URL")],
+    clients: int | None = None,
+    trace: Annotated[Trace, tyro.conf.OmitArgPrefixes] = _TRACE,
+    goal: Goal = Goal(),  # noqa: B008
+    rounds: int = 1,
+    engine: tyro.conf.FlagCreatePairsOff[bool] = False,
+    key: str | None = None,
+    plot: Path | None = None,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Send a load to a server and tell what its clients see: first tokens, gaps, throughput, and
+    how many answers keep a goal.
+
+    Examples: `ingot bench serve smollm2` starts a server for it, `ingot bench serve smollm2
+    --clients 32` has 32 clients at once who ask again and again, `ingot bench serve smollm2
+    --clients 32 --engine --rounds 5` says what HTTP costs, `ingot bench serve
+    http://127.0.0.1:8000 --rate 8 --plot latency.png` takes a server that runs.
+
+    Args:
+        target: A model directory, or the address of a server that runs.
+        clients: Closed loop: so many at once. Without it requests come at --rate.
+        trace: The requests, as of `ingot simulate`.
+        goal: What an answer has to keep to count as goodput.
+        rounds: How often the whole load is sent.
+        engine: In turns with it, give the load to the engine without HTTP.
+        key: The API key, if the server wants one.
+        plot: Draw latencies and throughput of the last round into this file, .png or .svg.
+        json: Print JSON instead of lines.
+    """
+    from ingot.bench import latency as plots
+    from ingot.bench import roofline
+    from ingot.bench.results import Run
+    from ingot.bench.serve import Load, report
+
+    load, run = Load(trace=trace, clients=clients), Run.now(ingot.__version__)
+    if engine and _is_url(target):
+        raise ConfigError("--engine of an address", remedy="give the directory of a model")
+    if plot:
+        roofline.check(plot)
+    answers, start = _answers(target, load, rounds, engine, key)
+    if plot:
+        plots.draw(answers["server"][-1], goal, run, plot)
+    reports = {system: report(of, goal) for system, of in answers.items()}
+    if json:
+        settings = {"run": run, "load": load, "goal": goal, **reports}
+        found = {name: dataclasses.asdict(value) for name, value in settings.items()}
+        print(json_format.dumps({**found, "start_s": start, **_share(answers)}, indent=2))  # noqa: T201
+    else:
+        log.stdout().print(_table(reports, goal), highlight=False)
+        if start is not None:
+            log.stdout().print(f"{start:.1f} s from the command to the first token")
+        for share in _share(answers).values():
+            log.stdout().print(f"the server has {share:.3f} of the engine's throughput")
+
+
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+def _answers(
+    target: str, load: Load, rounds: int, engine: bool, key: str | None
+) -> tuple[dict[str, list[list[Answer]]], float | None]:
+    from ingot.bench.serve import on_engine, over_http, served
+
+    here = _engine(Path(target)) if engine else None
+    found: dict[str, list[list[Answer]]] = {"server": [], "engine": []} if here else {"server": []}
+    server = nullcontext((target, None)) if _is_url(target) else served(Path(target))
+    total = load.trace.requests * rounds * len(found)
+    with server as (address, start), log.progress("requests", total) as bar:
+        for _ in range(rounds):
+            found["server"].append(over_http(address, load, key, bar.advance))
+            if here:
+                found["engine"].append(on_engine(here, load, bar.advance))
+    return found, start
+
+
+def _engine(directory: Path) -> Engine:
+    from ingot.interop import hf
+    from ingot.serve.engine import Engine
+
+    return Engine(hf.load(directory))
+
+
+def _share(answers: dict[str, list[list[Answer]]]) -> dict[str, float]:
+    """What the server has of the engine's throughput, as the median of the rounds."""
+    from ingot.bench.serve import rate
+
+    if "engine" not in answers:
+        return {}
+    pairs = zip(answers["server"], answers["engine"], strict=True)
+    return {"share_of_engine": round(median(rate(a) / rate(b) for a, b in pairs), 4)}
+
+
+def _table(reports: dict[str, Report], goal: Goal) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 3))
+    for system, report in reports.items():
+        ends = ", ".join(f"{count:,} {end}" for end, count in report.ends.items())
+        for name, value in (
+            (system, f"{report.requests:,} requests in {report.seconds:,.1f} s: {ends}"),
+            ("answered", f"{report.requests_per_s:.2f} a second"),
+            (
+                "goodput",
+                f"{report.goodput_per_s:.2f} a second: first token within {goal.first:g} s, "
+                f"then {goal.between:g} s each",
+            ),
+            ("output", f"{report.output_tokens_per_s:,.0f} tokens a second"),
+            ("first token", latency(report.first_token)),
+            ("between tokens", latency(report.between_tokens)),
+            ("whole answer", latency(report.total)),
+        ):
+            table.add_row(f"[bold]{name}[/]", value)
+        table.add_row()
+    return table

@@ -1,0 +1,217 @@
+"""`ingot serve`: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from ingot.cli import plain
+from ingot.core.errors import ConfigError, IngotError
+from ingot.core.log import logger, setup, stderr
+
+if TYPE_CHECKING:
+    from ingot.serve.output import Stats
+    from ingot.serve.server import Server
+
+_log = logger("ingot.serve")
+
+
+def serve(
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    control: str | None = None,
+    api_key_file: Path | None = None,
+    memory: float | None = None,
+    requests: int = 256,
+    timeout: float = 600.0,
+    stall: float = 60.0,
+    lookup: tyro.conf.FlagCreatePairsOff[bool] = False,
+    log: Literal["text", "json"] = "text",
+) -> None:
+    """Serve a model to any OpenAI client: chat and completions, streamed or not.
+
+    Ctrl-C or SIGTERM finishes the requests that are inside, and leaves; twice leaves at once.
+
+    Examples: `ingot serve smollm2`, `ingot serve smollm2 --host 0.0.0.0 --api-key-file keys.txt`
+    (`python -m ingot.serve.keys NAME >> keys.txt` makes a key), `ingot serve smollm2 --log json`.
+
+    Args:
+        directory: A model directory, as `ingot import` makes.
+        host: The address to listen at; 0.0.0.0 for other machines.
+        port: 0 for any that is free.
+        control: HOST:PORT of /metrics and /drain; by default loopback, 1000 above the port.
+        api_key_file: Who may use it: lines of names and hashed keys. Without it, everybody.
+        memory: GiB for keys and values; by default up to 4, and a quarter of the machine's.
+        requests: How many may be inside at a time; beyond, clients are told to come back.
+        timeout: Seconds after which an answer is given up.
+        stall: Seconds without a step after which the engine is restarted.
+        lookup: Guess ahead what followed the same words before. The text is the same; quoting,
+            editing and code come faster while few requests run.
+        log: How to write logs.
+    """
+    try:
+        import uvicorn  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+        from ingot.serve.keys import Keys
+        from ingot.serve.server import Config, Server
+    except ImportError as error:
+        raise IngotError(
+            f"the server needs {error.name}", remedy="pip install 'ingot[serve]'"
+        ) from error
+    if memory is not None and not 0 < memory <= 1 << 16:
+        raise ConfigError(f"--memory is {memory}", remedy="give GiB, from 0 to 65536")
+    setup(json=log == "json")
+    control_host, control_port = _control(control, port)
+    config = Config(
+        host=host,
+        port=port,
+        control_host=control_host,
+        control_port=control_port,
+        requests=requests,
+        timeout=timeout,
+        stall=stall,
+        memory=None if memory is None else int(memory * 2**30),
+        lookup=lookup,
+        json=log == "json",
+    )
+    keys = None if api_key_file is None else Keys.load(api_key_file)
+    _run(_serve(Server(directory, config, keys), started=time.monotonic()))
+
+
+def _control(text: str | None, port: int) -> tuple[str, int]:
+    """Where the control listener is to be.
+
+    >>> _control(None, 8000), _control("0.0.0.0:9090", 8000), _control(None, 0)
+    (('127.0.0.1', 9000), ('0.0.0.0', 9090), ('127.0.0.1', 0))
+    """
+    if text is None:
+        return "127.0.0.1", port + 1000 if 0 < port <= 64535 else 0
+    host, _, number = text.rpartition(":")
+    if not host or not number.isdecimal():
+        raise ConfigError(
+            f"--control is '{text}'", remedy="give an address and a port: 127.0.0.1:9000"
+        )
+    return host.strip("[]"), int(number)
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+async def _serve(server: Server, started: float) -> None:
+    live = sys.stderr.isatty() and not server.config.json
+    view = _Live(server) if live else nullcontext()
+    greeted = False
+
+    def greet() -> None:
+        nonlocal greeted
+        _log.info(
+            "serving %s at %s, control at %s, after %.1f s",
+            server.service.model,
+            server.address,
+            server.control_address,
+            time.monotonic() - started,
+        )
+        if live and not greeted:
+            stderr().print(example(server), highlight=False, soft_wrap=True)
+        greeted = True
+
+    server.started = greet
+    if live:  # a line for each request would be too many
+        logger("ingot.serve.access").setLevel("WARNING")
+    addresses = {"address": server.address, "control": server.control_address}
+    _log.info("listening at %s; loading", server.address, extra={"fields": addresses})
+    if server.exposed and server.service.keys is None:
+        _log.warning(
+            "everybody who reaches %s may use it: --api-key-file says who may", server.address
+        )
+    with view:
+        showing = asyncio.create_task(view.run()) if isinstance(view, _Live) else None
+        try:
+            await server.run()
+        finally:
+            if showing is not None:
+                showing.cancel()
+    _log.info("the server has stopped")
+
+
+def example(server: Server) -> str:
+    """What to try."""
+    key = " -H 'Authorization: Bearer KEY'" if server.service.keys else ""
+    chats = server.service.tokenizer.template is not None
+    if chats:
+        path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    else:
+        path, body = "completions", '"prompt": "Once upon a time", "max_tokens": 40'
+    given = "KEY" if server.service.keys else "none"
+    return (
+        f"\n  [bold]curl[/] {server.address}/v1/{path}{key} -H 'Content-Type: application/json' "
+        f"-d '{{{plain(body)}}}'\n"
+        f'  [bold]openai[/].OpenAI(base_url="{server.address}/v1", api_key="{given}")\n'
+        f"  [dim]Ctrl-C stops; figures at {server.control_address}/metrics[/]\n"
+    )
+
+
+class _Live:
+    """A line at the bottom of the terminal."""
+
+    def __init__(self, server: Server) -> None:
+        from rich.live import Live
+
+        self._server = server
+        self._live = Live(console=stderr(), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> _Live:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    async def run(self) -> None:
+        """Renew the line twice a second."""
+        before, then = 0, time.monotonic()
+        while True:
+            front, now = self._server.front, time.monotonic()
+            stats = front.stats
+            tokens = stats.generated_tokens if stats else 0
+            rate = max(0, tokens - before) / max(now - then, 1e-3)
+            before, then = tokens, now
+            if self._server.service.draining:
+                text = f"finishing {self._server.admission.requests} requests"
+            elif not front.ready:
+                text = front.doing
+            else:
+                text = line(stats, rate, front.outstanding)
+            self._live.update(f"[dim]{plain(text)}[/]", refresh=True)
+            await asyncio.sleep(0.5)
+
+
+def line(stats: Stats | None, rate: float, outstanding: int) -> str:
+    """The figures in a line.
+
+    >>> line(None, 0.0, 0)
+    'ready, no requests yet'
+    """
+    if stats is None:
+        return "ready, no requests yet"
+    busy = outstanding > 0
+    usage = stats.blocks_used / stats.blocks if stats.blocks and busy else 0.0
+    hits = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+    return (
+        f"running {stats.running if busy else 0}, waiting {stats.waiting if busy else 0}, "
+        f"{rate:,.0f} tokens/s, KV {usage:.0%}, prefix hits {hits:.0%}"
+    )

@@ -1,0 +1,178 @@
+"""`ingot train`: a recipe into a trained model."""
+
+from __future__ import annotations
+
+import json as json_format
+import shutil
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ingot.cli import plain
+from ingot.core import config, lineage, log, paths
+from ingot.core.errors import IngotError
+
+if TYPE_CHECKING:
+    from ingot.nn import Decoder
+    from ingot.train.recipe import Recipe
+    from ingot.train.trainer import Trainer
+
+MODEL = "model"
+
+
+def train(
+    recipe: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")],
+    overrides: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]")
+    ] = (),
+    run: Path | None = None,
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Train the model of a recipe. Killed at any moment, the run goes on with `--resume` as if
+    nothing had happened. Ctrl-C ends it behind the step that is being made, with a checkpoint.
+
+    A decoder is written as a model directory at the end, for `ingot generate`.
+
+    Examples: `ingot train recipes/xor.toml`, `ingot train recipes/digits.toml steps=100
+    optimizer.lr=3e-3`, `ingot train recipes/digits.toml --resume` for the newest run of it.
+
+    Args:
+        recipe: A TOML file.
+        overrides: Values instead of the recipe's: dotted.key=value.
+        run: The directory of the run; a new one below the runs if left out.
+        resume: Go on with the run in `--run`, or with the newest of this name.
+        json: Print the result as JSON.
+    """
+    from ingot.train.recipe import Recipe
+
+    wanted = config.load(Recipe, recipe, overrides)
+    directory = _directory(wanted.name, run, resume)
+    try:
+        trainer = _trainer(wanted, directory)
+    except BaseException:
+        with suppress(OSError):
+            directory.rmdir()  # empty still: the run has not begun
+        raise
+    if resume and trainer.resume():
+        log.logger(__name__).info("going on behind step %d", trainer.step)
+    log.logger(__name__).info("the run is in %s", plain(str(directory)))
+    with _stopping(trainer):
+        score = trainer.run()
+    if score is None:
+        raise KeyboardInterrupt  # what is there is saved, and the exit says that it is not all
+    model = _export(trainer)
+    result: dict[str, Any] = {"run": str(directory), "steps": trainer.step, **score.figures()}
+    if model is not None:
+        result["model"] = str(model)
+    _print(result, json)
+
+
+def _directory(name: str, run: Path | None, resume: bool) -> Path:
+    if not resume:
+        if run is None:
+            return paths.new_run(name)
+        if run.exists() and (not run.is_dir() or any(run.iterdir())):
+            raise IngotError(
+                f"{run} has something in it",
+                remedy="go on with it by --resume, or name a directory that does not exist yet",
+            )
+        return run
+    if run is None:
+        found = [path for path in paths.runs_named(name) if (path / "recipe.toml").is_file()]
+        if not found:
+            raise IngotError(
+                f"there is no run of '{name}' in {paths.runs()}",
+                remedy="start one without --resume, or name its directory by --run",
+            )
+        return found[-1]
+    if not (run / "recipe.toml").is_file():
+        raise IngotError(f"{run} is no run", remedy="start it without --resume")
+    return run
+
+
+def _trainer(recipe: Recipe, directory: Path) -> Trainer:
+    from ingot.train.trainer import Trainer
+
+    model = None
+    if recipe.start is not None:
+        from ingot.interop import hf
+
+        model = hf.load(recipe.start)
+    trainer = Trainer(recipe, directory, model, _peak(recipe))
+    decoder = _decoder(trainer)
+    if decoder is not None:  # what cannot be written at the end had better be known now
+        from ingot.interop import hf
+
+        hf.write_config(decoder.config, decoder.origin, recipe.precision.dtype)
+    return trainer
+
+
+def _peak(recipe: Recipe) -> float | None:
+    """FLOP/s of the machine's matmuls, if they were measured before: that takes 12 seconds."""
+    from ingot.bench.peaks import known
+
+    found, dtype = known(), "bf16" if recipe.precision.value == "bf16" else "fp32"
+    peak = found.matmul[dtype] if found else None
+    return peak.value * 1e9 if peak else None
+
+
+def _decoder(trainer: Trainer) -> Decoder | None:
+    from ingot.nn import Decoder
+
+    return trainer.model if isinstance(trainer.model, Decoder) else None
+
+
+def _export(trainer: Trainer) -> Path | None:
+    """Write a decoder as a model directory, with its tokenizer and its lineage."""
+    decoder, corpus = _decoder(trainer), trainer.sets.corpus
+    if decoder is None or corpus is None:
+        return None
+    from ingot.data import vocabulary
+    from ingot.interop import hf
+
+    path = trainer.directory / MODEL
+    if path.exists():  # of a run that was finished before, and went on
+        shutil.rmtree(path)
+    with paths.whole_directory(path) as temporary, trainer.averaged():
+        hf.save(decoder, temporary)
+        vocabulary.copy(corpus.directory, temporary)
+        start = trainer.recipe.start
+        if start is not None and (start / lineage.NAME).is_file():
+            shutil.copyfile(start / lineage.NAME, temporary / lineage.NAME)
+        facts = {"recipe": trainer.recipe.name, "steps": trainer.step, "data": corpus.hash}
+        lineage.append(temporary, "train", **facts)
+    return path
+
+
+@contextmanager
+def _stopping(trainer: Trainer) -> Generator[None]:
+    """Have Ctrl-C and SIGTERM end the run behind its step; a second one ends it at once."""
+
+    def stop(number: int, frame: object) -> None:
+        log.logger(__name__).info("stopping behind this step")
+        trainer.stop()
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+    before: dict[signal.Signals, Any] = {
+        signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+def _print(result: dict[str, Any], json: bool) -> None:
+    if json:
+        print(json_format.dumps(result, indent=2))  # noqa: T201
+        return
+    for name, value in result.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else plain(str(value))
+        log.stdout().print(f"{name.replace('_', ' '):16} {shown}", highlight=False, soft_wrap=True)

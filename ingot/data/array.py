@@ -1,0 +1,81 @@
+"""Data that fits into memory: a row of x and its y a sample.
+
+Legend: N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ingot.core.errors import DataError
+from ingot.data.permutation import order
+
+_SPLIT = 0x5EED  # one split for everybody, whatever seed they train with
+
+
+@dataclass(frozen=True)
+class ArrayBatch:
+    """Some samples: `x` and `y` row by row, and which they are."""
+
+    x: Tensor
+    y: Tensor
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """All samples; `y` is a class or a value for each.
+
+    >>> Arrays(torch.zeros(3, 2), torch.arange(3)).batch([2, 0]).y
+    tensor([2, 0])
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        if not self.x.dim() or not self.y.dim() or len(self.x) != len(self.y):
+            raise DataError(
+                f"x is {tuple(self.x.shape)}, y {tuple(self.y.shape)}",
+                remedy="give one row of each for every sample",
+            )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(self, indices: Sequence[int]) -> ArrayBatch:
+        """The samples of these indices, in this order."""
+        ids = list(indices)
+        rows = torch.tensor(ids, dtype=torch.int64)
+        return ArrayBatch(self.x[rows], self.y[rows], ids)
+
+    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+        """Two sets: what is trained on, and this fraction of the samples, held out.
+
+        Which ones depends on how many there are and on nothing else.
+
+        >>> [len(part) for part in Arrays(torch.zeros(10, 2), torch.arange(10)).split(0.2)]
+        [8, 2]
+        """
+        held = round(len(self) * fraction)
+        if not 0 < held < len(self):
+            raise DataError(
+                f"{fraction} of {len(self)} samples leave one of the sets empty",
+                remedy="give a fraction between 0 and 1 that holds out at least one sample",
+            )
+        rows = torch.from_numpy(order(0, len(self), 1, len(self), _SPLIT))  # pyright: ignore
+        kept, out = rows[held:].sort().values, rows[:held].sort().values
+        return Arrays(self.x[kept], self.y[kept]), Arrays(self.x[out], self.y[out])
+
+
+def xor() -> Arrays:
+    """The four cases of exclusive or: the smallest thing that a linear model cannot learn.
+
+    >>> xor().x.shape, xor().y
+    (torch.Size([4, 2]), tensor([0, 1, 1, 0]))
+    """
+    return Arrays(torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]), torch.tensor([0, 1, 1, 0]))

@@ -1,0 +1,126 @@
+"""Batch after batch, without end: a loader whose whole state is a number and a seed.
+
+The order of all samples of all epochs is a function of the seed (`ingot.data.permutation`), so
+where a run is in its data is one number, that of the samples taken by all ranks together:
+
+    rank r of w takes the samples at  sample + r, sample + r + w, ...  of the order,
+    `batch` of them in a step, and then sample += batch * w
+
+Nothing else decides what comes next: a loader with the same seed that is sent to the same sample
+goes on with the same bits, whatever ranks, batches and interruptions there were before.
+
+The next batches are made in a thread while the model computes. `waited` adds up the seconds that
+the loop has spent waiting for it: near 0, unless the disk is slower than the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+from ingot.core.errors import ConfigError
+from ingot.data.permutation import order
+
+AHEAD = 2  # batches made before they are asked for
+MAX_SAMPLE = 1 << 62
+MAX_WORLD = 1 << 20
+
+B = TypeVar("B")
+B_co = TypeVar("B_co", covariant=True)
+
+
+class Samples(Protocol[B_co]):
+    """What can be loaded: so many samples, and a batch of any of them."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> B_co:
+        """The samples of these indices, in this order."""
+        ...
+
+
+class Loader(Generic[B]):
+    """Batches of shuffled samples for one rank.
+
+    >>> from ingot.data.array import xor
+    >>> loader = Loader(xor(), batch=2, seed=1)
+    >>> next(loader).ids, next(loader).ids, loader.state()
+    ([3, 0], [1, 2], {'sample': 4, 'seed': 1})
+    >>> loader.seek(2)
+    >>> next(loader).ids
+    [1, 2]
+    """
+
+    def __init__(
+        self, samples: Samples[B], *, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        if not (len(samples) > 0 and 0 < batch <= MAX_SAMPLE and 0 <= seed < 1 << 64):
+            raise ConfigError(
+                f"a loader of {len(samples)} samples in batches of {batch} with seed {seed}",
+                remedy="give samples, a batch of at least one, and a seed from 0 to 2**64 - 1",
+            )
+        if not 0 <= rank < world <= MAX_WORLD:
+            raise ConfigError(f"rank {rank} of {world}", remedy="ranks count from 0 to world - 1")
+        self._samples, self._batch, self._seed = samples, batch, seed
+        self._rank, self._world = rank, world
+        self._sample = 0
+        self._coming: deque[Future[B]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingot-data")
+        self.waited = 0.0
+        """Seconds spent waiting for batches, in all."""
+
+    def __iter__(self) -> Loader[B]:
+        return self
+
+    def __next__(self) -> B:
+        while len(self._coming) <= AHEAD:
+            place = self._sample + len(self._coming) * self._step
+            self._coming.append(self._thread.submit(self.at, place))
+        start = time.perf_counter()
+        try:
+            # It stays at the head while we wait: an interrupted wait loses no batch.
+            found = self._coming[0].result()
+        except Exception:
+            self._forget()  # what failed is tried again, if anybody asks again
+            raise
+        finally:
+            self.waited += time.perf_counter() - start
+        self._coming.popleft()
+        self._sample += self._step
+        return found
+
+    def at(self, sample: int) -> B:
+        """The batch that this rank gets at a sample; the loader stays where it is."""
+        _check(sample + self._step)
+        first, stop = sample + self._rank, sample + self._step
+        indices = order(first, stop, self._world, len(self._samples), self._seed)
+        return self._samples.batch(indices.tolist())
+
+    def state(self) -> dict[str, int]:
+        """Where the loader is: behind the batches that were handed out, not those made ahead."""
+        return {"sample": self._sample, "seed": self._seed}
+
+    def seek(self, sample: int) -> None:
+        """Go on at this sample of the order."""
+        _check(sample)
+        self._forget()
+        self._sample = sample
+
+    @property
+    def _step(self) -> int:
+        return self._batch * self._world
+
+    def _forget(self) -> None:
+        for future in self._coming:
+            future.cancel()
+        self._coming.clear()
+
+
+def _check(sample: int) -> None:
+    if not 0 <= sample <= MAX_SAMPLE:
+        raise ConfigError(
+            f"sample {sample} of the order", remedy=f"samples count from 0 to {MAX_SAMPLE:,}"
+        )

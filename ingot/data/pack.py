@@ -1,0 +1,96 @@
+"""Documents into fixed budgets of tokens, without padding.
+
+The documents of a corpus lie one after another, and sample i is the tokens from i * length to
+(i + 1) * length. What of a document is in a sample is a sequence of its own: attention does not
+reach over its borders and positions begin at 0 (`Plan.packed(lengths)`). So every token is in
+exactly one sample, where it is has not to be stored, and a batch of samples is simply longer:
+
+    documents   aaaaaaaaaabbbcccccccc        length 8
+    samples     aaaaaaaa | aabbbccc | ccccc
+    lengths     8          2 3 3      5
+
+Each token's target is the one behind it in its document, even where that is in the next sample; the
+last token of a document has none, which is `IGNORED`. The last sample is shorter.
+
+Putting pieces of many documents together so that fewer are cut ("best fit") would need an index of
+pieces in memory; with windows, a document of k tokens is cut about k / length times whatever one
+does.
+
+Legend: T tokens of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ingot.core.errors import ConfigError, DataError
+from ingot.data.shard import Ints, Tokens
+
+IGNORED = -100
+MAX_LENGTH = 1 << 24
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Packed tokens: `tokens` and `targets` are (T,) of int64, `lengths` add up to T."""
+
+    tokens: Tensor
+    targets: Tensor
+    lengths: list[int]
+    ids: list[int]
+
+
+class Packed:
+    """Samples of `length` tokens of a corpus' part: `Packed(corpus.train, length=512)`."""
+
+    def __init__(self, tokens: Tokens, length: int) -> None:
+        if not 0 < length <= MAX_LENGTH:
+            raise ConfigError(f"samples of {length} tokens", remedy=f"give 1 to {MAX_LENGTH:,}")
+        if not len(tokens):
+            raise DataError(
+                "there are no tokens in this part of the corpus",
+                remedy="make it again with more documents, or `ingot data --validation 0.1`",
+            )
+        self._tokens, self.length = tokens, length
+
+    def __len__(self) -> int:
+        return -(-len(self._tokens) // self.length)
+
+    def batch(self, indices: Sequence[int]) -> TokenBatch:
+        """The samples of these indices, packed in this order."""
+        ids = list(indices)
+        samples = [self._sample(i) for i in ids]
+        return TokenBatch(
+            tokens=_joined([tokens_T for tokens_T, _, _ in samples]),
+            targets=_joined([targets_T for _, targets_T, _ in samples]),
+            lengths=[length for _, _, lengths in samples for length in lengths],
+            ids=ids,
+        )
+
+    def _sample(self, index: int) -> tuple[Ints, Ints, list[int]]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.length
+        stop = min(start + self.length, len(self._tokens))
+        # One token more, if there is one: the target of the last.
+        tokens, ends = self._tokens.read(start, min(stop + 1, len(self._tokens)))
+        num_tokens = stop - start
+        ends = ends[ends <= num_tokens]
+        targets_T = np.full(num_tokens, IGNORED)
+        targets_T[: len(tokens) - 1] = tokens[1:]
+        targets_T[ends - 1] = IGNORED
+        borders: list[int] = np.union1d(ends, (0, num_tokens)).tolist()
+        lengths = [after - before for before, after in pairwise(borders)]
+        return tokens[:num_tokens], targets_T, lengths
+
+
+def _joined(parts: list[Ints]) -> Tensor:
+    joined: Any = np.concatenate(parts)
+    return torch.from_numpy(joined)  # pyright: ignore[reportUnknownMemberType]

@@ -1,0 +1,163 @@
+"""Models of images: a plain stack of convolutions, and a residual one.
+
+A layer is convolution, batch norm, activation; torch's own, which depend on the batch in training
+and are not exact. An image is (channels, height, width); one without channels gets one.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ingot.core.config import within
+from ingot.core.errors import ConfigError
+from ingot.nn.dense import he
+from ingot.nn.dropout import Dropout
+
+
+def _widths(config: CNNConfig | ResNetConfig) -> None:
+    within(config, channels=(1, 2**16), classes=(1, 2**22), dropout=(0.0, 0.99))
+    if not (0 < len(config.widths) <= 64 and all(1 <= w <= 2**16 for w in config.widths)):
+        raise ConfigError(
+            f"widths is {config.widths}"[:200], remedy="give the channels of each stage"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNConfig:
+    """Stages of two convolutions, each stage at half the resolution of the one before.
+
+    >>> CNNConfig(widths=(16, 32), classes=10).channels
+    1
+    """
+
+    kind: Literal["cnn"] = "cnn"
+    channels: int = 1
+    widths: tuple[int, ...]
+    classes: int
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _widths(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """Stages of residual blocks, each stage at half the resolution of the one before.
+
+    >>> ResNetConfig(widths=(16, 32), classes=10).blocks
+    2
+    """
+
+    kind: Literal["resnet"] = "resnet"
+    channels: int = 1
+    widths: tuple[int, ...]
+    blocks: int = 2
+    """In each stage."""
+    classes: int
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _widths(self)
+        within(self, blocks=(1, 2**10))
+
+
+class ConvNorm(nn.Module):
+    """A convolution of 3 x 3 (or 1 x 1) and a batch norm.
+
+    >>> ConvNorm(1, 4)(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 4, 8, 8])
+    """
+
+    def __init__(self, inputs: int, outputs: int, size: int = 3, stride: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve and normalize."""
+        return self.norm(self.conv(x))
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut (He et al. 2015)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = ConvNorm(inputs, outputs, stride=stride)
+        self.second = ConvNorm(outputs, outputs)
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else ConvNorm(inputs, outputs, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`relu(shortcut x + second relu first x)`."""
+        return torch.relu(self.second(torch.relu(self.first(x))) + self.shortcut(x))
+
+
+class _Images(nn.Module):
+    """Stages, then the mean of each channel, then a dense layer."""
+
+    stages: nn.Sequential
+
+    def _end(self, width: int, classes: int, dropout: float) -> None:
+        self.drop = Dropout(dropout, 0)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scores of each image, (B, classes)."""
+        x = (x if x.dim() == 4 else x[:, None]).to(self.head.weight.dtype)
+        return self.head(self.drop(self.stages(x).mean((2, 3))))
+
+
+class CNN(_Images):
+    """A plain stack of convolutions.
+
+    >>> CNN.new(CNNConfig(widths=(4, 8), classes=10), seed=0)(torch.ones(3, 8, 8)).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(self, config: CNNConfig) -> None:
+        super().__init__()
+        self.config, inputs = config, config.channels
+        layers: list[nn.Module] = []
+        for index, width in enumerate(config.widths):
+            if index:
+                layers.append(nn.MaxPool2d(2, ceil_mode=True))
+            for _ in range(2):
+                layers += [ConvNorm(inputs, width), nn.ReLU()]
+                inputs = width
+        self.stages = nn.Sequential(*layers)
+        self._end(inputs, config.classes, config.dropout)
+
+    @staticmethod
+    def new(config: CNNConfig, *, seed: int) -> CNN:
+        """One with fresh weights."""
+        return he(CNN(config), seed)
+
+
+class ResNet(_Images):
+    """A residual network for small images, without the first pooling.
+
+    >>> ResNet.new(ResNetConfig(widths=(4, 8), classes=10), seed=0)(torch.ones(3, 8, 8)).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config, inputs = config, config.widths[0]
+        layers: list[nn.Module] = [ConvNorm(config.channels, inputs), nn.ReLU()]
+        for index, width in enumerate(config.widths):
+            for block in range(config.blocks):
+                layers.append(Residual(inputs, width, 2 if index and not block else 1))
+                inputs = width
+        self.stages = nn.Sequential(*layers)
+        self._end(inputs, config.classes, config.dropout)
+
+    @staticmethod
+    def new(config: ResNetConfig, *, seed: int) -> ResNet:
+        """One with fresh weights."""
+        return he(ResNet(config), seed)

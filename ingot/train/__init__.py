@@ -1,0 +1,1 @@
+"""Training: step, trainer, optimizers, schedules, checkpoints."""

@@ -1,0 +1,199 @@
+"""Checkpoints: everything that determines the future of a run, whole or not at all.
+
+    checkpoints/step-00000100/
+        model.safetensors     all tensors, as `part/name`; shards if they are large
+        checkpoint.json       the rest, and the SHA-256 of every other file
+
+A checkpoint is written beside its place and renamed there when it is complete
+(`paths.whole_directory`), so a process that is killed leaves the last one as it was. A disk may
+still lose what it has promised to keep: whoever reads compares the hashes first, and passes over
+a checkpoint that is torn.
+
+Writing is asynchronous: `save` copies the tensors and returns, and a thread writes the copies while
+the run goes on (writing the tensors themselves would write later values). A failure is raised by
+the next call. When a new one is whole, all but the last few and the best are deleted.
+
+Nothing is pickled.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.core.errors import IngotError
+from ingot.core.log import logger
+from ingot.core.paths import whole_directory
+from ingot.nn.weights import Weights, WeightsError, read_json, write
+
+NAME = "checkpoint.json"
+FORMAT = 1
+_PLACE = re.compile(r"step-(\d{8,12})")
+_CHUNK = 2**22
+
+
+class CheckpointError(IngotError):
+    """A checkpoint that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk that was whole when it was looked at."""
+
+    path: Path
+    step: int
+    facts: dict[str, Any]
+    """What was saved beside the tensors."""
+
+    def tensors(self, part: str) -> dict[str, Tensor]:
+        """The tensors of a part, read into memory."""
+        weights, found = Weights(self.path), {}
+        for name, place in weights.places.items():
+            if name.startswith(f"{part}/"):
+                tensor = torch.empty(place.shape, dtype=place.dtype)
+                weights.read(name, tensor)
+                found[name.removeprefix(f"{part}/")] = tensor
+        return found
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    >>> import tempfile
+    >>> kept = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
+    >>> for step in (1, 2, 3):
+    ...     kept.save(step, {"weights": {"w": torch.tensor([1.0 * step])}}, {"sample": 8 * step})
+    >>> kept.wait()
+    >>> kept.newest().step, kept.newest().tensors("weights"), kept.newest().facts["sample"]
+    (3, {'w': tensor([3.])}, 24)
+    >>> sorted(path.name for path in kept.directory.iterdir())
+    ['step-00000002', 'step-00000003']
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory, self._keep = directory, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingot-checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Mapping[str, Tensor]],
+        facts: Mapping[str, Any],
+        loss: float | None = None,
+    ) -> None:
+        """Copy all of it and have it written. `loss` is what the best is the best of."""
+        self.wait()
+        staged = {
+            f"{part}/{name}": tensor.detach().clone()
+            for part, tensors in parts.items()
+            for name, tensor in tensors.items()
+        }
+        content = {"format": FORMAT, "step": step, "loss": loss, "facts": dict(facts)}
+        text = json.dumps(content)  # here, so that it too is of now
+        self._writing = self._thread.submit(self._write, step, staged, text)
+
+    def check(self) -> None:
+        """Raise what went wrong with the last one, if it is known by now."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last one is written; raise what went wrong."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def newest(self) -> Checkpoint | None:
+        """The newest that is whole; those that are torn are passed over, with a warning."""
+        self.wait()
+        for step in sorted(self._places(), reverse=True):
+            path = self.directory / f"step-{step:08}"
+            try:
+                return _read(path, step)
+            except (CheckpointError, WeightsError, OSError) as error:
+                logger(__name__).warning("passed over %s: %s", path, str(error).partition("\n")[0])
+        return None
+
+    def clear_after(self, step: int) -> None:
+        """Make room behind this step: what was passed over is put aside as `torn-...`.
+
+        What is left of writes that were cut off is deleted.
+        """
+        for place in (place for place in self._places() if place > step):
+            aside = f"torn-{place:08}-{secrets.token_hex(4)}"
+            (self.directory / f"step-{place:08}").rename(self.directory / aside)
+        for left in self.directory.glob(".step-*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _write(self, step: int, staged: dict[str, Tensor], text: str) -> None:
+        path = self.directory / f"step-{step:08}"
+        size = sum(tensor.nbytes for tensor in staged.values())
+        with whole_directory(path, size) as temporary:
+            write(temporary, staged)
+            files = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
+            content = json.dumps({**json.loads(text), "files": files}, indent=1)
+            (temporary / NAME).write_text(content + "\n")
+        self._forget()
+
+    def _forget(self) -> None:
+        steps = sorted(self._places())
+        losses = {step: _loss(self.directory / f"step-{step:08}") for step in steps}
+        known = {step: loss for step, loss in losses.items() if loss is not None}
+        best = min(known, key=lambda step: known[step], default=None)
+        for step in steps[: -self._keep]:
+            if step != best:
+                shutil.rmtree(self.directory / f"step-{step:08}", ignore_errors=True)
+
+    def _places(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        found = (_PLACE.fullmatch(path.name) for path in self.directory.iterdir())
+        return [int(match[1]) for match in found if match]
+
+
+def _read(path: Path, step: int) -> Checkpoint:
+    content = read_json(path / NAME)
+    files, facts = content.get("files"), content.get("facts")
+    if content.get("format") != FORMAT or content.get("step") != step:
+        raise CheckpointError(
+            f"{path / NAME} has format {content.get('format')}, step {content.get('step')}",
+            remedy="use the version of ingot that wrote it",
+        )
+    if not (isinstance(files, dict) and isinstance(facts, dict) and files):
+        raise CheckpointError(f"{path / NAME} is not whole", remedy="use an older one")
+    there = {file.name for file in path.iterdir()} - {NAME}
+    if there != files.keys():
+        raise CheckpointError(f"{path} lacks files or has others", remedy="use an older one")
+    for name, digest in files.items():
+        if _sha256(path / name) != digest:
+            raise CheckpointError(f"{path / name} is not what was written", remedy="use another")
+    return Checkpoint(path, step, facts)
+
+
+def _loss(path: Path) -> float | None:
+    try:
+        found = read_json(path / NAME).get("loss")
+    except WeightsError:
+        return None
+    return found if isinstance(found, float) else None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

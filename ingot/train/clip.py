@@ -1,0 +1,152 @@
+"""Gradients that are too large are scaled down: by a fixed norm, or by what was usual so far.
+
+With |g| the norm of all gradients together:
+
+    norm    |g| is at most `most` (Pascanu et al. 2013)
+    zclip   by the running mean m and deviation s of |g|: where z = (|g| - m) / s is above z_max,
+            |g| becomes m + (z_max^2 / z) s (Kumar et al. 2025), and the mean goes on with that.
+            The first 25 steps only gather statistics, clipped to `most`.
+    adagc   each tensor by its own running norm: |g_i| is at most `share` of it (Wang et al. 2025).
+            The first 100 steps are clipped to `most` all together, and the running norm is the
+            least that was seen.
+
+A clipper turns norms into factors; multiplying the gradients by them is the step's business, which
+has other factors to multiply in.
+"""
+
+# pyright: basic, reportPrivateImportUsage=false
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ingot.core.config import within
+
+_MOST = (1e-9, 1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """Clip the norm of all gradients together."""
+
+    kind: Literal["norm"] = "norm"
+    most: float = 1.0
+
+    def __post_init__(self) -> None:
+        within(self, most=_MOST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZClip:
+    """Clip what is far above the running mean of the norm."""
+
+    kind: Literal["zclip"] = "zclip"
+    most: float = 1.0
+    """In the first steps, without statistics."""
+    z: float = 2.5
+    beta: float = 0.97
+    warmup: int = 25
+
+    def __post_init__(self) -> None:
+        within(self, most=_MOST, z=(0.1, 1e3), beta=(0.0, 1.0), warmup=(2, 10**6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGC:
+    """Clip each tensor by the running mean of its own norm."""
+
+    kind: Literal["adagc"] = "adagc"
+    most: float = 1.0
+    share: float = 1.05
+    beta: float = 0.98
+    warmup: int = 100
+
+    def __post_init__(self) -> None:
+        within(self, most=_MOST, share=(1e-3, 1e3), beta=(0.0, 1.0), warmup=(1, 10**6))
+
+
+Config = Norm | ZClip | AdaGC
+
+
+class Clipper:
+    """The clipping of one run, with its running statistics.
+
+    >>> clipper = Clipper(Norm(most=1.0), 2)
+    >>> clipper.factors(torch.tensor([3.0, 4.0]))
+    tensor([0.2000, 0.2000])
+    """
+
+    def __init__(self, config: Config | None, tensors: int) -> None:
+        self.config = config
+        self._seen = 0
+        self._mean, self._variance = 0.0, 0.0
+        self._norms = torch.full((tensors,), math.inf)
+
+    def factors(self, norms: Tensor) -> Tensor:
+        """What to multiply each gradient by, whose norms these are. Norms must be finite."""
+        total = float(norms.double().square().sum().sqrt())
+        match self.config:
+            case None:
+                return torch.ones_like(norms)
+            case Norm(most=most):
+                return torch.full_like(norms, _at_most(total, most))
+            case ZClip():
+                return torch.full_like(norms, self._zclip(self.config, total))
+            case AdaGC():
+                return self._adagc(self.config, norms, total)
+
+    def _zclip(self, config: ZClip, norm: float) -> float:
+        self._seen += 1
+        if self._seen <= config.warmup:
+            factor = _at_most(norm, config.most)
+            # Welford's mean and variance of those so far.
+            delta = norm * factor - self._mean
+            self._mean += delta / self._seen
+            moved = delta * (norm * factor - self._mean)
+            self._variance += (moved - self._variance) / self._seen
+            return factor
+        deviation = math.sqrt(self._variance)
+        z = (norm - self._mean) / max(deviation, 1e-6 * self._mean, 1e-12)
+        clipped = self._mean + config.z**2 / z * deviation if z > config.z else norm
+        delta = clipped - self._mean
+        self._mean += (1 - config.beta) * delta
+        self._variance = config.beta * self._variance + (1 - config.beta) * delta**2
+        return clipped / norm if norm else 1.0
+
+    def _adagc(self, config: AdaGC, norms: Tensor, total: float) -> Tensor:
+        self._seen += 1
+        if self._seen <= config.warmup:
+            factors = torch.full_like(norms, _at_most(total, config.most))
+            self._norms = torch.minimum(self._norms, norms * factors)
+            return factors
+        factors = (config.share * self._norms / norms.clamp(min=1e-30)).clamp(max=1.0)
+        self._norms = torch.lerp(self._norms, norms * factors, 1 - config.beta)
+        return factors
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next steps depend on."""
+        numbers = [self._seen, self._mean, self._variance]
+        return {"running": torch.tensor(numbers, dtype=torch.float64), "norms": self._norms}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state that `state` gave in another process."""
+        seen, self._mean, self._variance = state["running"].tolist()
+        self._seen, self._norms = int(seen), state["norms"].clone()
+
+
+def _at_most(norm: float, most: float) -> float:
+    return min(1.0, most / norm) if norm else 1.0
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The norm of each tensor, in float32.
+
+    >>> norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
+    tensor([5., 0.])
+    """
+    return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors])

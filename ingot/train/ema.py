@@ -1,0 +1,60 @@
+"""A running mean of the weights, which is often better than the last of them (Polyak & Juditsky
+1992).
+
+    e = d e + (1 - d) w,   d = min(decay, (1 + t) / (10 + t))
+
+d is smaller in the first steps t, so that the mean does not drag the fresh weights along. The mean
+is in float32, of the optimizer's weights.
+"""
+
+# pyright: basic, reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class EMA:
+    """The running mean of some weights by name.
+
+    >>> weights = {"w": torch.tensor([0.0])}
+    >>> mean = EMA(weights, decay=0.9)
+    >>> weights["w"] += 1
+    >>> mean.update(step=0)
+    >>> mean.weights["w"]
+    tensor([0.9000])
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        self._source = list(weights.values())
+        self._decay = decay
+        self.weights = {name: w.detach().float().clone() for name, w in weights.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights in as they are after this step."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.weights.values()), self._source, 1 - decay)
+
+    @contextmanager
+    def within(self, model: nn.Module) -> Generator[None]:
+        """Lend the model the mean for the block, in its own dtype."""
+        lent = {n: p for n, p in model.named_parameters() if n in self.weights}
+        kept = {name: parameter.detach().clone() for name, parameter in lent.items()}
+        try:
+            with torch.no_grad():
+                for name, parameter in lent.items():
+                    parameter.copy_(self.weights[name])
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in lent.items():
+                    parameter.copy_(kept[name])
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from the means of another process."""
+        for name, mean in self.weights.items():
+            mean.copy_(weights[name])

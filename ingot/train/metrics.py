@@ -1,0 +1,52 @@
+"""The figures of a run: one line of JSON for each step and evaluation, in `metrics.jsonl`.
+
+A line is written when its step is made, so that the file tells of a run that was killed. When the
+run goes on from a checkpoint, the lines behind it are cut off and written once more.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ingot.core.paths import write_atomic
+
+NAME = "metrics.jsonl"
+
+
+class Metrics:
+    """The lines of one run; `lines` of them are kept of a file that is there already.
+
+    >>> import tempfile
+    >>> directory = Path(tempfile.mkdtemp())
+    >>> metrics = Metrics(directory)
+    >>> metrics.add({"step": 1, "loss": 2.5})
+    >>> read(directory)
+    [{'step': 1, 'loss': 2.5}]
+    >>> Metrics(directory, lines=0).lines
+    0
+    """
+
+    def __init__(self, directory: Path, lines: int = 0) -> None:
+        self._path = directory / NAME
+        kept = self._path.read_text().splitlines()[:lines] if self._path.exists() else []
+        write_atomic(self._path, "".join(f"{line}\n" for line in kept))
+        self.lines = len(kept)
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """Write a line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+        self.lines += 1
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run; a last one that was cut off is left out."""
+    found: list[dict[str, Any]] = []
+    for line in (directory / NAME).read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found

@@ -1,0 +1,75 @@
+"""Images blended with others of their batch, labels in the same share.
+
+    mixup    x = l x + (1 - l) x'  (Zhang et al. 2017)
+    cutmix   a box of x becomes that of x', and l the share of x that is left  (Yun et al. 2019)
+
+l is drawn from Beta(a, a) for each batch, and x' is the batch in another order. The loss is
+l loss(y) + (1 - l) loss(y'). What is drawn is a function of the seed and the step.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ingot.core.config import within
+from ingot.core.random import Purpose, philox
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """How images are blended.
+
+    >>> Mix(kind="cutmix").alpha
+    1.0
+    """
+
+    kind: Literal["mixup", "cutmix"]
+    alpha: float = 1.0
+    """Of the Beta distribution: near 0 little is blended, at 1 any share is as likely."""
+
+    def __post_init__(self) -> None:
+        within(self, alpha=(1e-3, 1e3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """Blended images, both labels of each, and the share of the first."""
+
+    x: Tensor
+    y: Tensor
+    other_y: Tensor
+    share: float
+
+
+def blend(mix: Mix, x: Tensor, y: Tensor, *, seed: int, step: int, index: int = 0) -> Mixed:
+    """Blend a batch, images along the first dimension; `index` tells the batches of a step apart.
+
+    >>> mixed = blend(Mix(kind="mixup"), torch.eye(2), torch.arange(2), seed=0, step=0)
+    >>> mixed.x.sum().item()
+    2.0
+    """
+    random = np.random.Generator(philox(Purpose.MIX, seed=seed, step=step, index=index))
+    order = torch.from_numpy(random.permutation(len(x)))
+    share = float(random.beta(mix.alpha, mix.alpha))
+    if mix.kind == "mixup":
+        blended = torch.lerp(x[order], x, share)
+        return Mixed(x=blended, y=y, other_y=y[order], share=share)
+    top, bottom = _interval(random, x.shape[-2], share)
+    left, right = _interval(random, x.shape[-1], share)
+    cut = x.clone()
+    cut[..., top:bottom, left:right] = x[order][..., top:bottom, left:right]
+    kept = 1 - (bottom - top) * (right - left) / (x.shape[-2] * x.shape[-1])
+    return Mixed(x=cut, y=y, other_y=y[order], share=kept)
+
+
+def _interval(random: np.random.Generator, size: int, share: float) -> tuple[int, int]:
+    """A side of the box around a random middle, cut at the borders."""
+    length, middle = size * math.sqrt(1 - share), random.uniform(0, size)
+    return max(0, round(middle - length / 2)), min(size, round(middle + length / 2))

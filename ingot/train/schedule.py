@@ -1,0 +1,76 @@
+"""How the learning rate goes, as a factor of its peak: a pure function of the step.
+
+    warm-up      (s + 1) / w                                  for s < w
+    constant     1
+    linear       1 - (1 - f) p
+    polynomial   f + (1 - f) (1 - p)^a
+    cosine       f + (1 - f) (1 + cos(pi p)) / 2              (Loshchilov & Hutter 2016)
+    wsd          1 while p < 1 - d, then linear down to f     (warm-up, stable, decay;
+                                                              Hu et al. 2024)
+
+s is the step from 0 on, w the steps of warm-up, f the factor at the end, and p goes from 0 at the
+first step behind the warm-up to 1 at the last. Nothing is kept from step to step, so nothing has
+to be saved: a run that is resumed asks for its step and goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ingot.core.config import within
+from ingot.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The shape of the learning rate over a run.
+
+    >>> half = Schedule(shape="cosine", warmup=2, final=0.0)
+    >>> [round(half.factor(step, 7), 2) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.85, 0.5, 0.15, 0.0]
+    """
+
+    shape: Literal["constant", "cosine", "linear", "polynomial", "wsd"] = "cosine"
+    warmup: int = 0
+    """Steps from nearly nothing to the peak."""
+    final: float = 0.1
+    """The factor of the last step; `constant` never gets there."""
+    power: float | None = None
+    """Of `polynomial`: 2 if left out."""
+    decay: float | None = None
+    """Of `wsd`: in which share of the steps behind the warm-up it goes down; 0.2 if left out."""
+
+    def __post_init__(self) -> None:
+        within(self, warmup=(0, 10**9), final=(0.0, 1.0))
+        for name, least, most, shape in (("power", 0, 100, "polynomial"), ("decay", 0, 1, "wsd")):
+            if getattr(self, name) is None:
+                continue
+            within(self, **{name: (least, most)})
+            if self.shape != shape:
+                raise ConfigError(
+                    f"{name} with the shape {self.shape}", remedy=f"it belongs to {shape} alone"
+                )
+
+    def factor(self, step: int, steps: int) -> float:
+        """What the peak learning rate is multiplied by at this step of so many."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, steps - 1 - self.warmup))
+        return self.final + (1 - self.final) * self._height(done)
+
+    def _height(self, done: float) -> float:
+        """From 1 to 0."""
+        match self.shape:
+            case "constant":
+                return 1.0
+            case "cosine":
+                return (1 + math.cos(math.pi * done)) / 2
+            case "linear":
+                return 1 - done
+            case "polynomial":
+                return (1 - done) ** (2.0 if self.power is None else self.power)
+            case "wsd":
+                share = 0.2 if self.decay is None else self.decay
+                return min(1.0, (1 - done) / share) if share else 1.0

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tests import models
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_what_shortcuts_save(ready: Run, tmp_path: Path) -> None:
+    directory = models.small(tmp_path / "small", context=2048)
+    result = ready("bench", "engine", str(directory), "--rounds", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    gains = json.loads(result.stdout)["gains"]
+    assert [gain["name"] for gain in gains] == ["lookup", "prefix"]
+    assert all(gain["same"] and gain["ratio"] > 0 for gain in gains)
+
+
+def test_a_model_that_is_not_there_has_a_remedy(ready: Run) -> None:
+    result = ready("bench", "engine", "nowhere")
+    assert result.returncode == 2
+    assert "remedy:" in result.stderr

@@ -1,0 +1,116 @@
+"""`ingot serve` at a terminal, in a log, and where it cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from ingot.cli.serve import line
+from ingot.serve.output import Stats
+from tests.cli.conftest import COMMAND, Run
+
+
+def read_until(terminal: int, pattern: str, seconds: float = 60.0) -> str:
+    text, start = "", time.monotonic()
+    while not re.search(pattern, text):
+        assert time.monotonic() - start < seconds, text
+        if select.select([terminal], [], [], 0.1)[0]:
+            text += os.read(terminal, 65536).decode("utf-8", "replace")
+            text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return text
+
+
+def test_a_terminal_shows_what_to_try_and_how_it_goes(
+    tiny: Path, environment: dict[str, str]
+) -> None:
+    ours, theirs = pty.openpty()
+    variables = {**environment, "TERM": "xterm", "COLUMNS": "150"}
+    process = subprocess.Popen(
+        [COMMAND, "serve", str(tiny), "--port", "0"], stderr=theirs, env=variables
+    )
+    try:
+        shown = read_until(ours, r"figures at http\S+/metrics")
+        assert "loading" in shown
+        found = re.search(r"curl (http://127.0.0.1:\d+)/v1/chat/completions .* -d '(.*)'", shown)
+        assert found, shown
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(
+            f"{found[1]}/v1/chat/completions", found[2].encode(), headers
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["choices"]
+        read_until(ours, r"running \d+, waiting 0, [\d,]+ tokens/s, KV \d+%, prefix hits \d+%")
+        process.send_signal(signal.SIGINT)
+        read_until(ours, "the server has stopped")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_port_in_use_has_a_remedy(tiny: Path, ready: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        found = ready("serve", str(tiny), "--port", port)
+        assert found.returncode == 2
+        assert f"port {port} of 127.0.0.1 is in use" in found.stderr.replace("\n", " ")
+        assert "give another --port" in found.stderr.replace("\n", " ")
+        found = ready("serve", str(tiny), "--port", "0", "--control", f"127.0.0.1:{port}")
+        assert found.returncode == 2
+        assert "--control" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--control", "9000"], "--control"),
+        (["--requests", "0"], "requests"),
+        (["--memory", "nan"], "--memory"),
+        (["--api-key-file", "none"], "ingot.serve.keys"),
+    ],
+)
+def test_wrong_options_have_a_remedy(
+    tiny: Path, ready: Run, options: list[str], message: str
+) -> None:
+    found = ready("serve", str(tiny), "--port", "0", *options)
+    assert found.returncode == 2
+    assert message in found.stderr
+    assert "remedy" in found.stderr
+
+
+def test_what_is_no_model_is_refused_before_anything_is_loaded(tmp_path: Path, ready: Run) -> None:
+    start = time.monotonic()
+    found = ready("serve", str(tmp_path / "none"), "--port", "0")
+    assert found.returncode == 2
+    assert "tokenizer.json" in found.stderr
+    assert time.monotonic() - start < 20
+
+
+def test_without_the_extra_it_says_what_to_install(tiny: Path) -> None:
+    code = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        f"from ingot.cli import main; main({['serve', str(tiny)]})"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "ingot[serve]" in found.stderr
+
+
+def test_the_line() -> None:
+    stats = Stats(**{**dict.fromkeys(Stats.__struct_fields__, 0), "running": 3, "blocks": 10})
+    assert line(stats, 1234.5, 3).startswith("running 3, waiting 0, 1,234 tokens/s, KV 0%")
+    assert line(stats, 0.0, 0).startswith("running 0"), "the last step is not now"

@@ -1,0 +1,208 @@
+"""`ingot train`: from a recipe to a model that generates; killed, stopped, and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ingot as package
+from ingot.cli.train import train
+from ingot.core import config
+from ingot.core.errors import IngotError
+from ingot.train.evaluate import LOGPROBS
+from ingot.train.metrics import NAME, read
+from ingot.train.precision import Precision
+from ingot.train.recipe import Recipe
+from ingot.train.trainer import Trainer
+from tests.cli.conftest import COMMAND, Run
+from tests.train import runs
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def written(recipe: Recipe, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    config.save(recipe, path)
+    return path
+
+
+def test_xor(ready: Run, tmp_path: Path) -> None:
+    found = ready("train", str(RECIPES / "xor.toml"), "--json", XDG_DATA_HOME=str(tmp_path))
+    assert found.returncode == 0, found.stderr
+    result = json.loads(found.stdout)
+    assert result["validation_loss"] < 0.01
+    assert Path(result["run"]).is_relative_to(tmp_path / "ingot/runs")
+    again = ready(
+        "train", str(RECIPES / "xor.toml"), "steps=310", "--resume", XDG_DATA_HOME=str(tmp_path)
+    )
+    assert again.returncode == 0, again.stderr
+    assert result["run"] in again.stdout
+    assert "going on behind step 300" in again.stderr
+
+
+def test_a_decoder_becomes_a_model_directory(tmp_path: Path, capsys: Any) -> None:
+    recipe = runs.text(tmp_path, precision=Precision.BF16, ema=0.9)
+    recipe = config.load(Recipe, written(recipe, tmp_path))
+    train(tmp_path / "recipe.toml", run=tmp_path / "run", json=True)
+    result = json.loads(capsys.readouterr().out)
+    model = package.load(result["model"])
+    trainer = Trainer(recipe, tmp_path / "run")
+    assert trainer.resume()
+    with trainer.averaged():
+        wanted = dict(trainer.model.named_parameters())
+        for name, parameter in model.decoder.named_parameters():
+            assert torch.equal(parameter, wanted[name]), name
+    assert isinstance(model.generate("one model", max_tokens=3), str)
+    lineage = json.loads((Path(result["model"]) / "ingot.json").read_text())
+    assert lineage["steps"][-1]["step"] == "train"
+
+
+def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
+    """The log-probabilities that training wrote, from the directory that it wrote, to the bit."""
+    from safetensors.torch import load_file
+
+    from ingot.nn.loss import token_logprobs
+
+    written(runs.text(tmp_path, precision=Precision.BF16), tmp_path)
+    train(tmp_path / "recipe.toml", run=tmp_path / "run")
+    saved = load_file(tmp_path / "run" / LOGPROBS)
+    decoder = package.load(tmp_path / "run/model").decoder
+    with torch.inference_mode():
+        for index in range(2):
+            tokens, targets = saved[f"{index}.tokens"], saved[f"{index}.targets"]
+            found = token_logprobs(decoder, tokens, targets, saved[f"{index}.lengths"].tolist())
+            assert torch.equal(found, saved[f"{index}.logprobs"])
+
+
+def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    recipe = runs.text(tmp_path, model=None, start=tiny, steps=2, precision=Precision.BF16)
+    data: Any = replace(recipe.data, tokenizer=tiny, vocab=None, corpus=tmp_path / "bytes")  # pyright: ignore
+    written(replace(recipe, data=data), tmp_path)
+    train(tmp_path / "recipe.toml", run=tmp_path / "run")
+    before, after = package.load(tiny).decoder, package.load(tmp_path / "run/model").decoder
+    assert before.config == after.config
+    assert not torch.equal(before.embed.weight.bfloat16(), after.embed.weight)
+
+
+def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+    path = written(runs.xor(steps=2), tmp_path)
+    train(path, run=tmp_path / "run")
+    with pytest.raises(IngotError, match="--resume"):
+        train(path, run=tmp_path / "run")
+    with pytest.raises(IngotError, match="is no run"):
+        train(path, run=tmp_path / "other", resume=True)
+
+
+def test_no_run_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    with pytest.raises(IngotError, match="there is no run of 'xor'"):
+        train(RECIPES / "xor.toml", resume=True)
+
+
+def test_what_fails_before_it_begins_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = written(runs.text(tmp_path), tmp_path)
+    with pytest.raises(IngotError, match="no file or folder"):
+        train(path, ("data.source=missing", f"data.corpus={tmp_path / 'none'}"))
+    assert not any((tmp_path / "ingot/runs").iterdir())
+
+
+def test_a_wrong_key_names_the_right_one(ingot: Run) -> None:
+    found = ingot("train", str(RECIPES / "xor.toml"), "optimzer.lr=1")
+    assert found.returncode == 2
+    assert "did you mean 'optimizer'" in found.stderr
+
+
+def begun(tmp_path: Path, environment: dict[str, str], *options: str) -> subprocess.Popen[str]:
+    command = [COMMAND, "train", str(tmp_path / "recipe.toml"), "--run", str(tmp_path / "killed")]
+    return subprocess.Popen(
+        [*command, *options], env=environment, text=True, stderr=subprocess.PIPE
+    )
+
+
+def lines(tmp_path: Path) -> int:
+    path = tmp_path / "killed" / NAME
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def until(process: subprocess.Popen[str], tmp_path: Path, count: int) -> None:
+    """Wait until the run has written so many lines, or has ended."""
+    end = time.monotonic() + 300
+    while process.poll() is None and lines(tmp_path) < count and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def finished(process: subprocess.Popen[str], tmp_path: Path, wanted: Trainer) -> None:
+    error = process.communicate()[1]
+    assert process.returncode == 0, error
+    assert runs.curve(tmp_path / "killed") == runs.curve(wanted.directory)
+    trainer = Trainer(wanted.recipe, tmp_path / "killed")
+    assert trainer.resume()
+    for name, tensor in runs.state(wanted).items():
+        assert torch.equal(runs.state(trainer)[name], tensor), name
+
+
+def whole(recipe: Recipe, tmp_path: Path) -> Trainer:
+    trainer = Trainer(recipe, tmp_path / "whole")
+    assert trainer.run() is not None
+    return trainer
+
+
+def test_sigkill_and_resume(tmp_path: Path, environment: dict[str, str]) -> None:
+    recipe = runs.text(tmp_path, steps=20)
+    written(recipe, tmp_path)
+    wanted = whole(recipe, tmp_path)
+    process = begun(tmp_path, environment)
+    until(process, tmp_path, 9)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    finished(begun(tmp_path, environment, "--resume"), tmp_path, wanted)
+
+
+@pytest.mark.slow
+def test_sigkill_at_twenty_random_moments(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Also during checkpoints, which are written at every other step."""
+    recipe = runs.text(tmp_path, steps=200, checkpoint_every=2, evaluate_every=50)
+    written(recipe, tmp_path)
+    wanted = whole(recipe, tmp_path)
+    moments, process = random.Random(0), begun(tmp_path, environment)
+    for _ in range(20):
+        until(process, tmp_path, lines(tmp_path) + moments.randint(1, 12))
+        time.sleep(moments.uniform(0, 0.05))
+        process.kill()
+        process.communicate()
+        process = begun(tmp_path, environment, "--resume")
+    finished(process, tmp_path, wanted)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_it_behind_its_step(
+    tmp_path: Path, environment: dict[str, str], number: signal.Signals
+) -> None:
+    recipe = runs.text(tmp_path, steps=400, checkpoint_every=1000, evaluate_every=0)
+    written(recipe, tmp_path)
+    process = begun(tmp_path, environment)
+    until(process, tmp_path, 5)
+    os.kill(process.pid, number)
+    error = process.communicate()[1]
+    assert process.returncode == 130, error
+    assert "stopping behind this step" in error
+    trainer = Trainer(recipe, tmp_path / "killed")
+    assert trainer.resume()
+    assert trainer.step == len(read(tmp_path / "killed"))

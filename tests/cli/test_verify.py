@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.cli.verify import verify
+from ingot.core import lineage
+from ingot.serve import verify as serving
+
+
+def test_a_certificate_is_printed_and_kept(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verify(tiny, schedules=3, json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schedules"], found["mismatches"], found["bits_equal"]) == (3, 0, True)
+    (step,) = lineage.read(tiny).steps
+    assert step["step"] == "verify"
+    assert {name: step[name] for name in found} == found
+    verify(tiny, schedules=1)
+    lines = capsys.readouterr().out
+    assert "every bit equal" in lines
+    assert len(lineage.read(tiny).steps) == 2
+
+
+def test_a_difference_is_an_exit_code_and_is_kept(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(some: Any, all: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(serving, "_same_bits", other)
+    with pytest.raises(SystemExit) as exit:
+        verify(tiny, schedules=2)
+    assert exit.value.code == 1
+    out = capsys.readouterr().out
+    assert "2 schedules differ" in out
+    assert "first difference" in out
+    (step,) = lineage.read(tiny).steps
+    assert (step["mismatches"], step["bits_equal"]) == (2, False)
+
+
+def test_the_command(ready: Any, tiny: Path) -> None:
+    run = ready("verify", str(tiny), "--schedules", "1", "--json")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["bits_equal"] is True
+    assert ready("verify", str(tiny), "--schedules", "0").returncode == 2

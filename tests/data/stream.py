@@ -1,0 +1,25 @@
+"""Documents on disk as tokens, without text and without a vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ingot.data.shard import Shard, Tokens, write
+
+SIZE = 1 << 16
+DOCUMENTS = st.lists(
+    st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=12), min_size=1, max_size=12
+)
+
+
+def tokens(directory: Path, documents: list[list[int]], per_shard: int) -> Tokens:
+    """These documents, so many to a shard."""
+    shards: list[Shard] = []
+    for start in range(0, len(documents), per_shard):
+        path = directory / f"{start}.tokens"
+        facts = write(path, [np.array(d) for d in documents[start : start + per_shard]], 2)
+        shards.append(Shard(path, facts, 2, SIZE))
+    return Tokens(shards)

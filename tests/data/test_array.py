@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.core.errors import DataError
+from ingot.data.array import Arrays, xor
+from ingot.data.loader import Loader
+
+
+def rows(count: int) -> Arrays:
+    return Arrays(torch.arange(2.0 * count).view(count, 2), torch.arange(count))
+
+
+def test_x_and_y_stay_together() -> None:
+    batch = next(Loader(rows(20), batch=6, seed=5))
+    assert batch.y.tolist() == batch.ids
+    assert torch.equal(batch.x[:, 0], 2.0 * batch.y)
+
+
+@given(count=st.integers(2, 60), fraction=st.floats(0.01, 0.99))
+def test_a_split_keeps_every_sample_on_one_side(count: int, fraction: float) -> None:
+    if not 0 < round(count * fraction) < count:
+        return
+    train, held_out = rows(count).split(fraction)
+    assert sorted(train.y.tolist() + held_out.y.tolist()) == list(range(count))
+    assert len(held_out) == round(count * fraction)
+    again = rows(count).split(fraction)
+    assert torch.equal(again[1].y, held_out.y)
+
+
+def test_a_split_does_not_follow_the_order() -> None:
+    _, held_out = rows(1000).split(0.2)
+    assert 80 < (held_out.y < 500).sum() < 120
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, 0.01, -1.0, 2.0])
+def test_a_split_that_leaves_nothing_is_refused(fraction: float) -> None:
+    with pytest.raises(DataError, match="empty"):
+        rows(10).split(fraction)
+
+
+def test_rows_that_do_not_match_are_refused() -> None:
+    with pytest.raises(DataError, match="one row of each"):
+        Arrays(torch.zeros(3, 2), torch.zeros(2))
+
+
+def test_xor_is_exclusive_or() -> None:
+    for x, y in zip(xor().x.tolist(), xor().y.tolist(), strict=True):
+        assert y == (x[0] != x[1])

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.core.errors import ConfigError, DataError
+from ingot.data.source import Source
+from ingot.data.survey import Survey
+
+TEXTS = [f"document {i}\nends\n" for i in range(300)]
+
+
+def source(directory: Path, texts: list[str]) -> Source:
+    path = directory / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return Source(path)
+
+
+def parts(directory: Path, texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
+    found = list(Survey.of(source(directory, texts), fraction).read())
+    train = [document.text for document in found if document.part == "train"]
+    return train, [document.text for document in found if document.part == "validation"]
+
+
+@given(
+    texts=st.lists(st.text(min_size=1, max_size=9), min_size=2, max_size=12),
+    fraction=st.sampled_from([0.0, 0.001, 0.1, 0.5]),
+)
+def test_every_document_is_on_one_side(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], fraction: float
+) -> None:
+    train, held_out = parts(tmp_path_factory.mktemp("survey"), texts, fraction)
+    assert sorted(train + held_out) == sorted(texts)
+    assert not set(train) & set(held_out)
+    assert bool(held_out) == (fraction > 0)
+    assert train or len(set(texts)) == 1
+
+
+def test_of_two_documents_one_is_held_out(tmp_path: Path) -> None:
+    for pair in pairwise(TEXTS[:20]):
+        for fraction in (0.001, 0.5):
+            train, held_out = parts(tmp_path, list(pair), fraction)
+            assert (len(train), len(held_out)) == (1, 1)
+
+
+def test_about_the_fraction_is_held_out(tmp_path: Path) -> None:
+    _, held_out = parts(tmp_path, TEXTS, 0.1)
+    assert 15 <= len(held_out) <= 50
+
+
+def test_documents_do_not_change_sides_when_others_come(tmp_path: Path) -> None:
+    _, before = parts(tmp_path, TEXTS, 0.1)
+    _, after = parts(tmp_path, [*(f"new {i}" for i in range(99)), *TEXTS[::-1]], 0.1)
+    assert set(after) & set(TEXTS) == set(before)
+
+
+def test_more_held_out_is_more_of_the_same(tmp_path: Path) -> None:
+    assert set(parts(tmp_path, TEXTS, 0.1)[1]) < set(parts(tmp_path, TEXTS, 0.2)[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "train"), [("one\ntwo\nthree\n", "one\ntwo\n"), ("word", "wo"), ("a", "a")]
+)
+def test_of_one_document_the_end_is_held_out(tmp_path: Path, text: str, train: str) -> None:
+    rest = [text[len(train) :]] if text != train else []
+    assert parts(tmp_path, [text], 0.3) == ([train], rest)
+
+
+def test_a_share_of_the_documents_is_of_both_parts(tmp_path: Path) -> None:
+    documents = list(Survey.of(source(tmp_path, TEXTS), 0.3).read())
+    assert all(document.chosen(1.0) for document in documents)
+    assert not any(document.chosen(0.0) for document in documents)
+    for part in ("train", "validation"):
+        chosen = [document.chosen(0.5) for document in documents if document.part == part]
+        assert 0.3 < sum(chosen) / len(chosen) < 0.7
+
+
+def test_counts_and_hash(tmp_path: Path) -> None:
+    found = Survey.of(source(tmp_path, ["ä", "bc"]), 0.0)
+    assert (found.documents, found.bytes) == (2, 4)
+    assert [document.bytes for document in found.read()] == [2, 2]
+    hashes = {Survey.of(source(tmp_path, t), 0.0).sha256 for t in (["ab", "c"], ["a", "bc"])}
+    assert len(hashes | {found.sha256}) == 3
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
+    found = Survey.of(source(tmp_path, TEXTS), 0.1)
+    source(tmp_path, [*TEXTS[:-1], "another"])
+    with pytest.raises(DataError, match="has changed while it was read"):
+        list(found.read())
+
+
+def test_files_that_were_passed_over_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source(tmp_path, TEXTS)
+    (tmp_path / "image").write_bytes(b"\xff\0")
+    list(Survey.of(Source(tmp_path), 0.1).read())
+    assert caplog.text.count("passed over 1 files") == 1
+
+
+def test_no_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no text in"):
+        Survey.of(source(tmp_path, [""]), 0.1)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 0.6, float("nan")])
+def test_a_fraction_that_makes_no_sense_is_refused(tmp_path: Path, fraction: float) -> None:
+    with pytest.raises(ConfigError, match=r"give 0 to 0\.5"):
+        Survey.of(source(tmp_path, TEXTS), fraction)

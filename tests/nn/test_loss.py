@@ -1,0 +1,40 @@
+"""Losses and log-probabilities of models."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ingot.nn import Decoder, Plan, preset
+from ingot.nn.loss import class_losses, token_logprobs, token_losses
+
+
+def test_the_loss_of_a_token_is_that_of_its_logits() -> None:
+    model = Decoder.new(preset("tiny"), seed=0)
+    tokens, targets = torch.randint(256, (9,)), torch.randint(256, (9,))
+    targets[4] = -100
+    plan = Plan.packed([5, 4])
+    logits = model.logits(model(tokens, plan.positions(), plan))
+    for smoothing in (0.0, 0.1):
+        wanted = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+        found = token_losses(model, tokens, targets, [5, 4], label_smoothing=smoothing)
+        torch.testing.assert_close(found, wanted)
+    assert torch.all(
+        token_losses(model, tokens, targets, [5, 4], z_loss=1.0)[:4]
+        > token_losses(model, tokens, targets, [5, 4])[:4]
+    )
+
+
+def test_a_log_probability_is_the_loss_turned_round() -> None:
+    model = Decoder.new(preset("tiny"), seed=0)
+    tokens, targets = torch.randint(256, (9,)), torch.randint(256, (9,))
+    targets[4] = -100
+    found = token_logprobs(model, tokens, targets, [5, 4])
+    torch.testing.assert_close(found, -token_losses(model, tokens, targets, [5, 4]))
+    assert found[4] == 0
+
+
+def test_the_loss_of_a_class() -> None:
+    scores, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0])
+    wanted = F.cross_entropy(scores, targets, reduction="none", label_smoothing=0.2)
+    torch.testing.assert_close(class_losses(scores, targets, 0.2), wanted)

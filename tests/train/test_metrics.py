@@ -1,0 +1,30 @@
+"""Lines of a run that was cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ingot.train.metrics import NAME, Metrics, read
+
+
+def test_lines_behind_a_checkpoint_are_cut_off(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    for step in range(5):
+        metrics.add({"step": step})
+    again = Metrics(tmp_path, lines=3)
+    again.add({"step": 30})
+    assert again.lines == 4
+    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 30]
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read(tmp_path) == [{"step": 1}]
+    assert Metrics(tmp_path, lines=1).lines == 1
+    assert (tmp_path / NAME).read_text() == '{"step": 1}\n'
+
+
+def test_losses_keep_all_their_bits(tmp_path: Path) -> None:
+    value = 0.1 + 2**-52
+    Metrics(tmp_path).add({"loss": value, "norm": float("inf")})
+    assert read(tmp_path) == [{"loss": value, "norm": float("inf")}]

@@ -1,0 +1,63 @@
+"""What is computed again gives the same gradients, to the bit, and keeps less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ingot import ops
+from ingot.core.errors import ConfigError
+from ingot.nn import Decoder, Dense, DenseConfig, Plan, preset
+from ingot.nn.dropout import begin
+from ingot.train.recompute import recompute
+
+
+def gradients(policy: Any, name: str = "tiny", dropout: float = 0.0) -> tuple[list[Any], int]:
+    """The gradients, and the bytes that autograd kept for the backward."""
+    model = Decoder.new(preset(name), seed=0)
+    model.drop(dropout)
+    begin(model, seed=0, step=0)
+    recompute(model, policy)
+    plan, tokens = Plan.packed([40, 30]), torch.arange(70)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model(tokens, plan.positions(), plan)
+    weights = sum(p.nbytes for p in model.parameters())
+    ops.linear_cross_entropy(hidden, model.head_weight, tokens).sum().backward()
+    return [p.grad for p in model.parameters()], sum(kept.values()) - weights
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_gradients_are_the_same_to_the_bit(policy: Any, name: str, dropout: float) -> None:
+    plain, _ = gradients("none", name, dropout)
+    again, _ = gradients(policy, name, dropout)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_full_keeps_the_least() -> None:
+    assert gradients("full")[1] < 0.5 * gradients("none")[1]
+
+
+def test_scoring_is_left_alone() -> None:
+    model = Decoder.new(preset("tiny"), seed=0)
+    plan = Plan.packed([3])
+    wanted = model(torch.arange(3), plan.positions(), plan)
+    recompute(model, "full")
+    with torch.inference_mode():
+        assert torch.equal(model(torch.arange(3), plan.positions(), plan), wanted)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    model = Dense.new(DenseConfig(inputs=1, hidden=(), outputs=1), seed=0)
+    recompute(model, "none")
+    with pytest.raises(ConfigError, match="Dense, which has no blocks"):
+        recompute(model, "full")
