@@ -34,7 +34,7 @@ SUMMARIES = {
     "generate": "have a model go on from a prompt",
     "import": "a GGUF file or a Hugging Face directory into a model directory",
     "info": "what a model directory holds: architecture, size, memory, lineage",
-    "kernels": "the GPU kernels as machine code, without a GPU: registers, spills, tensor cores",
+    "kernels": "GPU kernels as machine code, without a GPU: registers, spills",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
     "serve": "a model behind OpenAI's API, for any client",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
