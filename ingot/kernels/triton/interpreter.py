@@ -30,6 +30,7 @@ from unittest import mock
 from ingot.core.errors import IngotError
 
 DTYPES = ("float32", "float16")
+_planted: list[Any] = []
 
 
 class Interpreter:
@@ -91,6 +92,17 @@ def samples() -> list[tuple[str, str, str]]:
     ]
 
 
+def streaming() -> list[str]:
+    """Ops that memory bounds, in all their kernels of a forward."""
+    from ingot.kernels.triton.provider import provided
+
+    return [
+        name
+        for name, one in provided().items()
+        if {launch.kernel.bound for launch in one.launches("forward")} == {"bandwidth"}
+    ]
+
+
 def errors(op: str, sample: str, dtype: str) -> dict[str, float]:
     """The errors of a call as shares of their bounds: of the results, and of each gradient."""
     from ingot import ops
@@ -105,11 +117,9 @@ def errors(op: str, sample: str, dtype: str) -> dict[str, float]:
     return found
 
 
-def planted(family: str, old: str, new: str, op: str, sample: str, dtype: str) -> dict[str, float]:
-    """The errors of a call after a change to the source of its kernels: tests plant faults so.
-
-    What was changed stays so in this process.
-    """
+def plant(family: str, old: str, new: str, op: str) -> None:
+    """Change the source of an op's kernels, for as long as this process runs: so tests plant
+    faults, and see whether they are noticed."""
     from ingot.kernels.triton.provider import HERE, provided
     from ingot.ops.op import catalogue
 
@@ -117,15 +127,15 @@ def planted(family: str, old: str, new: str, op: str, sample: str, dtype: str) -
     text = (HERE / f"{family}.py").read_text()
     assert old in text, "nothing to change"
     name = f"ingot.kernels.triton.{family}"
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(text.replace(old, new))
-        file.flush()
-        spec = importlib.util.spec_from_file_location(name, file.name)
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        catalogue()[op].__dict__.pop("providers", None)
-        return errors(op, sample, dtype)
+    file = tempfile.NamedTemporaryFile("w", suffix=".py")  # noqa: SIM115
+    _planted.append(file)  # the interpreter reads a function's source at its first call
+    file.write(text.replace(old, new))
+    file.flush()
+    spec = importlib.util.spec_from_file_location(name, file.name)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    catalogue()[op].__dict__.pop("providers", None)
 
 
 def differing(op: str, sample: str, dtype: str) -> list[str]:
@@ -204,39 +214,50 @@ def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
 def traffic(op: str) -> dict[str, float]:
     """Bytes that the forward kernels of an op load and store, and those that the record counts.
 
-    The shape is the representative one, made small; a row of it is as long.
+    The shape is the representative one with fewer rows, each as long. Norms, which read their
+    weight once a program, run in fewer programs by as much.
     """
     from ingot import ops
+    from ingot.kernels.triton import norm
     from ingot.ops.op import catalogue
 
     record, args = catalogue()[op], _small_example(op)
-    with ops.prefer("triton"), _counted() as moved:
+    with (
+        ops.prefer("triton"),
+        mock.patch.object(norm, "PARTS", norm.PARTS * len(args[0]) // 8192),
+        _counted() as moved,
+    ):
         assert record.select(*args).name == "triton", "the kernels do not take this call"
         record(*args)
     return {"moved": moved[0], "counted": record.cost(*args).bytes}
 
 
 def _small_example(op: str) -> tuple[Any, ...]:
-    """The representative call with at most 64 rows, in float16, with values."""
+    """The representative call with at most 128 rows, 8 of long ones, in float16, with values."""
     import torch
 
     from ingot.kernels.triton.provider import Meta, provided
 
     one = provided()[op]
+    args = one.op.complete(one.example(Meta(torch.float16)))
     random = torch.Generator().manual_seed(0)
+    widest = max(arg[0].numel() for arg in args if isinstance(arg, torch.Tensor))
+    rows = max(8, min(128, 2**19 // widest))
 
     def real(arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor):
             return arg
-        shape = [min(size, 64) if i == 0 and arg.dim() > 1 else size
-                 for i, size in enumerate(arg.shape)]  # fmt: skip
-        if arg.dim() == 1 and not arg.is_floating_point():
-            shape = [64]
-        if not arg.is_floating_point():
-            return torch.arange(64, dtype=arg.dtype).reshape(shape)
-        return torch.randn(shape, generator=random).to(arg.dtype)
+        by_rows = arg.dim() > 1 or len(arg) in (256, 8192)  # weights and frequencies stay
+        shape = (rows, *arg.shape[1:]) if by_rows else arg.shape
+        if arg.is_floating_point():
+            return torch.randn(shape, generator=random).to(arg.dtype)
+        return (
+            torch.arange(rows, dtype=arg.dtype)
+            if arg.dim() == 1
+            else arg.new_ones(shape, device="cpu")
+        )
 
-    return tuple(map(real, one.op.complete(one.example(Meta(torch.float16)))))
+    return tuple(map(real, args))
 
 
 @contextmanager
@@ -282,7 +303,7 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (errors, planted, differing, attention_differs, traffic)
+    for function in (errors, plant, differing, attention_differs, traffic)
 }
 
 

@@ -1,8 +1,9 @@
 """`norm` on GPUs: a row, or several short ones, in the registers of a program.
 
-Forward reads a row once. Backward computes the row's statistics again rather than have the forward
-store them, and adds up the gradients of weight and bias over its share of the rows in registers;
-`reduce.py` adds up the shares.
+Forward reads a row once, and the weight once a program: there are at most `PARTS` programs, which
+walk through the rows with the weight in registers and the next rows on their way. Backward computes
+the row's statistics again rather than have the forward store them, and adds up the gradients of
+weight and bias over its share of the rows in registers; `reduce.py` adds up the shares.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -32,6 +33,12 @@ def _space(target: Target, ROWS: int, WIDTH: int, **_: object) -> Iterator[Confi
     yield from by_elements(target, ROWS * WIDTH)
 
 
+def _forward_space(target: Target, ROWS: int, WIDTH: int, **_: object) -> Iterator[Config]:
+    for config in by_elements(target, ROWS * WIDTH):
+        for ahead in (3, 1):
+            yield Config.of(config.warps, AHEAD=ahead)
+
+
 @triton.jit
 def _statistics(total, inside, width, eps, CENTRED: tl.constexpr):
     """Rows without their mean if it is to go, and the reciprocal of their scale."""
@@ -43,26 +50,33 @@ def _statistics(total, inside, width, eps, CENTRED: tl.constexpr):
     return centred, scale
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_forward_space, bound="bandwidth")
 @triton.jit
 def _norm(
     x, residual, weight, bias, y, total, rows, width, x_row, residual_row, eps,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a tile of rows; with a residual, their sum with it, which is stored too."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    """Normalize every so-manieth tile of rows; with a residual, their sum with it, which is stored
+    too. While a tile is computed the next are on their way, AHEAD - 1 of them."""
     column = tl.arange(0, WIDTH)[None, :]
-    inside = (row < rows) & (column < width)
-    values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
-    if residual is not None:
-        values += tl.load(residual + row * residual_row + column, inside, other=0.0).to(tl.float32)
-        tl.store(total + row * width + column, values.to(total.dtype.element_ty), inside)
-    centred, scale = _statistics(values, inside, width, eps, CENTRED)
-    result = centred * scale[:, None]
-    result *= tl.load(weight + column, column < width, other=0.0).to(tl.float32)
+    scales = tl.load(weight + column, column < width, other=0.0)
+    shifts = scales
     if bias is not None:
-        result += tl.load(bias + column, column < width, other=0.0).to(tl.float32)
-    tl.store(y + row * width + column, result.to(y.dtype.element_ty), inside)
+        shifts = tl.load(bias + column, column < width, other=0.0)
+    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    for start in tl.range(first, rows, step, num_stages=AHEAD):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        inside = (row < rows) & (column < width)
+        values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
+        if residual is not None:
+            added = tl.load(residual + row * residual_row + column, inside, other=0.0)
+            values += added.to(tl.float32)
+            tl.store(total + row * width + column, values.to(total.dtype.element_ty), inside)
+        centred, scale = _statistics(values, inside, width, eps, CENTRED)
+        result = centred * scale[:, None] * scales.to(tl.float32)
+        if bias is not None:
+            result += shifts.to(tl.float32)
+        tl.store(y + row * width + column, result.to(y.dtype.element_ty), inside)
 
 
 @kernel(space=_space, bound="bandwidth")
@@ -129,7 +143,7 @@ def _forward(
     tile = _tile(width)
     residual_row = 0 if residual is None else residual.stride(0)
     _norm.launch(
-        (triton.cdiv(rows, tile["ROWS"]),),
+        (min(PARTS, triton.cdiv(rows, tile["ROWS"])),),
         *(x, residual, weight.contiguous(), bias if bias is None else bias.contiguous(), y, total),
         *(rows, width, x.stride(0), residual_row, eps),
         CENTRED=centred,

@@ -17,7 +17,7 @@ from ingot.kernels.triton import tuned
 from ingot.kernels.triton.ceiling import ceiling, disassemble
 from ingot.kernels.triton.compiler import Fact, compile_launch, fact_of
 from ingot.kernels.triton.gate import SPILLS, faults
-from ingot.kernels.triton.interpreter import Interpreter, samples
+from ingot.kernels.triton.interpreter import Interpreter, samples, streaming
 from ingot.kernels.triton.provider import provided
 from ingot.kernels.triton.target import CHIPS, TARGETS
 
@@ -139,6 +139,21 @@ def number_rows(errors: Errors) -> list[dict[str, Any]]:
     ]
 
 
+def traffic_rows() -> list[dict[str, Any]]:
+    """Bytes that kernels load and store in the interpreter, beside those that the record counts."""
+    with Interpreter() as interpreter:
+        found = {op: interpreter.call("traffic", op=op) for op in streaming()}
+    return [
+        {
+            "op": op,
+            "moved": f"{one['moved']:,}",
+            "counted": f"{one['counted']:,}",
+            "ratio": f"{one['moved'] / one['counted']:.3f}",
+        }
+        for op, one in found.items()
+    ]
+
+
 def wrong(facts: Sequence[Fact]) -> list[str]:
     """All faults of all kernels."""
     return [fault for fact in facts for fault in faults(fact)]
@@ -171,6 +186,7 @@ def write_page(path: Path, facts: Sequence[Fact], seconds: float) -> None:
         ("kernels", _markdown(_page_rows(facts))),
         ("ceilings", _markdown(ceiling_rows())),
         ("roofline", _markdown(roofline_rows())),
+        ("traffic", _markdown(traffic_rows())),
         ("numbers", _markdown(number_rows(numbers()))),
     ):
         begin, end = f"<!-- {mark} -->", f"<!-- end {mark} -->"

@@ -35,13 +35,17 @@ def _space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
     yield from by_elements(target, WIDTH)
 
 
-def _sample_space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
-    """8 elements a thread: with 16, sm_80 spilled."""
+def _sample_space(target: Target, DRAW: bool, WIDTH: int, **_: object) -> Iterator[Config]:
+    """8 or 16 elements a thread: more spill. On sm_80 one of the two spills, drawing or not."""
+    spilling = (8 if DRAW else 16) if target.arch == 80 else 0
+    found = False
     for config in by_elements(target, WIDTH):
-        if WIDTH // (config.warps * target.lanes) <= 8:
+        share = WIDTH // (config.warps * target.lanes)
+        if share <= 16 and share != spilling:
+            found = True
             yield config
-            return
-    yield Config.of(1)
+    if not found:
+        yield Config.of(1)
 
 
 def _small_space(target: Target, **_: object) -> Iterator[Config]:

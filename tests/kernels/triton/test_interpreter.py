@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot import ops
-from ingot.kernels.triton.interpreter import Interpreter, samples
+from ingot.kernels.triton.interpreter import Interpreter, samples, streaming
 from ingot.kernels.triton.provider import provided
 
 CASES = samples()
@@ -23,12 +23,7 @@ FAST = [
     and sample != "large"
     and (op not in SLOW_OPS or sample in ("typical", "ties"))
 ]
-# What one pass of loads and stores is all that bounds. Norms read their weight again for each row,
-# and `penalize` its options for each piece: from a cache, but the interpreter counts loads.
-STREAMING = [
-    *("gelu", "gelu_tanh", "silu", "relu_squared", "swiglu", "geglu", "geglu_tanh"),
-    *("softmax", "log_softmax", "rope", "embedding", "token_logprobs", "cross_entropy"),
-]
+STREAMING = streaming()
 BY_ROWS = [name for name, one in provided().items() if one.op.rows]
 
 
@@ -104,6 +99,13 @@ def test_no_byte_is_moved_twice(interpreter: Interpreter, op: str) -> None:
     assert found["moved"] <= 1.05 * found["counted"], found
 
 
+def test_a_second_pass_is_noticed() -> None:
+    with Interpreter() as own:
+        own.call("plant", family="softmax", old="width > padded", new="True", op="softmax")
+        found = own.call("traffic", op="softmax")
+    assert found["moved"] == pytest.approx(1.5 * found["counted"])
+
+
 @pytest.mark.parametrize(
     ("family", "old", "new", "op", "sample"),
     [
@@ -117,7 +119,12 @@ def test_no_byte_is_moved_twice(interpreter: Interpreter, op: str) -> None:
 )  # fmt: skip
 def test_a_wrong_mask_is_noticed(family: str, old: str, new: str, op: str, sample: str) -> None:
     with Interpreter() as own:
-        errors = own.call(
-            "planted", family=family, old=old, new=new, op=op, sample=sample, dtype="float32"
-        )
+        own.call("plant", family=family, old=old, new=new, op=op)
+        errors = own.call("errors", op=op, sample=sample, dtype="float32")
     assert max(errors.values()) > 1
+
+
+def test_nothing_planted_is_nothing_noticed() -> None:
+    with Interpreter() as own:
+        own.call("plant", family="softmax", old="LOG", new="LOG", op="softmax")
+        check(own, "softmax", "masked", "float32")
