@@ -18,6 +18,8 @@ from ingot.kernels.triton.ceiling import ceiling, disassemble
 from ingot.kernels.triton.compiler import Fact, compile_launch, fact_of
 from ingot.kernels.triton.gate import SPILLS, faults
 from ingot.kernels.triton.interpreter import Interpreter, samples, streaming
+from ingot.kernels.triton.kernel import Config, Launch
+from ingot.kernels.triton.plain import plain
 from ingot.kernels.triton.provider import provided
 from ingot.kernels.triton.target import CHIPS, TARGETS
 
@@ -82,31 +84,41 @@ def _shape(example: Callable[..., tuple[Any, ...]]) -> str:
 
 
 def ceiling_rows() -> list[dict[str, Any]]:
-    """The main loops of products on sm_90, in their default configurations."""
-    target, rows = TARGETS["sm_90"], list[dict[str, Any]]()
+    """The main loops of products on sm_90, in their default configurations, and the plainest ones
+    beside them."""
+    target = TARGETS["sm_90"]
+    wanted = plain()
     for op in ("linear", "linear_swiglu", "attention"):
         launch = provided()[op].launches("forward")[0]
-        config = tuned.default(launch, target.name)
-        binary = compile_launch(launch, config, target)
-        fact = fact_of(op, launch, config, target, binary)
-        tile = launch.constants | dict(config.constants)
-        if op == "attention":
-            needed = 2 * tile["ROWS"] * tile["KEYS"] * tile["WIDTH"]
-        else:
-            needed = tile["ROWS"] * tile["COLUMNS"] * tile["INNER"] * tile["PRODUCTS"]
-        found = ceiling(disassemble(binary.asm["cubin"]), config.warps, needed)
-        rows.append(
-            {
-                "kernel": op,
-                "config": str(config),
-                "products an iteration": found.products,
-                "copies an iteration": found.copies,
-                "stages": config.stages,
-                "occupancy": f"{fact.occupancy:.0%}",
-                "ceiling": f"{found.share:.0%} of peak",
-            }
-        )
-    return rows
+        wanted[op] = launch, tuned.default(launch, target.name)
+    return [_ceiling_row(name, *wanted[name]) for name in sorted(wanted, key=_beside)]
+
+
+def _beside(name: str) -> tuple[bool, bool, str]:
+    return "attention" in name, "tutorial" in name, name
+
+
+def _ceiling_row(name: str, launch: Launch, config: Config) -> dict[str, Any]:
+    target = TARGETS["sm_90"]
+    binary = compile_launch(launch, config, target)
+    fact = fact_of(name, launch, config, target, binary)
+    tile = launch.constants | dict(config.constants)
+    if "KEYS" in tile:
+        needed = 2 * tile["ROWS"] * tile["KEYS"] * tile["WIDTH"]
+    else:
+        needed = tile["ROWS"] * tile["COLUMNS"] * tile["INNER"] * tile.get("PRODUCTS", 1)
+    found = ceiling(disassemble(binary.asm["cubin"]), config.warps, needed)
+    return {
+        "kernel": name,
+        "config": str(config),
+        "products an iteration": found.products,
+        "copies an iteration": found.copies,
+        "stages": config.stages,
+        "registers": fact.code.registers,
+        "spills": fact.code.spills,
+        "occupancy": f"{fact.occupancy:.0%}",
+        "ceiling": f"{found.share:.0%} of peak",
+    }
 
 
 def numbers(names: Sequence[str] = (), done: Callable[[], object] = lambda: None) -> Errors:
