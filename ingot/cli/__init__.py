@@ -34,6 +34,7 @@ SUMMARIES = {
     "generate": "have a model go on from a prompt",
     "import": "a GGUF file or a Hugging Face directory into a model directory",
     "info": "what a model directory holds: architecture, size, memory, lineage",
+    "kernels": "GPU kernels as machine code, without a GPU: registers, spills",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
     "runs": "what was trained: results, differences, curves beside each other",
     "serve": "a model behind OpenAI's API, for any client",

@@ -120,7 +120,7 @@ def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list
         ),
         (
             bool(device.gpus) and "triton" not in installed,
-            "a GPU without Triton, which ingot's GPU kernels will need",
+            "a GPU without Triton: PyTorch stands in for ingot's GPU kernels",
             "pip install 'ingot[gpu]'",
         ),
         (

@@ -48,7 +48,7 @@ from ingot.ops.inputs import Make, Sample
 P = ParamSpec("P")
 R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
 
-PREFERENCE = ("cpu", "aten", "reference")  # first that supports the call wins
+PREFERENCE = ("cpu", "triton", "aten", "reference")  # first that supports the call wins
 
 # How many `prefer` are active, in all threads: C++ kernels read it, and ask Python unless it is 0.
 PREFERRING = ctypes.c_int(0)
@@ -192,9 +192,10 @@ class Op(Generic[P, R]):
     def providers(self) -> dict[str, Provider]:
         """All providers, best first. Imports their modules at the first call."""
         for name in PREFERENCE:
-            module = f"ingot.kernels.{name}.{self.family}"
-            if name != "reference" and importlib.util.find_spec(module):
-                importlib.import_module(module)
+            if name != "reference" and _can_run(name):
+                module = f"ingot.kernels.{name}.{self.family}"
+                if importlib.util.find_spec(module):
+                    importlib.import_module(module)
         backward = self.gradient and self.gradient(self.fallback)
         self.provide("reference", self.fallback, exact=False, backward=backward)
         return {name: self._registered[name] for name in PREFERENCE if name in self._registered}
@@ -358,6 +359,12 @@ def like(x: Tensor, *_: object) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype arithmetic is done in: float32, or float64 where the input is."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _can_run(provider: str) -> bool:
+    """Whether a provider can do anything in this process; Triton needs a GPU, and is large."""
+    package = importlib.import_module(f"ingot.kernels.{provider}")
+    return getattr(package, "available", always)()
 
 
 def _by_name(name: str) -> Op[..., Any]:

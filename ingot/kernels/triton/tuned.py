@@ -1,0 +1,152 @@
+"""Which configuration a launch gets: tuned on this GPU, or the target's default, or the first.
+
+Tuned ones are in SQLite, written by whoever has timed them: a row is the fastest for a kernel's
+source, its constants and shape bucket, a dtype and a device. Another source is another key, so what
+was tuned for a kernel that has changed since is not found. Defaults are in `defaults.json`, chosen
+from the compiled code by `ingot kernels --defaults`.
+
+The number of rows is in no key: a row's bits depend on the configuration.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ingot.core import paths
+from ingot.kernels.triton import interpreting
+from ingot.kernels.triton.kernel import Config, Launch
+from ingot.kernels.triton.target import TARGETS, Target, nearest
+
+DEFAULTS = Path(__file__).parent / "defaults.json"
+_SCHEMA = """create table if not exists tuned (
+    kernel text, source text, bucket text, dtype text, device text,
+    config text not null, microseconds real not null,
+    primary key (kernel, source, bucket, dtype, device)
+)"""
+_chosen: dict[Any, Config] = {}
+
+
+def choose(launch: Launch) -> Config:
+    """The configuration for a launch on the device of its tensors."""
+    key = launch.kernel.name, launch.bucket, _dtype(launch)
+    found = _chosen.get(key)
+    if found is None:
+        target, device = here()
+        found = tuned(launch, device, target) or default(launch, target.name)
+        _chosen[key] = found
+    return found
+
+
+@cache
+def here() -> tuple[Target, str]:
+    """The target of this process and its device's name; while interpreting, one that stands in."""
+    if interpreting():
+        return TARGETS["sm_90"], "interpreter"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if torch.version.hip:
+        capability = properties.gcnArchName.partition(":")[0]
+    else:
+        capability = f"sm_{properties.major}{properties.minor}"
+    return nearest(capability), properties.name
+
+
+def default(launch: Launch, target: str) -> Config:
+    """The target's default where it fits the launch, else the first that does."""
+    configs = launch.configs(TARGETS[target])
+    wanted = _defaults().get(launch.kernel.name, {}).get(target)
+    return next((config for config in configs if str(config) == wanted), configs[0])
+
+
+@cache
+def _defaults() -> dict[str, dict[str, str]]:
+    return json.loads(DEFAULTS.read_text()) if DEFAULTS.exists() else {}
+
+
+def store() -> Path:
+    """Where tuned configurations are kept."""
+    return paths.cache("tuned.db")
+
+
+def keep(launch: Launch, device: str, config: Config, microseconds: float) -> None:
+    """Remember the fastest configuration of a launch on a device."""
+    store().parent.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(store(), timeout=60)) as database, database:
+        database.execute(_SCHEMA)
+        database.execute(
+            "insert or replace into tuned values (?, ?, ?, ?, ?, ?, ?)",
+            (*_key(launch, device), str(config), microseconds),
+        )
+
+
+def tuned(launch: Launch, device: str, target: Target) -> Config | None:
+    """The remembered configuration, if there is one that fits still."""
+    if not store().exists():
+        return None
+    try:
+        with closing(sqlite3.connect(f"file:{store()}?mode=ro", uri=True, timeout=60)) as database:
+            row = database.execute(
+                "select config from tuned where "
+                "kernel = ? and source = ? and bucket = ? and dtype = ? and device = ?",
+                _key(launch, device),
+            ).fetchone()
+    except sqlite3.Error:  # damaged, or of another kind: what is slow is still right
+        return None
+    return next((c for c in launch.configs(target) if row and str(c) == row[0]), None)
+
+
+def _key(launch: Launch, device: str) -> tuple[str, str, str, str, str]:
+    source = getattr(launch.kernel.function, "cache_key", "")
+    return launch.kernel.name, source, repr(launch.bucket), _dtype(launch), device
+
+
+def _dtype(launch: Launch) -> str:
+    tensors = (arg for arg in launch.args if isinstance(arg, torch.Tensor))
+    return str(next(tensors).dtype).removeprefix("torch.")
+
+
+def best(facts: Iterable[Any]) -> dict[str, dict[str, str]]:
+    """A default for each kernel and target, from compiled facts without faults.
+
+    On tensor cores the tile with the most arithmetic for what it loads, then the most warps
+    resident; else the most bits of loads in flight on a unit.
+    """
+    from ingot.kernels.triton.gate import faults
+
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for fact in facts:
+        groups.setdefault((fact.kernel, fact.target, fact.config), []).append(fact)
+    ranked: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    most = {
+        (kernel, target): max(
+            len(v) for (k, t, _), v in groups.items() if (k, t) == (kernel, target)
+        )
+        for kernel, target, _ in groups
+    }
+    for (kernel, target, config), found in groups.items():
+        if any(map(faults, found)) or len(found) < most[kernel, target]:
+            continue
+        score = min(map(_score, found))
+        ranked.setdefault((kernel, target), []).append((score, config))
+    result: dict[str, dict[str, str]] = {}
+    for (kernel, target), configs in sorted(ranked.items()):
+        result.setdefault(kernel, {})[target] = max(configs, key=lambda pair: pair[0])[1]
+    return result
+
+
+def _score(fact: Any) -> float:
+    tile = dict(pair.split("=") for pair in fact.config.split())
+    if fact.bound == "tensor cores":
+        rows, columns = int(tile["ROWS"]), int(tile.get("COLUMNS") or tile["KEYS"])
+        return rows * columns / (rows + columns) + fact.occupancy
+    in_flight = sum(bits * count for bits, count in fact.code.loads.items())
+    resident = fact.occupancy * TARGETS[fact.target].warps * TARGETS[fact.target].lanes
+    return min(in_flight, 512) * resident

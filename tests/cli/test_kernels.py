@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("triton", reason="GPU kernels need Triton, if only to be compiled")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+ASKED = {"kernel", "target", "config", "registers", "spills", "shared_bytes", "occupancy"}
+
+
+def test_rows_for_machines(ingot: Run) -> None:
+    result = ingot("kernels", "silu", "--target", "sm_90", "gfx942", "--quick", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert {row["target"] for row in rows} == {"sm_90", "gfx942"}
+    for row in rows:
+        assert ASKED | {"tensor_core"} <= set(row)
+        assert row["spills"] == 0
+        assert not row["tensor_core"]
+        assert 0 < row["occupancy"] <= 1
+
+
+def test_tables_for_people(ready: Run) -> None:
+    result = ready("kernels", "silu", "--target", "sm_90", "--quick", COLUMNS="200")
+    assert result.returncode == 0, result.stderr
+    assert "silu.forward.activation.0" in result.stdout
+    assert "0 spill, 0 faults" in result.stdout
+    assert "H100" in result.stdout
+
+
+def test_errors_of_the_kernels_in_the_interpreter(ready: Run) -> None:
+    result = ready("kernels", "uniform", "--numbers", "--json")
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)
+    assert row["op"] == "uniform"
+    assert float(row["forward"]) <= 1
+    assert row["cases"] > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("silo",), "did you mean 'silu'?"),
+        (("silu", "--target", "sm_91"), "did you mean 'sm_90'?"),
+    ],
+)
+def test_an_unknown_name_suggests_the_nearest(
+    ready: Run, arguments: tuple[str, ...], error: str
+) -> None:
+    result = ready("kernels", *arguments)
+    assert result.returncode == 2
+    assert error in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_process_that_interprets_cannot_compile(ready: Run) -> None:
+    result = ready("kernels", "silu", TRITON_INTERPRET="1")
+    assert result.returncode == 2
+    assert "remedy: unset it" in result.stderr

@@ -1,0 +1,17 @@
+"""A process that interprets kernels, one for each process of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("triton", reason="GPU kernels need Triton, if only to be compiled")
+
+from ingot.kernels.triton.interpreter import Interpreter
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    with Interpreter() as running:
+        yield running

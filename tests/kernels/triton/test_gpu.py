@@ -1,0 +1,82 @@
+"""What only a GPU can tell: every record on it, in every dtype, by the kernels as compiled.
+
+`pytest -m gpu` runs this. It has not been run: there was no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ingot import ops
+from ingot.ops.accuracy import backward_errors, forward_errors
+from ingot.ops.gradient import as_tuple
+from ingot.ops.inputs import Make
+from ingot.ops.op import Op
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CASES = [
+    pytest.param(op, dtype, sample.name, id=f"{op.name}-{sample.name}-{dtype}")
+    for op in ops.catalogue().values()
+    for dtype in DTYPES
+    for sample in op.samples(Make(DTYPES[dtype]))
+]
+each_case = pytest.mark.parametrize(("op", "dtype", "sample"), CASES)
+
+
+def arguments(op: Op[..., Any], dtype: str, sample: str) -> tuple[Any, ...]:
+    found = op.samples(Make(DTYPES[dtype], device="cuda"))
+    args = next(op.complete(s.args) for s in found if s.name == sample)
+    with ops.prefer("triton"):
+        assert op.select(*args).name == "triton"
+    return args
+
+
+@each_case
+def test_forward(op: Op[..., Any], dtype: str, sample: str) -> None:
+    assert max(forward_errors(op, "triton", arguments(op, dtype, sample))) <= 1
+
+
+@each_case
+def test_backward(op: Op[..., Any], dtype: str, sample: str) -> None:
+    if op.gradient:
+        errors = backward_errors(op, "triton", arguments(op, dtype, sample))
+        assert max(errors.values()) <= 1, errors
+
+
+@each_case
+def test_rows_do_not_depend_on_the_batch(op: Op[..., Any], dtype: str, sample: str) -> None:
+    if not op.rows:
+        return
+    args, names = arguments(op, dtype, sample), list(op.signature.parameters)
+    rows = len(args[names.index(op.rows[0])])
+    with ops.prefer("triton"):
+        whole = as_tuple(op(*args))
+        for row in range(rows):
+            part = slice(row, row + 1)
+            taken = [a[part] if name in op.rows else a for name, a in zip(names, args, strict=True)]
+            for one, other in zip(as_tuple(op(*taken)), whole, strict=True):
+                torch.testing.assert_close(one, other[part], rtol=0, atol=0, equal_nan=True)
+
+
+@each_case
+def test_results_are_the_same_every_time(op: Op[..., Any], dtype: str, sample: str) -> None:
+    """A race that the interpreter cannot see would show here."""
+    args = arguments(op, dtype, sample)
+
+    def run() -> tuple[Tensor, ...]:
+        fresh = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+        return as_tuple(op(*fresh)) + op.written(fresh)
+
+    with ops.prefer("triton"):
+        first = run()
+        for _ in range(5):
+            for one, other in zip(run(), first, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

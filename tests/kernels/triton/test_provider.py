@@ -1,0 +1,171 @@
+"""Dispatch to GPU kernels, with a GPU that is pretended or traced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ingot import ops
+from ingot.kernels import triton as package
+from ingot.kernels.triton.kernel import recording
+from ingot.kernels.triton.provider import Meta, provided, takes
+from ingot.ops.gradient import as_tuple
+
+
+def test_without_a_gpu_nobody_imports_triton() -> None:
+    code = (
+        "import sys, torch\nfrom ingot import ops\nops.silu(torch.zeros(2, 4))\n"
+        "assert 'triton' not in ops.silu.providers\nassert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_where_there_is_a_gpu_its_kernels_come_before_aten() -> None:
+    code = (
+        "import torch\ntorch.cuda.is_available = lambda: True\nfrom ingot import ops\n"
+        "for op in ops.catalogue().values():\n"
+        "    names = list(op.providers)\n"
+        "    assert 'triton' in names, op\n"
+        "    assert 'aten' not in names or names.index('triton') < names.index('aten'), op\n"
+        "assert ops.silu.select(torch.zeros(2, 4)).name in ('cpu', 'aten')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_gpu_without_triton_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(package, "find_spec", lambda name: None)
+    package.available.cache_clear()
+    assert not package.available()
+    package.available.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taken"),
+    [
+        (torch.bfloat16, True),
+        (torch.float16, True),
+        (torch.float32, True),
+        (torch.float64, False),
+        (torch.float8_e4m3fn, False),
+    ],
+)
+def test_which_tensors_the_kernels_take(dtype: torch.dtype, taken: bool) -> None:
+    with FakeTensorMode():
+        here = torch.empty(4, 8, dtype=dtype, device="cuda")
+        tokens = torch.empty(4, dtype=torch.int64, device="cuda")
+        assert takes((here, tokens, 1.0, None)) is taken
+        assert not takes((torch.empty(4, 8, dtype=dtype),))
+        assert not takes((here, torch.empty(4, dtype=torch.int64)))
+
+
+def test_the_interpreter_does_not_take_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert takes((torch.zeros(1, dtype=torch.float16),))
+    assert not takes((torch.zeros(1, dtype=torch.bfloat16),))
+
+
+@pytest.mark.parametrize("name", sorted(provided()))
+def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
+    """On tensors without memory, where no kernel runs: shapes, dtypes, strides."""
+    one = provided()[name]
+    args = one.op.complete(one.example(Meta()))
+    with recording():
+        real = as_tuple(one.forward(*args))
+        for result, fake in zip(real, as_tuple(one.op.fake(*args)), strict=True):
+            assert (result.shape, result.dtype, result.stride()) == (
+                *(fake.shape, fake.dtype, fake.stride()),
+            )
+        if one.backward:
+            needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+            needs = [need and i == 0 for i, need in enumerate(needs)]
+            grads = [torch.empty_like(out) for out in as_tuple(one.op.fake(*args))]
+            (first, *_) = one.backward(needs, grads, *args)
+            if needs[0]:
+                assert first is not None
+                assert (first.shape, first.dtype) == (args[0].shape, args[0].dtype)
+
+
+GPT2 = {
+    "norm": (64,), "shift": (64,), "qkv": (192, 64), "qkv_bias": (192,), "out": (64, 64),
+    "up": (256, 64), "up_bias": (256,), "down": (64, 256), "head": (100, 64),
+}  # fmt: skip
+
+
+def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> Tensor:
+    """A block of GPT-2 and its loss."""
+    h = ops.layer_norm(x, p["norm"], p["shift"], 1e-5)
+    q, k, v = ops.linear(h, p["qkv"], p["qkv_bias"]).view(-1, 3, 4, 16).unbind(1)
+    h = ops.linear(ops.attention(q, k, v, starts).flatten(1), p["out"])
+    h, x = ops.add_layer_norm(h, x, p["norm"], p["shift"], 1e-5)
+    h = ops.linear_gelu_tanh(h, p["up"], p["up_bias"])
+    x = ops.linear_residual(h, p["down"], x)
+    return ops.linear_cross_entropy(x, p["head"], targets)
+
+
+def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """The block, compiled as one graph on tensors without memory: its loss, its parameters, and
+    the ops in the graphs."""
+    from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    p = {
+        name: torch.empty(shape, device=device, requires_grad=requires_grad)
+        for name, shape in GPT2.items()
+    }
+    tokens = torch.empty(12, dtype=torch.int64, device=device)
+    starts = torch.empty(3, dtype=torch.int32, device=device)
+    x = torch.empty(12, 64, device=device)
+    loss = torch.compile(block, fullgraph=True, backend=backend)(x, p, starts, tokens)
+    return loss, p, seen
+
+
+def test_a_gpt2_block_on_a_gpu_is_traced_without_breaks() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        loss, _, seen = traced("cuda", requires_grad=False)
+        assert loss.device.type == "cuda"
+    names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
+    assert {f"ingot.{name}.default" for name in names} <= set(seen)
+
+
+def test_so_is_its_backward() -> None:
+    """On meta tensors: without CUDA, torch aborts where autograd asks a device for its streams."""
+    loss, p, seen = traced("meta", requires_grad=True)
+    loss.sum().backward()
+    assert all(parameter.grad is not None for parameter in p.values())
+    names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
+    assert {f"ingot.{name}_backward.default" for name in names} <= set(seen)
+
+
+@pytest.mark.parametrize("name", sorted(provided()))
+def test_every_op_has_a_fake_on_a_gpu_forward_and_backward(name: str) -> None:
+    one = provided()[name]
+    with FakeTensorMode(), torch.no_grad():
+        args = tuple(
+            torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
+            if isinstance(arg, Tensor)
+            else arg
+            for arg in one.op.complete(one.example(Meta()))
+        )
+        outputs = as_tuple(one.op(*args))
+        assert all(out.device.type == "cuda" for out in outputs)
+        if one.op.gradient:
+            needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+            grads = one.op.backward_overload(needs, list(outputs), *args)
+            wanted = [arg for arg, needed in zip(args, needs, strict=True) if needed]
+            assert [g.shape for g in grads] == [arg.shape for arg in wanted]
+            assert all(g.device.type == "cuda" for g in grads)
