@@ -92,7 +92,8 @@ class Attention(nn.Module):
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         counts = [self.heads, self.kv_heads, self.kv_heads]
         qkv_TXH = self.qkv(x_TD).view(-1, sum(counts), self.head_dim)
-        q_TNH, k_TGH, v_TGH = qkv_TXH.split(counts, dim=1)  # slices would each have a whole gradient
+        # Slices would have a gradient of the whole each, mostly zeros.
+        q_TNH, k_TGH, v_TGH = qkv_TXH.split(counts, dim=1)
         if self.qk_norm is None:
             return q_TNH, k_TGH, v_TGH
         q_TNH, k_TGH = self._normalize(self.q_norm, q_TNH), self._normalize(self.k_norm, k_TGH)

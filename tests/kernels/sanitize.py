@@ -4,9 +4,10 @@
     python -m tests.kernels.sanitize portable   another
 
 The kernels are built once more, with both sanitizers, into a cache of their own, and run over the
-samples of all ops in float32 and bfloat16, then over the strange calls of test_fuzz.py. The
-sanitizers must be loaded before anything else, so this starts a second process with them preloaded.
-A read or write out of bounds, a misaligned access, a signed overflow ends it with a report.
+samples of all ops in float32 and bfloat16, gradients too, then over the strange calls of
+test_fuzz.py. The sanitizers must be loaded before anything else, so this starts a second process
+with them preloaded. A read or write out of bounds, a misaligned access, a signed overflow ends it
+with a report.
 
 torch takes its memory by posix_memalign, which AddressSanitizer replaces, so what lies just
 outside of a tensor is known to it. But it does not watch the intrinsics that load in part (AVX-512)
@@ -32,6 +33,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.core import paths
 from ingot.core.device import detect
+from ingot.ops.gradient import as_tuple
 from ingot.ops.inputs import Make
 from ingot.ops.op import Op, prefer
 
@@ -94,7 +96,10 @@ def _run(op: Op[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
         torch.set_num_threads(threads)
         with prefer("cpu"):
             assert op.select(*args).name == "cpu", op
-            op(*args)
+            outputs = as_tuple(op(*args))
+            if op.providers["cpu"].backward:
+                needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+                op.backward_overload(needs, [_guarded(torch.ones_like(o)) for o in outputs], *args)
         yield
 
 

@@ -290,7 +290,7 @@ Tensors linear_residual_backward(Needs needs, Tensors grads, const Tensor& x, co
   need_like_product(residual, x, weight);
   Tensors found = activated_backward({needs[0], needs[1], needs[3]}, grads, {x, weight, bias}, nullptr);
   // The gradient of the residual is that of the result, in memory of its own.
-  if (needs[2]) found.insert(found.begin() + needs[0] + needs[1], torch::stable::clone(grads[0]));
+  if (needs[2]) found.insert(found.begin() + needs[0] + needs[1], copied(grads[0]));
   return found;
 }
 

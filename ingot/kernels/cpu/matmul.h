@@ -400,10 +400,10 @@ struct Factors {
 };
 
 // Hands store(row, column, values, count...) each element of the sum of all x W^T. Long ones are
-// added up in float, 2048 of k at a time: what is packed for them stays in the second cache.
+// added up in float, 3072 of k at a time: what is packed for them stays in the second cache.
 template <class T, class Store>
 void add_products(const std::vector<Factors<T>>& all, const Store& store) {
-  constexpr int64_t DEEP = 2048;
+  constexpr int64_t DEEP = 3072;
   std::vector<Factors<T>> parts;
   for (const Factors<T>& each : all)
     for (int64_t k = 0; k == 0 || k < each.x.width; k += DEEP) {

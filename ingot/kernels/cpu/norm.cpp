@@ -282,7 +282,7 @@ Tensors needed_gradients(const Needs& needs, const Tensors& grads, const Norm& o
   NormGradients all = norm_gradients<CENTRED>(of, grads[0], more);
   Tensors found;
   if (needs[0]) found.push_back(all.x);
-  if (sum && needs[1]) found.push_back(needs[0] ? torch::stable::clone(all.x) : all.x);
+  if (sum && needs[1]) found.push_back(needs[0] ? copied(all.x) : all.x);
   if (needs[1 + sum]) found.push_back(all.weight);
   if (CENTRED && needs[2 + sum]) need(all.bias.has_value(), "a bias"), found.push_back(*all.bias);
   return found;

@@ -221,6 +221,20 @@ inline void each(int64_t rows, int64_t width, const Body& body) {
   });
 }
 
+// A tensor's values once more, by our own threads: torch's would look for work beside them for a while.
+inline Tensor copied(const Tensor& x) {
+  return with_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Rows<T> from(x);
+    Tensor y = made_like(x);
+    parallel(from.count, from.width, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        std::copy_n(from[row], from.width, data<T>(y) + row * from.width);
+    });
+    return y;
+  });
+}
+
 // Whether somebody prefers a provider (see `ingot.ops.op.prefer`); Python's memory. Until it is
 // joined, Python is asked: another thread may call an op while this library is still being loaded.
 inline const int UNKNOWN = 1;
