@@ -220,13 +220,11 @@ def _turn(contender: Contender, directory: Path, task: Task, logs: Path) -> Turn
             "folder": folder,
         }
         command = [sys.executable, "-m", "ingot.bench.trainee", json.dumps(asked)]
-        # The child imports the ingot that is running now.
-        variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         try:
             done = subprocess.run(
                 command,
                 cwd=folder,
-                env=variables,
+                env=_variables(contender),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -240,6 +238,15 @@ def _turn(contender: Contender, directory: Path, task: Task, logs: Path) -> Turn
         return msgspec.json.decode(done.stdout, type=Turn)
     except msgspec.DecodeError as error:
         raise Failure(f"what it says cannot be read: {error}") from None
+
+
+def _variables(contender: Contender) -> dict[str, str]:
+    """The child imports the ingot that is running now. What `ingot.cli` sets for our own threads is
+    not for others: they are as they come."""
+    known = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    if contender.system != OURS.system:
+        known.pop("GOMP_SPINCOUNT", None)
+    return known
 
 
 def _death(status: int, log: Path) -> str:

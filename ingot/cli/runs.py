@@ -28,7 +28,7 @@ def runs(
     plot: Path | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """List runs with their results, oldest first; of some that are named (up to eight) also what
+    """List runs with their results, the newest last; of some that are named (up to eight) also what
     their recipes differ in.
 
     Examples: `ingot runs` for all, `ingot runs RUN RUN --plot losses.png` for two of them beside

@@ -221,7 +221,7 @@ def _reported(directory: Path) -> Generator[None]:
         try:
             path = report.write(directory, ended)
             log.logger(__name__).info("the report is %s", plain(str(path)))
-        except (IngotError, OSError) as error:
+        except Exception as error:  # also what a library may come up with
             log.logger(__name__).warning("no report: %s", error)
 
 

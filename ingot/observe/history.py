@@ -142,14 +142,14 @@ class History:
 
 
 def find(places: Iterable[Path]) -> list[Path]:
-    """The runs among these directories and right below them, oldest first."""
+    """The runs among these directories and right below them, by when they were last begun."""
     found: set[Path] = set()
     for place in places:
         if (place / RECIPE).is_file():
             found.add(place)
         elif place.is_dir():
             found |= {path for path in place.iterdir() if (path / RECIPE).is_file()}
-    return sorted(found, key=lambda path: (path.stat().st_ctime, path.name))
+    return sorted(found, key=lambda path: ((path / RECIPE).stat().st_mtime, path.name))
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -132,15 +132,19 @@ def test_nonsense_is_not_believed(
     gpt2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    spins: list[str | None] = []
 
-    def said(*args: Any, **options: Any) -> Any:
+    def said(*args: Any, env: dict[str, str], **options: Any) -> Any:
+        spins.append(env.get("GOMP_SPINCOUNT"))
         wrong = turn(1)
         content = {**train.msgspec.to_builtins(wrong), "peak": -1}
         return subprocess.CompletedProcess([sys.executable], 0, json.dumps(content).encode())
 
     monkeypatch.setattr(train.subprocess, "run", said)
-    (row,) = compare((OURS,), gpt2, replace(TASK, rounds=1), PEAKS)
-    assert "cannot be read" in (row.missing or "")
+    found = compare((OURS, EAGER), gpt2, replace(TASK, rounds=1), PEAKS)
+    assert all("cannot be read" in (row.missing or "") for row in found)
+    assert spins == ["10000", None], "what is set for our threads is not for others"
 
 
 def test_a_length_beyond_the_context_is_refused(gpt2: Path) -> None:

@@ -190,6 +190,18 @@ def test_a_run_that_diverged_has_a_report(tmp_path: Path) -> None:
     assert "step " in (tmp_path / "run/report.html").read_text()
 
 
+def test_a_report_that_fails_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("no such font")
+
+    monkeypatch.setattr("ingot.observe.report.write", fails)
+    train(written(runs.xor(steps=2), tmp_path), run=tmp_path / "run")
+    assert "validation loss" in capsys.readouterr().out
+    assert "no report: no such font" in caplog.text
+
+
 def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:
     from dataclasses import replace
 

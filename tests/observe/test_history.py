@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,9 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, wrong: str) -> None:
 
 def test_runs_are_found(tmp_path: Path) -> None:
     first, second = run(tmp_path / "runs/b", LINES), run(tmp_path / "runs/a", LINES)
+    os.utime(first / "recipe.toml", (1000, 1000))
     (tmp_path / "runs/other").mkdir()
-    assert find([tmp_path / "runs"]) == [first, second], "oldest first"
+    assert find([tmp_path / "runs"]) == [first, second], "the newest last"
     assert find([first, tmp_path / "runs/other", tmp_path / "missing"]) == [first]
 
 
