@@ -216,7 +216,7 @@ def _facts_of_run(facts: Sequence[Fact], seconds: float) -> str:
     cpu = detect().cpu
     reasons = "".join(f"\n- {kernel} on {on}: {why}" for (kernel, on), why in SPILLS.items())
     return (
-        f"{datetime.date.today()}, Triton {triton.__version__}, on {cpu.cores} cores of a "
+        f"{datetime.date.today()}, Triton {triton.__version__}, on {cpu.cores} cores, "
         f"{cpu.name}: {summary(facts, seconds)} (what was compiled before is not compiled again)."
         f"{reasons}"
     )
