@@ -41,7 +41,7 @@ def kernels(
         quick: Only the configuration that a call would get, not the whole tuning space.
         numbers: Run every sample in the interpreter instead, and show the worst errors.
         json: Print JSON instead of tables.
-        page: Write the page of the documentation into this file.
+        page: Write the tables into this page of the documentation; with --numbers, the errors.
         defaults: Choose the default configurations anew, from the compiled code.
     """
     from importlib.util import find_spec
@@ -53,6 +53,8 @@ def kernels(
     if numbers:
         with progress("interpreting", None) as bar:
             errors = report.numbers(names, done=bar.advance)
+        if page:
+            report.write_numbers(page, errors)
         _print(report.number_rows(errors), "worst errors as shares of their bounds", json)
         return
     found, seconds = compiled(names, target, quick)

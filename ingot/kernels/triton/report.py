@@ -191,28 +191,32 @@ def write_defaults(facts: Sequence[Fact]) -> None:
 
 
 def write_page(path: Path, facts: Sequence[Fact], seconds: float) -> None:
-    """Put the tables into the page, between its marks."""
-    text = path.read_text()
-    for mark, content in (
-        ("summary", _facts_of_run(facts, seconds)),
-        ("kernels", _markdown(_page_rows(facts))),
-        ("ceilings", _markdown(ceiling_rows())),
-        ("roofline", _markdown(roofline_rows())),
-        ("traffic", _markdown(traffic_rows())),
-        ("numbers", _markdown(number_rows(numbers()))),
-    ):
-        begin, end = f"<!-- {mark} -->", f"<!-- end {mark} -->"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n\n{content}\n\n{end}{after}"
-    paths.write_atomic(path, text)
+    """Put the tables of compiled code and of traffic into the page, between its marks."""
+    _write(path, "summary", _facts_of_run(facts, seconds))
+    _write(path, "kernels", _markdown(_page_rows(facts)))
+    _write(path, "ceilings", _markdown(ceiling_rows()))
+    _write(path, "roofline", _markdown(roofline_rows()))
+    _write(path, "traffic", _markdown(traffic_rows()))
+
+
+def write_numbers(path: Path, errors: Errors) -> None:
+    """Put the table of errors into the page."""
+    when = f"By `ingot kernels --numbers`, {datetime.date.today()}, Triton {triton.__version__}."
+    _write(path, "numbers", f"{when}\n\n{_markdown(number_rows(errors))}")
+
+
+def _write(path: Path, mark: str, content: str) -> None:
+    begin, end = f"<!-- {mark} -->", f"<!-- end {mark} -->"
+    before, _, rest = path.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    paths.write_atomic(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
 def _facts_of_run(facts: Sequence[Fact], seconds: float) -> str:
     cpu = detect().cpu
     reasons = "".join(f"\n- {kernel} on {on}: {why}" for (kernel, on), why in SPILLS.items())
     return (
-        f"{datetime.date.today()}, Triton {triton.__version__}, on {cpu.cores} cores of a "
+        f"{datetime.date.today()}, Triton {triton.__version__}, on {cpu.cores} cores, "
         f"{cpu.name}: {summary(facts, seconds)} (what was compiled before is not compiled again)."
         f"{reasons}"
     )
