@@ -89,11 +89,12 @@ def load(directory: Path) -> GPT2:
     """The model of a directory, in float32."""
     model = GPT2(check(directory))
     parameters, weights = dict(model.named_parameters()), Weights(directory)
+    places = weights.places.items()
+    tensors = {name: torch.empty(place.shape, dtype=place.dtype) for name, place in places}
+    weights.read(tensors)
     with torch.no_grad():
-        for name, place in weights.places.items():
+        for name, tensor in tensors.items():
             ours, kind = name.removeprefix("transformer."), name.rpartition(".")[2]
-            tensor = torch.empty(place.shape, dtype=place.dtype)
-            weights.read(name, tensor)
             turned = kind == "weight" and ".c_" in ours  # GPT-2's are the other way round
             for theirs, mine in _NAMES.items():
                 ours = ours.replace(theirs, mine)
