@@ -178,6 +178,15 @@ def test_many_rows_are_added_up_in_slices(rows: int) -> None:
     assert max(errors.values()) <= 1, errors
 
 
+@pytest.mark.parametrize("words", [3071, 3073, 6200])
+def test_many_words_become_gradients_some_at_a_time(words: int) -> None:
+    make = Make(torch.bfloat16)
+    targets = torch.tensor([0, words - 1, 3070, -100, 300])
+    args = make(5, 24), make(words, 24, scale=0.2), targets, -100, 0.1, 1e-3
+    errors = backward_errors(ops.linear_cross_entropy, "cpu", args)
+    assert max(errors.values()) <= 1, errors
+
+
 def test_a_vocabulary_of_many_words_takes_its_tokens_in_turns() -> None:
     """Beyond 256 MB of logits the weight's gradient is added up in float32."""
     make, rows, words = Make(torch.bfloat16), 258, 530_000

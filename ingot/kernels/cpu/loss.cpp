@@ -183,97 +183,112 @@ Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targe
 //   dH = dZ W    dW = dZ^T H
 //
 // The logits are computed once more. Of each group of 256 words e^(logit - largest) is kept, in the
-// weight's dtype; when all groups of some tokens are done, their sums are known and it becomes dZ.
+// weight's dtype; when all groups of some tokens are done, their sums are known. Then some words at a
+// time become dZ and go into both products, while they are in a cache.
+constexpr int64_t WORDS = 12 * BLOCK_COLUMNS;
 
 template <class T>
 class LossGradient {
  public:
-  LossGradient(const Matrix<T>& weight, const Integers& targets, std::optional<int64_t> ignored,
-               const float* grads)
-      : weight_(weight), targets_(targets), ignored_(ignored), grads_(grads),
-        groups_(fixed_columns(weight.rows)), stride_(odd_stride<T>(weight.rows)) {}
-
-  // As many tokens as 256 MB hold: those of a step of training as a rule.
-  int64_t tokens_at_once() const {
-    return std::max<int64_t>(256, (int64_t(256) << 20) / (stride_ * int64_t(sizeof(T))));
-  }
-
-  // dZ of rows of hidden states, of which `first` is the number of the first.
+  // Of rows of hidden states, with a target and a gradient for each.
   template <class Loss>
-  Matrix<T> logits(const Matrix<T>& hidden, int64_t first, T* memory, const Loss& loss) const {
-    std::vector<Part> parts(hidden.rows * groups_.size());
-    std::array<Matrix<T>, 1> weights{weight_};
+  LossGradient(const Matrix<T>& hidden, const Matrix<T>& weight, std::span<const int64_t> targets,
+               std::span<const float> grads, T* memory, const Loss& loss)
+      : targets_(targets),
+        groups_(fixed_columns(weight.rows)),
+        parts_(hidden.rows * groups_.size()),
+        logits_(memory, hidden.rows, weight.rows, odd_stride<T>(weight.rows)) {
+    std::array<Matrix<T>, 1> weights{weight};
     multiply(hidden, weights, groups_, [&](const Block& block) {
       for (int64_t r = 0; r < block.rows; r++) {
-        int64_t row = block.row + r;
-        T* to = memory + row * stride_ + block.columns.begin;
-        parts[row * groups_.size() + block.group] =
+        T* to = row(block.row + r) + block.columns.begin;
+        parts_[(block.row + r) * groups_.size() + block.group] =
             Part::of(block.of(0, r), block.columns.count, -1, false,
                      [&](int64_t at, Floats power, auto... count) { store(to + at, power, count...); });
       }
     });
-    parallel(hidden.rows, weight_.rows, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++)
-        finish(memory + row * stride_, first + row, {&parts[row * groups_.size()], groups_.size()}, loss);
+    for (int64_t token = 0; token < hidden.rows; token++) {
+      LogSum log = log_sum(parts(token));
+      Slopes slopes = loss.slopes(log, weight.rows);
+      double grad = grads[token];
+      slopes_.push_back({grad * slopes.of_softmax, grad * slopes.of_all, grad * slopes.of_target});
+      totals_.push_back(log.total());
+    }
+  }
+
+  // dZ of some words, the first of which is the first of a group.
+  Matrix<T> of_words(int64_t begin, int64_t count) const {
+    parallel(logits_.rows, count, [&](int64_t first, int64_t last) {
+      for (int64_t token = first; token < last; token++)
+        for (int64_t word = begin; word < begin + count; word += BLOCK_COLUMNS)
+          finish(token, word / BLOCK_COLUMNS);
     });
-    return {memory, hidden.rows, weight_.rows, stride_};
+    return logits_.some_columns(begin, count);
   }
 
  private:
-  template <class Loss>
-  void finish(T* row, int64_t token, std::span<const Part> parts, const Loss& loss) const {
-    int64_t target = targets_[token];
-    double grad = target == ignored_ ? 0 : grads_[token];
-    if (grad == 0) return (void)std::fill_n(row, weight_.rows, T{});
-    LogSum log = log_sum(parts);
-    Slopes slopes = loss.slopes(log, weight_.rows);
-    double chosen = 0;
-    for (size_t g = 0; g < parts.size(); g++) {
-      double share = std::exp(double(parts[g].largest) - log.largest - log.rest);
-      Floats scale = all(float(grad * slopes.of_softmax * share)), rest = all(float(grad * slopes.of_all));
-      T* from = row + groups_[g].begin;
-      if (target / BLOCK_COLUMNS == int64_t(g))
-        chosen = widen(row[target]) * double(scale[0]) + rest[0] + grad * slopes.of_target;
-      along(groups_[g].count, [&](int64_t at, auto... count) {
-        store(from + at, fma(load(from + at, count...), scale, rest), count...);
-      });
-    }
-    row[target] = rounded<T>(float(chosen));
+  T* row(int64_t token) const { return const_cast<T*>(logits_[token]); }
+  std::span<const Part> parts(int64_t token) const {
+    return {&parts_[token * groups_.size()], groups_.size()};
   }
 
-  Matrix<T> weight_;
-  const Integers& targets_;
-  std::optional<int64_t> ignored_;
-  const float* grads_;
+  void finish(int64_t token, int64_t group) const {
+    const Slopes& slopes = slopes_[token];
+    Columns words = groups_[group];
+    T* to = row(token) + words.begin;
+    if (slopes.of_softmax == 0) return (void)std::fill_n(to, words.count, T{});
+    double share = std::exp(double(parts(token)[group].largest) - totals_[token]);
+    Floats scale = all(float(slopes.of_softmax * share)), rest = all(float(slopes.of_all));
+    int64_t target = targets_[token] - words.begin;
+    bool here = target >= 0 && target < words.count;
+    double chosen = here ? widen(to[target]) * double(scale[0]) + slopes.of_all + slopes.of_target : 0;
+    along(words.count, [&](int64_t at, auto... count) {
+      store(to + at, fma(load(to + at, count...), scale, rest), count...);
+    });
+    if (here) to[target] = rounded<T>(float(chosen));
+  }
+
+  std::span<const int64_t> targets_;
   std::vector<Columns> groups_;
-  int64_t stride_;
+  std::vector<Part> parts_;
+  Matrix<T> logits_;
+  std::vector<Slopes> slopes_;
+  std::vector<double> totals_;
 };
 
-// dW += dZ^T H, or dW = that for the first tokens. Some words at a time, to turn them round.
+// sums += x W^T, or = that the first time.
 template <class T, class Sum>
-void add_gradient_of_weight(const Matrix<T>& logits, const Matrix<T>& hidden, bool first, Sum* sums) {
-  constexpr int64_t WORDS = 4096;
-  for (int64_t begin = 0; begin < logits.width; begin += WORDS) {
-    int64_t count = std::min(WORDS, logits.width - begin);
-    Matrix<T> words = turned_copy<6>(Turned<T>(logits.some_columns(begin, count)));
-    add_products<T>({{words, Turned<T>(hidden)}},
-                    [&](int64_t row, int64_t column, Floats values, auto... count) {
-                      Sum* to = sums + (begin + row) * hidden.width + column;
-                      if (!first) values += load(to, count...);
-                      store(to, values, count...);
-                    });
+void add_product(const Factors<T>& factors, bool first, Sum* sums) {
+  int64_t width = factors.w.rows;
+  add_products<T>({factors}, [&](int64_t row, int64_t column, Floats values, auto... count) {
+    Sum* to = sums + row * width + column;
+    if (!first) values += load(to, count...);
+    store(to, values, count...);
+  });
+}
+
+// `Sum` is what the weight's gradient is added up in.
+template <class T, class Sum, class Loss>
+void add_gradients(const Matrix<T>& hidden, const Matrix<T>& weight, std::span<const int64_t> targets,
+                   std::span<const float> grads, const Loss& loss, T* memory, bool first,
+                   float* of_hidden, Sum* of_weight) {
+  LossGradient<T> gradient(hidden, weight, targets, grads, memory, loss);
+  for (int64_t begin = 0; begin < weight.rows; begin += WORDS) {
+    int64_t count = std::min(WORDS, weight.rows - begin);
+    Matrix<T> logits = gradient.of_words(begin, count);
+    Turned<T> words(weight.some_rows(begin, count));
+    if (of_hidden) add_product<T>({logits, words}, begin == 0, of_hidden);
+    if (!of_weight) continue;
+    Matrix<T> turned = turned_copy<6>(Turned<T>(logits));
+    add_product<T>({turned, Turned<T>(hidden)}, first, of_weight + begin * hidden.width);
   }
 }
 
 template <class T>
-Tensor narrowed(const Tensor& sums, const Tensor& like) {
-  Tensor y = made_like(like);
-  Rows<float> from(sums);
-  Output<T> to(y);
-  each(from.count, from.width, [&](int64_t row, int64_t at, auto... part) {
-    to.write(row, at, load(from[row] + at, part...), part...);
+void put_narrowed(const float* from, int64_t rows, int64_t width, T* to) {
+  each(rows, width, [&](int64_t row, int64_t at, auto... part) {
+    store(to + row * width + at, load(from + row * width + at, part...), part...);
   });
-  return y;
 }
 
 template <class Loss>
@@ -285,34 +300,42 @@ Tensors by_hidden_backward(const Needs& needs, const Tensors& grads, const Tenso
     using T = decltype(tag);
     need_fit(hidden, weight, targets);
     need(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float, "gradients in float32");
-    Integers target(targets);
+    Integers given(targets);
+    need(weight.size(0) > 0, "a vocabulary");
+    need_targets(given, ignored, weight.size(0));
     Rows<T> x(hidden), w(weight);
     Vector<float> grad(grads[0], x.count);
-    need_targets(target, ignored, weight.size(0));
-    LossGradient<T> gradient(w, target, ignored, grad.first);
-    int64_t most = std::max<int64_t>(1, std::min(gradient.tokens_at_once(), x.count));
-    bool at_once = most >= x.count || std::is_same_v<T, float>;
-    Tensor memory = made(std::array{most, odd_stride<T>(w.count)}, hidden.scalar_type());
-    std::optional<Tensor> of_hidden, of_weight;
-    if (needs[0]) of_hidden = made_like(hidden);
-    ScalarType added_in = at_once ? weight.scalar_type() : ScalarType::Float;
-    if (needs[1]) of_weight = made({weight.sizes().data(), 2}, added_in);
-    for (int64_t begin = 0; begin == 0 || begin < x.count; begin += most) {
-      Matrix<T> rows = Matrix<T>(x).some_rows(begin, std::min(most, x.count - begin));
-      Matrix<T> logits = gradient.logits(rows, begin, data<T>(memory), loss);
-      if (needs[0])
-        add_products<T>({{logits, Turned<T>(w)}},
-                        [&](int64_t row, int64_t column, Floats values, auto... count) {
-                          store(data<T>(*of_hidden) + (begin + row) * x.width + column, values, count...);
-                        });
-      if (needs[1] && at_once)
-        add_gradient_of_weight<T>(logits, rows, begin == 0, data<T>(*of_weight));
-      else if (needs[1])
-        add_gradient_of_weight<T>(logits, rows, begin == 0, data<float>(*of_weight));
+    std::vector<int64_t> target(x.count);
+    std::vector<float> slope(x.count);
+    for (int64_t i = 0; i < x.count; i++) {
+      target[i] = given[i];
+      slope[i] = given[i] == ignored ? 0 : grad[i];
     }
+    // As many tokens as 256 MB hold: those of a step of training as a rule.
+    int64_t stride = odd_stride<T>(w.count), room = (int64_t(256) << 20) / (stride * int64_t(sizeof(T)));
+    int64_t most = std::min(std::max<int64_t>(256, room), std::max<int64_t>(x.count, 1));
+    bool at_once = most >= x.count;
+    Tensor memory = made(std::array{most, stride}, hidden.scalar_type());
+    Tensor of_hidden = made_like(hidden), of_weight = made_like(weight);
+    Tensor sums = made(std::array{needs[1] && !at_once ? w.count : 0, w.width}, ScalarType::Float);
+    for (int64_t begin = 0; begin == 0 || begin < x.count; begin += most) {
+      int64_t count = std::min(most, x.count - begin);
+      Matrix<T> rows = Matrix<T>(x).some_rows(begin, count);
+      float* added = needs[0] ? scratch<float, 7>(count * x.width) : nullptr;
+      auto run = [&](auto* to) {
+        add_gradients<T>(rows, w, {target.data() + begin, size_t(count)},
+                         {slope.data() + begin, size_t(count)}, loss, data<T>(memory), begin == 0,
+                         added, needs[1] ? to : nullptr);
+      };
+      if (at_once) run(data<T>(of_weight));
+      else run(data<float>(sums));
+      if (added) put_narrowed<T>(added, count, x.width, data<T>(of_hidden) + begin * x.width);
+    }
+    if (needs[1] && !at_once)
+      put_narrowed<T>(data<float>(sums), w.count, w.width, data<T>(of_weight));
     Tensors found;
-    if (needs[0]) found.push_back(*of_hidden);
-    if (needs[1]) found.push_back(at_once ? *of_weight : narrowed<T>(*of_weight, weight));
+    if (needs[0]) found.push_back(of_hidden);
+    if (needs[1]) found.push_back(of_weight);
     return found;
   });
 }
