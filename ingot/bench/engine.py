@@ -1,10 +1,13 @@
-"""What the engine's shortcuts save: guessed tokens, and prefixes that were computed before.
+"""How near the engine comes to its limit, and what its shortcuts save.
 
+    decode    a step of 1, 8 and 32 requests, in turns with reading as many bytes of memory as it
+              has to: the weights, the keys and the values. The bandwidth of a machine with
+              neighbours moves by half within a minute, so only turns as short as these compare.
     lookup    one request goes on copying a text, with and without `propose.Lookup`
     prefix    requests whose prompts begin alike, nine tokens of ten, one after the other: with the
               blocks of those before, and with a tenant each, who shares nothing
 
-Both ways take turns on one model, and what they write has to be the same, token for token.
+Shortcuts take turns with doing without, and both have to write the same, token for token.
 """
 
 # pyright: basic
@@ -16,8 +19,11 @@ from dataclasses import dataclass
 from itertools import count
 from statistics import mean, median
 
+from ingot.bench.peaks import reader
 from ingot.core.errors import IngotError
 from ingot.interop.model import Model
+from ingot.nn.decoder import Decoder
+from ingot.nn.plan import KVSpec
 from ingot.serve.engine import Engine
 from ingot.serve.propose import Lookup
 from ingot.serve.request import Options, Request
@@ -29,6 +35,21 @@ TEXT = (
     "On Thursdays the baker slept late; on Thursdays, therefore, no ship ever left in time. "
 )
 PREFIX, PROMPT, SHARING = 288, 320, 16
+BATCHES, SHORT = (1, 8, 32), 16
+_MOST_READ = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """A step that gives each of a batch one token: medians, and the median of the ratios."""
+
+    batch: int
+    step: float
+    """Seconds."""
+    reading: float
+    """Seconds that reading the same bytes takes."""
+    share_of_limit: float
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +65,59 @@ class Gain:
     """Both wrote the same tokens in every round."""
 
 
-def measure(
+def decode(
+    model: Model, steps: int = 100, advance: Callable[[int], object] = lambda _: None
+) -> list[Decode]:
+    """Each batch for so many steps, after prompts of 16 tokens; `advance` hears of each step."""
+    _require("steps", steps)
+    return [_decode(model.decoder, batch, steps, advance) for batch in BATCHES]
+
+
+def _decode(decoder: Decoder, batch: int, steps: int, advance: Callable[[int], object]) -> Decode:
+    engine, vocabulary = Engine(decoder), decoder.config.vocab_size
+    for number in range(batch):
+        prompt = tuple((7 * at + number) % vocabulary for at in range(SHORT))
+        options = Options(temperature=0.0)
+        engine.add(Request(id=number, prompt=prompt, max_tokens=steps + 3, options=options))
+    spec = KVSpec.of(decoder)
+    kept = spec.bytes_per_token if spec else 0
+    wanted = _weights(decoder) + batch * (SHORT + steps // 2) * kept
+    for _ in range(2):  # prompts; first touches, recordings
+        engine.step()
+    pairs = []
+    with reader(min(wanted, _MOST_READ)) as (read, size):
+        for _ in range(steps):
+            pairs.append((_seconds(engine.step), _seconds(read) * wanted / size))
+            advance(1)
+    step = median(a for a, _ in pairs)
+    return Decode(
+        batch=batch,
+        step=step,
+        reading=median(b for _, b in pairs),
+        share_of_limit=median(b / a for a, b in pairs),
+        tokens_per_s=batch / step,
+    )
+
+
+def _weights(decoder: Decoder) -> int:
+    """Bytes that a token needs read: of embeddings that are not also the head, a row or nothing."""
+    read = dict.fromkeys(decoder.parameters())
+    if decoder.head is not None:
+        del read[decoder.embed.weight]
+    return sum(parameter.nbytes for parameter in read)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def shortcuts(
     model: Model, rounds: int = 5, advance: Callable[[int], object] = lambda _: None
 ) -> list[Gain]:
-    """Both, each way once a round; `advance` hears of each round."""
+    """Both shortcuts, each way once a round; `advance` hears of each round."""
+    _require("rounds", rounds)
     return [_lookup(model, rounds, advance), _prefix(model, rounds, advance)]
 
 
@@ -112,8 +182,6 @@ def _gain(
     rounds: int,
     advance: Callable[[int], object],
 ) -> Gain:
-    if not 1 <= rounds <= 1000:
-        raise IngotError(f"{rounds} rounds", remedy="give a number from 1 to 1000")
     for once in (without, with_it):  # first touches, recordings
         once()
     pairs = []
@@ -128,3 +196,8 @@ def _gain(
         ratio=median(a[0] / b[0] for a, b in pairs),
         same=all(a[1] == b[1] for a, b in pairs),
     )
+
+
+def _require(what: str, number: int) -> None:
+    if not 1 <= number <= 1000:
+        raise IngotError(f"{number} {what}", remedy="give a number from 1 to 1000")

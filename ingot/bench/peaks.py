@@ -38,9 +38,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -183,6 +183,30 @@ def measure(progress: Callable[[], object] = lambda: None, budget: float = 12.0)
         matmul={dtype: _matmul_peak(matmuls.get(dtype)) for dtype in _MATMULS},
         missing=missing,
     )
+
+
+@contextmanager
+def reader(size: int) -> Generator[tuple[Run, int]]:
+    """What has all cores read about `size` bytes of memory at each call; and how many.
+
+    They are threads of its own: those of torch would look for work for a while after each call,
+    on the cores of whatever is timed next.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with ExitStack() as stack:
+            cores = [stack.enter_context(_core(cpu)) for cpu in _cpus(detect().cpu.cores)]
+            calls = max(1, round(size / len(cores) / _WINDOW))
+            runs = _at_once(cores, [partial(_reader, calls * _WINDOW) for _ in cores])
+
+            def pass_through(run: Run) -> None:
+                for _ in range(calls):
+                    run()
+
+            passes = [partial(pass_through, run) for run in runs]
+            yield lambda: _at_once(cores, passes), calls * _WINDOW * len(cores)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass

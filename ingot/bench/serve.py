@@ -41,7 +41,7 @@ import numpy as np
 
 from ingot.core.errors import ConfigError, IngotError
 from ingot.serve.request import Options, Reason, Request
-from ingot.serve.simulate import PERCENTILES, Goal, Trace
+from ingot.serve.simulate import PERCENTILES, Goal, Outcome, Trace
 
 if TYPE_CHECKING:
     from ingot.serve.engine import Engine
@@ -90,24 +90,20 @@ class Answer:
         """Seconds from one token to the next, on average."""
         return (self.times[-1] - self.times[0]) / max(1, self.tokens - 1)
 
+    @property
+    def gaps(self) -> Any:
+        """Seconds from one token to the next, as far as a client can tell: an event is of text, and
+        where a character is of several tokens they share its time evenly.
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What came of it, in the words of `ingot simulate`. Latencies are in seconds."""
-
-    requests: int
-    ends: dict[str, int]
-    seconds: float
-    requests_per_s: float
-    goodput_per_s: float
-    output_tokens: int
-    output_tokens_per_s: float
-    first_token: dict[str, float]
-    between_tokens: dict[str, float]
-    total: dict[str, float]
+        >>> one = Answer(sent=0.0, prompt=8, asked=5, times=array("d", [1.0, 1.4, 2.0]), tokens=5)
+        >>> one.gaps.round(6).tolist()
+        [0.2, 0.3]
+        """
+        gaps = np.diff(np.frombuffer(self.times))
+        return gaps * min(1.0, len(gaps) / max(1, self.tokens - 1))
 
 
-def report(rounds: Sequence[list[Answer]], goal: Goal) -> Report:
+def report(rounds: Sequence[list[Answer]], goal: Goal) -> Outcome:
     """Sum up one round or several.
 
     >>> one = Answer(sent=0.0, prompt=8, asked=3, times=array("d", [0.5, 0.6, 0.7]), tokens=3)
@@ -121,8 +117,8 @@ def report(rounds: Sequence[list[Answer]], goal: Goal) -> Report:
     kept = [a for a in good if a.first <= goal.first and a.between <= goal.between]
     seconds = sum(map(_seconds, rounds))
     tokens = sum(a.tokens for a in answers)
-    gaps = [np.diff(np.frombuffer(a.times)) for a in good]
-    return Report(
+    gaps = [a.gaps for a in good]
+    return Outcome(
         requests=len(answers),
         ends=dict(sorted(Counter(a.end for a in answers).items())),
         seconds=round(seconds, 3),

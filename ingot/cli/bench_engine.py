@@ -1,4 +1,4 @@
-"""`ingot bench engine`: what guessed tokens and shared prefixes save."""
+"""`ingot bench engine`: a step beside its limit; what guessed tokens and shared prefixes save."""
 
 from __future__ import annotations
 
@@ -18,26 +18,38 @@ def engine(
     rounds: int = 5,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Time the engine's shortcuts on a model, each in turns with doing without it: tokens guessed
-    from the text itself, and prefixes that another request has computed.
+    """Time the engine on a model: steps of 1, 8 and 32 requests in turns with reading memory, which
+    is their limit, and its shortcuts in turns with doing without them: tokens guessed from the text
+    itself, and prefixes that another request has computed.
 
     Example: `ingot bench engine smollm2`.
 
     Args:
         directory: A model directory with a tokenizer.
-        rounds: How often each has its turn.
+        rounds: How often each shortcut has its turn; steps have twenty times as many.
         json: Print JSON instead of lines.
     """
-    from ingot.bench.engine import measure
+    from ingot.bench.engine import BATCHES, decode, shortcuts
     from ingot.bench.results import Run
 
     run, model = Run.now(ingot.__version__), ingot.load(directory)
-    with log.progress("rounds", 2 * rounds) as bar:
-        gains = measure(model, rounds, bar.advance)
+    with log.progress("turns", len(BATCHES) * 20 * rounds + 2 * rounds) as bar:
+        steps = decode(model, 20 * rounds, bar.advance)
+        gains = shortcuts(model, rounds, bar.advance)
     if json:
-        found = {"run": dataclasses.asdict(run), "gains": [dataclasses.asdict(g) for g in gains]}
+        found = {
+            "run": dataclasses.asdict(run),
+            "decode": [dataclasses.asdict(step) for step in steps],
+            "gains": [dataclasses.asdict(gain) for gain in gains],
+        }
         print(json_format.dumps(found, indent=2))  # noqa: T201
         return
+    for step in steps:
+        log.stdout().print(
+            f"[bold]decode[/]   batch {step.batch:2}: {step.tokens_per_s:.0f} tokens/s, "
+            f"{step.step * 1e3:.2f} ms a step; {step.share_of_limit:.2f} of what reading allows",
+            highlight=False,
+        )
     for gain in gains:
         same = "the same text" if gain.same else "ANOTHER TEXT"
         log.stdout().print(

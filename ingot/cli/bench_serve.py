@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 import ingot
-from ingot.cli.simulate import latency
+from ingot.cli.simulate import outcome_table
 from ingot.core import log
 from ingot.core.errors import ConfigError
 from ingot.serve.simulate import Goal, Trace
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ingot.bench.serve import Answer, Load, Report
+    from ingot.bench.serve import Answer, Load
     from ingot.serve.engine import Engine
 
 _TRACE = Trace(requests=256, rate=4.0, output=128, shared=0.0, spread=0.0)
@@ -75,7 +73,8 @@ def serve(
         found = {name: dataclasses.asdict(value) for name, value in settings.items()}
         print(json_format.dumps({**found, "start_s": start, **_share(answers)}, indent=2))  # noqa: T201
     else:
-        log.stdout().print(_table(reports, goal), highlight=False)
+        for system, outcome in reports.items():
+            log.stdout().print(outcome_table((system, outcome), goal), "", highlight=False)
         if start is not None:
             log.stdout().print(f"{start:.1f} s from the command to the first token")
         for share in _share(answers).values():
@@ -118,27 +117,3 @@ def _share(answers: dict[str, list[list[Answer]]]) -> dict[str, float]:
         return {}
     pairs = zip(answers["server"], answers["engine"], strict=True)
     return {"share_of_engine": round(median(rate(a) / rate(b) for a, b in pairs), 4)}
-
-
-def _table(reports: dict[str, Report], goal: Goal) -> Table:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 3))
-    for system, report in reports.items():
-        ends = ", ".join(f"{count:,} {end}" for end, count in report.ends.items())
-        for name, value in (
-            (system, f"{report.requests:,} requests in {report.seconds:,.1f} s: {ends}"),
-            ("answered", f"{report.requests_per_s:.2f} a second"),
-            (
-                "goodput",
-                f"{report.goodput_per_s:.2f} a second: first token within {goal.first:g} s, "
-                f"then {goal.between:g} s each",
-            ),
-            ("output", f"{report.output_tokens_per_s:,.0f} tokens a second"),
-            ("first token", latency(report.first_token)),
-            ("between tokens", latency(report.between_tokens)),
-            ("whole answer", latency(report.total)),
-        ):
-            table.add_row(f"[bold]{name}[/]", value)
-        table.add_row()
-    return table

@@ -12,13 +12,11 @@ import tyro
 from ingot.core import log
 from ingot.core.errors import ConfigError, IngotError
 from ingot.serve.scheduler import Limits
-from ingot.serve.simulate import Costs, Goal, Report, Trace
+from ingot.serve.simulate import Costs, Goal, Outcome, Report, Trace
 from ingot.serve.simulate import simulate as run
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from ingot.bench.serve import Report as Served
 
 
 def simulate(
@@ -104,7 +102,7 @@ def of_engine(directory: Path, limits: Limits, costs: Costs) -> Costs:
         return steps.fit(hf.load(directory), limits, costs, bar.advance)
 
 
-def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Served:
+def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Outcome:
     """What came of the same load on the engine."""
     from ingot.bench import serve
     from ingot.interop import hf
@@ -116,22 +114,9 @@ def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Ser
 
 
 def _table(report: Report, goal: Goal) -> Table:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 3))
-    ends = ", ".join(f"{count:,} {reason}" for reason, count in report.ends.items())
-    for name, value in (
-        ("requests", f"{report.requests:,} in {report.seconds:,.0f} s: {ends}"),
-        ("answered", f"{report.requests_per_s:.2f} a second"),
-        (
-            "goodput",
-            f"{report.goodput_per_s:.2f} a second: first token within {goal.first:g} s, "
-            f"then {goal.between:g} s each",
-        ),
-        ("output", f"{report.output_tokens_per_s:,.0f} tokens a second"),
-        ("first token", latency(report.first_token)),
-        ("between tokens", latency(report.between_tokens)),
-        ("whole answer", latency(report.total)),
+    return outcome_table(
+        ("load", report),
+        goal,
         ("prefix hits", f"{report.hit_rate:.1%} of the tokens"),
         ("preemptions", f"{report.preemptions:,}"),
         ("steps", f"{report.steps:,} of {report.tokens_per_step:.1f} tokens"),
@@ -140,8 +125,31 @@ def _table(report: Report, goal: Goal) -> Table:
             f"{report.decisions_per_s:,} decisions a second, {report.steps_per_s:,} steps; "
             f"{report.wall_seconds:.1f} s in all",
         ),
+    )
+
+
+def outcome_table(named: tuple[str, Outcome], goal: Goal, *more: tuple[str, str]) -> Table:
+    """What came of a load, a line for each figure, and more lines."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 3))
+    name, outcome = named
+    ends = ", ".join(f"{count:,} {end}" for end, count in outcome.ends.items())
+    for line, value in (
+        (name, f"{outcome.requests:,} requests in {outcome.seconds:,.1f} s: {ends}"),
+        ("answered", f"{outcome.requests_per_s:.2f} a second"),
+        (
+            "goodput",
+            f"{outcome.goodput_per_s:.2f} a second: first token within {goal.first:g} s, "
+            f"then {goal.between:g} s each",
+        ),
+        ("output", f"{outcome.output_tokens_per_s:,.0f} tokens a second"),
+        ("first token", latency(outcome.first_token)),
+        ("between tokens", latency(outcome.between_tokens)),
+        ("whole answer", latency(outcome.total)),
+        *more,
     ):
-        table.add_row(f"[bold]{name}[/]", value)
+        table.add_row(f"[bold]{line}[/]", value)
     return table
 
 

@@ -45,7 +45,7 @@ from ingot.nn.config import (
 )
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import KVSpec
-from ingot.nn.weights import SHARD_BYTES, Weights, WeightsError, read_json, write
+from ingot.nn.weights import READABLE, SHARD_BYTES, Weights, WeightsError, read_json, write
 
 Raw: TypeAlias = dict[str, Any]
 """What config.json holds."""
@@ -88,17 +88,14 @@ def load(
     raw = _raw(directory)
     config = read_config(raw)
     weights = Weights(directory)
-    shapes = views(Decoder.unfilled(config), raw["model_type"])
-    _tidy(weights, FAMILIES[raw["model_type"]], config)
-    weights.match(shapes)  # nothing was allocated so far, nor will be more than the files hold
-    found = next(weights.places[name].dtype for name in shapes)
+    family = FAMILIES[raw["model_type"]]
+    _tidy(weights, family, config)
+    decoder = Decoder.unfilled(config, dtype or _dtype(weights, family))
+    # Nothing was allocated so far, nor will be more than the files hold.
+    weights.match(views(decoder, raw["model_type"]))
     # What `to_empty` does; but its `empty_like` imports sympy for a tensor on meta: 0.8 s.
-    decoder = Decoder.unfilled(config, dtype or found)._apply(
-        lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device)
-    )
-    with torch.no_grad():
-        for name, view in views(decoder, raw["model_type"]).items():
-            weights.read(name, view)
+    decoder = decoder._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
+    weights.read(views(decoder, raw["model_type"]))
     decoder.origin = raw
     return decoder
 
@@ -238,6 +235,12 @@ def _tidy(weights: Weights, family: Family, config: DecoderConfig) -> None:
                 remedy="set tie_word_embeddings to what was meant",
             )
         del places[_HEAD]
+
+
+def _dtype(weights: Weights, family: Family) -> torch.dtype:
+    """That of the embeddings; if they cannot be read, `Weights.match` says so."""
+    embed = weights.places.get(str(family.names["embed.weight"]))
+    return embed.dtype if embed and embed.dtype in READABLE else torch.float32
 
 
 def _expressed(config: DecoderConfig, origin: Raw) -> Raw:

@@ -166,6 +166,12 @@ def _clean(text: str) -> str:
 
 def _inner(path: Path) -> tokenizers.Tokenizer:
     content = _read(path, MAX_TOKENIZER)
+    if content is None and not path.parent.is_dir():
+        raise TokenizerError(
+            f"there is no directory {path.parent}",
+            remedy="name a model directory; `ingot import` makes one of a GGUF file or of a "
+            "Hugging Face directory",
+        )
     if content is None:
         raise TokenizerError(
             f"there is no {path.name} in {path.parent}",

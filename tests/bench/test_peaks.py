@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -99,6 +100,16 @@ def test_threads_sit_on_different_cores() -> None:
     assert module._one_per_core(range(5), core_of) == [0, 1, 4]
     assert module._one_per_core([3, 2, 1], core_of) == [1, 2]
     assert module._one_per_core([7, 5], {}) == [5, 7]
+
+
+def test_a_reader_reads_about_as_much_as_asked_and_leaves_the_threads_as_they_were() -> None:
+    before = torch.get_num_threads()
+    with module.reader(50 * 2**20) as (read, size):
+        assert 0.8 < size / (50 * 2**20) < 1.3
+        whole = min(timeit.repeat(read, number=1, repeat=5))
+    with module.reader(200 * 2**20) as (read, _):
+        assert min(timeit.repeat(read, number=1, repeat=5)) > 1.5 * whole
+    assert torch.get_num_threads() == before
 
 
 def test_the_global_random_state_is_left_alone() -> None:

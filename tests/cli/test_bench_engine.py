@@ -14,7 +14,9 @@ def test_what_shortcuts_save(ready: Run, tmp_path: Path) -> None:
     directory = models.small(tmp_path / "small", context=2048)
     result = ready("bench", "engine", str(directory), "--rounds", "1", "--json")
     assert result.returncode == 0, result.stderr
-    gains = json.loads(result.stdout)["gains"]
+    found = json.loads(result.stdout)
+    assert [row["batch"] for row in found["decode"]] == [1, 8, 32]
+    gains = found["gains"]
     assert [gain["name"] for gain in gains] == ["lookup", "prefix"]
     assert all(gain["same"] and gain["ratio"] > 0 for gain in gains)
 

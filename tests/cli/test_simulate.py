@@ -17,7 +17,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def test_lines_for_people(ingot: Run) -> None:
     result = ingot("simulate", "--requests", "200", "--rate", "4", "--goal.first", "2")
     assert result.returncode == 0, result.stderr
-    assert "200 in" in result.stdout
+    assert "200 requests in" in result.stdout
     assert "200 length" in result.stdout
     assert "first token within 2 s" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80

@@ -167,6 +167,11 @@ def test_broken_files_are_said_with_a_remedy(
     assert raised.value.remedy
 
 
+def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="there is no directory"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
 def test_a_file_too_large_is_not_read(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

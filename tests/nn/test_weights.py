@@ -34,7 +34,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
     weights.match({n: torch.empty(p.shape, device="meta") for n, p in weights.places.items()})
     for name, place in weights.places.items():
         found[name] = torch.empty(place.shape, dtype=place.dtype)
-        weights.read(name, found[name])
+    weights.read(found)
     return found
 
 
@@ -71,12 +71,46 @@ def test_views_are_filled_in_place_and_written_as_they_look(tmp_path: Path) -> N
     write(tmp_path, {"top": whole[:2], "rest": whole[2:], "turned": whole.T})
     into = torch.zeros(6, 4, dtype=torch.bfloat16)
     weights = Weights(tmp_path)
-    weights.read("top", into[:2])
-    weights.read("rest", into[2:])
+    weights.read({"top": into[:2], "rest": into[2:]})
     assert torch.equal(into, whole.bfloat16())
     back = torch.zeros(6, 4)
-    weights.read("turned", back.T)
+    weights.read({"turned": back.T})
     assert torch.equal(back, whole)
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 100])
+def test_a_kernel_that_reads_less_than_asked_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    write(tmp_path, TENSORS)
+    whole = os.preadv
+
+    def little(file: int, views: list[memoryview], at: int) -> int:
+        piece = bytearray(most)
+        count = whole(file, [piece], at)
+        for view in views:
+            view[: len(piece)] = piece[: len(view)]
+            piece = piece[len(view) :]
+        return min(count, sum(len(view) for view in views))
+
+    monkeypatch.setattr("os.preadv", little)
+    assert_equal(read_all(tmp_path), TENSORS)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_have_a_share_each_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    tensors = {f"t{i}": torch.randn(i % 13, 5) for i in range(40)}
+    write(tmp_path, tensors, most=1000)
+    monkeypatch.setattr("ingot.nn.weights._THREADS", threads)
+    monkeypatch.setattr("ingot.nn.weights._AT_ONCE", 6)
+    assert_equal(read_all(tmp_path), tensors)
+    weights = Weights(tmp_path)
+    into = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items()}
+    del into["t7"]  # a gap
+    weights.read(into)
+    assert_equal(into, {name: tensors[name].double() for name in into})
 
 
 def test_a_directory_with_weights_is_not_overwritten(tmp_path: Path) -> None:
@@ -259,7 +293,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     weights = Weights(tmp_path)
     (tmp_path / SINGLE).write_bytes(GOOD[:-20])
     with pytest.raises(WeightsError, match="ends too early"):
-        weights.read("a", torch.empty(3, 2))
+        weights.read({"a": torch.empty(3, 2)})
 
 
 MEASURED = r"""

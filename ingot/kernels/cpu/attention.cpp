@@ -178,16 +178,20 @@ class Attention {
   void run_unit(const Unit& unit, Chunk<T>& chunk, const Unit* next) const {
     int64_t count = lanes(unit), size = State::size(count, shape_);
     float* memory = scratch<float, 10>(2 * unit.heads * size);
-    for (int64_t h = 0; h < unit.heads; h++) clear(memory + h * size, count);
+    if (unit.chunks() == 0)
+      for (int64_t h = 0; h < unit.heads; h++) clear(memory + h * size, count);
     float* parts = memory + unit.heads * size;
     const T* queries = prepared(unit, unit.head, unit.heads);
     for (int64_t c = 0; c < unit.chunks(); c++) {
       Chunk<T> then;
       if (c + 1 < unit.chunks()) locate(unit, c + 1, then);
       else if (next) locate(*next, 0, then);
-      run_chunk(unit, unit.head, unit.heads, chunk, queries, parts, then);
-      for (int64_t h = 0; h < unit.heads; h++)
-        join(State(memory + h * size, count), State(parts + h * size, count), count);
+      run_chunk(unit, unit.head, unit.heads, chunk, queries, c ? parts : memory, then);
+      for (int64_t h = 0; h < unit.heads; h++) {
+        State whole(memory + h * size, count);
+        if (c) join(whole, State(parts + h * size, count), count);
+        else begin(whole, count);
+      }
       chunk = then;
     }
     for (int64_t h = 0; h < unit.heads; h++)
@@ -331,6 +335,14 @@ class Attention {
     }
     for (int64_t at = end; at < CHUNK; at += WIDTH) store(s + at, Floats{});
     total = sum(sums);
+  }
+
+  // Of the first chunk, what joining it to an empty state would give.
+  void begin(State whole, int64_t count) const {
+    int64_t width = shape_.padded();
+    for (int64_t lane = 0; lane < count; lane++)
+      if (whole.largest[lane] == -INF)
+        whole.sum[lane] = 0, std::fill_n(whole.values + lane * width, width, 0.0f);
   }
 
   void join(State whole, const State& part, int64_t count) const {
