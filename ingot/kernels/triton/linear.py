@@ -47,9 +47,8 @@ _TILES = (
     (64, 128, 64, 4, 4),
     (64, 256, 32, 4, 4),
     (128, 64, 64, 8, 3),
-    # (128, 64, 64, 4, 4) spilled on sm_120.
     (64, 64, 64, 4, 4),
-    (64, 32, 64, 4, 5),
+    # (128, 64, 64, 4, 4) and (64, 32, 64, 4, 4) spilled on sm_120.
 )
 
 
@@ -79,8 +78,9 @@ def tile_space(
             yield config
 
 
-def _space(target: Target, PRECISION: str, PRODUCTS: int, **_: object) -> Iterator[Config]:
-    yield from tile_space(target, itemsize(PRECISION), PRODUCTS)
+def _space(target: Target, PRECISION: str, PRODUCTS: int, **others: object) -> Iterator[Config]:
+    most = 128 if others.get("KIND", "none") == "none" else 64  # activations need registers too
+    yield from tile_space(target, itemsize(PRECISION), PRODUCTS, most)
 
 
 def precision(dtype: torch.dtype) -> str:
