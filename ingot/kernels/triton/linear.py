@@ -47,9 +47,8 @@ _TILES = (
     (64, 128, 64, 4, 4),
     (64, 256, 32, 4, 4),
     (128, 64, 64, 8, 3),
-    # (128, 64, 64, 4, 4) spilled on sm_120.
-    (64, 64, 64, 4, 4),
-    (64, 32, 64, 4, 5),
+    # Smaller ones spilled too: (128, 64, 64, 4, 4) and (64, 32, 64, 4, 4) on sm_120,
+    # (64, 64, 64, 4, 4) on sm_100.
 )
 
 
@@ -60,9 +59,9 @@ def tile_space(
 
     `products` is how many there are at once, of one left operand. Sums may take a quarter of the
     registers where there are two, as the epilogue needs both, and where operands are in registers
-    too: half did spill. `most` is for kernels that need registers for more.
+    too, and on sm_100: half did spill. `most` is for kernels that need registers for more.
     """
-    if products > 1 or target.tile_registers < 128:
+    if products > 1 or target.tile_registers < 128 or target.arch == 100:
         most = min(most, 64)
     seen: set[Config] = set()
     for rows, columns, inner, warps, stages in _TILES:
@@ -79,8 +78,9 @@ def tile_space(
             yield config
 
 
-def _space(target: Target, PRECISION: str, PRODUCTS: int, **_: object) -> Iterator[Config]:
-    yield from tile_space(target, itemsize(PRECISION), PRODUCTS)
+def _space(target: Target, PRECISION: str, PRODUCTS: int, **others: object) -> Iterator[Config]:
+    most = 128 if others.get("KIND", "none") == "none" else 64  # activations need registers too
+    yield from tile_space(target, itemsize(PRECISION), PRODUCTS, most)
 
 
 def precision(dtype: torch.dtype) -> str:

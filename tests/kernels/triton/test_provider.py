@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from ingot import ops
 from ingot.kernels import triton as package
 from ingot.kernels.triton.kernel import recording
 from ingot.kernels.triton.provider import Meta, provided, takes
+from ingot.nn.decoder import Decoder
+from ingot.nn.plan import Plan
+from ingot.nn.presets import preset
 from ingot.ops.gradient import as_tuple
 
 
@@ -109,20 +114,23 @@ def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> T
     return ops.linear_cross_entropy(x, p["head"], targets)
 
 
-def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor], list[str]]:
-    """The block, compiled as one graph on tensors without memory: its loss, its parameters, and
-    the ops in the graphs."""
+def keeping(seen: list[str]) -> Any:
+    """A backend that writes down what is in its graphs."""
     from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
     from torch._dynamo.backends.common import aot_autograd
-
-    seen: list[str] = []
 
     def keep(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
         seen.extend(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
     torch.compiler.reset()
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """The block, compiled as one graph on tensors without memory: its loss, its parameters, and
+    the ops in the graphs."""
+    seen: list[str] = []
     p = {
         name: torch.empty(shape, device=device, requires_grad=requires_grad)
         for name, shape in GPT2.items()
@@ -130,7 +138,7 @@ def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor],
     tokens = torch.empty(12, dtype=torch.int64, device=device)
     starts = torch.empty(3, dtype=torch.int32, device=device)
     x = torch.empty(12, 64, device=device)
-    loss = torch.compile(block, fullgraph=True, backend=backend)(x, p, starts, tokens)
+    loss = torch.compile(block, fullgraph=True, backend=keeping(seen))(x, p, starts, tokens)
     return loss, p, seen
 
 
@@ -149,6 +157,22 @@ def test_so_is_its_backward() -> None:
     assert all(parameter.grad is not None for parameter in p.values())
     names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
     assert {f"ingot.{name}_backward.default" for name in names} <= set(seen)
+
+
+def test_so_is_the_model_itself() -> None:
+    """On meta tensors: to slice a fake one of CUDA, torch has to be built with it."""
+    decoder = Decoder.unfilled(replace(preset("gpt2-124m"), layers=2))
+    tokens = torch.empty(12, dtype=torch.int64, device="meta")
+    plan = Plan(cu_seqlens=torch.empty(3, dtype=torch.int32, device="meta"))
+    seen: list[str] = []
+    with torch.no_grad():
+        torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, tokens, plan)
+    counts = Counter(name for name in seen if name.startswith("ingot."))
+    assert counts == {
+        **{"ingot.embedding.default": 2, "ingot.layer_norm.default": 5, "ingot.linear.default": 2},
+        **{"ingot.attention.default": 2, "ingot.linear_gelu_tanh.default": 2},
+        **{"ingot.linear_residual.default": 4},
+    }
 
 
 @pytest.mark.parametrize("name", sorted(provided()))
