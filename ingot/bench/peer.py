@@ -59,6 +59,8 @@ class _Error(msgspec.Struct):
 
 
 _Said = TypeVar("_Said", Hello, Answer)
+# What we import, and what `ingot.cli` sets for our threads, is not for others.
+_OURS = ("PYTHONPATH", "GOMP_SPINCOUNT")
 
 
 class Process:
@@ -75,8 +77,7 @@ class Process:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._log, self._unread = log, b""
-        # What we import is not for it.
-        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        inherited = {key: value for key, value in os.environ.items() if key not in _OURS}
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
                 command,

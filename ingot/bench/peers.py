@@ -35,6 +35,7 @@ that are not chosen: for a mixture of experts the limit is too low.
 from __future__ import annotations
 
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -142,8 +143,11 @@ class System:
         """A process that begins to load the model."""
         module, log = f"{self.folder.name}.{self.name}", cache / f"{self.name}.log"
         command = [str(self.python), "-m", module, str(model), str(cache)]
-        # ingot's script imports the ingot that is running now.
-        variables = {"PYTHONPATH": str(Path(__file__).parents[2])} if self.name == OURS else None
+        if self.name != OURS:
+            return Process(command, self.folder.parent, log)
+        # ingot's script imports the ingot that is running now, and has what its commands have.
+        variables = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        variables |= {k: v for k, v in os.environ.items() if k == "GOMP_SPINCOUNT"}
         return Process(command, self.folder.parent, log, variables)
 
 

@@ -117,7 +117,7 @@ def _print_help() -> None:
     console.print("\nexamples:")
     console.print("  ingot doctor          measure this machine", highlight=False)
     console.print("  ingot ops rms_norm    one op, with its reference", highlight=False)
-    console.print("\n`ingot VERB --help` tells a verb's options.", highlight=False)
+    console.print("`ingot VERB --help` tells a verb's options.", highlight=False)
 
 
 def plain(text: str) -> str:

@@ -57,6 +57,18 @@ def test_it_says_hello_and_answers(make: Make, tmp_path: Path) -> None:
         assert (process.memory() or 0) > 2**20
 
 
+def test_what_we_set_for_our_own_threads_is_not_for_others(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    monkeypatch.setenv("PASSED_ON", "1")
+    with run(make, tmp_path) as process:
+        process.start()
+        known = Path(f"/proc/{process.pid}/environ").read_text()
+    assert "PASSED_ON=1" in known
+    assert "GOMP_SPINCOUNT" not in known
+
+
 def test_what_its_libraries_print_does_not_disturb(make: Make, tmp_path: Path) -> None:
     chatter = "print('INFO loading'); os.system('echo INFO from C')"
     with run(make, tmp_path, load=chatter, generate=chatter) as process:
