@@ -35,7 +35,7 @@ TEXT = (
     "On Thursdays the baker slept late; on Thursdays, therefore, no ship ever left in time. "
 )
 PREFIX, PROMPT, SHARING = 288, 320, 16
-BATCHES, SHORT = (1, 8, 32), 16
+BATCHES, STEPS, SHORT = (1, 8, 32), 100, 16
 _MOST_READ = 2**30
 
 
@@ -66,10 +66,9 @@ class Gain:
 
 
 def decode(
-    model: Model, steps: int = 100, advance: Callable[[int], object] = lambda _: None
+    model: Model, steps: int = STEPS, advance: Callable[[int], object] = lambda _: None
 ) -> list[Decode]:
     """Each batch for so many steps, after prompts of 16 tokens; `advance` hears of each step."""
-    _require("steps", steps)
     return [_decode(model.decoder, batch, steps, advance) for batch in BATCHES]
 
 
@@ -117,7 +116,8 @@ def shortcuts(
     model: Model, rounds: int = 5, advance: Callable[[int], object] = lambda _: None
 ) -> list[Gain]:
     """Both shortcuts, each way once a round; `advance` hears of each round."""
-    _require("rounds", rounds)
+    if not 1 <= rounds <= 1000:
+        raise IngotError(f"{rounds} rounds", remedy="give a number from 1 to 1000")
     return [_lookup(model, rounds, advance), _prefix(model, rounds, advance)]
 
 
@@ -196,8 +196,3 @@ def _gain(
         ratio=median(a[0] / b[0] for a, b in pairs),
         same=all(a[1] == b[1] for a, b in pairs),
     )
-
-
-def _require(what: str, number: int) -> None:
-    if not 1 <= number <= 1000:
-        raise IngotError(f"{number} {what}", remedy="give a number from 1 to 1000")

@@ -26,16 +26,16 @@ def engine(
 
     Args:
         directory: A model directory with a tokenizer.
-        rounds: How often each shortcut has its turn; steps have twenty times as many.
+        rounds: How often each shortcut has its turn.
         json: Print JSON instead of lines.
     """
-    from ingot.bench.engine import BATCHES, decode, shortcuts
+    from ingot.bench.engine import BATCHES, STEPS, decode, shortcuts
     from ingot.bench.results import Run
 
     run, model = Run.now(ingot.__version__), ingot.load(directory)
-    with log.progress("turns", len(BATCHES) * 20 * rounds + 2 * rounds) as bar:
-        steps = decode(model, 20 * rounds, bar.advance)
+    with log.progress("turns", len(BATCHES) * STEPS + 2 * rounds) as bar:
         gains = shortcuts(model, rounds, bar.advance)
+        steps = decode(model, STEPS, bar.advance)
     if json:
         found = {
             "run": dataclasses.asdict(run),
