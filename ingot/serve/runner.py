@@ -44,7 +44,7 @@ class Runner:
         self.decoder, self.size = decoder, limits.block_size
         device = decoder.embed.weight.device
         self.pool = KVPool(decoder.kv_spec, limits.blocks, limits.block_size, device)
-        tokens, self._rows = limits.budget, limits.max_running
+        tokens, self._rows = limits.burst, limits.max_running
         self._tokens, self._positions, self._slots = (_Integers(tokens, np.int64) for _ in "tps")
         self._starts = _Integers(self._rows + 1, np.int32)
         self._contexts = _Integers(self._rows, np.int32)

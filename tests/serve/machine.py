@@ -242,7 +242,6 @@ class Machine(RuleBasedStateMachine):
     def check_work(self, plan: Any) -> None:
         """Within the budget, each in its own blocks, and what it reads is its own past."""
         pool = self.scheduler.pool
-        assert sum(len(work.tokens) for work in plan.work) <= self.limits.budget
         assert len({work.id for work in plan.work}) == len(plan.work) <= self.limits.max_running
         for id in plan.preempted:
             if id in self.live:
@@ -252,6 +251,10 @@ class Machine(RuleBasedStateMachine):
             assert book.computed is None
             assert 0 <= start.cached < len(book.tokens)
             book.computed = start.cached
+        self.budget = self.limits.burst
+        if any(len(book.tokens) - 1 == book.computed for book in self.live.values()):
+            self.budget = self.limits.budget
+        assert sum(len(work.tokens) for work in plan.work) <= self.budget
         for work in plan.work:
             book, end = self.live[work.id], work.start + len(work.tokens) - work.drafts
             assert book.computed == work.start < end <= len(book.tokens)
@@ -274,7 +277,7 @@ class Machine(RuleBasedStateMachine):
         most = min(len(book.drafts), book.request.total - len(book.tokens) - 1)
         assert work.tokens[len(work.tokens) - work.drafts :] == book.drafts[: work.drafts]
         assert work.drafts <= (most if work.samples else 0)
-        whole = sum(len(work.tokens) for work in plan.work) < self.limits.budget
+        whole = sum(len(work.tokens) for work in plan.work) < self.budget
         if work.samples and whole and self.scheduler.pool.free:
             assert work.drafts == most
 
@@ -288,4 +291,4 @@ class Machine(RuleBasedStateMachine):
         running = [live for live in self.scheduler._live.values() if live.table]
         lacking = sum(len(live.tokens) - live.computed for live in running)
         shares = sum(len(work.tokens) - work.drafts for work in plan.work)
-        assert shares == min(lacking, self.limits.budget)
+        assert shares == min(lacking, self.budget)

@@ -73,8 +73,8 @@ FAULTS = {
     ),
     "the budget is exceeded by long prompts": (
         scheduler,
-        "left = [1] * len(work), self.limits.budget - len(work)",
-        "left = [1] * len(work), self.limits.budget",
+        "left = [1] * len(work), self._budget() - len(work)",
+        "left = [1] * len(work), self._budget()",
     ),
     "blocks come back in flight": (
         scheduler,
@@ -141,6 +141,11 @@ FAULTS = {
         "        shares, left =",
     ),
     "drafts are never tried": (scheduler, "if self._drafted and left:", "if False:"),
+    "streams wait for long prompts": (
+        scheduler,
+        "return self.limits.budget if streams",
+        "return self.limits.burst if streams",
+    ),
     "drafts exceed the budget": (scheduler, "min(left, live.request", "min(99, live.request"),
     "drafts go past the end": (scheduler, "total - known - 1)]", "total - known)]"),
     "drafts have no room": (scheduler, "drafts[: len(live.table) * size - known]", "drafts"),
@@ -309,9 +314,9 @@ def test_a_priority_is_a_head_start_in_seconds() -> None:
 
 def test_who_would_get_no_tokens_does_not_start() -> None:
     scheduler = Scheduler(Limits(blocks=16, block_size=4, budget=4, max_running=4))
-    long = Request(id=1, prompt=tuple(range(9)), max_tokens=1)
+    long = Request(id=1, prompt=tuple(range(35)), max_tokens=1)
     plans = serve(scheduler, long, Request(id=2, prompt=(1, 2), max_tokens=1))
-    assert [shares(plan) for plan in plans] == [{1: 4}, {1: 4}, {1: 1, 2: 2}, {}]
+    assert [shares(plan) for plan in plans] == [{1: 16}, {1: 16}, {1: 3, 2: 2}, {}]
     assert [len(plan.starts) for plan in plans] == [1, 0, 1, 0]
 
 

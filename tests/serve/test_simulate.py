@@ -22,7 +22,7 @@ def run(limits: Limits | None = None, costs: Costs | None = None, **trace: Any) 
 
 def test_one_request_takes_as_long_as_its_steps() -> None:
     """100 tokens of prompt in chunks of 64: two steps, and one more for each other token."""
-    limits = Limits(blocks=512, budget=64)
+    limits = Limits(blocks=512, budget=16, max_running=16)  # bursts of 64
     report = run(limits, FREE, requests=1, prompt=100, output=10, spread=0, shared=0)
     assert report.steps == report.decisions == 11
     assert report.output_tokens == 10
@@ -57,7 +57,7 @@ def test_a_request_costs_what_it_reads_and_computes(
 ) -> None:
     only = {"weights": 0.0, "flops": 0.0, "kv": 0.0, "attention": 0.0, "overhead": 0.0, **costs}
     model = Costs(bandwidth=1.0, peak=1.0, **only)
-    limits = Limits(blocks=512, budget=64)
+    limits = Limits(blocks=512, budget=16, max_running=16)  # bursts of 64
     report = run(limits, model, requests=1, prompt=100, output=10, spread=0, shared=0)
     assert report.total["p50"] == pytest.approx(seconds, rel=0.006)
 
