@@ -13,7 +13,8 @@ round's medians.
 
 **Memory** is what the process has at most in these steps, libraries included, as the system
 counts it. Without what it holds between two steps (weights, the optimizer's state, libraries), it
-is what the step itself takes: activations, gradients and temporaries.
+is what the step itself takes: activations, gradients and temporaries. Activations alone are what
+is allocated between forward and backward (glibc tells).
 
 **The limit** is the matmul peak of the machine in the contender's dtype, over 6 N FLOPs a token:
 two for each of N parameters forward, four backward. Attention is left out.
@@ -132,6 +133,7 @@ class Turn(msgspec.Struct, frozen=True):
     losses: list[float]
     steps: Annotated[list[_Step], msgspec.Meta(min_length=1)]
     resting: _Bytes
+    activations: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
     peak: _Bytes
 
 
@@ -159,6 +161,8 @@ class Row:
     peak_memory_bytes: int | None = None
     step_memory_bytes: int | None = None
     """Of it, what is not held between two steps."""
+    activation_memory_bytes: int | None = None
+    """What the forward leaves for the backward."""
     limit_tokens_per_s: float | None = None
     share_of_limit: float | None = None
     first_loss: float | None = None
@@ -311,6 +315,7 @@ def _figures(of: Turns, ours: Turns | None, task: Task) -> dict[str, Any]:
         "update_s": _short(median(step.update for step in steps)),
         "peak_memory_bytes": int(median(turn.peak for turn in of.turns)),
         "step_memory_bytes": int(median(turn.peak - turn.resting for turn in of.turns)),
+        "activation_memory_bytes": int(median(turn.activations for turn in of.turns)),
         "first_loss": of.turns[0].losses[0],
         "last_loss": of.turns[0].losses[-1],
     }
@@ -335,8 +340,8 @@ class Summary:
     backward_over_forward: float | None
     bf16_over_fp32: float | None
     recompute: dict[str, dict[str, float]]
-    """By policy: the share of the peak and of the step's own memory that is saved, and how many
-    times as long a step takes."""
+    """By policy: the share of the activations, of the step's own memory and of the peak that is
+    saved, and how many times as long a step takes."""
 
 
 def summary(found: Sequence[Row]) -> Summary:
@@ -358,11 +363,9 @@ def summary(found: Sequence[Row]) -> Summary:
 
 
 def _saved(row: Row, ours: Row) -> dict[str, float]:
-    return {
-        "peak_saved": _short(1 - (_ratio(row, ours, "peak_memory_bytes") or 1)),
-        "step_memory_saved": _short(1 - (_ratio(row, ours, "step_memory_bytes") or 1)),
-        "time": row.ingot_faster or 0.0,
-    }
+    names = ("activation_memory", "step_memory", "peak_memory")
+    saved = {f"{n}_saved": _short(1 - (_ratio(row, ours, f"{n}_bytes") or 1)) for n in names}
+    return {**saved, "time": row.ingot_faster or 0.0}
 
 
 def _ratio(row: Row | None, other: Row | None, name: str) -> float | None:

@@ -13,7 +13,8 @@ same AdamW (fused, on float32, decay of matrices but the embeddings), and clip t
 
 The first two steps do not count: memory is touched, things are compiled, the optimizer makes its
 state. Between them unused memory is given back, and what is left is what the process holds between
-two steps; the peak is of the steps from then on.
+two steps; the peak is of the steps from then on. Activations are what is allocated at the end of a
+forward and was not before it.
 """
 
 # pyright: basic
@@ -61,7 +62,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self.resting = 0
+        self.resting = self.activations = self._used = 0
         self._laps: dict[str, float] = {}
         self._last = 0.0
 
@@ -69,7 +70,7 @@ class Clock:
         """A step begins."""
         if len(self.steps) == WARM - 1:
             _trim()
-            self.resting = _status("VmRSS")
+            self.resting, self._used = _status("VmRSS"), _used()
             _reset_peak()
         self._laps, self._last = {}, perf_counter()
 
@@ -77,6 +78,8 @@ class Clock:
         """A part of the step ends."""
         now = perf_counter()
         self._laps[part], self._last = now - self._last, now
+        if part == "forward" and len(self.steps) == WARM - 1:
+            self.activations = max(_used() - self._used, 0)
 
     def end(self, loss: float) -> None:
         """The step ends, with its last part."""
@@ -90,6 +93,7 @@ class Clock:
             "losses": [step.pop("loss") for step in self.steps],
             "steps": self.steps[WARM:],
             "resting": self.resting,
+            "activations": self.activations,
             "peak": _status("VmHWM"),
         }
 
@@ -106,6 +110,21 @@ def _status(key: str) -> int:
 def _reset_peak() -> None:
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+class _Mallinfo(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+def _used() -> int:
+    """Bytes that are allocated, as the C library counts them (glibc); 0 where it does not."""
+    with suppress(OSError, AttributeError):
+        count = ctypes.CDLL("libc.so.6").mallinfo2
+        count.restype = _Mallinfo
+        found = count()
+        return found.uordblks + found.hblkhd
+    return 0
 
 
 def _trim() -> None:
@@ -140,7 +159,6 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
         found = step.gradients([packed], number)
         clock.lap("backward")
         step.update(1.0)
-        masters.zero_grad()
         clock.end(found.loss)
     return importlib.metadata.version("ingot")
 

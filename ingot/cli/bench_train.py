@@ -114,7 +114,8 @@ def _print(rows: list[Row], found: Summary, run: Run) -> None:
         console.print(line, highlight=False)
     console.print(
         f"\n{one.model}, {one.batch} x {one.length} tokens a step, {one.rounds} rounds. Times in "
-        "ms, memory in GB; step: what is not held between steps. limit: 6 FLOPs for each parameter "
+        "ms. GB: the most memory; step: of it what is not held between steps; kept: what a forward "
+        "leaves for the backward. limit: 6 FLOPs for each parameter "
         f"and token, of the machine's matmul peak in that dtype.\n{run.date}, {run.cpu} "
         f"({run.isa}), torch {run.torch}, ingot {run.ingot}.",
         highlight=False,
@@ -129,7 +130,17 @@ def _table(rows: list[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("system", "dtype", "recompute"):
         table.add_column(heading, no_wrap=True)
-    headings = ("tokens/s", "limit", "ingot is", "forward", "backward", "update", "peak", "step")
+    headings = (
+        "tokens/s",
+        "limit",
+        "ingot is",
+        "forward",
+        "backward",
+        "update",
+        "GB",
+        "step",
+        "kept",
+    )
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -139,6 +150,9 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
+_MEMORY = ("peak", "step", "activation")
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     share = "-" if row.share_of_limit is None else f"{row.share_of_limit:.0%}"
     return (
@@ -146,7 +160,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         share,
         "-" if row.ingot_faster is None else f"{row.ingot_faster:.2f}x",
         *(f"{1e3 * (t or 0):,.0f}" for t in (row.forward_s, row.backward_s, row.update_s)),
-        *(f"{(b or 0) / 1e9:.2f}" for b in (row.peak_memory_bytes, row.step_memory_bytes)),
+        *(f"{(getattr(row, f'{n}_memory_bytes') or 0) / 1e9:.2f}" for n in _MEMORY),
     )
 
 
@@ -163,7 +177,7 @@ def _conclusions(found: Summary) -> list[str]:
         lines.append(f"bf16 is {found.bf16_over_fp32:.2f}x as fast as fp32")
     for policy, saved in found.recompute.items():
         lines.append(
-            f"recompute {policy}: {saved['step_memory_saved']:.0%} of the step's memory saved, "
-            f"{saved['peak_saved']:.0%} of the peak, {saved['time']:.2f}x the time"
+            f"recompute {policy}: {saved['activation_memory_saved']:.0%} of activations saved, "
+            f"{saved['step_memory_saved']:.0%} of the step's memory, {saved['time']:.2f}x the time"
         )
     return lines

@@ -149,4 +149,12 @@ def norms(tensors: list[Tensor]) -> Tensor:
     >>> norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
     tensor([5., 0.])
     """
-    return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors])
+    return torch.stack([_norm(tensor) for tensor in tensors])
+
+
+def _norm(x: Tensor) -> Tensor:
+    """In float32; of other dtypes some megabytes at a time, which torch would convert at once."""
+    if x.dtype == torch.float32:
+        return torch.linalg.vector_norm(x)
+    parts = [torch.linalg.vector_norm(part.float()) for part in x.flatten().split(2**20)]
+    return torch.linalg.vector_norm(torch.stack(parts))

@@ -205,11 +205,6 @@ class Optimizers:
                 group["lr"] = peak * factor
             part.step()
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for part in self._parts:
-            part.zero_grad()
-
     def state(self) -> dict[str, Tensor]:
         """What the next steps depend on besides the weights: the tensors themselves, no copies."""
         return {

@@ -1,4 +1,4 @@
-"""The parameters of a group, a few megabytes at a time.
+"""The weights of a model, a few megabytes at a time.
 
 An update by `torch._foreach_*` makes temporaries as large as what it is given. For a whole model
 these are new pages at every step, which the kernel has to clear, and nothing of one pass is in a
@@ -18,26 +18,21 @@ from torch.optim import Optimizer
 PIECE = 2**24  # bytes
 
 
-def pieces(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters that have a gradient, in lists of at most `PIECE` bytes; or one alone.
+def pieces(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The weights in lists of at most `PIECE` bytes; or one alone.
 
     >>> import torch
-    >>> weights = [torch.nn.Parameter(torch.zeros(2**21)) for _ in range(5)]
-    >>> for weight in weights[1:]:
-    ...     weight.grad = torch.zeros_like(weight)
-    >>> [len(piece) for piece in pieces(weights)]
-    [2, 2]
+    >>> [len(piece) for piece in pieces(torch.zeros(5, 2**21))]
+    [2, 2, 1]
     """
     held: list[Tensor] = []
     size = 0
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if held and size + parameter.nbytes > PIECE:
+    for weight in weights:
+        if held and size + weight.nbytes > PIECE:
             yield held
             held, size = [], 0
-        held.append(parameter)
-        size += parameter.nbytes
+        held.append(weight)
+        size += weight.nbytes
     if held:
         yield held
 
@@ -49,7 +44,7 @@ class Pieced(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move the weights by their gradients."""
         for group in self.param_groups:
-            for weights in pieces(group["params"]):
+            for weights in pieces(w for w in group["params"] if w.grad is not None):
                 self.move(group, weights, [weight.grad for weight in weights])
 
     def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:

@@ -7,8 +7,12 @@
 The model has one dtype, that in which it will be served: what training sees is what serving
 computes. A step of an optimizer is often smaller than half a unit of a bfloat16 weight (2^-9 of it)
 and would be lost, so the optimizer has a master of each weight in float32, and the model's is the
-master rounded. Gradients of several micro-batches are added up in float32 too: as soon as autograd
-has the gradient of a parameter, it goes to the master and is freed.
+master rounded. Gradients of several micro-batches are added up in float32 too; those of one alone
+stay as they are until the update, which has some megabytes of them in float32 at a time.
+
+All gradients of a step lie together, in memory that is taken as they come and given back after the
+update. Left where autograd puts them, between activations that are freed one by one, they keep the
+allocator from using that memory again: 3.1 GB instead of 2.9 at most, for GPT-2 124M.
 
 In fp16 the loss is multiplied by a scale before it is differentiated: 2^16 at first, halved
 when a gradient overflows (that step moves nothing), doubled after 2000 steps without
@@ -18,11 +22,15 @@ when a gradient overflows (that step moves nothing), doubled after 2000 steps wi
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from ingot.train.pieces import pieces
 
 _FIRST_SCALE = 2.0**16
 _LEAST_SCALE = 2.0**-14
@@ -45,13 +53,15 @@ class Precision(Enum):
 class Masters:
     """The weights that the optimizer updates, and their gradients.
 
-    Converts the model. `weights` are its parameters themselves in float32.
+    Converts the model. `weights` are its parameters themselves in float32. `grads` are those of all
+    backwards since `begin`, by the same names.
 
     >>> model = nn.Linear(2, 1)
     >>> masters = Masters(model, Precision.BF16)
+    >>> masters.begin(pieces=1)
     >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-    >>> masters.weights["weight"].grad, model.weight.grad
-    (tensor([[1., 1.]]), None)
+    >>> masters.grads["weight"], model.weight.grad
+    (tensor([[1., 1.]], dtype=torch.bfloat16), None)
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -59,21 +69,48 @@ class Masters:
         self.scale = _FIRST_SCALE if precision is Precision.FP16 else 1.0
         self._scales, self._good = precision is Precision.FP16, 0
         self.weights: dict[str, Tensor] = dict(parameters)
+        self.grads: dict[str, Tensor] = {}
+        self._dtype, self._room = precision.dtype, _room(0, precision.dtype)
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        if precision is Precision.FP32:
-            model.float()
-            return
-        self.weights = {name: p.detach().float().clone() for name, p in parameters.items()}
+        if precision is not Precision.FP32:
+            self.weights = {name: p.detach().float().clone() for name, p in parameters.items()}
         model.to(precision.dtype)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._collect, name))
+            if self.weights[name] is not parameter:
                 self._pairs.append((parameter, self.weights[name]))
-                parameter.register_post_accumulate_grad_hook(_Collect(self.weights[name]))
 
-    def zero_grad(self) -> None:
-        """Forget the gradients; the next one to come is copied, not added."""
-        for weight in self.weights.values():
-            weight.grad = None
+    def begin(self, pieces: int) -> None:
+        """Forget former gradients; those of so many micro-batches are coming."""
+        self.grads.clear()
+        dtype = self._dtype if pieces == 1 else torch.float32
+        self._room = _room(sum(weight.numel() for weight in self.weights.values()), dtype)
+
+    def _collect(self, name: str, parameter: Tensor) -> None:
+        """Take a parameter's gradient as soon as it is there."""
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
+        if name in self.grads:
+            self.grads[name].add_(grad)
+            return
+        own, self._room = self._room[: grad.numel()], self._room[grad.numel() :]
+        self.grads[name] = own.view(grad.shape).copy_(grad)
+
+    def moves(self, factors: Mapping[str, float]) -> Iterator[None]:
+        """Give some weights their gradients, times these factors, until all have had them once.
+
+        What an optimizer does between one and the next moves only those that have some.
+        """
+        names = {id(weight): name for name, weight in self.weights.items()}
+        for some in pieces(w for name, w in self.weights.items() if name in self.grads):
+            for weight in some:
+                name = names[id(weight)]
+                grad, factor = self.grads.pop(name).float(), factors[name]
+                weight.grad = grad if factor == 1.0 else grad.mul_(factor)
+            yield
+            for weight in some:
+                weight.grad = None
+        self._room = _room(0, self._dtype)
 
     def publish(self) -> None:
         """Give the model what the optimizer has made of the masters."""
@@ -112,16 +149,10 @@ class Masters:
         self.publish()
 
 
-class _Collect:
-    """Adds a parameter's gradient to its master's as soon as it is there, and frees it."""
-
-    def __init__(self, master: Tensor) -> None:
-        self._master = master
-
-    def __call__(self, parameter: Tensor) -> None:
-        grad, parameter.grad = parameter.grad, None
-        assert grad is not None
-        if self._master.grad is None:
-            self._master.grad = grad.float()
-        else:
-            self._master.grad.add_(grad)
+def _room(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory that is the system's again when nothing points to it, in huge pages if there are any:
+    60,000 of the usual size would take 0.1 s to come by."""
+    memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)[:count]

@@ -93,7 +93,7 @@ class Step:
 
     def gradients(self, pieces: Sequence[Batch], step: int) -> Gradients:
         """Compute the gradients of a batch; former ones are forgotten."""
-        self.masters.zero_grad()
+        self.masters.begin(len(pieces))
         self.model.train()
         count, rows, total = sum(map(counted, pieces)), 0, 0.0
         for index, piece in enumerate(pieces):
@@ -102,29 +102,23 @@ class Step:
             total += float(lost.detach())
             (lost * (self.masters.scale / max(count, 1))).backward()
             rows += size(piece)
-        grads = self._grads()
-        self._norms = norms([torch.zeros(()) if g is None else g for g in grads])
+        grads = [self.masters.grads.get(name, torch.zeros(())) for name in self.masters.weights]
+        self._norms = norms(grads)
         norm = float(self._norms.double().square().sum().sqrt()) / self.masters.scale
         return Gradients(loss=total / max(count, 1), norm=norm, count=count, rows=rows)
 
     def update(self, factor: float) -> float:
-        """Move the weights by the gradients, at this factor of the learning rate.
+        """Move the weights by the gradients, which are then gone; `factor` is of the learning rate.
 
         Returns by how much the gradients were scaled down at most; 1 is not at all.
         """
         scale = self.masters.scale
         factors = self.clipper.factors(self._norms / scale)
-        least = float(factors.min())
-        if least != 1.0 or scale != 1.0:
-            pairs = zip(self._grads(), (factors / scale).unbind(), strict=True)
-            found = [(g, f) for g, f in pairs if g is not None]
-            torch._foreach_mul_([g for g, _ in found], [f for _, f in found])
-        self.optimizers.step(factor)
+        by_name = dict(zip(self.masters.weights, (factors / scale).tolist(), strict=True))
+        for _ in self.masters.moves(by_name):
+            self.optimizers.step(factor)
         self.masters.publish()
-        return least
-
-    def _grads(self) -> list[Tensor | None]:
-        return [weight.grad for weight in self.masters.weights.values()]
+        return float(factors.min())
 
     def _losses(self, piece: Batch, step: int, index: int) -> Tensor:
         """The loss of each row, in training."""

@@ -193,7 +193,7 @@ class Trainer:
             if self.ema:
                 self.ema.update(self.step)
             self.step += 1
-        self.masters.zero_grad()
+        self.masters.grads.clear()
         figures["seconds"] = time.perf_counter() - start
         figures["waited"] = self.loader.waited - waited
         self._note(figures)

@@ -47,6 +47,7 @@ def turn(*seconds: float, peak: int = 4000, resting: int = 1000, loss: float = 5
         "losses": [loss] * (WARM + len(seconds)),
         "steps": [{"forward": s / 4, "backward": s / 2, "update": s / 4} for s in seconds],
         "resting": resting,
+        "activations": peak - 2000,
         "peak": peak,
     }
     return train.msgspec.convert(said, Turn)
@@ -108,8 +109,8 @@ def test_figures() -> None:
     said = summary(found)
     assert (said.best_peer, said.faster, said.memory) == ("eager", 2.5, 0.5)
     assert (said.backward_over_forward, said.bf16_over_fp32) == (2.0, 4.0)
-    saved = {"peak_saved": 0.375, "step_memory_saved": 0.5, "time": 3.0}
-    assert said.recompute == {"full": saved}
+    saved = {"peak_memory_saved": 0.375, "step_memory_saved": 0.5, "activation_memory_saved": 0.75}
+    assert said.recompute == {"full": {**saved, "time": 3.0}}
 
 
 @pytest.mark.parametrize("loss", [5.2, float("nan")])

@@ -25,6 +25,7 @@ def test_steps_that_warm_up_are_not_told() -> None:
     assert [set(step) for step in said["steps"]] == [{"forward", "backward", "update"}] * 2
     assert all(0 < seconds < 60 for step in said["steps"] for seconds in step.values())
     assert said["peak"] - said["resting"] > 3 * 2**24 * 0.9
+    assert 2**24 <= said["activations"] < 2**25
 
 
 def test_the_peak_is_of_the_steps_that_count() -> None:

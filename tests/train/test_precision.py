@@ -19,27 +19,49 @@ def half(model: nn.Module, precision: Precision, value: float) -> None:
 def test_in_fp32_the_masters_are_the_parameters() -> None:
     model = nn.Linear(3, 2)
     masters = Masters(model, Precision.FP32)
+    masters.begin(1)
     half(model, Precision.FP32, 2.0)
     assert masters.weights["weight"] is model.weight
-    assert model.weight.grad is not None
+    assert torch.equal(masters.grads["weight"], torch.full((2, 3), 2.0))
+    assert model.weight.grad is None
     assert masters.scale == 1.0
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize("precision", list(Precision))
 def test_gradients_are_added_up_in_float32_and_freed(precision: Precision) -> None:
     model = nn.Linear(3, 2)
     masters = Masters(model, precision)
+    masters.begin(2)
     for value in (256.0, 1.0):  # in bfloat16 256 + 1 is 256
         half(model, precision, value)
     assert model.weight.dtype == precision.dtype
     assert model.weight.grad is None
-    grad = masters.weights["weight"].grad
-    assert grad is not None
+    grad = masters.grads["weight"]
     assert grad.dtype == torch.float32
     assert torch.equal(grad, torch.full((2, 3), 257.0))
-    masters.zero_grad()
+    masters.begin(1)
     half(model, precision, 1.0)
-    assert torch.equal(masters.weights["weight"].grad, torch.ones(2, 3))  # pyright: ignore
+    assert torch.equal(masters.grads["weight"], torch.ones(2, 3, dtype=precision.dtype))
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_every_weight_has_its_gradient_once(precision: Precision) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 2**21, bias=False) for _ in range(5)))  # 8 MiB each
+    masters = Masters(model, precision)
+    masters.begin(1)
+    model[4](torch.ones(1, 1, dtype=precision.dtype)).sum().backward()
+    for layer in (1, 2, 3):
+        model[layer](torch.ones(1, 1, dtype=precision.dtype)).sum().backward()
+    given: list[str] = []
+    for _ in masters.moves(dict.fromkeys(masters.weights, 0.5)):
+        now = [name for name, weight in masters.weights.items() if weight.grad is not None]
+        assert len(now) == 2
+        for name in now:
+            assert torch.equal(masters.weights[name].grad, torch.full((2**21, 1), 0.5))  # pyright: ignore
+        given += now
+    assert given == ["1.weight", "2.weight", "3.weight", "4.weight"]
+    assert not masters.grads
+    assert all(weight.grad is None for weight in masters.weights.values())
 
 
 def test_small_steps_are_not_lost() -> None:
