@@ -142,8 +142,8 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
     from ingot.train.step import Batch, Losses, Step
 
     class Timed(Step):
-        def _losses(self, piece: Batch, step: int, index: int) -> Tensor:
-            found = super()._losses(piece, step, index)
+        def _losses(self, piece: Batch, step: int, index: int, slope: float) -> Tensor:
+            found = super()._losses(piece, step, index, slope)
             clock.lap("forward")
             return found
 

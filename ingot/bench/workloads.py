@@ -217,7 +217,8 @@ def _vocabulary() -> Iterator[Workload]:
 
 
 def _linear_losses() -> Iterator[Workload]:
-    for op, dtype in product(("linear_token_logprobs", "linear_cross_entropy"), ("bf16", "fp32")):
+    losses = ("linear_cross_entropy", "linear_cross_entropy_with_gradients")
+    for op, dtype in product(("linear_token_logprobs", *losses), ("bf16", "fp32")):
         draw = _with_targets((512, 768), (VOCABULARY, 768))
         yield Workload(op, _text(512, 768, VOCABULARY), dtype, draw)
 

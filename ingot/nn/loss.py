@@ -6,9 +6,11 @@ Legend: T tokens, D channels, B samples, C classes.
 # pyright: basic
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ingot import ops
 from ingot.nn.plan import Plan
@@ -38,8 +40,13 @@ def token_losses(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    slope: float | None = None,
 ) -> Tensor:
     """The loss of each token's target, (T,); sequences of these lengths, one after another.
+
+    Who knows what each loss will be multiplied by before it is differentiated says so as `slope`:
+    the gradients of head and states are then computed together with the losses, in three quarters
+    of the time. If it is something else after all, they are computed again.
 
     >>> import torch
     >>> from ingot.nn import Decoder, preset
@@ -49,8 +56,33 @@ def token_losses(
     """
     plan = Plan.packed(lengths, tokens_T.device)
     hidden_TD = model(tokens_T, plan.positions(), plan)
-    options = (IGNORED, label_smoothing, z_loss)
-    return ops.linear_cross_entropy(hidden_TD, model.head_weight, targets_T, *options)
+    args = (hidden_TD, model.head_weight, targets_T, IGNORED, label_smoothing, z_loss)
+    trained = hidden_TD.requires_grad and model.head_weight.requires_grad
+    if slope is None or not (trained and torch.is_grad_enabled()):
+        return ops.linear_cross_entropy(*args)  # pyright: ignore[reportCallIssue]
+    return _WithGradients.apply(slope, *args)  # pyright: ignore[reportReturnType]
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slope: float, *args: Any) -> Tensor:
+        losses_T, of_hidden, of_weight = ops.linear_cross_entropy_with_gradients(*args, slope)
+        hidden_TD, weight_VD, targets_T, *ctx.options = args
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, of_hidden, of_weight)
+        ctx.slope = slope
+        return losses_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        *args, of_hidden, of_weight = ctx.saved_tensors
+        others_T = (grads_T != torch.tensor(ctx.slope, dtype=grads_T.dtype)) & (args[2] != IGNORED)
+        if others_T.any():
+            with torch.enable_grad():
+                leaves = [arg.detach().requires_grad_() for arg in args[:2]]
+                losses_T = ops.linear_cross_entropy(leaves[0], leaves[1], args[2], *ctx.options)
+            of_hidden, of_weight = torch.autograd.grad(losses_T, leaves, grads_T)
+        return None, of_hidden, of_weight, *(None for _ in range(4))
 
 
 def token_logprobs(

@@ -27,6 +27,7 @@ from ingot.ops.linear import (
 from ingot.ops.loss import (
     cross_entropy,
     linear_cross_entropy,
+    linear_cross_entropy_with_gradients,
     linear_token_logprobs,
     token_logprobs,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_gradients",
     "linear_gelu",
     "linear_gelu_tanh",
     "linear_relu",

@@ -20,6 +20,7 @@ Results are in float32 (float64 for float64 inputs): in bfloat16 a loss of 8 has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -240,3 +241,68 @@ def linear_cross_entropy(
     return torch.cat(
         [cross_entropy.reference(h @ weight.T, t, *options) for h, t in _chunks(hidden, targets)]
     )
+
+
+def _with_gradients_fake(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake(hidden, targets), hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+
+
+def _with_gradients_samples(make: Make) -> Iterator[Sample]:
+    for slope, sample in zip(cycle((1.0, -0.3)), _linear_loss_samples(make)):
+        options = (*sample.args, -100, 0.0, 0.0)[:6]
+        yield Sample(sample.name, (*options, slope))
+
+
+def _with_gradients_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Cost:
+    once = _linear_cost(hidden, weight, targets)
+    products = 4 * targets.numel() * weight.numel()
+    return Cost(bytes=once.bytes + hidden.nbytes + weight.nbytes, flops=once.flops + products)
+
+
+@op(
+    check=_check_linear,
+    fake=_with_gradients_fake,
+    samples=_with_gradients_samples,
+    tolerance=Tolerance(
+        forward=4.0,
+        reason="gradients: the yardstick is in float32, as losses are, and each word is measured",
+    ),
+    cost=_with_gradients_cost,
+    rows=(),
+    gradient=None,
+)
+def linear_cross_entropy_with_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    slope: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_cross_entropy`, and the gradients of `slope` times the sum of all losses.
+
+    What a step of training needs of its loss, in three products: computed one after the other,
+    loss and gradients take four, as the second begins with the logits again.
+
+    >>> ones, zeros = torch.ones(1, 4), torch.zeros(2, 4)
+    >>> _, _, of_weight = linear_cross_entropy_with_gradients(ones, zeros, torch.tensor([0]))
+    >>> of_weight[:, 0]
+    tensor([-0.5000,  0.5000])
+    """
+    options = (ignore_index, label_smoothing, z_loss)
+    losses, of_hidden, of_weight = [], [], torch.zeros_like(weight)
+    for h, t in _chunks(hidden, targets):
+        logits = h @ weight.T
+        losses.append(cross_entropy.reference(logits, t, *options))
+        ignored, lse = (t == ignore_index)[:, None], logits.logsumexp(-1, keepdim=True)
+        slopes = (logits - lse).exp() * (1 + 2 * z_loss * lse) - label_smoothing / len(weight)
+        chosen = t.long()[:, None].masked_fill(ignored, 0)
+        ones = torch.ones_like(chosen, dtype=slopes.dtype)
+        slopes = slopes.scatter_add(1, chosen, (label_smoothing - 1) * ones)
+        slopes = slope * slopes.masked_fill(ignored, 0.0)
+        of_hidden.append(slopes @ weight)
+        of_weight += slopes.T @ h
+    return torch.cat(losses), torch.cat(of_hidden), of_weight

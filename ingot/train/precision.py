@@ -152,7 +152,10 @@ class Masters:
 def _room(count: int, dtype: torch.dtype) -> Tensor:
     """Memory that is the system's again when nothing points to it, in huge pages if there are any:
     60,000 of the usual size would take 0.1 s to come by."""
-    memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize)
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    )
+    memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)[:count]

@@ -96,11 +96,12 @@ class Step:
         self.masters.begin(len(pieces))
         self.model.train()
         count, rows, total = sum(map(counted, pieces)), 0, 0.0
+        slope = self.masters.scale / max(count, 1)
         for index, piece in enumerate(pieces):
             dropout.begin(self.model, seed=self.losses.seed, step=step, row=rows)
-            lost = self._losses(piece, step, index).sum()
+            lost = self._losses(piece, step, index, slope).sum()
             total += float(lost.detach())
-            (lost * (self.masters.scale / max(count, 1))).backward()
+            (lost * slope).backward()
             rows += size(piece)
         grads = [self.masters.grads.get(name, torch.zeros(())) for name in self.masters.weights]
         self._norms = norms(grads)
@@ -120,8 +121,8 @@ class Step:
         self.masters.publish()
         return float(factors.min())
 
-    def _losses(self, piece: Batch, step: int, index: int) -> Tensor:
-        """The loss of each row, in training."""
+    def _losses(self, piece: Batch, step: int, index: int, slope: float) -> Tensor:
+        """The loss of each row, in training; `slope` is what it will be multiplied by."""
         options, smoothing = self.losses, self.losses.label_smoothing
         if isinstance(piece, TokenBatch):
             return token_losses(
@@ -131,6 +132,7 @@ class Step:
                 piece.lengths,
                 label_smoothing=smoothing,
                 z_loss=options.z_loss,
+                slope=slope,
             )
         if options.mix is None:
             return class_losses(self.model(piece.x), piece.y, smoothing)

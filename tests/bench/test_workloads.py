@@ -47,8 +47,9 @@ def test_linear_is_timed_from_one_row_to_many_on_the_projections_of_models() -> 
 def test_ops_are_timed_at_a_decode_and_at_a_training_step(op: str) -> None:
     if not op.startswith(("linear", "grouped")):
         assert shapes(op, "bf16") == shapes(op, "fp32")
-    sampling = ("sample", "truncate", "penalize", "linear_cross_entropy", "linear_token_logprobs")
-    assert len(shapes(op, "bf16")) >= (1 if op in sampling else 2)
+    once = ("sample", "truncate", "penalize", "linear_cross_entropy", "linear_token_logprobs")
+    once += ("linear_cross_entropy_with_gradients",)
+    assert len(shapes(op, "bf16")) >= (1 if op in once else 2)
 
 
 def test_every_workload_is_a_call_that_its_op_takes() -> None:

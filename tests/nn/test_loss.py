@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ingot.nn import Decoder, Plan, preset
 from ingot.nn.loss import class_losses, token_logprobs, token_losses
@@ -38,3 +42,22 @@ def test_the_loss_of_a_class() -> None:
     scores, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0])
     wanted = F.cross_entropy(scores, targets, reduction="none", label_smoothing=0.2)
     torch.testing.assert_close(class_losses(scores, targets, 0.2), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("said", [0.25, 0.5])
+def test_gradients_are_right_whatever_slope_was_said(dtype: torch.dtype, said: float) -> None:
+    def gradients(slope: float | None) -> tuple[Tensor, list[Tensor | None]]:
+        model = Decoder.new(preset("tiny"), seed=0).to(dtype)
+        options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "slope": slope}
+        losses = token_losses(model, tokens, targets, [5, 4], **options)
+        (losses.sum() * 0.25).backward()
+        return losses.detach(), [p.grad for p in model.parameters()]
+
+    tokens, targets = torch.randint(256, (2, 9))
+    targets[4] = -100
+    losses, wanted = gradients(None)
+    same, found = gradients(said)
+    assert torch.equal(losses, same)  # to the bit: what training sees is what serving computes
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)

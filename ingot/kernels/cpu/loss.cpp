@@ -182,18 +182,18 @@ Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targe
 //
 //   dH = dZ W    dW = dZ^T H
 //
-// The logits are computed once more. Of each group of 256 words e^(logit - largest) is kept, in the
-// weight's dtype; when all groups of some tokens are done, their sums are known. Then some words at a
-// time become dZ and go into both products, while they are in a cache.
+// Of each group of 256 words e^(logit - largest) is kept, in the weight's dtype; when all groups of
+// some tokens are done, their sums are known. Then some words at a time become dZ and go into both
+// products, while they are in a cache.
 constexpr int64_t WORDS = 12 * BLOCK_COLUMNS;
 
 template <class T>
 class LossGradient {
  public:
-  // Of rows of hidden states, with a target and a gradient for each.
+  // Of rows of hidden states, with a target and a gradient for each; their losses go to `losses`.
   template <class Loss>
   LossGradient(const Matrix<T>& hidden, const Matrix<T>& weight, std::span<const int64_t> targets,
-               std::span<const float> grads, T* memory, const Loss& loss)
+               std::span<const float> grads, T* memory, const Loss& loss, float* losses)
       : targets_(targets),
         groups_(fixed_columns(weight.rows)),
         parts_(hidden.rows * groups_.size()),
@@ -201,9 +201,10 @@ class LossGradient {
     std::array<Matrix<T>, 1> weights{weight};
     multiply(hidden, weights, groups_, [&](const Block& block) {
       for (int64_t r = 0; r < block.rows; r++) {
-        T* to = row(block.row + r) + block.columns.begin;
-        parts_[(block.row + r) * groups_.size() + block.group] =
-            Part::of(block.of(0, r), block.columns.count, -1, false,
+        int64_t token = block.row + r, word = targets_[token] - block.columns.begin;
+        T* to = row(token) + block.columns.begin;
+        parts_[token * groups_.size() + block.group] =
+            Part::of(block.of(0, r), block.columns.count, word, loss.needs_mean,
                      [&](int64_t at, Floats power, auto... count) { store(to + at, power, count...); });
       }
     });
@@ -213,6 +214,7 @@ class LossGradient {
       double grad = grads[token];
       slopes_.push_back({grad * slopes.of_softmax, grad * slopes.of_all, grad * slopes.of_target});
       totals_.push_back(log.total());
+      losses[token] = float(joined(parts(token), weight.rows, loss));
     }
   }
 
@@ -271,8 +273,8 @@ void add_product(const Factors<T>& factors, bool first, Sum* sums) {
 template <class T, class Sum, class Loss>
 void add_gradients(const Matrix<T>& hidden, const Matrix<T>& weight, std::span<const int64_t> targets,
                    std::span<const float> grads, const Loss& loss, T* memory, bool first,
-                   float* of_hidden, Sum* of_weight) {
-  LossGradient<T> gradient(hidden, weight, targets, grads, memory, loss);
+                   float* losses, float* of_hidden, Sum* of_weight) {
+  LossGradient<T> gradient(hidden, weight, targets, grads, memory, loss, losses);
   for (int64_t begin = 0; begin < weight.rows; begin += WORDS) {
     int64_t count = std::min(WORDS, weight.rows - begin);
     Matrix<T> logits = gradient.of_words(begin, count);
@@ -291,53 +293,68 @@ void put_narrowed(const float* from, int64_t rows, int64_t width, T* to) {
   });
 }
 
-template <class Loss>
-Tensors by_hidden_backward(const Needs& needs, const Tensors& grads, const Tensor& hidden,
-                           const Tensor& weight, const Tensor& targets,
-                           std::optional<int64_t> ignored, const Loss& loss) {
-  need(needs.size() >= 3 && grads.size() == 1, "a flag for each argument, one gradient");
+// Losses, dH and dW; grad(token) is what the loss of a token is multiplied by.
+template <class Loss, class Grad>
+std::tuple<Tensor, Tensor, Tensor> with_gradients(const Tensor& hidden, const Tensor& weight,
+                                                  const Tensor& targets,
+                                                  std::optional<int64_t> ignored, const Loss& loss,
+                                                  bool needs_hidden, bool needs_weight,
+                                                  const Grad& grad) {
   return with_dtype(hidden, [&](auto tag) {
     using T = decltype(tag);
     need_fit(hidden, weight, targets);
-    need(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float, "gradients in float32");
     Integers given(targets);
     need(weight.size(0) > 0, "a vocabulary");
     need_targets(given, ignored, weight.size(0));
     Rows<T> x(hidden), w(weight);
-    Vector<float> grad(grads[0], x.count);
     std::vector<int64_t> target(x.count);
     std::vector<float> slope(x.count);
     for (int64_t i = 0; i < x.count; i++) {
       target[i] = given[i];
-      slope[i] = given[i] == ignored ? 0 : grad[i];
+      slope[i] = given[i] == ignored ? 0 : grad(i);
     }
     // As many tokens as 256 MB hold: those of a step of training as a rule.
     int64_t stride = odd_stride<T>(w.count), room = (int64_t(256) << 20) / (stride * int64_t(sizeof(T)));
     int64_t most = std::min(std::max<int64_t>(256, room), std::max<int64_t>(x.count, 1));
     bool at_once = most >= x.count;
     Tensor memory = made(std::array{most, stride}, hidden.scalar_type());
-    Tensor of_hidden = made_like(hidden), of_weight = made_like(weight);
-    Tensor sums = made(std::array{needs[1] && !at_once ? w.count : 0, w.width}, ScalarType::Float);
+    Tensor losses = made_for(targets), of_hidden = made_like(hidden), of_weight = made_like(weight);
+    Tensor sums = made(std::array{needs_weight && !at_once ? w.count : 0, w.width}, ScalarType::Float);
+    float* to = data<float>(losses);
     for (int64_t begin = 0; begin == 0 || begin < x.count; begin += most) {
       int64_t count = std::min(most, x.count - begin);
       Matrix<T> rows = Matrix<T>(x).some_rows(begin, count);
-      float* added = needs[0] ? scratch<float, 7>(count * x.width) : nullptr;
-      auto run = [&](auto* to) {
+      float* added = needs_hidden ? scratch<float, 7>(count * x.width) : nullptr;
+      auto run = [&](auto* sum) {
         add_gradients<T>(rows, w, {target.data() + begin, size_t(count)},
                          {slope.data() + begin, size_t(count)}, loss, data<T>(memory), begin == 0,
-                         added, needs[1] ? to : nullptr);
+                         to + begin, added, needs_weight ? sum : nullptr);
       };
       if (at_once) run(data<T>(of_weight));
       else run(data<float>(sums));
       if (added) put_narrowed<T>(added, count, x.width, data<T>(of_hidden) + begin * x.width);
     }
-    if (needs[1] && !at_once)
+    if (needs_weight && !at_once)
       put_narrowed<T>(data<float>(sums), w.count, w.width, data<T>(of_weight));
-    Tensors found;
-    if (needs[0]) found.push_back(of_hidden);
-    if (needs[1]) found.push_back(of_weight);
-    return found;
+    for (int64_t i = 0; i < x.count; i++)
+      if (target[i] == ignored) to[i] = 0;
+    return std::tuple(losses, of_hidden, of_weight);
   });
+}
+
+template <class Loss>
+Tensors by_hidden_backward(const Needs& needs, const Tensors& grads, const Tensor& hidden,
+                           const Tensor& weight, const Tensor& targets,
+                           std::optional<int64_t> ignored, const Loss& loss) {
+  need(needs.size() >= 3 && grads.size() == 1, "a flag for each argument, one gradient");
+  need(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float, "gradients in float32");
+  Vector<float> grad(grads[0], hidden.size(0));
+  auto [losses, of_hidden, of_weight] = with_gradients(hidden, weight, targets, ignored, loss, needs[0],
+                                                       needs[1], [&](int64_t i) { return grad[i]; });
+  Tensors found;
+  if (needs[0]) found.push_back(of_hidden);
+  if (needs[1]) found.push_back(of_weight);
+  return found;
 }
 
 Tensor token_logprobs(const Tensor& logits, const Tensor& targets) {
@@ -353,6 +370,13 @@ Tensor linear_token_logprobs(const Tensor& hidden, const Tensor& weight, const T
 Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
                             int64_t ignore_index, double label_smoothing, double z_loss) {
   return by_hidden(hidden, weight, targets, ignore_index, CrossEntropy{label_smoothing, z_loss});
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients(
+    const Tensor& hidden, const Tensor& weight, const Tensor& targets, int64_t ignore_index,
+    double label_smoothing, double z_loss, double slope) {
+  return with_gradients(hidden, weight, targets, ignore_index, CrossEntropy{label_smoothing, z_loss},
+                        true, true, [&](int64_t) { return float(slope); });
 }
 
 Tensors linear_token_logprobs_backward(Needs needs, Tensors grads, const Tensor& hidden,
@@ -372,6 +396,7 @@ OP(token_logprobs)
 OP(cross_entropy)
 OP(linear_token_logprobs)
 OP(linear_cross_entropy)
+OP(linear_cross_entropy_with_gradients)
 
 BACKWARD(linear_token_logprobs)
 BACKWARD(linear_cross_entropy)

@@ -15,7 +15,7 @@ added up in float32.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -343,6 +343,31 @@ def _linear_forward(logprob: bool) -> Any:
     return forward
 
 
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: tuple[int, float, float],
+    logprob: bool,
+    grad: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss of each token, and the gradients of hidden and weight that are needed."""
+    hidden, weight, targets = as_rows(hidden), as_rows(weight), targets.contiguous()
+    loss, lse = _statistics(hidden, weight, targets, options, logprob)
+    of_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
+    of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if needs[1] else None
+    for first in range(0, len(hidden), TOKENS):
+        part = slice(first, first + TOKENS)
+        rows = hidden[part], targets[part], lse[part], grad[part]
+        slopes = _chunk_slopes(*rows, weight, options, logprob)
+        if of_hidden is not None:
+            matmul(slopes, weight.T, out=of_hidden[part])
+        if of_weight is not None:
+            matmul(slopes.T, hidden[part].T, residual=of_weight, out=of_weight)
+    return loss, of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
+
+
 def _linear_backward(logprob: bool) -> Backward:
     def backward(
         needs: list[bool],
@@ -352,27 +377,19 @@ def _linear_backward(logprob: bool) -> Backward:
         targets: Tensor,
         *given: Any,
     ) -> list[Tensor | None]:
-        options = _options(given)
-        hidden, weight, targets = as_rows(hidden), as_rows(weight), targets.contiguous()
-        _, lse = _statistics(hidden, weight, targets, options, logprob)
-        of_hidden = hidden.new_empty(hidden.shape)
-        of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if needs[1] else None
-        grad = grads[0].contiguous()
-        for first in range(0, len(hidden), TOKENS):
-            part = slice(first, first + TOKENS)
-            rows = hidden[part], targets[part], lse[part], grad[part]
-            slopes = _chunk_slopes(*rows, weight, options, logprob)
-            if needs[0]:
-                matmul(slopes, weight.T, out=of_hidden[part])
-            if of_weight is not None:
-                matmul(slopes.T, hidden[part].T, residual=of_weight, out=of_weight)
-        return [
-            of_hidden if needs[0] else None,
-            of_weight if of_weight is None else of_weight.to(weight.dtype),
-            *(None for _ in needs[2:]),
-        ]
+        grad, options = grads[0].contiguous(), _options(given)
+        _, *found = _gradients(hidden, weight, targets, options, logprob, grad, needs)
+        return [*found, *(None for _ in needs[2:])]
 
     return backward
+
+
+def _with_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *given: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    *options, slope = given
+    grad = hidden.new_full(targets.shape, slope, dtype=torch.float32)
+    return _gradients(hidden, weight, targets, _options(tuple(options)), False, grad, (True, True))
 
 
 def _chunk_slopes(
@@ -436,3 +453,10 @@ for _op, _linear_op, _logprob, _some in (
         supports=_fits,
         backward=_linear_backward(_logprob),
     )
+
+provide(
+    ops.linear_cross_entropy_with_gradients,
+    _with_gradients,
+    example=_linear_example((-100, 0.0, 0.0, 1.0)),
+    supports=_fits,
+)
