@@ -59,8 +59,8 @@ def token_losses(
     args = (hidden_TD, model.head_weight, targets_T, IGNORED, label_smoothing, z_loss)
     trained = hidden_TD.requires_grad and model.head_weight.requires_grad
     if slope is None or not (trained and torch.is_grad_enabled()):
-        return ops.linear_cross_entropy(*args)  # pyright: ignore[reportCallIssue]
-    return _WithGradients.apply(slope, *args)  # pyright: ignore[reportReturnType]
+        return ops.linear_cross_entropy(*args)
+    return _WithGradients.apply(slope, *args)  # pyright: ignore
 
 
 class _WithGradients(torch.autograd.Function):
