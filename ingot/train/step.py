@@ -93,7 +93,7 @@ class Step:
 
     def gradients(self, pieces: Sequence[Batch], step: int) -> Gradients:
         """Compute the gradients of a batch; former ones are forgotten."""
-        self.masters.begin(len(pieces))
+        self.masters.grads.clear()
         self.model.train()
         count, rows, total = sum(map(counted, pieces)), 0, 0.0
         slope = self.masters.scale / max(count, 1)

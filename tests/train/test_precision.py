@@ -19,7 +19,6 @@ def half(model: nn.Module, precision: Precision, value: float) -> None:
 def test_in_fp32_the_masters_are_the_parameters() -> None:
     model = nn.Linear(3, 2)
     masters = Masters(model, Precision.FP32)
-    masters.begin(1)
     half(model, Precision.FP32, 2.0)
     assert masters.weights["weight"] is model.weight
     assert torch.equal(masters.grads["weight"], torch.full((2, 3), 2.0))
@@ -31,7 +30,6 @@ def test_in_fp32_the_masters_are_the_parameters() -> None:
 def test_gradients_are_added_up_in_float32_and_freed(precision: Precision) -> None:
     model = nn.Linear(3, 2)
     masters = Masters(model, precision)
-    masters.begin(2)
     for value in (256.0, 1.0):  # in bfloat16 256 + 1 is 256
         half(model, precision, value)
     assert model.weight.dtype == precision.dtype
@@ -39,7 +37,7 @@ def test_gradients_are_added_up_in_float32_and_freed(precision: Precision) -> No
     grad = masters.grads["weight"]
     assert grad.dtype == torch.float32
     assert torch.equal(grad, torch.full((2, 3), 257.0))
-    masters.begin(1)
+    masters.grads.clear()
     half(model, precision, 1.0)
     assert torch.equal(masters.grads["weight"], torch.ones(2, 3, dtype=precision.dtype))
 
@@ -48,7 +46,6 @@ def test_gradients_are_added_up_in_float32_and_freed(precision: Precision) -> No
 def test_every_weight_has_its_gradient_once(precision: Precision) -> None:
     model = nn.Sequential(*(nn.Linear(1, 2**21, bias=False) for _ in range(5)))  # 8 MiB each
     masters = Masters(model, precision)
-    masters.begin(1)
     model[4](torch.ones(1, 1, dtype=precision.dtype)).sum().backward()
     for layer in (1, 2, 3):
         model[layer](torch.ones(1, 1, dtype=precision.dtype)).sum().backward()
