@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ingot.ops.gradient import Backward, differentiate
-from ingot.ops.op import Op, always
+from ingot.ops.op import Ahead, Op, always
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,6 +22,7 @@ def aten(
     exact: bool = False,
     supports: Callable[..., bool] = always,
     backward: Backward | None = None,
+    ahead: Ahead | None = None,
 ) -> Callable[[F], F]:
     """Register the decorated function for an op: `@aten(ops.silu)`.
 
@@ -30,7 +31,14 @@ def aten(
 
     def register(forward: F) -> F:
         derived = differentiate(forward) if op.gradient else None
-        op.provide("aten", forward, exact=exact, supports=supports, backward=backward or derived)
+        op.provide(
+            "aten",
+            forward,
+            exact=exact,
+            supports=supports,
+            backward=backward or derived,
+            ahead=ahead,
+        )
         return forward
 
     return register

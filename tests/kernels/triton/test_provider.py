@@ -21,6 +21,7 @@ from ingot.nn.decoder import Decoder
 from ingot.nn.plan import Plan
 from ingot.nn.presets import preset
 from ingot.ops.gradient import as_tuple
+from ingot.ops.op import each
 
 
 def test_without_a_gpu_nobody_imports_triton() -> None:
@@ -175,16 +176,17 @@ def test_so_is_the_model_itself() -> None:
     }
 
 
+def on_a_gpu(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
+
+
 @pytest.mark.parametrize("name", sorted(provided()))
 def test_every_op_has_a_fake_on_a_gpu_forward_and_backward(name: str) -> None:
     one = provided()[name]
     with FakeTensorMode(), torch.no_grad():
-        args = tuple(
-            torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
-            if isinstance(arg, Tensor)
-            else arg
-            for arg in one.op.complete(one.example(Meta()))
-        )
+        args = tuple(each(on_a_gpu, arg) for arg in one.op.complete(one.example(Meta())))
         outputs = as_tuple(one.op(*args))
         assert all(out.device.type == "cuda" for out in outputs)
         if one.op.gradient:
