@@ -1,5 +1,6 @@
 """`adamw` by PyTorch's own fused kernel, where moments have the dtype of the parameters."""
 
+# pyright: basic
 from __future__ import annotations
 
 import torch
@@ -30,7 +31,7 @@ def adamw(
 ) -> None:
     """One call; each tensor has its own count of steps there, which is read only."""
     count = torch.tensor(float(step), device=params[0].device)
-    torch._fused_adamw_(
+    torch.ops.aten._fused_adamw_(
         params,
         grads,
         first,

@@ -97,8 +97,12 @@ def _both(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) ->
     return _groups(x, gate_weight) and _groups(x, up_weight)
 
 
+def _here(x: Tensor, *_: object) -> bool:
+    return on_gpu(x)
+
+
 _AHEAD = Ahead(
-    when=lambda x, *_: on_gpu(x),
+    when=_here,
     reason="bfloat16, sizes in multiples of 8: `grouped_mm` is CUTLASS's, written for each "
     "generation; gradients are Triton's",
 )

@@ -6,6 +6,7 @@ product with 4 bits (`_weight_int4pack_mm`) has a layout of its own for each dev
 is for float8: neither takes these weights as they are.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import torch
@@ -26,7 +27,7 @@ def _packs(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> boo
 def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """A GEMM that widens the weight as it reads it, and a sum."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y = torch._weight_int8pack_mm(rows, weight.contiguous(), scale.contiguous())
+    y = torch.ops.aten._weight_int8pack_mm(rows, weight.contiguous(), scale.contiguous())
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
@@ -44,7 +45,7 @@ def _multiplies(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
 def linear_int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Rounding, a GEMM of integers, and the scales on its sums in float32."""
     q, step = quantize_rows(x.reshape(-1, x.shape[-1]))
-    y = torch._int_mm(q.contiguous(), weight.T) * step[:, None] * scale.float()
+    y = torch.ops.aten._int_mm(q.contiguous(), weight.T) * step[:, None] * scale.float()
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).view(*x.shape[:-1], len(weight))

@@ -4,6 +4,9 @@ Integers of 8 bits are floats without rounding, so their scale waits for the sum
 of 4 bits have a scale for each group: they are scaled in float32 and rounded to x's dtype once, a
 group at a time, which is what a tile walks along the inner dimension by.
 
+The gradient of x is a product with the same weight, row by row: its scales lie along what is added
+up, so they are multiplied in before. Gradients of scales are the reference's.
+
 Where x is rounded too, one kernel rounds the rows and another multiplies integers, with sums in
 int32. As in `linear.py`, nothing is split along the inner dimension and tiles do not depend on the
 number of rows.
@@ -25,7 +28,10 @@ from ingot import ops
 from ingot.kernels.triton.kernel import Config, by_elements, kernel
 from ingot.kernels.triton.linear import GROUP, itemsize, precision, swizzle, tile_space
 from ingot.kernels.triton.provider import Meta, as_rows, provide
+from ingot.kernels.triton.reduce import sum_rows
 from ingot.kernels.triton.target import Target
+from ingot.ops.gradient import Backward, differentiate
+from ingot.ops.op import Op
 
 _WIDEST = 4096  # channels of a row that are rounded at a time
 _LEAST = tl.constexpr(2.0**-100)  # as in the reference
@@ -46,6 +52,17 @@ def _widened_space(target: Target, PRECISION: str, INNER: int = 0, **_: object) 
         constants = {"ROWS": rows, "COLUMNS": columns} | ({} if INNER else {"INNER": inner})
         if shared <= target.shared_program:
             yield Config.of(warps, stages, **constants)
+
+
+def _turned_space(target: Target, PRECISION: str, CHANNELS: int, **_: object) -> Iterator[Config]:
+    """Tiles as wide as a group, where there are groups."""
+    inner, columns = (32, CHANNELS or 64) if PRECISION == "ieee" else (64, CHANNELS or 128)
+    for rows, warps, stages in ((64, 8, 3), (128, 8, 3), (64, 4, 2)):
+        stages = min(stages, 2) if target.backend == "hip" else stages
+        rows = min(rows, 64) if PRECISION == "ieee" else rows
+        shared = (rows + columns) * inner * itemsize(PRECISION) * stages
+        if shared <= target.shared_program:
+            yield Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
 
 
 def _integer_space(target: Target, **_: object) -> Iterator[Config]:
@@ -139,6 +156,55 @@ def _linear_int4(
         x_at += INNER
         w_at += INNER // 2
     _store(total, bias, y, row, column, rows, columns)
+
+
+@kernel(space=_turned_space, bound="tensor cores")
+@triton.jit
+def _linear_quantized_backward(
+    grad, w, scale, zero, of_x, rows, columns, depth, grad_row, w_row, scale_row,
+    CHANNELS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """A tile of the gradient of x; its columns are the channels of a group, if there are groups."""
+    row_tile, group = swizzle(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), GROUP
+    )
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = group * COLUMNS + tl.arange(0, COLUMNS)
+    out = tl.arange(0, INNER)
+    grad_at = grad + row.to(tl.int64)[:, None] * grad_row + out[None, :]
+    scale_at = out.to(tl.int64) * scale_row
+    if CHANNELS:
+        scale_at += group
+        byte = group * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        w_at = w + out.to(tl.int64)[:, None] * w_row + byte[None, :]
+        inside = tl.full([COLUMNS // 2], True, tl.int1)[None, :]
+    else:
+        w_at = w + out.to(tl.int64)[:, None] * w_row + column[None, :]
+        inside = (column < columns)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, depth, INNER):
+        left = out < depth - first
+        if EVEN:
+            left = out < INNER
+        values = tl.load(grad_at, (row < rows)[:, None] & left[None, :], other=0.0)
+        weight = tl.load(w_at, inside & left[:, None], other=0)
+        step = tl.load(scale + scale_at, left, other=0.0).to(tl.float32)[:, None]
+        if CHANNELS:
+            middle = 8.0
+            if zero is not None:
+                middle = tl.load(zero + scale_at, left, other=0.0).to(tl.float32)[:, None]
+            low = ((weight & 15).to(tl.float32) - middle) * step
+            high = ((weight >> 4).to(tl.float32) - middle) * step
+            halves = tl.join(low.to(grad.dtype.element_ty), high.to(grad.dtype.element_ty))
+            wide = tl.reshape(halves, [INNER, COLUMNS])
+        else:
+            wide = (weight.to(tl.float32) * step).to(grad.dtype.element_ty)
+        total = tl.dot(values, wide, total, input_precision=PRECISION)
+        grad_at += INNER
+        w_at += INNER * w_row
+        scale_at += INNER * scale_row
+    _store(total, None, of_x, row, column, rows, columns)
 
 
 @triton.jit
@@ -255,6 +321,43 @@ def linear_int4(
     return y
 
 
+def _of_x(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The gradient of x; scales of groups are (out, groups)."""
+    weight, scale = _side_by_side(weight), scale.contiguous()
+    (count, depth), columns = grad.shape, x.shape[-1]
+    of_x = x.new_empty(x.shape)
+    _linear_quantized_backward.launch(
+        _grid(count, columns),
+        *(grad, weight, scale, _whole(zero), of_x, count, columns, depth),
+        *(grad.stride(0), weight.stride(0), scale.stride(0)),
+        CHANNELS=columns // scale.shape[1] if scale.dim() == 2 else 0,
+        EVEN=depth % 64 == 0,
+        PRECISION=precision(x.dtype),
+        GROUP=GROUP,
+        shape=(columns, depth),
+    )
+    return of_x
+
+
+def _backward(op: Op[..., Any]) -> Backward:
+    """Of x by a kernel, of the bias by a sum, of scales and zeros as the reference has it."""
+
+    def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
+        x, weight, scale, *_ = args
+        grad = as_rows(grads[0])
+        found: list[Tensor | None] = [None] * len(args)
+        rare = [False, False, *needs[2:-1], False]
+        if any(rare):
+            found = list(differentiate(op.fallback)(rare, grads, *args))
+        if needs[0]:
+            found[0] = _of_x(grad, x, weight, scale, args[3] if len(args) == 5 else None)
+        if needs[-1]:
+            found[-1] = sum_rows(grad, grad.dtype)
+        return found
+
+    return backward
+
+
 def linear_int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Two kernels: rounding, and the product."""
     rows, weight = as_rows(x), _side_by_side(weight)
@@ -296,6 +399,19 @@ def _int4_small(make: Meta) -> tuple[Any, ...]:
     return _int4_example(make, 32)
 
 
-provide(ops.linear_int8, linear_int8, example=_int8_example, supports=_fits)
+provide(
+    ops.linear_int8,
+    linear_int8,
+    example=_int8_example,
+    supports=_fits,
+    backward=_backward(ops.linear_int8),
+)
 provide(ops.linear_int8_dynamic, linear_int8_dynamic, example=_int8_example, supports=_fits)
-provide(ops.linear_int4, linear_int4, example=_int4_example, supports=_fits, also=(_int4_small,))
+provide(
+    ops.linear_int4,
+    linear_int4,
+    example=_int4_example,
+    supports=_fits,
+    backward=_backward(ops.linear_int4),
+    also=(_int4_small,),
+)
