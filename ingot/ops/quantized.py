@@ -83,6 +83,7 @@ def _int8_samples(make: Make) -> Iterator[Sample]:
     weight, scale = _int8(make, 24, 17)
     yield Sample("strided", (make.strided(4, 24), weight.T, make.strided(17).float().abs() / 400))
     yield Sample("extreme", (make.spread(4, 33), *_int8(make, 9, 33), make(9)))
+    yield Sample("long_rows", (make(2, 4100), *_int8(make, 5, 4100), None))
     x = make(2, 3, 16)
     x[1, 1] = 0
     yield Sample("batched", (x, *_int8(make, 8, 16), None))

@@ -1,8 +1,8 @@
 """`quantized` on GPUs: weights leave memory as they are, and become operands in registers.
 
 Integers of 8 bits are floats without rounding, so their scale waits for the sums, in float32. Those
-of 4 bits have a scale for each group: they are scaled in float32 and rounded to x's dtype once, a
-group at a time, which is what a tile walks along the inner dimension by.
+of 4 bits have a scale for each group: they are scaled in float32 and rounded to x's dtype once. A
+step along the inner dimension never leaves a group.
 
 The gradient of x is a product with the same weight, row by row: its scales lie along what is added
 up, so they are multiplied in before. Gradients of scales are the reference's.
@@ -41,22 +41,24 @@ _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken off, it leaves
 _TILES = ((64, 128, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (32, 128, 4, 4), (16, 128, 4, 4))
 
 
-def _widened_space(target: Target, PRECISION: str, INNER: int = 0, **_: object) -> Iterator[Config]:
-    """Tiles whose operands fit shared memory, with the widened weight in registers."""
+def _widened_space(
+    target: Target, PRECISION: str, CHANNELS: int = 64, **_: object
+) -> Iterator[Config]:
+    """Tiles whose operands fit shared memory, x's and the widened weight's; within a group."""
+    inner = 32 if PRECISION == "ieee" else min(64, CHANNELS)
     for rows, columns, warps, stages in _TILES:
-        stages = min(stages, 2) if target.backend == "hip" else stages
         if PRECISION == "ieee":
             rows, columns, stages = min(rows, 64), min(columns, 64), 2
-        inner = INNER or (32 if PRECISION == "ieee" else 64)
+        stages = min(stages, 2) if target.backend == "hip" else stages
         shared = (rows + columns) * inner * itemsize(PRECISION) * stages
-        constants = {"ROWS": rows, "COLUMNS": columns} | ({} if INNER else {"INNER": inner})
         if shared <= target.shared_program:
-            yield Config.of(warps, stages, **constants)
+            yield Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
 
 
 def _turned_space(target: Target, PRECISION: str, CHANNELS: int, **_: object) -> Iterator[Config]:
-    """Tiles as wide as a group, where there are groups."""
-    inner, columns = (32, CHANNELS or 64) if PRECISION == "ieee" else (64, CHANNELS or 128)
+    """Tiles no wider than a group, where there are groups."""
+    inner, columns = (32, 64) if PRECISION == "ieee" else (64, 128)
+    columns = min(columns, CHANNELS or columns)
     for rows, warps, stages in ((64, 8, 3), (128, 8, 3), (64, 4, 2)):
         stages = min(stages, 2) if target.backend == "hip" else stages
         rows = min(rows, 64) if PRECISION == "ieee" else rows
@@ -130,10 +132,10 @@ def _linear_int8(
 @triton.jit
 def _linear_int4(
     x, w, scale, zero, bias, y, rows, columns, depth, x_row, w_row, scale_row,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product with a weight of 4 bits, in groups of INNER channels."""
+    """A tile of the product with a weight of 4 bits, in groups of so many channels."""
     row, column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
     byte = tl.arange(0, INNER // 2)
     x_at = x + row.to(tl.int64)[:, None] * x_row + tl.arange(0, INNER)[None, :]
@@ -141,7 +143,8 @@ def _linear_int4(
     group_at = column.to(tl.int64) * scale_row
     there = column < columns
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in range(0, depth // INNER):
+    for first in range(0, depth, INNER):
+        group = first // CHANNELS
         packed = tl.load(w_at, there[:, None], other=0)
         values = tl.load(x_at, (row < rows)[:, None], other=0.0)
         step = tl.load(scale + group_at + group, there, other=0.0).to(tl.float32)
@@ -165,18 +168,18 @@ def _linear_quantized_backward(
     CHANNELS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient of x; its columns are the channels of a group, if there are groups."""
-    row_tile, group = swizzle(
+    """A tile of the gradient of x; within a group, if there are groups."""
+    row_tile, column_tile = swizzle(
         tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), GROUP
     )
     row = row_tile * ROWS + tl.arange(0, ROWS)
-    column = group * COLUMNS + tl.arange(0, COLUMNS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     out = tl.arange(0, INNER)
     grad_at = grad + row.to(tl.int64)[:, None] * grad_row + out[None, :]
     scale_at = out.to(tl.int64) * scale_row
     if CHANNELS:
-        scale_at += group
-        byte = group * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        scale_at += column_tile * COLUMNS // CHANNELS
+        byte = column_tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         w_at = w + out.to(tl.int64)[:, None] * w_row + byte[None, :]
         inside = tl.full([COLUMNS // 2], True, tl.int1)[None, :]
     else:
@@ -313,9 +316,9 @@ def linear_int4(
         _grid(count, columns),
         *(rows, weight, scale, _whole(zero), _whole(bias), y, count, columns, depth),
         *(rows.stride(0), weight.stride(0), scale.stride(0)),
+        CHANNELS=depth // scale.shape[1],
         PRECISION=precision(x.dtype),
         GROUP=GROUP,
-        INNER=depth // scale.shape[1],
         shape=(columns, depth),
     )
     return y
