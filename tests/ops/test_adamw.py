@@ -63,7 +63,7 @@ def test_the_first_step_is_as_long_as_the_learning_rate() -> None:
 )
 def test_what_does_not_fit_is_named(changed: dict[str, Any], message: str) -> None:
     names = ("params", "grads", "first", "second")
-    args = {name: tensors(1.0) for name in names} | {"step": 1, "lr": 0.1} | changed
+    args: dict[str, Any] = {name: tensors(1.0) for name in names} | {"step": 1, "lr": 0.1}
     with pytest.raises(OpError) as caught:
-        ops.adamw(**args)
+        ops.adamw(**(args | changed))
     assert message in str(caught.value)

@@ -1,7 +1,8 @@
 """`quantized` by PyTorch's products of integers.
 
 `torch._int_mm` (oneDNN, cuBLASLt) adds up in int32, where no order matters: exact.
-`torch._weight_int8pack_mm` has scales in x's own dtype, so it is for those that are. PyTorch's
+`torch._weight_int8pack_mm` has scales in x's own dtype, so it is for those that are, and in half
+precision: in float32 its error over 4,100 products was 1.9 times what the record allows. PyTorch's
 product with 4 bits (`_weight_int4pack_mm`) has a layout of its own for each device, and `scaled_mm`
 is for float8: neither takes these weights as they are.
 """
@@ -19,7 +20,7 @@ from ingot.ops.quantized import quantize_rows
 
 
 def _packs(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
-    return x.device.type == "cpu" and scale.dtype == x.dtype and x.dtype != torch.float64
+    return x.device.type == "cpu" and scale.dtype == x.dtype and x.itemsize == 2
 
 
 # PyTorch has no derivative of it.
