@@ -92,6 +92,11 @@ class Views:
         self.taken += size
         return self._arena[start : start + size].view(self._dtype).view(shape)
 
+    def bits(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """The next bytes as integers of any value, contiguous."""
+        width = shape[-1] * dtype.itemsize // self._dtype.itemsize
+        return self(*shape[:-1], width).view(dtype)
+
     def ints(self, high: int, *shape: int) -> Tensor:
         """Random integers from 0 to `high`, exclusive; not in the arena."""
         return torch.randint(high, shape, generator=self._random)
@@ -246,6 +251,42 @@ def _linear() -> Iterator[Workload]:
         yield Workload("grouped_swiglu", shape, "bf16", _grouped(rows, weights=2))
 
 
+def _quantized() -> Iterator[Workload]:
+    """Shapes are rows x in x out, of 4 bits with the channels of a group."""
+    scale, groups = torch.full((2048,), 0.01), torch.full((2048, 768 // 128), 0.01)
+    for m in (8, 512):
+        for op in ("linear_int8", "linear_int8_dynamic"):
+            yield Workload(
+                op,
+                _text(m, 768, 2048),
+                "bf16",
+                lambda new, m=m: (new(m, 768), new.bits(torch.int8, 2048, 768), scale),
+            )
+        yield Workload(
+            "linear_int4",
+            f"{_text(m, 768, 2048)} by 128",
+            "bf16",
+            lambda new, m=m: (new(m, 768), new.bits(torch.uint8, 2048, 384), groups, groups),
+        )
+
+
+def _optimizers() -> Iterator[Workload]:
+    """Tensors x their shape. Not in the arena, where what they write would be no bfloat16."""
+    for (count, shape), dtype in product(((4, (768, 3072)), (64, (768,))), ("bf16", "fp32")):
+        yield Workload("adamw", _text(count, *shape), dtype, _adamw(count, shape, dtype))
+
+
+def _adamw(count: int, shape: tuple[int, ...], dtype: str) -> Draw:
+    @cache
+    def args() -> Args:
+        params = [torch.zeros(shape, dtype=DTYPES[dtype]) for _ in range(count)]
+        grads = [torch.ones(shape, dtype=DTYPES[dtype]) for _ in range(count)]
+        moments = ([torch.ones(shape) for _ in range(count)] for _ in range(2))
+        return params, grads, *moments, 10, 1e-3
+
+    return lambda new: args()
+
+
 def _grouped(rows: int, weights: int) -> Draw:
     offsets = torch.arange(EXPERTS + 1) * rows // EXPERTS
     shapes = [(rows, 768), *((EXPERTS, 1024, 768) for _ in range(weights))]
@@ -323,6 +364,9 @@ def _sample(new: Views) -> Args:
 
 WORKLOADS: tuple[Workload, ...] = tuple(
     workload
-    for family in (_elementwise, _vocabulary, _linear_losses, _linear, _attention, _sampling)
+    for family in (
+        *(_elementwise, _vocabulary, _linear_losses, _linear, _quantized, _attention, _sampling),
+        _optimizers,
+    )
     for workload in family()
 )

@@ -60,7 +60,8 @@ def _print_table(catalogue_rows: list[dict[str, Any]]) -> None:
     stdout().print(table)
     stdout().print(
         f"{len(catalogue_rows)} ops. here: providers besides the reference; = marks an exact one, "
-        "where the bits of a row do not depend on the batch. error: of a result and of a gradient, "
+        "where the bits of a row do not depend on the batch, ^ one that comes first on a GPU for "
+        "some calls unless exactness is asked for. error: of a result and of a gradient, "
         "at most so many times plain PyTorch's. In a cost a tensor stands for its bytes or "
         "elements.",
         highlight=False,
@@ -69,7 +70,10 @@ def _print_table(catalogue_rows: list[dict[str, Any]]) -> None:
 
 def providers(row: dict[str, Any]) -> str:
     """The providers besides the reference in order of preference, exact ones marked."""
-    marked = [f"{p['name']}{'=' if p['exact'] else ''}" for p in row["providers"]]
+    marked = [
+        f"{p['name']}{'=' if p['exact'] else ''}{'^' if p['ahead'] else ''}"
+        for p in row["providers"]
+    ]
     return " ".join(name for name in marked if name != "reference") or "-"
 
 

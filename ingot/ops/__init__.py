@@ -11,6 +11,7 @@ Cost(bytes=48, flops=16)
 from __future__ import annotations
 
 from ingot.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, relu_squared, silu, swiglu
+from ingot.ops.adamw import adamw
 from ingot.ops.attention import attention
 from ingot.ops.embedding import embedding
 from ingot.ops.linear import (
@@ -32,7 +33,8 @@ from ingot.ops.loss import (
     token_logprobs,
 )
 from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ingot.ops.op import Cost, Op, Provider, Tolerance, catalogue, prefer
+from ingot.ops.op import Ahead, Cost, Op, Provider, Tolerance, catalogue, exact, prefer
+from ingot.ops.quantized import linear_int4, linear_int8, linear_int8_dynamic
 from ingot.ops.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -46,6 +48,7 @@ from ingot.ops.sample import penalize, sample, truncate, uniform
 from ingot.ops.softmax import log_softmax, softmax
 
 __all__ = [
+    "Ahead",
     "Cost",
     "LinearScaling",
     "Llama3Scaling",
@@ -54,12 +57,14 @@ __all__ = [
     "Provider",
     "Tolerance",
     "YarnScaling",
+    "adamw",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
     "catalogue",
     "cross_entropy",
     "embedding",
+    "exact",
     "geglu",
     "geglu_tanh",
     "gelu",
@@ -72,6 +77,9 @@ __all__ = [
     "linear_cross_entropy_with_gradients",
     "linear_gelu",
     "linear_gelu_tanh",
+    "linear_int4",
+    "linear_int8",
+    "linear_int8_dynamic",
     "linear_relu",
     "linear_residual",
     "linear_silu",

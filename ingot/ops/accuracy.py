@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ingot.ops.gradient import as_tuple, differentiate
-from ingot.ops.op import Op, prefer, wide
+from ingot.ops.op import Op, each, prefer, wide
 
 _LOST = 0.25  # a yardstick off by more than this measures nothing
 
@@ -68,7 +68,8 @@ def outcome(
     """
     names = op.signature.parameters
     args = tuple(
-        arg.clone() if name in op.mutates else arg for name, arg in zip(names, args, strict=True)
+        each(torch.clone, arg) if name in op.mutates else arg
+        for name, arg in zip(names, args, strict=True)
     )
     return as_tuple(function(*args)) + op.written(args)
 
@@ -133,9 +134,8 @@ def _gradients(
 
 
 def _widened(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    return tuple(
-        arg.to(torch.promote_types(arg.dtype, dtype))
-        if isinstance(arg, Tensor) and arg.is_floating_point()
-        else arg
-        for arg in args
-    )
+    def widened(arg: Any) -> Any:
+        floating = isinstance(arg, Tensor) and arg.is_floating_point()
+        return arg.to(torch.promote_types(arg.dtype, dtype)) if floating else arg
+
+    return tuple(each(widened, arg) for arg in args)

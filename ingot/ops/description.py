@@ -28,7 +28,10 @@ def row(op: Op[..., Any]) -> dict[str, Any]:
         "family": op.family,
         "summary": (op.__doc__ or "").strip().partition("\n")[0],
         "schema": str(op.overload._schema),
-        "providers": [{"name": p.name, "exact": p.exact} for p in op.providers.values()],
+        "providers": [
+            {"name": p.name, "exact": p.exact, "ahead": p.ahead.reason if p.ahead else ""}
+            for p in op.providers.values()
+        ],
         "differentiable": op.gradient is not None,
         "tolerance": {
             "forward": tolerance.forward,
@@ -81,8 +84,14 @@ def page(op: Op[..., Any], with_family: bool = False) -> str:
         f"{p['name']} ({'exact' if p['exact'] else 'not exact'})" for p in facts["providers"]
     )
     backward = f", backward {tolerance['backward']:g}x" if op.gradient else ""
+    ahead = [
+        f"- **on a GPU**: {p['name']} first for {p['ahead']}; not where exactness is asked for"
+        for p in facts["providers"]
+        if p["ahead"]
+    ]
     bullets = (
         f"- **providers**: {providers}",
+        *ahead,
         f"- **error**: at most {tolerance['forward']:g}x plain PyTorch's{backward}"
         + (f"; {tolerance['reason']}" if tolerance["reason"] else ""),
         f"- **gradient**: {'yes' if op.gradient else 'none'}",

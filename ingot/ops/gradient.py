@@ -68,6 +68,8 @@ def pull_back(
     return [next(rest) if needed else None for needed in needs]
 
 
-def as_tuple(value: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of an op, one or several."""
+def as_tuple(value: Tensor | Iterable[Tensor] | None) -> tuple[Tensor, ...]:
+    """The outputs of an op: one, several or, where it only writes into its arguments, none."""
+    if value is None:
+        return ()
     return (value,) if isinstance(value, Tensor) else tuple(value)

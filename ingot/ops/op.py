@@ -31,7 +31,7 @@ import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ from ingot.ops.gradient import Backward, Gradient, as_tuple, differentiate, pull
 from ingot.ops.inputs import Make, Sample
 
 P = ParamSpec("P")
-R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
+R = TypeVar("R", bound=Tensor | tuple[Tensor, ...] | None)
 
 PREFERENCE = ("cpu", "triton", "aten", "reference")  # first that supports the call wins
 
@@ -61,6 +61,7 @@ _PYTHON = torch.library.Library("ingot_python", "DEF")
 _CATALOGUE: dict[str, Op[..., Any]] = {}
 _counting = threading.Lock()
 _preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
+_exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,19 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """Calls for which a provider comes before all others, and why, unless `exact` is asked for.
+
+    >>> Ahead(when=lambda x: x.is_cuda, reason="cuBLAS").reason
+    'cuBLAS'
+    """
+
+    when: Callable[..., bool]
+    """Takes the op's arguments."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Provider:
     """One way HOW an op is computed.
 
@@ -105,6 +119,7 @@ class Provider:
     exact: bool
     supports: Callable[..., bool]
     backward: Backward | None
+    ahead: Ahead | None = None
 
 
 def always(*args: object) -> bool:
@@ -135,6 +150,30 @@ def _preferring(provider: str | None) -> Generator[None]:
     finally:
         _count(-1 if provider else 0)
         _preferred.reset(token)
+
+
+@contextmanager
+def exact() -> Generator[None]:
+    """Have exact providers come first, also where another is said to be faster; for the backward of
+    what was computed in it too. In `torch.inference_mode`, as all serving is, they always do.
+
+    On a CPU nothing changes: there the exact ones are first in any case.
+
+    >>> with exact():
+    ...     catalogue()["silu"](torch.zeros(1))
+    tensor([0.])
+    """
+    with _exacting(True):
+        yield
+
+
+@contextmanager
+def _exacting(asked: bool) -> Generator[None]:
+    token = _exact.set(asked)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
 
 
 def _count(change: int) -> None:
@@ -208,12 +247,18 @@ class Op(Generic[P, R]):
         exact: bool,
         supports: Callable[..., bool] = always,
         backward: Backward | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """Register a provider: called by the modules under `ingot.kernels`."""
         if name not in PREFERENCE:
             raise UnknownName("provider", name, PREFERENCE)
         self._registered[name] = Provider(
-            name=name, forward=forward, exact=exact, supports=supports, backward=backward
+            name=name,
+            forward=forward,
+            exact=exact,
+            supports=supports,
+            backward=backward,
+            ahead=ahead,
         )
 
     def select(self, *args: Any) -> Provider:
@@ -222,16 +267,16 @@ class Op(Generic[P, R]):
 
     def fallback(self, *args: Any) -> Any:
         """The reference as a provider: in float32 at least, rounded once."""
-        widened = tuple(map(_widen, args))
+        widened = tuple(each(_widen, arg) for arg in args)
         outputs = _fill(self.fake(*args), self.reference(*widened))  # pyright: ignore
         for arg, written in zip(self.written(args), self.written(widened), strict=True):
             arg.copy_(written)
         return outputs
 
     def written(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Those of the arguments that the op writes into."""
+        """Those of the arguments that the op writes into; of lists, what is in them."""
         names = self.signature.parameters
-        return tuple(arg for name, arg in zip(names, args, strict=False) if name in self.mutates)
+        return tensors(arg for name, arg in zip(names, args, strict=False) if name in self.mutates)
 
     def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with defaults: torch's dispatcher drops those that equal them."""
@@ -242,10 +287,15 @@ class Op(Generic[P, R]):
         return tuple(parameter.default for parameter in self.signature.parameters.values())
 
     def _candidates(self, args: tuple[Any, ...]) -> Iterator[Provider]:
+        """All that support the call, best first; some come twice."""
         first = self.providers.get(_preferred.get() or "")
         if first and first.supports(*args):
             yield first
-        yield from (p for p in self.providers.values() if p.supports(*args))
+        able = [p for p in self.providers.values() if p.supports(*args)]
+        if _exact.get() or torch.is_inference_mode_enabled():
+            yield from (p for p in able if p.exact)
+        yield from (p for p in able if p.ahead and p.ahead.when(*args))
+        yield from able
 
     def _forward_kernel(self, *args: Any) -> Any:
         args = self.complete(args)
@@ -271,7 +321,7 @@ class Op(Generic[P, R]):
 
     def _forward_fake(self, *args: Any) -> Any:
         args = self.complete(args)
-        devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
+        devices = {tensor.device.type for tensor in tensors(args)}
         if len(devices) > 1 and "meta" in devices:
             # torch comes here for a single weight without memory; a fake has no values to return.
             raise OpError(
@@ -346,7 +396,7 @@ def catalogue() -> dict[str, Op[..., Any]]:
     """Every op by name, in the order of declaration.
 
     >>> sorted(catalogue())[:2]
-    ['add_layer_norm', 'add_rms_norm']
+    ['adamw', 'add_layer_norm']
     """
     return dict(_CATALOGUE)
 
@@ -354,6 +404,25 @@ def catalogue() -> dict[str, Op[..., Any]]:
 def like(x: Tensor, *_: object) -> Tensor:
     """The fake of an op whose output looks like its first argument."""
     return _empty(x)
+
+
+def tensors(args: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The tensors among arguments, and those in lists among them.
+
+    >>> len(tensors((torch.zeros(1), None, [torch.zeros(1), torch.zeros(2)])))
+    3
+    """
+    inside = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
+    return tuple(value for values in inside for value in values if isinstance(value, Tensor))
+
+
+def each(change: Callable[[Any], Any], arg: Any) -> Any:
+    """An argument changed; of a list, each of its elements.
+
+    >>> each(abs, [-1, 2]), each(abs, -3)
+    ([1, 2], 3)
+    """
+    return [change(value) for value in arg] if isinstance(arg, list | tuple) else change(arg)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -373,7 +442,7 @@ def _by_name(name: str) -> Op[..., Any]:
 
 def _outside_autocast(function: Callable[..., Any], *args: Any) -> Any:
     """Ops compute in the dtypes they are given; autocast would change them within."""
-    device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+    device = tensors(args)[0].device.type
     if not torch.is_autocast_enabled(device):
         return function(*args)
     with torch.autocast(device, enabled=False):
@@ -421,7 +490,7 @@ def _join(record: Op[..., Any]) -> None:
     """Tell autograd that the backward op is the gradient of the op."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.preferred = _preferred.get()
+        ctx.preferred, ctx.exact = _preferred.get(), _exact.get()
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
@@ -443,7 +512,7 @@ def _join(record: Op[..., Any]) -> None:
             outputs = as_tuple(record.fallback(*args))
             return tuple(pull_back(outputs, grads, args, needs, again=True)[: len(given)])
         # Backward may run in another thread, and after the `with prefer(...)` has ended.
-        with _preferring(ctx.preferred):
+        with _preferring(ctx.preferred), _exacting(ctx.exact):
             found = iter(record.backward_overload(needs, [g.contiguous() for g in grads], *args))
         return tuple(next(found) if needed else None for needed in given)
 

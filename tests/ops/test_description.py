@@ -31,6 +31,11 @@ def test_source_leaves_out_decorator_and_docstring() -> None:
     )
 
 
+def test_a_page_says_what_comes_first_on_a_gpu() -> None:
+    assert "**on a GPU**: aten first for packed sequences" in page(ops.attention)
+    assert "on a GPU" not in page(ops.silu)
+
+
 def test_a_page_has_schema_bound_cost_example_and_reference() -> None:
     text = page(ops.uniform)
     for part in (

@@ -20,7 +20,7 @@ from ingot.core.device import detect
 from ingot.core.errors import OpError, UnknownName
 from ingot.ops import op as record
 from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Op, Tolerance, like, op, prefer
+from ingot.ops.op import Ahead, Cost, Op, Tolerance, exact, like, op, prefer
 
 
 def samples(make: Make) -> Iterator[Sample]:
@@ -115,6 +115,46 @@ def test_providers_are_chosen_in_order_of_preference() -> None:
     with prefer("reference"):
         assert ops.softmax.select(x, 1.0, None).name == "reference"
     assert ops.softmax.select(x, 1.0, None).name == "cpu"
+
+
+def test_a_provider_is_ahead_for_its_calls_unless_exactness_is_asked_for(
+    made_up: Op[..., Any],
+) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x + x
+
+    def backward(needs: list[bool], grads: list[Tensor], x: Tensor) -> list[Tensor]:
+        chosen.append("aten")
+        return [2 * grads[0]]
+
+    chosen: list[str] = []
+    ahead = Ahead(when=lambda x: len(x) > 2, reason="many rows")
+    made_up.provide("triton", forward, exact=True)
+    made_up.provide("aten", forward, exact=False, backward=backward, ahead=ahead)
+    made_up.__dict__.pop("providers", None)
+    try:
+        many, few = torch.ones(3, 4), torch.ones(2, 4)
+        assert [made_up.select(x).name for x in (many, few)] == ["aten", "triton"]
+        with exact():
+            assert made_up.select(many).name == "triton"
+            with prefer("aten"):  # asked for by name
+                assert made_up.select(many).name == "aten"
+        assert made_up.select(many).name == "aten"
+        with torch.inference_mode():  # all serving
+            assert made_up.select(many).name == "triton"
+        x = torch.ones(3, 4, requires_grad=True)
+        made_up(x).sum().backward()
+        assert chosen == ["aten"]
+        with exact():
+            y = made_up(x)
+        made_up.provide("triton", forward, exact=True, backward=lambda n, g, x: [2 * g[0]])
+        made_up.__dict__.pop("providers", None)
+        y.sum().backward()  # outside, and still exact
+        assert chosen == ["aten"]
+    finally:
+        for name in ("triton", "aten"):
+            del made_up._registered[name]
+        made_up.__dict__.pop("providers", None)
 
 
 def test_an_unknown_provider_is_named() -> None:

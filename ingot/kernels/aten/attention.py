@@ -1,4 +1,6 @@
-"""`attention` by `scaled_dot_product_attention`, a sequence at a time."""
+"""`attention` by `scaled_dot_product_attention`, a sequence at a time; on a GPU, without pages and
+in half precision, by FlashAttention over all sequences at once.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,59 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.aten import aten
+from ingot.kernels.aten import aten, on_gpu
 from ingot.ops.attention import sequences, visible
+from ingot.ops.op import Ahead
 
 
-@aten(ops.attention)
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *_: object,
+) -> bool:
+    """Whether FlashAttention takes the call: packed sequences, as in training."""
+    packed = context_lens is None and block_table is None and len(q) > 0
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
+    return packed and fits and q.shape[-1] <= 256 and on_gpu(q)
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    from torch.nn.attention import varlen
+
+    reach = -1 if window is None else window - 1  # -1 sees all
+    starts = cu_seqlens.int()
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    # No sequence is longer than all of them: so nobody waits for their lengths.
+    out = varlen.varlen_attn(
+        *(q, k, v, starts, starts, len(q), len(q)),
+        scale=scale,
+        window_size=(reach, 0 if causal else reach),
+        enable_gqa=True,
+    )
+    assert isinstance(out, Tensor)
+    return out.contiguous()
+
+
+@aten(
+    ops.attention,
+    ahead=Ahead(
+        when=flash,
+        reason="packed sequences in half precision: FlashAttention (`torch.nn.attention.varlen`) "
+        "holds one result in registers where the exact kernel holds two",
+    ),
+)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -24,6 +74,8 @@ def attention(
     scale: float | None,
 ) -> Tensor:
     """Pages are gathered, sequences looped over; the mask is left out where none is needed."""
+    if flash(q, k, v, cu_seqlens, context_lens, block_table):
+        return _varlen(q, k, v, cu_seqlens, causal, window, scale)
     outputs = [q[:0]]
     for q_b, k_b, v_b in sequences(q, k, v, cu_seqlens, context_lens, block_table):
         square = len(q_b) == len(k_b)

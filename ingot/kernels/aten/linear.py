@@ -1,4 +1,8 @@
-"""`linear` by `torch.nn.functional`: a GEMM of oneDNN or MKL, then the epilogue on its own."""
+"""`linear` by `torch.nn.functional`: a GEMM of oneDNN or MKL, then the epilogue on its own.
+
+Groups are `grouped_mm`. Gradients of them are left to the next provider: on Blackwell, PyTorch's
+gradient of the weight of a group without rows is not 0 (pytorch issue 172439, open in 2026-11).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.aten import aten
+from ingot.kernels.aten import aten, on_gpu
+from ingot.ops.op import Ahead
 
 
 def linear_backward(
@@ -63,3 +68,43 @@ def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
 def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
     """A GEMM and a sum."""
     return (residual + F.linear(x, weight, bias)).contiguous()
+
+
+def _groups(x: Tensor, weight: Tensor, *_: object) -> bool:
+    """bfloat16, with rows that begin at multiples of 16 bytes."""
+    sizes = (*weight.shape[1:], *weight.stride()[:2], x.stride(0))
+    fits = weight.stride(2) == x.stride(1) == 1 and all(size % 8 == 0 for size in sizes)
+    return x.dtype == torch.bfloat16 and x.numel() > 0 and weight.numel() > 0 and fits
+
+
+def _grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets[1:].to(torch.int32)
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """One GEMM for all groups."""
+    return _grouped(x, weight, offsets).contiguous()
+
+
+def grouped_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) -> Tensor:
+    """Two GEMMs, an activation and a product."""
+    gate = _grouped(x, gate_weight, offsets)
+    return (F.silu(gate) * _grouped(x, up_weight, offsets)).contiguous()
+
+
+def _both(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) -> bool:
+    return _groups(x, gate_weight) and _groups(x, up_weight)
+
+
+def _here(x: Tensor, *_: object) -> bool:
+    return on_gpu(x)
+
+
+_AHEAD = Ahead(
+    when=_here,
+    reason="bfloat16, sizes in multiples of 8: `grouped_mm` is CUTLASS's, written for each "
+    "generation; gradients are Triton's",
+)
+ops.grouped_linear.provide("aten", grouped_linear, exact=False, supports=_groups, ahead=_AHEAD)
+ops.grouped_swiglu.provide("aten", grouped_swiglu, exact=False, supports=_both, ahead=_AHEAD)

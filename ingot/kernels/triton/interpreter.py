@@ -237,11 +237,12 @@ def _small_example(op: str) -> tuple[Any, ...]:
     import torch
 
     from ingot.kernels.triton.provider import Meta, provided
+    from ingot.ops.op import each, tensors
 
     one = provided()[op]
     args = one.op.complete(one.example(Meta(torch.float16)))
     random = torch.Generator().manual_seed(0)
-    widest = max(arg[0].numel() for arg in args if isinstance(arg, torch.Tensor))
+    widest = max(tensor[0].numel() for tensor in tensors(args))
     rows = max(8, min(128, 2**19 // widest))
 
     def real(arg: Any) -> Any:
@@ -257,7 +258,7 @@ def _small_example(op: str) -> tuple[Any, ...]:
             else arg.new_ones(shape, device="cpu")
         )
 
-    return tuple(map(real, args))
+    return tuple(each(real, arg) for arg in args)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 from ingot.kernels.triton import interpreting
 from ingot.kernels.triton.kernel import Launch, recording
 from ingot.ops.gradient import Backward, as_tuple
-from ingot.ops.op import Op, always
+from ingot.ops.op import Op, always, tensors
 
 HERE = Path(__file__).parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -102,12 +102,12 @@ def provide(
 
 def takes(args: tuple[Any, ...]) -> bool:
     """Whether these arguments are where kernels can reach them, in dtypes that they know."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     place = "cpu" if interpreting() else "cuda"
     # In the interpreter casts to bfloat16 truncate and products are of bit patterns.
     dtypes = DTYPES[:2] if interpreting() else DTYPES
     return all(
-        t.device.type == place and (not t.is_floating_point() or t.dtype in dtypes) for t in tensors
+        t.device.type == place and (not t.is_floating_point() or t.dtype in dtypes)
+        for t in tensors(args)
     )
 
 

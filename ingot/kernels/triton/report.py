@@ -22,6 +22,7 @@ from ingot.kernels.triton.kernel import Config, Launch
 from ingot.kernels.triton.plain import plain
 from ingot.kernels.triton.provider import provided
 from ingot.kernels.triton.target import CHIPS, TARGETS
+from ingot.ops.op import tensors
 
 Errors = dict[str, dict[str, Any]]
 
@@ -80,7 +81,7 @@ def roofline_rows(names: Sequence[str] = ()) -> list[dict[str, Any]]:
 def _shape(example: Callable[..., tuple[Any, ...]]) -> str:
     from ingot.kernels.triton.provider import Meta
 
-    return "x".join(map(str, example(Meta())[0].shape))
+    return "x".join(map(str, tensors(example(Meta()))[0].shape))
 
 
 def ceiling_rows() -> list[dict[str, Any]]:

@@ -93,6 +93,17 @@ def test_products_are_on_tensor_cores_of_each_generation() -> None:
         assert any(name.startswith(words[fact.target]) for name in fact.code.tensor), fact
 
 
+def test_integers_are_multiplied_as_integers() -> None:
+    words = {"sm_80": "IMMA", "sm_90": "IGMMA", "sm_100": "UTCIMMA", "gfx942": "v_mfma_i32"}
+    wanted = [
+        job
+        for job in jobs(("linear_int8_dynamic",), tuple(words), every_config=False)
+        if job.kernel == "linear_int8_dynamic"
+    ]
+    for fact in compile_all(wanted):
+        assert any(name.startswith(words[fact.target]) for name in fact.code.tensor), fact
+
+
 def test_the_hidden_states_of_a_loss_never_meet_logits_in_memory() -> None:
     """No tensor of a launch is as large as the logits."""
     make, rows, width, vocabulary = Meta(), 8192, 512, 131072

@@ -15,7 +15,7 @@ from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
 from ingot.ops.inputs import Make
-from ingot.ops.op import Op
+from ingot.ops.op import Op, each
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +37,10 @@ def arguments(op: Op[..., Any], dtype: str, sample: str) -> tuple[Any, ...]:
     with ops.prefer("triton"):
         assert op.select(*args).name == "triton"
     return args
+
+
+def cloned(arg: Any) -> Any:
+    return arg.clone() if isinstance(arg, Tensor) else arg
 
 
 @each_case
@@ -72,7 +76,7 @@ def test_results_are_the_same_every_time(op: Op[..., Any], dtype: str, sample: s
     args = arguments(op, dtype, sample)
 
     def run() -> tuple[Tensor, ...]:
-        fresh = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+        fresh = tuple(each(cloned, arg) for arg in args)
         return as_tuple(op(*fresh)) + op.written(fresh)
 
     with ops.prefer("triton"):

@@ -115,6 +115,9 @@ def test_a_second_pass_is_noticed() -> None:
         ("linear", "inner < depth - first", "inner <= depth - first", "linear", "odd"),
         ("softmax", "tl.where(taking_part, values, float", "tl.where(inside, values, float",
          "softmax", "masked"),
+        ("quantized", "inner < depth - first", "inner <= depth - first", "linear_int8", "odd"),
+        ("quantized", "packed >> 4", "packed >> 5", "linear_int4", "typical"),
+        ("adamw", "at < whole", "at <= whole", "adamw", "odd"),
     ],
 )  # fmt: skip
 def test_a_wrong_mask_is_noticed(family: str, old: str, new: str, op: str, sample: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +22,10 @@ from ingot.kernels.triton.provider import Meta, provided, takes
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import Plan
 from ingot.nn.presets import preset
+from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
+from ingot.ops.inputs import Make
+from ingot.ops.op import each
 
 
 def test_without_a_gpu_nobody_imports_triton() -> None:
@@ -41,6 +46,110 @@ def test_where_there_is_a_gpu_its_kernels_come_before_aten() -> None:
         "assert ops.silu.select(torch.zeros(2, 4)).name in ('cpu', 'aten')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PRETENDED = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda index: (9, 0)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from ingot import ops
+
+def make(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+def name(op, *args):
+    return op.select(*args).name
+
+with FakeTensorMode():
+    starts, pages = make(3, dtype=torch.int32), make(2, 4, dtype=torch.int32)
+    q, k = make(12, 4, 64), make(12, 2, 64)
+    pool, lengths = make(8, 16, 2, 64), make(2, dtype=torch.int32)
+"""
+
+
+FACTS = (
+    "name(ops.attention, q, k, k, starts) == 'aten'",
+    "name(ops.attention, q, k, k, starts, None, None, True, 5) == 'aten'",
+    "name(ops.attention, q.float(), k.float(), k.float(), starts) == 'triton'",
+    "name(ops.attention, make(12, 4, 12), make(12, 2, 12), make(12, 2, 12), starts) == 'triton'",
+    "name(ops.attention, q, k, k, starts, lengths) == 'triton'",
+    "name(ops.attention, q, pool, pool, starts, lengths, pages) == 'triton'",
+    "name(ops.grouped_linear, make(12, 64), make(3, 48, 64), make(4)) == 'aten'",
+    "name(ops.grouped_linear, make(12, 64), make(3, 47, 64), make(4)) == 'triton'",
+    "name(ops.grouped_linear, make(12, 60), make(3, 48, 60), make(4)) == 'triton'",
+    "name(ops.grouped_swiglu, make(8, 64), *[make(3, 48, 64)] * 2, make(4)) == 'aten'",
+    "name(ops.linear, make(12, 64), make(48, 64)) == 'triton'",
+    "name(ops.linear_int8_dynamic, make(64, 64), make(8, 64), make(8)) == 'triton'",
+    "name(ops.adamw, *[[make(4, dtype=torch.float32)]] * 4, 1, 0.1) == 'triton'",
+)
+
+
+def test_pytorch_comes_first_on_a_gpu_where_the_record_says_so() -> None:
+    """The device is pretended, the tensors have no memory: nothing runs."""
+    exact = [fact.replace("'aten'", "'triton'") for fact in FACTS]
+
+    def assertions(facts: Sequence[str]) -> str:
+        return "".join(f"        assert {fact}\n" for fact in facts)
+
+    code = (
+        f"{PRETENDED}    if True:\n{assertions(FACTS)}"
+        f"    with ops.exact():\n{assertions(exact)}"
+        f"    with torch.inference_mode():\n{assertions(exact)}"
+        f"    with ops.prefer('triton'):\n{assertions(exact)}"
+        "    torch.cuda.get_device_capability = lambda index: (7, 5)\n"
+        "    from ingot.kernels import aten\n"
+        f"    aten.capable.cache_clear()\n    if True:\n{assertions(exact)}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def stand_in(
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int,
+    longest_k: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What PyTorch documents of `varlen_attn`, which needs a GPU: (left, right) keys are seen
+    beside a query's own, -1 for all."""
+    assert starts_q.dtype == starts_k.dtype == torch.int32
+    assert enable_gqa
+    assert max(starts_q.diff()) <= longest_q
+    assert max(starts_k.diff()) <= longest_k
+    left, right = (10**6 if side < 0 else side for side in window_size)
+    outputs = []
+    for a, b in pairwise(starts_q.tolist()):
+        distance = torch.arange(b - a)[:, None] - torch.arange(b - a)
+        seen = (distance <= left) & (-distance <= right)
+        turned = (t[a:b].transpose(0, 1)[None] for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *turned, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_attention_is_asked_for_what_the_op_means(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import varlen
+
+    from ingot.kernels.aten import attention
+
+    assert "aten" in ops.attention.providers  # imported, so that its parts can be replaced
+    calls: list[str] = []
+
+    def called(*args: Any, **options: Any) -> Tensor:
+        calls.append(sample.name)
+        return stand_in(*args, **options)
+
+    monkeypatch.setattr(attention, "on_gpu", lambda q: True)
+    monkeypatch.setattr(varlen, "varlen_attn", called)
+    for sample in ops.attention.samples(Make(dtype)):
+        args = ops.attention.complete(sample.args)
+        assert max(forward_errors(ops.attention, "aten", args)) <= 1, sample.name
+        assert max(backward_errors(ops.attention, "aten", args).values()) <= 1, sample.name
+    windows = {"typical", "not_causal", "window", "window_not_causal", "strided"}
+    assert set(calls) == windows | {"empty_sequence", "extreme"}
 
 
 def test_a_gpu_without_triton_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,16 +284,17 @@ def test_so_is_the_model_itself() -> None:
     }
 
 
+def on_a_gpu(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
+
+
 @pytest.mark.parametrize("name", sorted(provided()))
 def test_every_op_has_a_fake_on_a_gpu_forward_and_backward(name: str) -> None:
     one = provided()[name]
     with FakeTensorMode(), torch.no_grad():
-        args = tuple(
-            torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
-            if isinstance(arg, Tensor)
-            else arg
-            for arg in one.op.complete(one.example(Meta()))
-        )
+        args = tuple(each(on_a_gpu, arg) for arg in one.op.complete(one.example(Meta())))
         outputs = as_tuple(one.op(*args))
         assert all(out.device.type == "cuda" for out in outputs)
         if one.op.gradient:

@@ -1,0 +1,48 @@
+"""`adamw` by PyTorch's own fused kernel, where moments have the dtype of the parameters."""
+
+# pyright: basic
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ingot import ops
+from ingot.kernels.aten import aten
+from ingot.ops.op import tensors
+
+
+def _fits(*args: object) -> bool:
+    found = tensors(args)
+    return len({t.dtype for t in found}) == 1 and all(t.is_contiguous() for t in found)
+
+
+@aten(ops.adamw, supports=_fits)
+def adamw(
+    params: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """One call; each tensor has its own count of steps there, which is read only."""
+    count = torch.tensor(float(step), device=params[0].device)
+    torch.ops.aten._fused_adamw_(
+        params,
+        grads,
+        first,
+        second,
+        [],
+        [count] * len(params),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )

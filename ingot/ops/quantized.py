@@ -1,0 +1,270 @@
+"""Matrix product with a weight of few bits.
+
+    linear_int8(x)         = x (s * W)^T + b           W of int8, x as it is
+    linear_int8_dynamic(x) = (t * Q) (s * W)^T + b     x of int8 too: Q = round(x / t)
+    linear_int4(x)         = x (s * (W - z))^T + b     W of 4 bits, s and z for each group
+
+The quantized weight is data: errors are measured against the product with the weight that it
+stands for, and how well it stands for another is not asked here. It has no gradient; its scales
+and `x` have, save for `linear_int8_dynamic`, whose rounding has none.
+
+- Weights of int8 are (out, in), with a scale for each row of them.
+- Weights of 4 bits are (out, in / 2) bytes, each an even channel in its low half and the next in
+  its high half, with `scale` and `zero` (out, in / group) for groups of 32, 64 or 128 channels side
+  by side. Without `zero` the middle, 8, stands for 0.
+- Scales are floats of any width, computed with in float32.
+- Where x becomes int8, a row's step is its largest magnitude over 127, and values are rounded to
+  the nearest step, halves to the even one: in float32, whatever the dtype, so that everybody rounds
+  alike. A row with a value that is not finite comes out so.
+
+References: Dettmers et al. 2022 (LLM.int8()), Frantar et al. 2022 (GPTQ), Lin et al. 2023 (AWQ).
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ingot.core.errors import OpError
+from ingot.ops.check import same_dtype
+from ingot.ops.inputs import Make, Sample
+from ingot.ops.op import Cost, Tolerance, op
+
+GROUPS = (32, 64, 128)
+# Sums of so many products of int8 fit int32.
+DEEPEST = 131072
+# Below it a row counts as so large: its step shall be a normal number.
+_LEAST = 2.0**-100
+
+
+def pack_int4(weight: Tensor) -> Tensor:
+    """Integers from 0 to 15, (out, in), as bytes, (out, in / 2).
+
+    >>> pack_int4(torch.tensor([[1, 2, 3, 15]]))
+    tensor([[ 33, 243]], dtype=torch.uint8)
+    """
+    return (weight[..., ::2] | weight[..., 1::2] << 4).to(torch.uint8)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Bytes as the integers from 0 to 15 that are in them, (out, in).
+
+    >>> unpack_int4(torch.tensor([[33, 243]], dtype=torch.uint8))
+    tensor([[ 1,  2,  3, 15]], dtype=torch.uint8)
+    """
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as int8 and its step in float32: `x` is about `q * step[..., None]`.
+
+    >>> quantize_rows(torch.tensor([[1.0, -127.0]]))
+    (tensor([[   1, -127]], dtype=torch.int8), tensor([1.]))
+    """
+    wide = x.float()
+    step = wide.abs().amax(-1).clamp_min(_LEAST) / 127
+    return (wide / step[..., None]).round().to(torch.int8), step
+
+
+def _int8(make: Make, out: int, width: int) -> tuple[Tensor, Tensor]:
+    """A weight that stands for one of the usual size, and its scales."""
+    weight = (make.ints(256, out, width) - 128).to(torch.int8)
+    return weight, (make(out).float().abs() + 0.5) / (90 * width**0.5)
+
+
+def _int8_samples(make: Make) -> Iterator[Sample]:
+    yield Sample("typical", (make(6, 64), *_int8(make, 48, 64), make(48)))
+    yield Sample("large", (make(67, 260), *_int8(make, 131, 260), make(131)))
+    yield Sample("odd", (make(5, 37), *_int8(make, 19, 37), None))
+    yield Sample("one_row", (make(1, 48), *_int8(make, 32, 48), make(32)))
+    weight, scale = _int8(make, 24, 17)
+    yield Sample("strided", (make.strided(4, 24), weight.T, make.strided(17).float().abs() / 400))
+    yield Sample("extreme", (make.spread(4, 33), *_int8(make, 9, 33), make(9)))
+    yield Sample("long_rows", (make(2, 4100), *_int8(make, 5, 4100), None))
+    x = make(2, 3, 16)
+    x[1, 1] = 0
+    yield Sample("batched", (x, *_int8(make, 8, 16), None))
+    weight, scale = _int8(make, 8, 16)
+    yield Sample("half_scales", (make(3, 16), weight, scale.to(make.dtype), None))
+
+
+def _int4(make: Make, out: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    packed = make.ints(256, out, width // 2, dtype=torch.uint8)
+    scale = (make(out, width // group).float().abs() + 0.5) / (6 * width**0.5)
+    return packed, scale, 7 + make(out, width // group).float()
+
+
+def _int4_samples(make: Make) -> Iterator[Sample]:
+    yield Sample("typical", (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
+    yield Sample("large", (make(67, 384), *_int4(make, 131, 384, 128), make(131)))
+    yield Sample("odd", (make(5, 96), *_int4(make, 19, 96, 32), None))
+    packed, scale, _ = _int4(make, 32, 128, 64)
+    yield Sample("one_row", (make(1, 128), packed, scale, None, make(32)))
+    packed, scale, _ = _int4(make, 32, 34, 32)
+    turned = packed.T, make.strided(17, 2).float().abs() / 40, make.strided(17, 2).float()
+    yield Sample("strided", (make.strided(4, 64), *turned, make.strided(17)))
+    yield Sample("extreme", (make.spread(4, 64), *_int4(make, 9, 64, 64), make(9)))
+    yield Sample("batched", (make(2, 3, 64), *_int4(make, 8, 64, 64), None))
+    packed, scale, zero = _int4(make, 8, 64, 32)
+    halves = scale.to(make.dtype), zero.to(make.dtype)
+    yield Sample("half_scales", (make(3, 64), packed, *halves, None))
+
+
+def _check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    same_dtype("linear_int", x=x, bias=bias)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise OpError(
+            f"linear_int: weight has {weight.shape[0]} rows, bias is {tuple(bias.shape)}",
+            remedy="give a bias of (out,)",
+        )
+
+
+def _check_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    _check_bias(x, weight, bias)
+    if weight.dtype != torch.int8 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise OpError(
+            f"linear_int8: x has {x.shape[-1]} channels, weight is {weight.dtype} "
+            f"{tuple(weight.shape)}",
+            remedy="give a weight of (out, in) in int8, in being x's channels",
+        )
+    if scale.shape != weight.shape[:1] or not scale.is_floating_point():
+        raise OpError(
+            f"linear_int8: weight is {tuple(weight.shape)}, scale {scale.dtype} "
+            f"{tuple(scale.shape)}",
+            remedy="give floats, one for each row of the weight",
+        )
+
+
+def _check_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    _check_int8(x, weight, scale, bias)
+    if not 0 < x.shape[-1] <= DEEPEST:
+        raise OpError(
+            f"linear_int8_dynamic: x has {x.shape[-1]} channels",
+            remedy=f"give 1 to {DEEPEST}: sums are in int32",
+        )
+
+
+def _check_int4(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> None:
+    _check_bias(x, weight, bias)
+    if weight.dtype != torch.uint8 or weight.dim() != 2 or 2 * weight.shape[1] != x.shape[-1]:
+        raise OpError(
+            f"linear_int4: x has {x.shape[-1]} channels, weight is {weight.dtype} "
+            f"{tuple(weight.shape)}",
+            remedy="give a weight of (out, in / 2) bytes, in being x's channels",
+        )
+    fits = scale.dim() == 2 and scale.shape[0] == weight.shape[0] and scale.shape[1] > 0
+    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUPS]:
+        raise OpError(
+            f"linear_int4: {weight.shape[0]} rows of {x.shape[-1]} channels, scale is "
+            f"{tuple(scale.shape)}",
+            remedy="give a scale for each row and 32, 64 or 128 channels",
+        )
+    same_dtype("linear_int4", scale=scale, zero=zero)
+    if zero is not None and zero.shape != scale.shape:
+        raise OpError(
+            f"linear_int4: scale is {tuple(scale.shape)}, zero {tuple(zero.shape)}",
+            remedy="give them one shape",
+        )
+
+
+def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _int8_cost(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Cost:
+    rows = x.numel() // x.shape[-1]
+    result = rows * weight.shape[0] * x.itemsize
+    return Cost(
+        bytes=x.nbytes + weight.nbytes + scale.nbytes + result, flops=2 * rows * weight.numel()
+    )
+
+
+def _int4_cost(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Cost:
+    rows = x.numel() // x.shape[-1]
+    result = rows * weight.shape[0] * x.itemsize
+    scales = scale.nbytes * (1 if zero is None else 2)
+    return Cost(bytes=x.nbytes + weight.nbytes + scales + result, flops=4 * rows * weight.numel())
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+@op(
+    check=_check_int8,
+    fake=_fake,
+    samples=_int8_samples,
+    tolerance=Tolerance(),
+    cost=_int8_cost,
+    rows=("x",),
+)
+def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` with a weight of int8 and a scale for each of its rows (W8A16).
+
+    >>> weight = torch.tensor([[3, 4]], dtype=torch.int8)
+    >>> linear_int8(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([0.5]))
+    tensor([[5.5000]])
+    """
+    return _product(x, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
+
+
+@op(
+    check=_check_dynamic,
+    fake=_fake,
+    samples=_int8_samples,
+    tolerance=Tolerance(),
+    cost=_int8_cost,
+    rows=("x",),
+    gradient=None,
+)
+def linear_int8_dynamic(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`linear_int8` with each row of x rounded to int8 as well (W8A8): products of integers.
+
+    >>> weight = torch.tensor([[3, 4]], dtype=torch.int8)
+    >>> linear_int8_dynamic(torch.tensor([[63.6, 127.0]]), weight, torch.tensor([0.5]))
+    tensor([[350.]])
+    """
+    q, step = quantize_rows(x)
+    rounded = q.to(x.dtype) * step.to(x.dtype)[..., None]
+    return _product(rounded, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
+
+
+@op(
+    check=_check_int4,
+    fake=_fake,
+    samples=_int4_samples,
+    tolerance=Tolerance(),
+    cost=_int4_cost,
+    rows=("x",),
+)
+def linear_int4(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`linear` with a weight of 4 bits and a scale for each group of channels (W4A16).
+
+    >>> weight = torch.full((1, 16), 0x9A, dtype=torch.uint8)  # 10 and 9, which are 2 and 1
+    >>> linear_int4(torch.ones(1, 32), weight, torch.tensor([[0.5]]))
+    tensor([[24.]])
+    """
+    groups = scale.to(x.dtype)[..., None]
+    middle = 8 if zero is None else zero.to(x.dtype)[..., None]
+    values = unpack_int4(weight).to(x.dtype).unflatten(-1, (scale.shape[1], -1))
+    return _product(x, ((values - middle) * groups).flatten(-2), bias)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ingot import ops
+from ingot.core.errors import OpError
+from ingot.ops.quantized import pack_int4, quantize_rows, unpack_int4
+
+INT8 = torch.tensor([[1, -128, 127], [0, 5, -7]], dtype=torch.int8)
+
+
+def test_every_byte_is_two_integers_and_back() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    assert torch.equal(pack_int4(unpack_int4(every)), every)
+    assert unpack_int4(every).unique().tolist() == list(range(16))
+
+
+def test_rows_are_rounded_to_the_nearest_step_halves_to_the_even_one() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -3.49, 0.0]])
+    q, step = quantize_rows(x)
+    assert q.tolist() == [[127, 0, 2, 2, 0, -3, 0]]
+    assert step.tolist() == [1.0]
+    x = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    q, step = quantize_rows(x)
+    assert q.abs().amax(-1).tolist() == [127] * 50
+    assert ((x - q * step[:, None]).abs() <= step[:, None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_rounding_is_the_same_in_every_dtype(dtype: torch.dtype) -> None:
+    """So that an error of a result is never one of a rounding that fell to the other side."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for one, other in zip(quantize_rows(x), quantize_rows(x.float()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_row_of_zeros_is_zeros_and_one_that_is_not_finite_is_not() -> None:
+    x = torch.tensor([[0.0, 0.0, 0.0], [1.0, torch.inf, 2.0], [1.0, torch.nan, 2.0]])
+    y = ops.linear_int8_dynamic(x, INT8, torch.ones(2))
+    assert y[0].tolist() == [0.0, 0.0]
+    assert not y[1:].isfinite().any()
+
+
+def test_integers_in_x_are_multiplied_without_an_error() -> None:
+    x = torch.tensor([[127.0, 3.0, -100.0]])
+    y = ops.linear_int8_dynamic(x, INT8, torch.ones(2))
+    assert torch.equal(y, x @ INT8.float().T)
+
+
+def test_a_weight_is_what_it_stands_for() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, scale = torch.randn(4, 64, generator=random), torch.tensor([0.5, 0.25])
+    weight = torch.randint(-128, 128, (2, 64), generator=random, dtype=torch.int8)
+    wide = weight.float() * scale[:, None]
+    torch.testing.assert_close(ops.linear_int8(x, weight, scale), x @ wide.T)
+    values = torch.randint(0, 16, (2, 64), generator=random)
+    scales, zeros = torch.rand(2, 2, generator=random), torch.tensor([[3.0, 8.0], [0.5, 15.0]])
+    by_group = scales.repeat_interleave(32, 1), zeros.repeat_interleave(32, 1)
+    wide = (values - by_group[1]) * by_group[0]
+    y = ops.linear_int4(x, pack_int4(values), scales, zeros)
+    torch.testing.assert_close(y, x @ wide.T)
+
+
+def test_without_a_zero_it_is_in_the_middle() -> None:
+    x, weight = torch.randn(2, 32), torch.randint(0, 256, (4, 16), dtype=torch.uint8)
+    scale = torch.rand(4, 1)
+    middle = ops.linear_int4(x, weight, scale, torch.full((4, 1), 8.0))
+    assert torch.equal(ops.linear_int4(x, weight, scale), middle)
+
+
+def test_x_and_scales_have_gradients_where_nothing_is_rounded() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    scale = torch.rand(2, requires_grad=True)
+    ops.linear_int8(x, INT8, scale).sum().backward()
+    torch.testing.assert_close(x.grad, (INT8 * scale.detach()[:, None]).sum(0).expand(4, 3))
+    assert scale.grad is not None
+    with pytest.raises(OpError, match="no gradient"):
+        ops.linear_int8_dynamic(x, INT8, scale).sum().backward()
+
+
+X, SCALE = torch.ones(2, 64), torch.ones(3)
+WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "message"),
+    [
+        ("linear_int8", (X, WEIGHT[:, :63], SCALE), "x has 64 channels"),
+        ("linear_int8", (X, WEIGHT.int(), SCALE), "torch.int32"),
+        ("linear_int8", (X, WEIGHT, SCALE[:2]), "scale torch.float32 (2,)"),
+        ("linear_int8", (X, WEIGHT, SCALE.long()), "scale torch.int64"),
+        ("linear_int8", (X, WEIGHT, SCALE, SCALE[:2]), "bias is (2,)"),
+        ("linear_int8", (X, WEIGHT, SCALE, SCALE.double()), "bias is torch.float64"),
+        ("linear_int8_dynamic", (X[:, :0], WEIGHT[:, :0], SCALE), "x has 0 channels"),
+        ("linear_int4", (X, PACKED[:, :31], torch.ones(3, 1)), "x has 64 channels"),
+        ("linear_int4", (X, PACKED.char(), torch.ones(3, 1)), "torch.int8"),
+        ("linear_int4", (X, PACKED, torch.ones(3, 4)), "scale is (3, 4)"),
+        ("linear_int4", (X, PACKED, torch.ones(3, 0)), "scale is (3, 0)"),
+        ("linear_int4", (X, PACKED, SCALE), "scale is (3,)"),
+        ("linear_int4", (X, PACKED, torch.ones(3, 1), torch.ones(3, 2)), "zero (3, 2)"),
+    ],
+)
+def test_what_does_not_fit_is_named(op: str, args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(OpError) as caught:
+        ops.catalogue()[op](*args)
+    assert message in str(caught.value)
