@@ -22,10 +22,20 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+from ingot.core.errors import IngotError
+
+GPU = "cuda"  # ROCm's devices, too, are that to torch
+
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: for tests, at a snail's pace."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
+
+
+def require_triton() -> None:
+    """Raise what to do about it where Triton is not installed."""
+    if find_spec("triton") is None:
+        raise IngotError("Triton is not installed", remedy="pip install 'ingot[gpu]'")
 
 
 @cache
@@ -37,4 +47,4 @@ def available() -> bool:
         return True
     import torch
 
-    return torch.cuda.is_available()  # ROCm's devices are "cuda" to torch, too
+    return torch.cuda.is_available()

@@ -32,18 +32,24 @@ _SCHEMA = """create table if not exists tuned (
     config text not null, microseconds real not null,
     primary key (kernel, source, bucket, dtype, device)
 )"""
-_chosen: dict[Any, Config] = {}
+chosen: dict[Any, Config] = {}
+"""By `key`: what launches of this process have got."""
 
 
 def choose(launch: Launch) -> Config:
     """The configuration for a launch on the device of its tensors."""
-    key = launch.kernel.name, launch.bucket, _dtype(launch)
-    found = _chosen.get(key)
+    name = key(launch)
+    found = chosen.get(name)
     if found is None:
         target, device = here()
         found = tuned(launch, device, target) or default(launch, target.name)
-        _chosen[key] = found
+        chosen[name] = found
     return found
+
+
+def key(launch: Launch) -> tuple[str, tuple[Any, ...], str]:
+    """What dispatch knows of a launch: those with the same key get the same configuration."""
+    return launch.kernel.name, launch.bucket, _dtype(launch)
 
 
 @cache
@@ -85,6 +91,7 @@ def keep(launch: Launch, device: str, config: Config, microseconds: float) -> No
             "insert or replace into tuned values (?, ?, ?, ?, ?, ?, ?)",
             (*_key(launch, device), str(config), microseconds),
         )
+    chosen.pop(key(launch), None)
 
 
 def tuned(launch: Launch, device: str, target: Target) -> Config | None:

@@ -19,10 +19,10 @@ from ingot.kernels.triton.target import TARGETS
 @pytest.fixture(autouse=True)
 def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuned._chosen.clear()
+    tuned.chosen.clear()
     tuned.here.cache_clear()
     yield
-    tuned._chosen.clear()
+    tuned.chosen.clear()
     tuned.here.cache_clear()
 
 
