@@ -9,37 +9,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", f"from tests import far\nimport sys, torch\n{code}"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT)
-
-
 def works(code: str, *arguments: str) -> str:
-    done = run(code, *arguments)
+    """What a script prints that has such a device."""
+    command = [sys.executable, "-c", f"from tests import far\nimport sys, torch\n{code}"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("torch.zeros(2, device=far.DEVICE) + torch.zeros(2)", "same device"),
-        ("torch.zeros(2, device=far.DEVICE).numpy()", "to numpy"),
-        ("torch.mv(torch.zeros(2, 2), torch.zeros(2, device=far.DEVICE))", "same device"),
-    ],
-)
-def test_the_device_is_as_strict_as_a_gpu(code: str, error: str) -> None:
-    assert error in run(code).stderr
-
-
-def test_it_computes_and_gives_back() -> None:
-    code = "x = torch.arange(6, device=far.DEVICE).view(2, 3)[:, 1:]\nprint((x * 2).sum(1).cpu())"
-    assert works(code) == "tensor([ 6, 18])\n"
+def test_the_device_computes_and_is_as_strict_as_a_gpu() -> None:
+    code = """
+x = torch.arange(6, device=far.DEVICE).view(2, 3)[:, 1:]
+print((x * 2).sum(1).cpu())
+for wrong in (lambda: x + torch.ones(2, 2), lambda: x.numpy(), lambda: torch.cat((x, x.cpu()))):
+    try:
+        wrong()
+    except (RuntimeError, TypeError) as error:
+        print(error)
+"""
+    result, mixed, read, joined = works(code).splitlines()
+    assert result == "tensor([ 6, 18])"
+    assert mixed == "aten.add.Tensor: expected all tensors to be on the same device"
+    assert read == "can't convert a far tensor to numpy"
+    assert joined == "aten.cat.default: expected all tensors to be on the same device"
 
 
 def test_serving_there_is_certified() -> None:
@@ -77,3 +72,57 @@ def tokens(device):
 assert tokens(far.DEVICE) == tokens("cpu")
 """
     works(code)
+
+
+def test_ops_are_timed_there_beside_its_own_peaks() -> None:
+    """Its clock is Python's: what it computes is done when it returns."""
+    code = """
+import time
+
+class Event:
+    def __init__(self, device, enable_timing):
+        assert torch.device(device) == far.DEVICE and enable_timing
+    def record(self):
+        self.at = time.perf_counter()
+    def synchronize(self):
+        pass
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+torch.Event = Event
+torch.compile = lambda function, **options: function
+from ingot.bench import gpu
+from ingot.bench.ops import Bench
+from ingot.bench.workloads import WORKLOADS
+
+gpu.ROUNDS = 2
+sizes = {"fp32": 64, "bf16": 64, "int8": 64}
+machine = gpu.measure(str(far.DEVICE), read=2**21, sizes=sizes)
+assert all(machine.matmul.values()), machine
+bench = Bench(machine, 0.001, 2**26, str(far.DEVICE))
+first = {workload.op: workload for workload in reversed(WORKLOADS)}
+for op in ("rope_write", "cross_entropy", "uniform", "attention"):
+    rows = bench.rows(first[op])
+    assert all(row.p50_us > 0 and row.share_of_limit > 0 for row in rows), rows
+    print(op, *(row.provider for row in rows))
+"""
+    lines = works(code).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        *("rope_write", "cross_entropy", "uniform", "attention"),
+    ]
+    assert lines[-1].endswith("sdpa")
+
+
+def test_a_certificate_names_the_device(tmp_path: Path) -> None:
+    code = """
+from pathlib import Path
+from ingot.cli import verify
+from ingot.core import lineage
+from tests import models
+directory = models.small(Path(sys.argv[1]) / "tiny")
+verify.require = lambda place: None
+verify.verify(directory, schedules=1, device=str(far.DEVICE))
+(step,) = lineage.read(directory).steps
+print(step["bits_equal"], step["gpu"], "cpu" in step)
+"""
+    assert works(code, str(tmp_path)).splitlines()[-1] == "True far False"
