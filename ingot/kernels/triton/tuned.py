@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,15 @@ def here() -> tuple[Target, str]:
 
 
 def default(launch: Launch, target: str) -> Config:
-    """The target's default where it fits the launch, else the first that does."""
-    configs = launch.configs(TARGETS[target])
-    wanted = _defaults().get(launch.kernel.name, {}).get(target)
-    return next((config for config in configs if str(config) == wanted), configs[0])
+    """The best of the target's defaults that is in the launch's own space, else the first there."""
+    configs = {str(config): config for config in launch.configs(TARGETS[target])}
+    wanted = defaults().get(launch.kernel.name, {}).get(target, [])
+    return next((configs[name] for name in wanted if name in configs), next(iter(configs.values())))
 
 
 @cache
-def _defaults() -> dict[str, dict[str, str]]:
+def defaults() -> dict[str, dict[str, list[str]]]:
+    """By kernel and target: configurations, best first."""
     return json.loads(DEFAULTS.read_text()) if DEFAULTS.exists() else {}
 
 
@@ -120,32 +122,26 @@ def _dtype(launch: Launch) -> str:
     return str(next(tensors).dtype).removeprefix("torch.")
 
 
-def best(facts: Iterable[Any]) -> dict[str, dict[str, str]]:
-    """A default for each kernel and target, from compiled facts without faults.
+def ranked(facts: Iterable[Any]) -> dict[str, dict[str, list[str]]]:
+    """For each kernel and target its configurations, best first, from compiled facts; those with a
+    fault in any launch are left out.
 
-    On tensor cores the tile with the most arithmetic for what it loads, then the most warps
-    resident; else the most bits of loads in flight on a unit.
+    Products: the tile with the most arithmetic for what it loads, but 128 columns at most, then the
+    most warps resident. A row alone has a program for each tile of columns, and takes the same tile
+    as thousands: with 256, the 4096 columns of a usual weight are 16 programs on a hundred units.
+    All else: the most bits of loads in flight on a unit.
     """
     from ingot.kernels.triton.gate import faults
 
-    groups: dict[tuple[str, str, str], list[Any]] = {}
+    scores: dict[tuple[str, str], dict[str, float]] = {}
     for fact in facts:
-        groups.setdefault((fact.kernel, fact.target, fact.config), []).append(fact)
-    ranked: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    most = {
-        (kernel, target): max(
-            len(v) for (k, t, _), v in groups.items() if (k, t) == (kernel, target)
-        )
-        for kernel, target, _ in groups
-    }
-    for (kernel, target, config), found in groups.items():
-        if any(map(faults, found)) or len(found) < most[kernel, target]:
-            continue
-        score = min(map(_score, found))
-        ranked.setdefault((kernel, target), []).append((score, config))
-    result: dict[str, dict[str, str]] = {}
-    for (kernel, target), configs in sorted(ranked.items()):
-        result.setdefault(kernel, {})[target] = max(configs, key=lambda pair: pair[0])[1]
+        known = scores.setdefault((fact.kernel, fact.target), {})
+        score = -inf if faults(fact) else _score(fact)
+        known[fact.config] = min(score, known.get(fact.config, inf))
+    result: dict[str, dict[str, list[str]]] = {}
+    for (kernel, target), known in sorted(scores.items()):
+        right = [config for config in known if known[config] > -inf]
+        result.setdefault(kernel, {})[target] = sorted(right, key=known.__getitem__, reverse=True)
     return result
 
 
@@ -153,7 +149,7 @@ def _score(fact: Any) -> float:
     tile = dict(pair.split("=") for pair in fact.config.split())
     if fact.bound == "tensor cores":
         rows, columns = int(tile["ROWS"]), int(tile.get("COLUMNS") or tile["KEYS"])
-        return rows * columns / (rows + columns) + fact.occupancy
+        return min(rows * columns / (rows + columns), 64) + fact.occupancy
     in_flight = sum(bits * count for bits, count in fact.code.loads.items())
     resident = fact.occupancy * TARGETS[fact.target].warps * TARGETS[fact.target].lanes
     return min(in_flight, 512) * resident

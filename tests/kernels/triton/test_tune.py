@@ -51,15 +51,16 @@ def test_the_fastest_is_kept_and_dispatch_takes_it(tmp_path: Path) -> None:
 result = tune(task, seconds, "cpu", rows=3)
 with recording(made=True) as launches, ops.prefer("triton"):
     ops.softmax(torch.zeros(5, 4096, dtype=torch.float16))
-print(json.dumps([configs, str(result.before), str(result.config), result.seconds,
+default = tuned.default(task.launch, "sm_90")
+print(json.dumps([configs, str(default), str(result.before), str(result.config), result.seconds,
     result.before_seconds, str(tuned.choose(launches[0])), str(tuned.store())]))
 """,
     )
-    configs, before, config, seconds, before_seconds, taken, store = found
+    configs, default, before, config, seconds, before_seconds, taken, store = found
     assert configs == ["warps=8 stages=1", "warps=16 stages=1", "warps=4 stages=1"]
-    assert before == configs[0]
+    assert before == default != configs[1]
     assert config == configs[1]
-    assert (seconds, before_seconds) == pytest.approx((1 / 16, 1 / 8))
+    assert (seconds, 1 / before_seconds) == pytest.approx((1 / 16, int(before[6])))
     assert taken == config
     assert Path(store).is_relative_to(tmp_path)
     assert Path(store).exists()
