@@ -17,6 +17,7 @@ from ingot import ops
 from ingot.kernels import triton as package
 from ingot.kernels.triton.kernel import recording
 from ingot.kernels.triton.provider import Meta, provided, takes
+from ingot.nn.attention import Rotary
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import Plan
 from ingot.nn.presets import preset
@@ -159,20 +160,38 @@ def test_so_is_its_backward() -> None:
     assert {f"ingot.{name}_backward.default" for name in names} <= set(seen)
 
 
-def test_so_is_the_model_itself() -> None:
+LLAMA = {"embedding": 1, "rms_norm": 5, "linear": 2, "rope": 4, "attention": 2}
+MODELS = {
+    "gpt2-124m": {
+        **{"embedding": 2, "layer_norm": 5, "linear": 2, "attention": 2},
+        **{"linear_gelu_tanh": 2, "linear_residual": 4},
+    },
+    "smollm2-135m": {**LLAMA, "linear_swiglu": 2, "linear_residual": 4},
+    "tiny-moe": {
+        **LLAMA,
+        **{"linear": 4, "linear_residual": 2, "softmax": 2},
+        **{"grouped_swiglu": 2, "grouped_linear": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_so_are_models_forward_and_backward(name: str) -> None:
     """On meta tensors: to slice a fake one of CUDA, torch has to be built with it."""
-    decoder = Decoder.unfilled(replace(preset("gpt2-124m"), layers=2))
+    decoder = Decoder.unfilled(replace(preset(name), layers=2))
+    for module in decoder.modules():
+        if isinstance(module, Rotary):  # its frequencies are real, whatever the weights are
+            module.freqs = module.freqs.to("meta")
     tokens = torch.empty(12, dtype=torch.int64, device="meta")
     plan = Plan(cu_seqlens=torch.empty(3, dtype=torch.int32, device="meta"))
     seen: list[str] = []
-    with torch.no_grad():
-        torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, tokens, plan)
-    counts = Counter(name for name in seen if name.startswith("ingot."))
-    assert counts == {
-        **{"ingot.embedding.default": 2, "ingot.layer_norm.default": 5, "ingot.linear.default": 2},
-        **{"ingot.attention.default": 2, "ingot.linear_gelu_tanh.default": 2},
-        **{"ingot.linear_residual.default": 4},
-    }
+    hidden = torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, tokens, plan)
+    hidden.sum().backward()
+    counts = Counter(name.split(".")[1] for name in seen if name.startswith("ingot."))
+    backward = {f"{op}_backward": count for op, count in MODELS[name].items()}
+    assert counts == {**MODELS[name], **backward}
+    unused = {n for n, p in decoder.named_parameters() if p.grad is None}
+    assert unused <= {"head.weight"}
 
 
 @pytest.mark.parametrize("name", sorted(provided()))
