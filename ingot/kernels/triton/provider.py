@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.kernels.triton import interpreting
+from ingot.kernels.triton import interpreting, supported, tuned
 from ingot.kernels.triton.kernel import Launch, recording
 from ingot.ops.gradient import Backward, as_tuple
 from ingot.ops.op import Op, always
@@ -123,7 +123,7 @@ def takes(args: tuple[Any, ...]) -> bool:
     dtypes = DTYPES[:2] if interpreting() else DTYPES
     return all(
         t.device.type == place and (not t.is_floating_point() or t.dtype in dtypes) for t in tensors
-    )
+    ) and (interpreting() or supported(tuned.capability()))
 
 
 def families() -> Iterator[str]:

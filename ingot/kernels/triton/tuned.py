@@ -58,12 +58,16 @@ def here() -> tuple[Target, str]:
     """The target of this process and its device's name; while interpreting, one that stands in."""
     if interpreting():
         return TARGETS["sm_90"], "interpreter"
+    return nearest(capability()), torch.cuda.get_device_properties(torch.cuda.current_device()).name
+
+
+@cache
+def capability() -> str:
+    """The architecture of this process's device: "sm_90", "gfx942"."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     if torch.version.hip:
-        capability = properties.gcnArchName.partition(":")[0]
-    else:
-        capability = f"sm_{properties.major}{properties.minor}"
-    return nearest(capability), properties.name
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def default(launch: Launch, target: str) -> Config:

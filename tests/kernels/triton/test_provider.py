@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ingot import ops
 from ingot.kernels import triton as package
+from ingot.kernels.triton import tuned
 from ingot.kernels.triton.kernel import recording
 from ingot.kernels.triton.provider import Meta, provided, takes
 from ingot.nn.attention import Rotary
@@ -62,13 +63,27 @@ def test_a_gpu_without_triton_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch
         (torch.float8_e4m3fn, False),
     ],
 )
-def test_which_tensors_the_kernels_take(dtype: torch.dtype, taken: bool) -> None:
+def test_which_tensors_the_kernels_take(
+    dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "capability", lambda: "sm_90")
     with FakeTensorMode():
         here = torch.empty(4, 8, dtype=dtype, device="cuda")
         tokens = torch.empty(4, dtype=torch.int64, device="cuda")
         assert takes((here, tokens, 1.0, None)) is taken
         assert not takes((torch.empty(4, 8, dtype=dtype),))
         assert not takes((here, torch.empty(4, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"), [("sm_75", False), ("sm_80", True), ("gfx942", True), ("gfx90a", True)]
+)
+def test_a_gpu_too_old_for_triton_is_left_to_pytorch(
+    capability: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "capability", lambda: capability)
+    with FakeTensorMode():
+        assert takes((torch.empty(4, 8, device="cuda"),)) is taken
 
 
 def test_the_interpreter_does_not_take_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,15 @@ from ingot.kernels.triton.target import TARGETS
 @pytest.fixture(autouse=True)
 def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuned.chosen.clear()
-    tuned.here.cache_clear()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
     tuned.chosen.clear()
     tuned.here.cache_clear()
+    tuned.capability.cache_clear()
 
 
 def linear(rows: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Launch:
