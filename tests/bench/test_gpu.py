@@ -42,7 +42,7 @@ def test_what_the_device_cannot_multiply_is_missing(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(gpu, "ROUNDS", 1)
     monkeypatch.setattr(torch, "_int_mm", refuse)
-    found = gpu.measure("cpu", take=lambda run, seconds: [1.0], read=2**21, sizes=SIZES)
+    found = gpu.measure("cpu", take=lambda run, seconds: [1e-6], read=2**21, sizes=SIZES)
     assert found.matmul["int8"] is None
     assert found.missing == {"int8": "no int8 here"}
     assert Peaks.from_json(found.to_json()) == found
@@ -53,7 +53,7 @@ def test_a_gpus_peaks_are_kept_beside_the_cpus(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gpu, "ROUNDS", 1)
-    made = gpu.measure("cpu", take=lambda run, seconds: [1.0], read=2**21, sizes=SIZES)
+    made = gpu.measure("cpu", take=lambda run, seconds: [1e-6], read=2**21, sizes=SIZES)
     calls: list[str] = []
 
     def measure(place: str, progress: object) -> Peaks:
