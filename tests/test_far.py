@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ingot import ops
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -126,3 +128,24 @@ verify.verify(directory, schedules=1, device=str(far.DEVICE))
 print(step["bits_equal"], step["gpu"], "cpu" in step)
 """
     assert works(code, str(tmp_path)).splitlines()[-1] == "True far False"
+
+
+def test_what_gpu_tests_are_given_and_compare_with_is_there() -> None:
+    """`pytest -m gpu` takes samples there, and errors against references that run there."""
+    code = """
+from ingot import ops
+from ingot.ops.accuracy import backward_errors, forward_errors
+from ingot.ops.inputs import Make
+
+for op in ops.catalogue().values():
+    for sample in op.samples(Make(torch.float32, device=str(far.DEVICE))):
+        args = op.complete(sample.args)
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        assert all(tensor.device == far.DEVICE for tensor in tensors), (op, sample.name)
+        if sample.name == "odd":
+            assert max(forward_errors(op, "reference", args)) <= 1
+            if op.gradient:
+                assert max(backward_errors(op, "reference", args).values()) <= 1
+    print(op.name)
+"""
+    assert len(works(code).splitlines()) == len(ops.catalogue())

@@ -113,6 +113,13 @@ def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
                 assert (first.shape, first.dtype) == (args[0].shape, args[0].dtype)
 
 
+@pytest.mark.parametrize("name", sorted(provided()))
+def test_examples_are_where_they_are_asked_to_be(name: str) -> None:
+    one = provided()[name]
+    for args in one.calls("forward", Meta()):
+        assert {arg.device.type for arg in args if isinstance(arg, Tensor)} == {"meta"}
+
+
 GPT2 = {
     "norm": (64,), "shift": (64,), "qkv": (192, 64), "qkv_bias": (192,), "out": (64, 64),
     "up": (256, 64), "up_bias": (256,), "down": (64, 256), "head": (100, 64),
