@@ -69,7 +69,7 @@ def _fitting(
     rows, keys, warps, stages = tile
     size, amd = itemsize(precision), target.backend == "hip"
     if size == 4:
-        rows, keys, stages = 32, 32, 1
+        rows, keys, warps, stages = 16, 16, 8, 1  # of 32, sm_80 and sm_90 spilled
     stages = 1 if amd else stages
     long = keys if by_keys else rows
     held = (results * long * width + scores * rows * keys) // (warps * target.lanes)

@@ -35,15 +35,7 @@ def test_every_configuration_of_every_launch_compiles_as_it_should() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        pytest.param(
-            torch.float32, marks=pytest.mark.xfail(reason="attention spills: see the log")
-        ),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_compile_without_spills(dtype: torch.dtype) -> None:
     """The tables are of bfloat16. float32 is multiplied on no tensor core."""
     for one in provided().values():
