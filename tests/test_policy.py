@@ -79,7 +79,7 @@ def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
     headers = {"tensor", "vector", "amx", "matmul", "turned", "threads", "attention_gradient"}
     builders = {"build", "replay"}
     # What Triton kernels are declared with, compiled by, proved by and made of.
-    frame = {"kernel", "provider", "target", "tuned", "defaults", "packed", "reduce"}
+    frame = {"kernel", "provider", "target", "tune", "tuned", "defaults", "packed", "reduce"}
     proof = {"compiler", "code", "gate", "interpreter", "report", "ceiling", "plain"}
     for provider in providers:
         assert basenames(provider) - headers - builders - frame - proof <= FAMILIES, provider

@@ -11,6 +11,8 @@ is compared with `sdpa`: one call of `scaled_dot_product_attention` over keys th
 out for it beforehand; there is nothing to compile. All run under `torch.inference_mode()`, in
 turns (see `ingot.bench.timing`), on arguments beyond the caches (see `ingot.bench.workloads`).
 
+On a GPU it is the same, with calls queued one behind the other (`ingot.bench.timing`).
+
 **The limit** of a call is the time its bytes or its FLOPs take at least, whichever is more; both
 are the record's cost. `share_of_limit` is the limit over p50.
 
@@ -42,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ingot.bench.peaks import Peaks
-from ingot.bench.timing import Timing, interleaved
+from ingot.bench.timing import Timing, Turn, interleaved, queued, turn
 from ingot.bench.workloads import Args, Workload, arena_size, copies, filled
 from ingot.core.device import detect
 from ingot.core.log import logger
@@ -101,15 +103,23 @@ class Limit:
 class Bench:
     """Times workloads, in two buffers beyond the caches that it makes once.
 
-    `seconds` is how long each contender is timed, `size` the bytes of each buffer.
+    `seconds` is how long each contender is timed, `size` the bytes of each buffer, `place` where
+    they are.
     """
 
-    def __init__(self, machine: Peaks, seconds: float = 0.3, size: int | None = None) -> None:
-        size = size or arena_size(detect())
+    def __init__(
+        self,
+        machine: Peaks,
+        seconds: float = 0.3,
+        size: int | None = None,
+        place: str = "cpu",
+    ) -> None:
+        size = size or arena_size(detect(), place)
         self._machine, self._seconds = machine, seconds
-        self._arena = filled(size)
+        self._turn = turns(place)
+        self._arena = filled(size, place)
         # torch.ones writes every page: those never written are one and the same page of zeros.
-        self._read = torch.ones(size // 4 // READER_ROW, READER_ROW)
+        self._read = torch.ones(size // 4 // READER_ROW, READER_ROW, device=place)
 
     def rows(self, workload: Workload) -> list[Row]:
         """Time it: a row for each contender, first the op as it is called."""
@@ -119,7 +129,7 @@ class Bench:
             cost = op.cost(*args[0])
             probe, probed_bytes = reader(self._read, cost.bytes)
             runs = dict(contenders(workload, args, self._arena))
-            timings = interleaved({"": probe, **runs}, self._seconds, minimum=5)
+            timings = interleaved({"": probe, **runs}, self._seconds, minimum=5, take=self._turn)
         bandwidth = probed_bytes / timings.pop("").p50
         limit = Limit.of(cost, bandwidth, self._matmul_flops(op, workload.dtype))
         return _rows(op, workload, cost, limit, bandwidth, timings)
@@ -128,6 +138,13 @@ class Bench:
         multiplies = op.family == "attention" or op.name.startswith("linear")
         peak = self._machine.matmul.get(dtype) if multiplies else None  # pyright: ignore
         return peak and peak.value * 1e9
+
+
+def turns(place: str) -> Turn:
+    """How calls are timed there."""
+    if place == "cpu":
+        return turn
+    return partial(queued, event=lambda: torch.Event(place, enable_timing=True))
 
 
 def contenders(workload: Workload, args: list[Args], arena: Tensor) -> Iterator[tuple[str, Run]]:
@@ -167,7 +184,7 @@ def reader(memory: Tensor, wanted: int) -> tuple[Run, int]:
     """What reads about `wanted` bytes at each call, walking through the memory; and how many."""
     rows = -(-max(wanted, _LEAST_READ) // (4 * READER_ROW))
     rows = min(rows, max(1, len(memory) // 4))
-    vector = torch.ones(READER_ROW)
+    vector = torch.ones(READER_ROW, device=memory.device)
     windows = cycle(memory[: len(memory) // rows * rows].split(rows))
     return lambda: torch.mv(next(windows), vector), rows * 4 * READER_ROW
 

@@ -125,8 +125,8 @@ class Peaks:
         return msgspec.json.decode(text, type=cls)
 
 
-def peaks(refresh: bool = False) -> Peaks:
-    """Return this machine's peaks: measured once, then read from the cache.
+def peaks(refresh: bool = False, place: str = "cpu") -> Peaks:
+    """Return the peaks of this machine's CPU or GPU: measured once, then read from the cache.
 
     While another process measures, this one waits, since each would take from the other. Where
     the cache cannot be written, a warning says so and the next call measures again.
@@ -134,21 +134,29 @@ def peaks(refresh: bool = False) -> Peaks:
         peaks().read_bandwidth.value
         peaks(refresh=True)     # measures again
     """
-    path = paths.cache("peaks", f"{detect().fingerprint}.json")
+    path = paths.cache("peaks", f"{detect().fingerprint}{'' if place == 'cpu' else '-gpu'}.json")
     found = None if refresh else _load(path)
     if found:
         return found
+
+    def measured() -> Peaks:
+        if place == "cpu":
+            return measure(bar.advance)
+        from ingot.bench import gpu
+
+        return gpu.measure(place, bar.advance)
+
     with log.progress("measuring this machine's peaks", ROUNDS) as bar:
         try:
             with paths.lock(path):
                 found = None if refresh else _load(path)  # who held the lock may have measured
                 if found is None:
-                    found = measure(bar.advance)
+                    found = measured()
                     paths.write_atomic(path, found.to_json())
                 return found
         except IngotError as error:
             log.logger(__name__).warning("the peaks are not kept: %s", error)
-            return found or measure(bar.advance)
+            return found or measured()
 
 
 def known() -> Peaks | None:

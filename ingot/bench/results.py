@@ -33,18 +33,23 @@ class Run:
 
     date: str
     cpu: str
+    """What computed: a CPU and its cores, or a GPU."""
     isa: str
+    """The CPU's best tier, or the GPU's architecture."""
     torch: str
     ingot: str
 
     @classmethod
-    def now(cls, version: str) -> Run:
-        """This machine, now, with this version of ingot."""
+    def now(cls, version: str, place: str = "cpu") -> Run:
+        """This machine's CPU or GPU, now, with this version of ingot."""
         device = detect()
+        cpu, isa = f"{device.cpu.name}, {device.cpu.cores} cores", device.cpu.isa[0]
+        if place != "cpu":
+            cpu, isa = device.gpus[0].name, device.gpus[0].capability or ""
         return cls(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            cpu=f"{device.cpu.name}, {device.cpu.cores} cores",
-            isa=device.cpu.isa[0],
+            cpu=cpu,
+            isa=isa,
             torch=device.torch,
             ingot=version,
         )

@@ -24,7 +24,8 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 _FONT = 7
 # Filled circles, hollow ones, crosses; what else was timed is left out.
-_MARKERS = {"cpu": "o", "aten": "o", "reference": "x"}
+_OURS = ("cpu", "triton")
+_MARKERS = {"cpu": "o", "triton": "o", "aten": "o", "reference": "x"}
 
 
 def draw(rows: Iterable[Row], machine: Peaks, run: Run, path: Path) -> None:
@@ -34,7 +35,7 @@ def draw(rows: Iterable[Row], machine: Peaks, run: Run, path: Path) -> None:
     rows = list(rows)
     first = set(served(rows))
     shown = [
-        r for r in rows if r.provider in ("cpu", "aten") or (r in first and r.provider in _MARKERS)
+        r for r in rows if r.provider in (*_OURS, "aten") or (r in first and r.provider in _MARKERS)
     ]
     figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
     axes: Any = figure.add_subplot(xscale="log", yscale="log")
@@ -44,7 +45,7 @@ def draw(rows: Iterable[Row], machine: Peaks, run: Run, path: Path) -> None:
     colours = _colours(shown)
     for row, (x, y) in points.items():
         colour = colours[row.family]
-        filling = colour if row.provider == "cpu" else "none"
+        filling = colour if row.provider in _OURS else "none"
         marker = _MARKERS[row.provider]
         axes.plot(x, y, marker, ms=6, mfc=filling, mec=colour, mew=1.2, alpha=0.85)
     _draw_legend(axes, colours)
@@ -159,6 +160,6 @@ def _draw_legend(axes: Any, colours: dict[str, Any]) -> None:
         return Line2D([], [], ls="", marker=shape, mec=colour, mfc=filling, label=label)
 
     handles = [marker(colour, colour, family) for family, colour in colours.items()]
-    handles += [marker("k", "k", "cpu: ingot's"), marker("k", "none", "aten: PyTorch's")]
+    handles += [marker("k", "k", "ingot's"), marker("k", "none", "aten: PyTorch's")]
     handles.append(marker("k", "k", "reference", shape="x"))
     axes.legend(handles=handles, loc="lower right", fontsize=8, ncols=2)

@@ -12,17 +12,26 @@ to 2.9x on our virtual machine.
 A turn is many calls, not one, because a call runs on what the former one left in the caches. The
 first of each turn finds what another callable left there, so it does not count.
 
-What is timed must be finished when it returns: a callable that starts work on an accelerator
-has to wait for it. A call should take 10 us or more; reading the clock costs about 0.1 us.
+What is timed must be finished when it returns. A call should take 10 us or more; reading the clock
+costs about 0.1 us. A GPU computes while Python goes on: its calls are queued one behind the other
+with its own events between them (`queued`), so that a time is what the GPU takes, or what Python
+takes to ask for it if that is more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+
+Turn: TypeAlias = "Callable[[Callable[[], object], float], list[float]]"
+
+
+MOST_QUEUED = 1000  # calls: drivers hold about as many before they make Python wait
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,42 @@ def turn(run: Callable[[], object], seconds: float) -> list[float]:
     return times[1:] or times
 
 
+class Event(Protocol):
+    """A moment of a GPU, as torch's own events are."""
+
+    def record(self) -> object:
+        """When all that was asked for is done."""
+        ...
+
+    def synchronize(self) -> object:
+        """Wait for that moment."""
+        ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this one to another."""
+        ...
+
+
+def queued(run: Callable[[], object], seconds: float, event: Callable[[], Event]) -> list[float]:
+    """As `turn`, for calls that return before they are finished; `event` makes events.
+
+    The first two do not count: one tells how many fit the turn, one begins the queue.
+    """
+
+    def times(count: int) -> list[float]:
+        moments = [event() for _ in range(count + 1)]
+        moments[0].record()
+        for moment in moments[1:]:
+            run()
+            moment.record()
+        moments[-1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(moments)]
+
+    (first,) = times(1)
+    count = min(MOST_QUEUED, int(seconds / max(first, 1e-6)))
+    return times(count + 1)[1:] if count else [first]
+
+
 def timed(run: Callable[[], object], budget: float = 1.0, minimum: int = 10) -> Timing:
     """Time one callable for about `budget` seconds, and `minimum` calls at least.
 
@@ -78,6 +123,7 @@ def interleaved(
     budget: float = 1.0,
     minimum: int = 10,
     turn_seconds: float = 0.02,
+    take: Turn = turn,
 ) -> dict[str, Timing]:
     """Time several callables in turns: `budget` seconds for each, `minimum` calls at least.
 
@@ -88,10 +134,10 @@ def interleaved(
     True
     """
     for run in runs.values():
-        turn(run, turn_seconds)
+        take(run, turn_seconds)
     times: dict[str, list[float]] = {name: [] for name in runs}
     end = perf_counter() + budget * len(runs)
     while perf_counter() < end or min(map(len, times.values()), default=minimum) < minimum:
         for name, run in runs.items():
-            times[name] += turn(run, turn_seconds)
+            times[name] += take(run, turn_seconds)
     return {name: Timing.of(seconds) for name, seconds in times.items()}

@@ -106,12 +106,17 @@ class Views:
         return torch.randperm(count, generator=self._random, dtype=torch.int32)
 
 
-def arena_size(device: Device) -> int:
-    """Four times the L3 cache and 512 MiB at least, but not more than an eighth of the memory."""
+def arena_size(device: Device, place: str = "cpu") -> int:
+    """Four times the L3 cache and 512 MiB at least, but not more than an eighth of the memory.
+
+    On a GPU it is 1 GiB: the largest cache there is 256 MB, that of MI300X.
+    """
+    if place != "cpu":
+        return min(1024 * _MiB, (device.gpus[0].memory or 8192 * _MiB) // 8)
     return min(max(512 * _MiB, 4 * (device.cpu.l3 or 0)), device.memory // 8)
 
 
-def filled(size: int) -> Tensor:
+def filled(size: int, place: torch.device | str = "cpu") -> Tensor:
     """An arena of so many bytes: normally distributed bfloat16, repeating after 32 MiB.
 
     Half the size of unit normals, so that the logits they make are those of a model.
@@ -119,22 +124,43 @@ def filled(size: int) -> Tensor:
     random = torch.Generator().manual_seed(0)
     block = torch.randn(min(size, 32 * _MiB) // 2, generator=random) * 0.5
     repeats = -(-size // (2 * len(block)))
-    return block.bfloat16().repeat(repeats).view(torch.uint8)[:size]
+    return block.bfloat16().to(place).repeat(repeats).view(torch.uint8)[:size]
 
 
 def copies(workload: Workload, arena: Tensor, draw: Draw | None = None) -> list[Args]:
     """Arguments of as many calls as it takes to walk through the arena, drawn by `draw` if given.
 
-    A call that reads less than it is given (rows of a table) moves on by what it reads.
+    A call that reads less than it is given (rows of a table) moves on by what it reads. What is
+    drawn beside the arena is moved to where the arena is.
     """
     dtype, draw = DTYPES[workload.dtype], draw or workload.draw
     views = Views(arena, dtype, at=0)
-    args = workload.draw(views)
+    moved = _Mover(arena.device)
+    args = moved(workload.draw(views))
     if not views.taken:
         return [args]
     read = min(views.taken, catalogue()[workload.op].cost(*args).bytes)
     step = -(-max(read, _LEAST_STEP) // _LINE) * _LINE
-    return [draw(Views(arena, dtype, at)) for at in range(0, max(1, len(arena) - step), step)]
+    places = range(0, max(1, len(arena) - step), step)
+    return [moved(draw(Views(arena, dtype, at))) for at in places]
+
+
+class _Mover:
+    """Moves arguments to a device; those that several calls share, once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, args: Args) -> Args:
+        return tuple(self._one(arg) if isinstance(arg, Tensor) else arg for arg in args)
+
+    def _one(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self._device:
+            return tensor
+        if id(tensor) not in self._moved:  # kept beside its copy, or its id would be another's
+            self._moved[id(tensor)] = tensor, tensor.to(self._device)
+        return self._moved[id(tensor)][1]
 
 
 def chosen(names: Iterable[str] = ()) -> list[Workload]:

@@ -40,6 +40,7 @@ SUMMARIES = {
     "serve": "a model behind OpenAI's API, for any client",
     "simulate": "how a server would do under a load: latencies, goodput, hits",
     "train": "a recipe into a trained model; killed, it goes on to the bit",
+    "tune": "the fastest configurations of GPU kernels, found on the GPU",
     "verify": "does serving a model compute what training computes, bit for bit",
 }
 VERBS: Registry[Callable[..., Any] | dict[str, Callable[..., Any]]] = Registry("verb")
@@ -114,10 +115,8 @@ def _print_help() -> None:
     console.print("[bold]ingot[/]: one model, from training to serving, through the same kernels\n")
     console.print("usage: ingot VERB ...\n", highlight=False)
     console.print(verbs)
-    console.print("\nexamples:")
-    console.print("  ingot doctor          measure this machine", highlight=False)
-    console.print("  ingot ops rms_norm    one op, with its reference", highlight=False)
-    console.print("`ingot VERB --help` tells a verb's options.", highlight=False)
+    console.print("\n`ingot doctor` measures this machine.", highlight=False)
+    console.print("`ingot VERB --help` tells a verb's options, with examples.", highlight=False)
 
 
 def plain(text: str) -> str:

@@ -16,11 +16,12 @@ from ingot.cli.bench_engine import engine
 from ingot.cli.bench_serve import serve
 from ingot.cli.bench_train import train
 from ingot.core import log
+from ingot.core.device import Place, require
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ingot.bench.ops import Row
+    from ingot.bench.ops import Bench, Row
     from ingot.bench.peaks import Peaks
     from ingot.bench.peers import Row as PeerRow
     from ingot.bench.results import Mean, Run
@@ -33,6 +34,7 @@ def ops(
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")
     ] = (),
     seconds: float = 0.3,
+    device: Place = "cpu",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
     plot: Path | None = None,
     results: Path | None = None,
@@ -46,25 +48,29 @@ def ops(
     Args:
         names: Only these ops or families.
         seconds: How long to time each contender on each shape.
+        device: Where to compute.
         json: Print JSON instead of tables.
         plot: Draw a roofline into this file, .png or .svg.
         results: Add the rows to `ops.csv` in this directory.
     """
     from ingot.bench import results as kept
     from ingot.bench import roofline
+    from ingot.bench.ops import Bench
     from ingot.bench.peaks import peaks
     from ingot.bench.workloads import chosen
     from ingot.observe.plot import check
 
-    workloads, run = chosen(names), kept.Run.now(ingot.__version__)
-    file = results and results / "ops.csv"
+    workloads = chosen(names)
+    require(device)
+    run, file = kept.Run.now(ingot.__version__, device), results and results / "ops.csv"
     # What can go wrong should do so before an hour of measuring, not after.
     if plot:
         check(plot)
     if file:
         kept.prepare(file)
-    machine = peaks()
-    rows = _measured(workloads, machine, seconds, run, file)
+    machine = peaks(place=device)
+    with log.progress("filling memory", len(workloads)) as bar:
+        rows = _measured(workloads, Bench(machine, seconds, place=device), run, file, bar)
     if plot:
         roofline.draw(rows, machine, run, plot)
     if json:
@@ -139,21 +145,18 @@ def report(
 
 
 def _measured(
-    workloads: list[Workload], machine: Peaks, seconds: float, run: Run, file: Path | None
+    workloads: list[Workload], bench: Bench, run: Run, file: Path | None, bar: log.Progress
 ) -> list[Row]:
     from ingot.bench import results as kept
-    from ingot.bench.ops import Bench
 
     rows: list[Row] = []
-    with log.progress("filling memory", len(workloads)) as bar:
-        bench = Bench(machine, seconds)
-        for workload in workloads:
-            bar.describe(f"{workload.op} {workload.shape} {workload.dtype}")
-            new = bench.rows(workload)
-            if file:
-                kept.append(file, run, new)
-            rows += new
-            bar.advance()
+    for workload in workloads:
+        bar.describe(f"{workload.op} {workload.shape} {workload.dtype}")
+        new = bench.rows(workload)
+        if file:
+            kept.append(file, run, new)
+        rows += new
+        bar.advance()
     return rows
 
 

@@ -15,6 +15,8 @@ import tyro
 import ingot
 from ingot.core.device import Device, detect
 from ingot.core.log import stdout
+from ingot.kernels.triton import OLDEST, supported
+from ingot.kernels.triton.target import TARGETS
 
 if TYPE_CHECKING:
     from ingot.bench.peaks import Peak, Peaks
@@ -81,6 +83,12 @@ def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list
     """What is missing or odd on this machine; `installed` names packages and programs."""
     cxx, isa = os.environ.get("CXX", ""), os.environ.get("INGOT_ISA", "")
     speeds = {"reading": measured.read_bandwidth, **measured.matmul}
+    old = [gpu.name for gpu in device.gpus if not supported(gpu.capability)]
+    new = [
+        f"{gpu.name} ({gpu.capability})"
+        for gpu in device.gpus
+        if gpu.name not in old and gpu.capability and gpu.capability not in TARGETS
+    ]
     unsteady = [name for name, peak in speeds.items() if peak and peak.typical < 0.7 * peak.value]
     checks = (
         (
@@ -119,6 +127,21 @@ def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list
             "install a CUDA build of torch",
         ),
         (
+            not device.gpus and "rocm-smi" in installed,
+            "there is an AMD driver, but torch sees no GPU",
+            "install a ROCm build of torch",
+        ),
+        (
+            bool(old),
+            f"{', '.join(old)}: too old for Triton, PyTorch stands in for ingot's GPU kernels",
+            f"use a GPU of sm_{OLDEST} or newer",
+        ),
+        (
+            bool(new),
+            f"{', '.join(new)}: ingot's GPU kernels have no configurations of their own for it",
+            "`ingot tune` finds some",
+        ),
+        (
             bool(device.gpus) and "triton" not in installed,
             "a GPU without Triton: PyTorch stands in for ingot's GPU kernels",
             "pip install 'ingot[gpu]'",
@@ -140,7 +163,7 @@ def _threads() -> int:
 
 def _installed() -> frozenset[str]:
     packages = {name for name in _SHOWN_VERSIONS if _version(name)}
-    return frozenset(packages | {name for name in ("nvidia-smi",) if shutil.which(name)})
+    return frozenset(packages | {name for name in ("nvidia-smi", "rocm-smi") if shutil.which(name)})
 
 
 def _versions() -> dict[str, str | None]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ingot.cli import plain
+from ingot.core.device import Place
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import stderr
 from ingot.nn.session import Sampling, Session
@@ -97,13 +98,16 @@ def require_room(max_tokens: int) -> None:
         raise ConfigError(f"--max-tokens is {max_tokens}", remedy="give a number from 1 on")
 
 
-def load(directory: Path) -> Model:
+def load(directory: Path, device: Place = "cpu") -> Model:
     """The model of a directory, its kernels built; a line says so where that takes a while."""
     with stderr().status(f"loading {plain(str(directory))}") as status:
         from ingot.interop import model
         from ingot.kernels.cpu import build as kernels
 
         loaded = model.load(directory)
+        if device != "cpu":
+            loaded.decoder.to(device)  # Triton compiles each kernel at its first use
+            return loaded
         # All of them now: each would be built at its first use, in the middle of the text.
         status.update("compiling the CPU kernels, once on a machine")
         with suppress(IngotError):  # PyTorch stands in then, and the first use warns

@@ -44,10 +44,9 @@ def kernels(
         page: Write the tables into this page of the documentation; with --numbers, the errors.
         defaults: Choose the default configurations anew, from the compiled code.
     """
-    from importlib.util import find_spec
+    from ingot.kernels.triton import require_triton
 
-    if find_spec("triton") is None:
-        raise IngotError("Triton is not installed", remedy="pip install 'ingot[gpu]'")
+    require_triton()
     from ingot.kernels.triton import report
 
     if numbers:

@@ -11,7 +11,7 @@ import tyro
 
 from ingot.cli import plain
 from ingot.core import lineage, log
-from ingot.core.device import detect
+from ingot.core.device import Place, detect, require
 
 if TYPE_CHECKING:
     from ingot.serve.verify import Certificate
@@ -21,6 +21,7 @@ def verify(
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
     schedules: int = 1000,
     seed: int = 0,
+    device: Place = "cpu",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Serve a model under many random schedules, and compare every bit of every log-probability
@@ -35,17 +36,19 @@ def verify(
         directory: A model directory, as `ingot import` makes.
         schedules: How many to try.
         seed: Draws the texts and the schedules.
+        device: Where to compute; the certificate holds for that kind of processor.
         json: Print JSON instead of lines.
     """
     from ingot.cli.generate import load
     from ingot.serve import verify as serving
 
-    decoder = load(directory).decoder
+    require(device)
+    decoder = load(directory, device).decoder
     with log.progress("verifying", schedules) as bar:
         certificate = serving.verify(
             decoder, schedules=schedules, seed=seed, progress=lambda: bar.advance()
         )
-    facts = as_facts(certificate)
+    facts = as_facts(certificate, device)
     lineage.append(directory, "verify", **facts)
     if json:
         print(json_format.dumps(facts, indent=2))  # noqa: T201
@@ -55,11 +58,10 @@ def verify(
         raise SystemExit(1)
 
 
-def as_facts(certificate: Certificate) -> dict[str, Any]:
+def as_facts(certificate: Certificate, device: Place = "cpu") -> dict[str, Any]:
     """The certificate, as it is kept: with the processor and versions it holds for."""
     import torch
 
-    cpu = detect().cpu
     return {
         "schedules": certificate.schedules,
         "mismatches": certificate.mismatches,
@@ -69,10 +71,18 @@ def as_facts(certificate: Certificate) -> dict[str, Any]:
             for name, value in dataclasses.asdict(certificate).items()
             if name not in ("schedules", "mismatches")
         },
-        "cpu": cpu.name,
-        "isa": cpu.isa[0],
+        **_processor(device),
         "torch": str(torch.__version__),
     }
+
+
+def _processor(device: Place) -> dict[str, str | None]:
+    """What computed: the bits are another processor's otherwise."""
+    if device == "cpu":
+        cpu = detect().cpu
+        return {"cpu": cpu.name, "isa": cpu.isa[0]}
+    gpu = detect().gpus[0]
+    return {"gpu": gpu.name, "capability": gpu.capability}
 
 
 def _print_lines(certificate: Certificate) -> None:

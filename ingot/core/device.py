@@ -31,9 +31,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ingot.core.errors import IngotError, UnknownName
+
+Place: TypeAlias = Literal["cpu", "cuda"]
+"""Where a command may compute; ROCm's GPUs are "cuda" to torch, too."""
 
 # What each tier adds to the one before it. Best last; "portable" needs nothing.
 _TIERS: dict[str, frozenset[str]] = {
@@ -43,6 +46,7 @@ _TIERS: dict[str, frozenset[str]] = {
     "avx512_bf16": frozenset({"avx512_bf16"}),
     "amx": frozenset({"amx_tile", "amx_bf16"}),
 }
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _INT8 = ("amx_int8", "avx512_vnni", "avx_vnni")
 _TORCH_NAMES = {"fma3": "fma"} | {
     f"avx512_{x}": f"avx512{x}" for x in ("f", "bw", "cd", "dq", "vl")
@@ -274,6 +278,32 @@ def detect_gpus() -> tuple[Gpu, ...]:
     return tuple(_gpu(accelerator.type, module.get_device_properties(i), hip) for i in indices)
 
 
+def require(place: str) -> None:
+    """Raise what to do about it where torch cannot compute there.
+
+    >>> require("cpu")
+    """
+    import torch
+
+    if place == "cpu" or torch.cuda.is_available():
+        return
+    hidden = [name for name in _VISIBLE if name in os.environ]
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise IngotError(
+            f"there is no GPU for torch {torch.__version__}: it was built without them",
+            remedy="install a build of torch for CUDA or ROCm: https://pytorch.org/get-started",
+        )
+    if hidden:
+        raise IngotError(
+            f"torch sees no GPU, and {hidden[0]} is '{os.environ[hidden[0]]}'",
+            remedy="unset it, or name a GPU in it",
+        )
+    tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
+    raise IngotError(
+        "torch sees no GPU", remedy=f"see whether `{tool}` shows one: if not, its driver is missing"
+    )
+
+
 def detect_compiler(preferred: str | None) -> Compiler | None:
     """Find a C++ compiler: `preferred` ($CXX) if that is one executable, else the usual names."""
     for command in filter(None, (preferred, "g++", "clang++", "c++")):
@@ -327,7 +357,7 @@ def _detect_cpu(capabilities: Mapping[str, Any], quota: float | None) -> Cpu:
 def _gpu(kind: str, properties: Any, hip: bool) -> Gpu:
     capability: str | None = None
     if hip:
-        capability = properties.gcnArchName
+        capability = properties.gcnArchName.partition(":")[0]  # "gfx942:sramecc+:xnack-"
     elif hasattr(properties, "major"):
         capability = f"sm_{properties.major}{properties.minor}"
     return Gpu(

@@ -8,6 +8,8 @@ step of few tokens can be recorded when its shape (tokens, requests) comes for t
 replayed without Python from then on: at batch 1 Python between the kernels takes as long as they
 do. A request's row of the block table is written only when its blocks have changed.
 
+A decoder on a GPU gets copies of these tensors at each step, and nothing is recorded.
+
 Legend: T tokens of a step, B requests of a step, M blocks of the longest, D channels.
 """
 
@@ -42,26 +44,35 @@ class Runner:
 
     def __init__(self, decoder: Decoder, limits: Limits) -> None:
         self.decoder, self.size = decoder, limits.block_size
-        device = decoder.embed.weight.device
+        device = self._device = decoder.embed.weight.device
         self.pool = KVPool(decoder.kv_spec, limits.blocks, limits.block_size, device)
         tokens, self._rows = limits.burst, limits.max_running
-        self._tokens, self._positions, self._slots = (_Integers(tokens, np.int64) for _ in "tps")
-        self._starts = _Integers(self._rows + 1, np.int32)
-        self._contexts = _Integers(self._rows, np.int32)
-        self._steps = torch.arange(self._rows + 1, dtype=torch.int32)
+        self._tokens, self._positions, self._slots = (
+            _Integers((tokens,), np.int64, device) for _ in "tps"
+        )
+        self._starts = _Integers((self._rows + 1,), np.int32, device)
+        self._contexts = _Integers((self._rows,), np.int32, device)
+        self._steps = torch.arange(self._rows + 1, dtype=torch.int32, device=device)
         self._widen(8)
         self._seen: set[tuple[int, int]] = set()
 
     def _widen(self, blocks: int) -> None:
         """Have room for so many blocks in a row of the table; recordings hold the old one."""
-        self._table_BM = np.zeros((self._rows, blocks), np.int32)
-        self._table = torch.from_numpy(self._table_BM)
+        self._table = _Integers((self._rows, blocks), np.int32, self._device)
+        self._table_BM = self._table.array
         self._holds: list[tuple[int, ...]] = [()] * self._rows
         self._recordings: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
 
     def run(self, work: Sequence[Work]) -> Tensor:
         """The normalized state of each token of the work, (T, D)."""
         shape = self._fill(work)
+        if self._device.type != "cpu":
+            for integers in (
+                *(self._tokens, self._positions, self._slots, self._starts, self._contexts),
+                self._table,
+            ):
+                integers.send()
+            return self._forward(*shape)
         recording = self._recordings.get(shape)
         if recording is not None:
             self._recordings.move_to_end(shape)
@@ -81,7 +92,7 @@ class Runner:
         plan = Plan(
             cu_seqlens=starts[: requests + 1],
             context_lens=self._contexts.tensor[:requests],
-            block_table=self._table[:requests],
+            block_table=self._table.tensor[:requests],
             slots=self._slots.tensor[:tokens],
             pool=self.pool,
         )
@@ -134,9 +145,17 @@ class Runner:
 
 
 class _Integers:
-    """The same memory for torch, for numpy and, number by number, for Python."""
+    """The same memory for torch, for numpy and, number by number, for Python; on another device
+    torch has a copy of its own."""
 
-    def __init__(self, count: int, dtype: type[np.integer]) -> None:
-        self.array = np.zeros(count, dtype)
-        self.tensor = torch.from_numpy(self.array)
+    def __init__(
+        self, shape: tuple[int, ...], dtype: type[np.integer], device: torch.device
+    ) -> None:
+        self.array = np.zeros(shape, dtype)
+        self._host = torch.from_numpy(self.array)
+        self.tensor = self._host.to(device)
         self.items = self.array.data
+
+    def send(self) -> None:
+        """Let the copy be as the memory is."""
+        self.tensor.copy_(self._host)

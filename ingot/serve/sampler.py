@@ -81,7 +81,8 @@ class Sampler:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.vocabulary = decoder, decoder.config.vocab_size
-        self._batch = _Batch([], self.vocabulary)
+        self._device = decoder.embed.weight.device
+        self._batch = _Batch([], self.vocabulary, self._device)
 
     def draw(
         self,
@@ -96,9 +97,8 @@ class Sampler:
         """
         batch = self._batch
         if of != batch.of:
-            batch = self._batch = _Batch(of, self.vocabulary)
-        for row, position in enumerate(positions):
-            batch.positions[row] = position
+            batch = self._batch = _Batch(of, self.vocabulary, self._device)
+        batch.place(positions)
         logits_RV = self.decoder.logits(hidden_RD)
         if not (batch.special or batch.told):
             return ops.sample(logits_RV, *batch.options).tolist(), {}
@@ -125,11 +125,12 @@ class Sampler:
             logits_SV[some] = self._penalized(
                 logits_SV[some], [of[row] for row in penalized], [drafts[row] for row in penalized]
             )
-        for logits_V, one in zip(logits_SV.numpy(), of, strict=True):
+        here_SV = logits_SV.cpu()
+        for logits_V, one in zip(here_SV.numpy(), of, strict=True):
             np.add.at(logits_V, *one.biases)
             if one.matcher is not None:
                 logits_V[~one.matcher.mask()] = -np.inf
-        return logits_SV
+        return here_SV.to(self._device)
 
     def _penalized(
         self, logits_SV: Tensor, of: list[Sampled], drafts: list[tuple[int, ...]]
@@ -140,14 +141,14 @@ class Sampler:
             for token in before:
                 counts_V[token] += 1
         options = [one.options for one in of]
-        return ops.penalize(
-            logits_SV,
+        arguments = (
             torch.from_numpy(np.stack([prompt_V for prompt_V, _ in counted])),
             torch.from_numpy(counts_SV),
             torch.tensor([o.repetition_penalty for o in options]),
             torch.tensor([o.presence_penalty for o in options]),
             torch.tensor([o.frequency_penalty for o in options]),
         )
+        return ops.penalize(logits_SV, *(argument.to(self._device) for argument in arguments))
 
     # What is told
 
@@ -183,7 +184,7 @@ class Sampler:
     def _scored(
         self, hidden_RD: Tensor, logits_RV: Tensor | None, tokens: Sequence[int], top: int
     ) -> list[Logprob]:
-        wanted_RK = torch.tensor(tokens)[:, None]
+        wanted_RK = torch.tensor(tokens, device=self._device)[:, None]
         if logits_RV is not None and top:
             wanted_RK = torch.cat([wanted_RK, logits_RV.topk(top).indices], dim=1)
         each = wanted_RK.shape[1]
@@ -195,19 +196,20 @@ class Sampler:
 class _Batch:
     """What does not change while the rows are of the same requests."""
 
-    def __init__(self, of: list[Sampled], vocabulary: int) -> None:
+    def __init__(self, of: list[Sampled], vocabulary: int, device: torch.device) -> None:
         self.of = of
         options = [one.options for one in of]
         positions = np.zeros(len(of), np.int64)
-        self.positions = positions.data
-        self.options = (
+        self._positions, self._host = positions.data, torch.from_numpy(positions)
+        columns = (
             torch.tensor([o.temperature for o in options], dtype=torch.float32),
             torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options]),
             torch.tensor([o.top_p for o in options], dtype=torch.float32),
             torch.tensor([o.min_p for o in options], dtype=torch.float32),
             torch.tensor([o.seed for o in options]),
-            torch.from_numpy(positions),
+            self._host,
         )
+        self.options = tuple(column.to(device) for column in columns)
         self.special = [row for row, one in enumerate(of) if one.special]
         # By how many likeliest tokens and of which kind. Each number by itself: which tokens are
         # among the likeliest may depend on it where some are equal.
@@ -216,10 +218,18 @@ class _Batch:
             if o.logprobs is not None:
                 self.told.setdefault((o.logprobs, o.processed), []).append(row)
 
+    def place(self, positions: Sequence[int]) -> None:
+        """The positions to draw for, a row each."""
+        for row, position in enumerate(positions):
+            self._positions[row] = position
+        if self.options[-1] is not self._host:
+            self.options[-1].copy_(self._host)
+
 
 def _drawn(logprobs_RV: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
     """The log-probabilities of tokens in the distributions they were drawn from."""
-    wanted_RK = torch.cat([torch.tensor(tokens)[:, None], logprobs_RV.topk(top).indices], dim=1)
+    wanted_RK = torch.tensor(tokens, device=logprobs_RV.device)[:, None]
+    wanted_RK = torch.cat([wanted_RK, logprobs_RV.topk(top).indices], dim=1)
     return _logprobs(wanted_RK, logprobs_RV.gather(1, wanted_RK))
 
 

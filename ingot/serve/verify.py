@@ -161,16 +161,16 @@ def prompts(decoder: Decoder, numbers: random.Random) -> list[tuple[int, ...]]:
 @torch.inference_mode()
 def expect(decoder: Decoder, prompts: Sequence[tuple[int, ...]], seed: int) -> list[Expected]:
     """What packed forwards write behind the prompts, and how likely it is."""
-    vocabulary = decoder.config.vocab_size
+    vocabulary, device = decoder.config.vocab_size, decoder.embed.weight.device
     samplings = [
         Sampling(temperature=(0.0, 0.7, 1.0)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=seed + i)
         for i in range(len(prompts))
     ]
     rows = [sampling.arguments(vocabulary) for sampling in samplings]
-    t, k, p, m, s = (torch.cat(column) for column in zip(*rows, strict=True))
+    t, k, p, m, s = (torch.cat(column).to(device) for column in zip(*rows, strict=True))
     texts = [list(prompt) for prompt in prompts]
     for _ in range(WRITTEN):
-        counts_B = torch.tensor([len(text) for text in texts])
+        counts_B = torch.tensor([len(text) for text in texts], device=device)
         last_BD = _packed(decoder, texts)[counts_B.cumsum(0) - 1]
         drawn = ops.sample(decoder.logits(last_BD), t, k, p, m, s, counts_B).tolist()
         for text, token in zip(texts, drawn, strict=True):
@@ -180,7 +180,9 @@ def expect(decoder: Decoder, prompts: Sequence[tuple[int, ...]], seed: int) -> l
             prompt=prompt,
             sampling=sampling,
             tokens=tuple(text[len(prompt) :]),
-            logprobs=tuple(decoder.logprobs(hidden_TD[:-1], torch.tensor(text[1:])).tolist()),
+            logprobs=tuple(
+                decoder.logprobs(hidden_TD[:-1], torch.tensor(text[1:], device=device)).tolist()
+            ),
         )
         for prompt, sampling, text, hidden_TD in zip(
             prompts,
@@ -194,8 +196,9 @@ def expect(decoder: Decoder, prompts: Sequence[tuple[int, ...]], seed: int) -> l
 
 def _packed(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     """The states of all tokens of all texts: what training runs."""
-    plan = Plan.packed([len(text) for text in texts])
-    tokens_T = torch.tensor([token for text in texts for token in text])
+    device = decoder.embed.weight.device
+    plan = Plan.packed([len(text) for text in texts], device)
+    tokens_T = torch.tensor([token for text in texts for token in text], device=device)
     return decoder(tokens_T, plan.positions(), plan)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ingot.bench import timing as module
-from ingot.bench.timing import Timing, interleaved, timed, turn
+from ingot.bench.timing import MOST_QUEUED, Timing, interleaved, queued, timed, turn
 
 
 class Counter:
@@ -84,3 +84,42 @@ def test_nothing_to_time_takes_no_time() -> None:
 def test_an_error_is_the_callers() -> None:
     with pytest.raises(ZeroDivisionError):
         timed(lambda: 1 / 0)
+
+
+class Moment:
+    """An event of a GPU that takes 2 ms for each call, whenever it is asked."""
+
+    now = 0.0
+
+    def record(self) -> None:
+        self.at = Moment.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: Moment) -> float:
+        return end_event.at - self.at
+
+
+def test_queued_calls_are_timed_by_the_devices_own_clock() -> None:
+    calls: list[float] = []
+
+    def run() -> None:
+        # The first compiles.
+        Moment.now += 2.0 if calls else 5.0
+        calls.append(Moment.now)
+
+    times = queued(run, 0.02, Moment)
+    assert times == pytest.approx([2e-3] * 4)  # 20 ms hold 4 calls of 5
+    assert len(calls) == 6
+    assert queued(run, 0.001, Moment) == pytest.approx([2e-3])  # one takes the whole turn
+
+
+def test_a_queue_is_not_longer_than_a_driver_holds() -> None:
+    calls: list[int] = []
+    assert len(queued(lambda: calls.append(1), 1.0, Moment)) == MOST_QUEUED
+
+
+def test_turns_may_be_taken_another_way() -> None:
+    found = interleaved({"it": lambda: None}, 0.0, minimum=3, take=lambda run, seconds: [4.0, 4.0])
+    assert found["it"] == Timing(4.0, 4.0, 4.0, 4)

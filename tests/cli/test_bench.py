@@ -49,7 +49,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two small workloads in 4 MiB, on a machine whose peaks are known."""
     monkeypatch.setattr(workloads, "WORKLOADS", TINY)
     monkeypatch.setattr(ops, "Bench", partial(Bench, size=2**22))
-    monkeypatch.setattr(peaks, "peaks", lambda: PEAKS)
+    monkeypatch.setattr(peaks, "peaks", lambda **_: PEAKS)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
@@ -144,7 +144,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "ingot.py").write_text(COUNTS)
     (folder / "vllm.txt").write_text("")
     monkeypatch.setattr(environment, "clone", lambda: folder)
-    monkeypatch.setattr(peaks, "peaks", lambda: PEAKS)
+    monkeypatch.setattr(peaks, "peaks", lambda **_: PEAKS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hf.save(Decoder.new(preset("tiny"), seed=0), tmp_path)
     return tmp_path
@@ -231,3 +231,13 @@ def test_mistakes_are_said_before_anything_is_measured(
     result = ingot("bench", *arguments)
     assert result.returncode == 2
     assert what in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "ops", "silu", "--device", "cuda"])
+    assert exit.value.code == 2
+    assert "remedy: " in capsys.readouterr().err

@@ -74,8 +74,11 @@ def test_a_sound_machine_has_no_findings(sound: Device) -> None:
     [
         ({"torch": "2.20.1"}, (), "torch 2.20.1 is not the version"),
         ({"compiler": None}, (), "PyTorch stands in for ingot's kernels"),
-        ({}, ("nvidia-smi",), "torch sees no GPU"),
+        ({}, ("nvidia-smi",), "an NVIDIA driver, but torch sees no GPU"),
+        ({}, ("rocm-smi",), "an AMD driver, but torch sees no GPU"),
         ({"gpus": (GPU,)}, (), "without Triton"),
+        ({"gpus": (replace(GPU, capability="sm_75"),)}, ("triton",), "A GPU: too old for Triton"),
+        ({"gpus": (replace(GPU, capability="gfx950"),)}, ("triton",), "A GPU (gfx950): ingot's"),
     ],
 )
 def test_what_is_odd_is_found_with_a_remedy(
@@ -118,8 +121,10 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_show_nothing(
     assert "20.0 GB/s" in ingot("doctor").stdout
 
 
-def test_a_gpu_with_triton_is_not_odd(sound: Device) -> None:
-    assert findings(replace(sound, gpus=(GPU,)), MEASURED, frozenset({"triton"})) == []
+@pytest.mark.parametrize("capability", ["sm_80", "sm_120", "gfx942", None])
+def test_a_gpu_with_triton_is_not_odd(sound: Device, capability: str | None) -> None:
+    gpus = (replace(GPU, capability=capability),)
+    assert findings(replace(sound, gpus=gpus), MEASURED, frozenset({"triton"})) == []
 
 
 def test_the_report_can_be_written_as_json(sound: Device) -> None:

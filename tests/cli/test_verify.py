@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ingot.cli.verify import verify
 from ingot.core import lineage
+from ingot.core.errors import IngotError
 from ingot.serve import verify as serving
 
 
@@ -46,3 +48,9 @@ def test_the_command(ready: Any, tiny: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["bits_equal"] is True
     assert ready("verify", str(tiny), "--schedules", "0").returncode == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error(tiny: Path) -> None:
+    with pytest.raises(IngotError, match="GPU"):
+        verify(tiny, schedules=1, device="cuda")

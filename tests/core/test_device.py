@@ -346,8 +346,11 @@ def test_cuda_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+ARCH = "gfx942:sramecc+:xnack-"
+
+
 def test_rocm_devices_are_known_by_their_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = SimpleNamespace(name="MI300X", total_memory=192, major=9, minor=4, gcnArchName="gfx942")
+    card = SimpleNamespace(name="MI300X", total_memory=192, major=9, minor=4, gcnArchName=ARCH)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     cards = [card, card]
     fake_accelerator(monkeypatch, "cuda", SimpleNamespace(get_device_properties=cards.__getitem__))
@@ -411,3 +414,39 @@ def test_the_preferred_compiler_comes_first(
     for preferred in (None, "", "absent", "ccache g++", str(broken)):
         found = device.detect_compiler(preferred)
         assert found == Compiler(path=str(usual), name="clang", version="17.0.1")
+
+
+@pytest.mark.parametrize(
+    ("versions", "variables", "what", "remedy"),
+    [
+        ((None, None), {}, "built without them", "for CUDA or ROCm"),
+        (("13.0", None), {}, "torch sees no GPU", "`nvidia-smi`"),
+        ((None, "6.4"), {}, "torch sees no GPU", "`rocm-smi`"),
+        (("13.0", None), {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES is ''", "unset it"),
+        ((None, "6.4"), {"HIP_VISIBLE_DEVICES": "9"}, "HIP_VISIBLE_DEVICES is '9'", "unset it"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_an_error_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+    versions: tuple[str | None, str | None],
+    variables: dict[str, str],
+    what: str,
+    remedy: str,
+) -> None:
+    for name in device._VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", versions[0])
+    monkeypatch.setattr(torch.version, "hip", versions[1])
+    with pytest.raises(IngotError) as raised:
+        device.require("cuda")
+    assert what in raised.value.what
+    assert remedy in raised.value.remedy
+    device.require("cpu")
+
+
+def test_a_gpu_that_is_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device.require("cuda")

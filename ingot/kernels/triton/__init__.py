@@ -22,10 +22,32 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+from ingot.core.errors import IngotError
+
+GPU = "cuda"  # ROCm's devices, too, are that to torch
+OLDEST = 80  # compute capability of NVIDIA's that Triton compiles for
+
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: for tests, at a snail's pace."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
+
+
+def supported(capability: str | None) -> bool:
+    """Whether Triton compiles for a device of this architecture; one that is not known, it may.
+
+    >>> supported("sm_75"), supported("sm_89"), supported("gfx942")
+    (False, True, True)
+    """
+    if capability is None or not capability.startswith("sm_"):
+        return True
+    return int(capability.removeprefix("sm_")) >= OLDEST
+
+
+def require_triton() -> None:
+    """Raise what to do about it where Triton is not installed."""
+    if find_spec("triton") is None:
+        raise IngotError("Triton is not installed", remedy="pip install 'ingot[gpu]'")
 
 
 @cache
@@ -37,4 +59,4 @@ def available() -> bool:
         return True
     import torch
 
-    return torch.cuda.is_available()  # ROCm's devices are "cuda" to torch, too
+    return torch.cuda.is_available()

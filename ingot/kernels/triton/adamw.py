@@ -152,8 +152,8 @@ def _fits(params: list[Tensor], *_: object) -> bool:
 def _example(make: Meta) -> tuple[Any, ...]:
     shapes = ((4096, 4096), (11008, 4096), (4096, 11008), (4096,))
     params, grads = ([make(*shape) for shape in shapes] for _ in range(2))
-    moments = ([make(*shape, dtype=torch.float32) for shape in shapes] for _ in range(2))
-    return params, grads, *moments, 10, 1e-3
+    first, second = ([make(*shape, dtype=torch.float32) for shape in shapes] for _ in range(2))
+    return params, grads, first, [moment.square() for moment in second], 10, 1e-3
 
 
 provide(ops.adamw, adamw, example=_example, supports=_fits)

@@ -69,7 +69,7 @@ def _fitting(
     rows, keys, warps, stages = tile
     size, amd = itemsize(precision), target.backend == "hip"
     if size == 4:
-        rows, keys, stages = 32, 32, 1
+        rows, keys, warps, stages = 16, 16, 8, 1  # of 32, sm_80 and sm_90 spilled
     stages = 1 if amd else stages
     long = keys if by_keys else rows
     held = (results * long * width + scores * rows * keys) // (warps * target.lanes)
@@ -614,14 +614,14 @@ def _fits(q: Tensor, k: Tensor, *_: object) -> bool:
 
 def _example(make: Meta) -> tuple[Any, ...]:
     q, k, v = make(8192, 32, 128), make(8192, 8, 128), make(8192, 8, 128)
-    return q, k, v, make.ints(5, dtype=torch.int32), None, None, True, None, None
+    return q, k, v, make.starts(4, 8192, torch.int32), None, None, True, None, None
 
 
 def _decode_example(make: Meta) -> tuple[Any, ...]:
     q, pool = make(16, 32, 128), make(8192, 16, 8, 128)
-    places = make.ints(17, dtype=torch.int32), make.ints(16, dtype=torch.int32)
-    table = make.ints(16, 512, dtype=torch.int32)
-    return q, pool, pool, *places, table, True, None, None
+    contexts = torch.full((16,), 8192, dtype=torch.int32, device=make.device)
+    table = make.ints(16, 512, dtype=torch.int32, below=8192)
+    return q, pool, pool, make.starts(16, 16, torch.int32), contexts, table, True, None, None
 
 
 # Four sequences of 2048 tokens.

@@ -109,7 +109,7 @@ def _fits(tokens: Tensor, weight: Tensor) -> bool:
 
 
 def _example(make: Meta) -> tuple[Any, ...]:
-    return make.ints(8192), make(131072, 4096)
+    return make.ints(8192, below=131072), make(131072, 4096)
 
 
 provide(ops.embedding, embedding, example=_example, supports=_fits, backward=_backward)

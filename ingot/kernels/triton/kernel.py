@@ -37,7 +37,7 @@ Bound = Literal["bandwidth", "tensor cores", "latency"]
 # with Triton 3.10, and bits with it.
 PINNED = {"enable_fp_fusion": True}
 
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+_recorded: ContextVar[tuple[list[Launch], bool] | None] = ContextVar("recorded", default=None)
 KERNELS: dict[str, Kernel] = {}
 
 
@@ -89,15 +89,13 @@ class Kernel:
         launch = Launch(self, grid, args, constants, shape)
         recorded = _recorded.get()
         if recorded is not None:
-            recorded.append(launch)
-            return
+            launches, made = recorded
+            launches.append(launch)
+            if not made:
+                return
         from ingot.kernels.triton.tuned import choose
 
-        options = {**constants, **choose(launch).options, **PINNED}
-        device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        # Triton launches on the current device, which need not be the tensors'.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.function[grid](*args, **options)
+        launch.run(choose(launch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +107,14 @@ class Launch:
     args: tuple[Any, ...]
     constants: dict[str, Any]
     shape: tuple[int, ...] = ()
+
+    def run(self, config: Config) -> None:
+        """Make it, in this configuration."""
+        options = {**self.constants, **config.options, **PINNED}
+        device = next(arg.device for arg in self.args if isinstance(arg, Tensor))
+        # Triton launches on the current device, which need not be the tensors'.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel.function[self.grid](*self.args, **options)
 
     @property
     def bucket(self) -> tuple[Any, ...]:
@@ -144,18 +150,18 @@ def kernel(
 
 
 @contextmanager
-def recording() -> Generator[list[Launch]]:
-    """Write launches down instead of making them."""
+def recording(made: bool = False) -> Generator[list[Launch]]:
+    """Write launches down instead of making them, or besides."""
     launches: list[Launch] = []
-    token = _recorded.set(launches)
+    token = _recorded.set((launches, made))
     try:
         yield launches
     finally:
         _recorded.reset(token)
 
 
-def by_elements(target: Target, count: int) -> Iterator[Config]:
-    """Configurations for a tile of so many elements: between 8 and 32 of them a thread.
+def by_elements(target: Target, count: int, least: int = 8) -> Iterator[Config]:
+    """Configurations for a tile of so many elements: between `least` and 32 of them a thread.
 
     8 halves are the 128 bits of the widest load; with more than 32 a thread, what is computed from
     them no longer fits registers.
@@ -166,9 +172,9 @@ def by_elements(target: Target, count: int) -> Iterator[Config]:
     """
     most = 1024 // target.lanes
     shares = {warps: count // (target.lanes * warps) for warps in (1, 2, 4, 8, 16, 32)}
-    fitting = [warps for warps, share in shares.items() if 8 <= share <= 32 and warps <= most]
+    fitting = [warps for warps, share in shares.items() if least <= share <= 32 and warps <= most]
     # 16 a thread first: two loads in flight.
     for warps in sorted(fitting, key=lambda warps: abs(shares[warps] - 16)):
         yield Config.of(warps)
     if not fitting:
-        yield Config.of(1 if shares[1] < 8 else most)
+        yield Config.of(1 if shares[1] < least else most)

@@ -79,7 +79,8 @@ def tile_space(
 
 
 def _space(target: Target, PRECISION: str, PRODUCTS: int, **others: object) -> Iterator[Config]:
-    most = 128 if others.get("KIND", "none") == "none" else 64  # activations need registers too
+    plain = others.get("KIND", "none") == "none" and others.get("HELD", 1) == 1
+    most = 128 if plain else 64  # activations need registers too, and so do float32 residuals
     yield from tile_space(target, itemsize(PRECISION), PRODUCTS, most)
 
 
@@ -132,7 +133,7 @@ def _linear(
     x, w, up, bias, residual, grad, y, up_grad, offsets,
     rows, columns, depth, groups, x_row, x_inner, w_group, w_row, w_inner, residual_row,
     KIND: tl.constexpr, BACKWARD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    PRODUCTS: tl.constexpr, GROUP: tl.constexpr,
+    PRODUCTS: tl.constexpr, HELD: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product and its epilogue."""
@@ -276,6 +277,7 @@ def matmul(
         EVEN=depth % 64 == 0,
         PRECISION=precision(x.dtype),
         PRODUCTS=1 if up is None else 2,
+        HELD=1 if residual is None or residual.dtype != torch.float32 else 2,
         GROUP=GROUP,
         shape=(columns, depth),
     )
@@ -441,7 +443,7 @@ def _swiglu_example(make: Meta) -> tuple[Any, ...]:
 
 
 def _grouped_example(make: Meta) -> tuple[Any, ...]:
-    return make(8192, 2048), make(64, 1408, 2048), make.ints(65)
+    return make(8192, 2048), make(64, 1408, 2048), make.starts(64, 8192)
 
 
 def _grouped_swiglu_example(make: Meta) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.kernels.triton import interpreting
+from ingot.kernels.triton import interpreting, supported, tuned
 from ingot.kernels.triton.kernel import Launch, recording
 from ingot.ops.gradient import Backward, as_tuple
 from ingot.ops.op import Op, always, tensors
@@ -25,22 +25,29 @@ Example = Callable[["Meta"], tuple[Any, ...]]
 
 
 class Meta:
-    """Makes tensors that have a shape and no memory.
+    """Makes tensors of representative calls: they have a shape and no memory, or, on a device that
+    is named, values that such a call could have.
 
     >>> Meta()(8, 4).shape, Meta().ints(3).dtype
     (torch.Size([8, 4]), torch.int64)
+    >>> Meta(device="cpu").starts(2, rows=10)
+    tensor([ 0,  5, 10])
     """
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> None:
+        self.dtype, self.device = dtype, device
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Floats of this dtype."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+        """Floats of this dtype: halves of unit normals, whose products fit float16."""
+        return torch.randn(shape, dtype=dtype or self.dtype, device=self.device) * 0.5
 
-    def ints(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Integers."""
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def ints(self, *shape: int, dtype: torch.dtype = torch.int64, below: int = 2) -> Tensor:
+        """Integers from 0 to `below`, exclusive."""
+        return torch.randint(below, shape, dtype=dtype, device=self.device)
+
+    def starts(self, groups: int, rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Where groups of the same size begin, and where the last one ends."""
+        return torch.arange(groups + 1, dtype=dtype, device=self.device) * (rows // groups)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,17 +65,25 @@ class Provided:
 
     def launches(self, direction: str, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
         """What the representative call would launch, "forward" or "backward"."""
-        args = self.op.complete(self.example(Meta(dtype)))
+        make = Meta(dtype)
         with recording() as launches:
-            if direction == "forward":
-                self.forward(*args)
-                for example in self.also:
-                    self.forward(*self.op.complete(example(Meta(dtype))))
-            elif self.backward:
-                needs = [isinstance(arg, Tensor) and arg.dtype == dtype for arg in args]
-                grads = [torch.empty_like(out) for out in as_tuple(self.op.fake(*args))]
-                self.backward(needs, grads, *args)
+            for args in self.calls(direction, make):
+                self.run(direction, args, dtype)
         return launches
+
+    def calls(self, direction: str, make: Meta) -> list[tuple[Any, ...]]:
+        """Arguments of the representative calls in that direction."""
+        examples = (self.example, *self.also) if direction == "forward" else (self.example,)
+        return [self.op.complete(example(make)) for example in examples]
+
+    def run(self, direction: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+        """Make the launches of a call whose tensors are of that dtype."""
+        if direction == "forward":
+            self.forward(*args)
+        elif self.backward:
+            needs = [isinstance(arg, Tensor) and arg.dtype == dtype for arg in args]
+            grads = [torch.randn_like(out) for out in as_tuple(self.op.fake(*args))]
+            self.backward(needs, grads, *args)
 
 
 def provide(
@@ -108,7 +123,7 @@ def takes(args: tuple[Any, ...]) -> bool:
     return all(
         t.device.type == place and (not t.is_floating_point() or t.dtype in dtypes)
         for t in tensors(args)
-    )
+    ) and (interpreting() or supported(tuned.capability()))
 
 
 def families() -> Iterator[str]:

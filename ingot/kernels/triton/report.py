@@ -186,9 +186,14 @@ def summary(facts: Sequence[Fact], seconds: float) -> str:
 
 def write_defaults(facts: Sequence[Fact]) -> None:
     """Choose the default configurations from these facts."""
-    chosen = json.dumps(tuned.best(facts), indent=2, sort_keys=True) + "\n"
-    paths.write_atomic(tuned.DEFAULTS, chosen)
-    tuned._defaults.cache_clear()
+    lines = [
+        f'  "{kernel}": {{\n'
+        + ",\n".join(f'    "{target}": {json.dumps(of)}' for target, of in by_target.items())
+        + "\n  }"
+        for kernel, by_target in tuned.ranked(facts).items()
+    ]
+    paths.write_atomic(tuned.DEFAULTS, "{\n" + ",\n".join(lines) + "\n}\n")
+    tuned.defaults.cache_clear()
 
 
 def write_page(path: Path, facts: Sequence[Fact], seconds: float) -> None:

@@ -32,7 +32,8 @@ _HEADS = 32
 
 
 def _space(target: Target, HEADS: int, PAIRS: int, REST: int, **_: object) -> Iterator[Config]:
-    yield from by_elements(target, HEADS * max(2 * PAIRS, REST))
+    # The halves of a head are loaded apart: 8 elements a thread were 64 bits at a time.
+    yield from by_elements(target, HEADS * max(2 * PAIRS, REST), least=16)
 
 
 @triton.jit
@@ -250,13 +251,14 @@ def _fits(x: Tensor, *_: object) -> bool:
 
 
 def _example(make: Meta) -> tuple[Any, ...]:
-    return make(8192, 32, 128), make.ints(8192), make(64, dtype=torch.float32), False, 1.0
+    positions = make.ints(8192, below=8192)
+    return make(8192, 32, 128), positions, make(64, dtype=torch.float32), False, 1.0
 
 
 def _write_example(make: Meta) -> tuple[Any, ...]:
     q, k, v = make(256, 32, 128), make(256, 8, 128), make(256, 8, 128)
     pools = make(4096, 16, 8, 128), make(4096, 16, 8, 128)
-    freqs, tokens = make(64, dtype=torch.float32), make.ints(256)
+    freqs, tokens = make(64, dtype=torch.float32), torch.arange(256, device=make.device)
     return q, k, v, tokens, freqs, *pools, tokens, False, 1.0
 
 

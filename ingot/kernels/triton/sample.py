@@ -32,7 +32,8 @@ _WIDEST = 4096
 
 
 def _space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
-    yield from by_elements(target, WIDTH)
+    # What the prompt held is a byte each: 8 elements a thread were 64 bits at a time.
+    yield from by_elements(target, WIDTH, least=16)
 
 
 def _sample_space(target: Target, DRAW: bool, WIDTH: int, **_: object) -> Iterator[Config]:
@@ -312,15 +313,14 @@ def _fits(x: Tensor, *_: object) -> bool:
 
 def _penalize_example(make: Meta) -> tuple[Any, ...]:
     logits = make(256, 131072)
-    seen = torch.empty(logits.shape, dtype=torch.bool, device="meta")
-    counts = make.ints(256, 131072, dtype=torch.int32)
-    option = make(256, dtype=torch.float32)
+    seen, counts = make.ints(256, 131072).bool(), make.ints(256, 131072, dtype=torch.int32)
+    option = make(256, dtype=torch.float32).sigmoid()
     return logits, seen, counts, option, option, option
 
 
 def _truncate_example(make: Meta) -> tuple[Any, ...]:
-    option = make(256, dtype=torch.float32)
-    return make(256, 131072), option, make.ints(256), option, option
+    option, top_k = make(256, dtype=torch.float32).sigmoid(), make.ints(256, below=50) + 1
+    return make(256, 131072), option, top_k, option, option
 
 
 def _sample_example(make: Meta) -> tuple[Any, ...]:

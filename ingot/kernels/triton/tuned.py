@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,24 @@ _SCHEMA = """create table if not exists tuned (
     config text not null, microseconds real not null,
     primary key (kernel, source, bucket, dtype, device)
 )"""
-_chosen: dict[Any, Config] = {}
+chosen: dict[Any, Config] = {}
+"""By `key`: what launches of this process have got."""
 
 
 def choose(launch: Launch) -> Config:
     """The configuration for a launch on the device of its tensors."""
-    key = launch.kernel.name, launch.bucket, _dtype(launch)
-    found = _chosen.get(key)
+    name = key(launch)
+    found = chosen.get(name)
     if found is None:
         target, device = here()
         found = tuned(launch, device, target) or default(launch, target.name)
-        _chosen[key] = found
+        chosen[name] = found
     return found
+
+
+def key(launch: Launch) -> tuple[str, tuple[Any, ...], str]:
+    """What dispatch knows of a launch: those with the same key get the same configuration."""
+    return launch.kernel.name, launch.bucket, _dtype(launch)
 
 
 @cache
@@ -51,23 +58,28 @@ def here() -> tuple[Target, str]:
     """The target of this process and its device's name; while interpreting, one that stands in."""
     if interpreting():
         return TARGETS["sm_90"], "interpreter"
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if torch.version.hip:
-        capability = properties.gcnArchName.partition(":")[0]
-    else:
-        capability = f"sm_{properties.major}{properties.minor}"
-    return nearest(capability), properties.name
-
-
-def default(launch: Launch, target: str) -> Config:
-    """The target's default where it fits the launch, else the first that does."""
-    configs = launch.configs(TARGETS[target])
-    wanted = _defaults().get(launch.kernel.name, {}).get(target)
-    return next((config for config in configs if str(config) == wanted), configs[0])
+    return nearest(capability()), torch.cuda.get_device_properties(torch.cuda.current_device()).name
 
 
 @cache
-def _defaults() -> dict[str, dict[str, str]]:
+def capability() -> str:
+    """The architecture of this process's device: "sm_90", "gfx942"."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if torch.version.hip:
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def default(launch: Launch, target: str) -> Config:
+    """The best of the target's defaults that is in the launch's own space, else the first there."""
+    configs = {str(config): config for config in launch.configs(TARGETS[target])}
+    wanted = defaults().get(launch.kernel.name, {}).get(target, [])
+    return next((configs[name] for name in wanted if name in configs), next(iter(configs.values())))
+
+
+@cache
+def defaults() -> dict[str, dict[str, list[str]]]:
+    """By kernel and target: configurations, best first."""
     return json.loads(DEFAULTS.read_text()) if DEFAULTS.exists() else {}
 
 
@@ -85,6 +97,7 @@ def keep(launch: Launch, device: str, config: Config, microseconds: float) -> No
             "insert or replace into tuned values (?, ?, ?, ?, ?, ?, ?)",
             (*_key(launch, device), str(config), microseconds),
         )
+    chosen.pop(key(launch), None)
 
 
 def tuned(launch: Launch, device: str, target: Target) -> Config | None:
@@ -113,32 +126,26 @@ def _dtype(launch: Launch) -> str:
     return str(next(tensors).dtype).removeprefix("torch.")
 
 
-def best(facts: Iterable[Any]) -> dict[str, dict[str, str]]:
-    """A default for each kernel and target, from compiled facts without faults.
+def ranked(facts: Iterable[Any]) -> dict[str, dict[str, list[str]]]:
+    """For each kernel and target its configurations, best first, from compiled facts; those with a
+    fault in any launch are left out.
 
-    On tensor cores the tile with the most arithmetic for what it loads, then the most warps
-    resident; else the most bits of loads in flight on a unit.
+    Products: the tile with the most arithmetic for what it loads, but 128 columns at most, then the
+    most warps resident. A row alone has a program for each tile of columns, and takes the same tile
+    as thousands: with 256, the 4096 columns of a usual weight are 16 programs on a hundred units.
+    All else: the most bits of loads in flight on a unit.
     """
     from ingot.kernels.triton.gate import faults
 
-    groups: dict[tuple[str, str, str], list[Any]] = {}
+    scores: dict[tuple[str, str], dict[str, float]] = {}
     for fact in facts:
-        groups.setdefault((fact.kernel, fact.target, fact.config), []).append(fact)
-    ranked: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    most = {
-        (kernel, target): max(
-            len(v) for (k, t, _), v in groups.items() if (k, t) == (kernel, target)
-        )
-        for kernel, target, _ in groups
-    }
-    for (kernel, target, config), found in groups.items():
-        if any(map(faults, found)) or len(found) < most[kernel, target]:
-            continue
-        score = min(map(_score, found))
-        ranked.setdefault((kernel, target), []).append((score, config))
-    result: dict[str, dict[str, str]] = {}
-    for (kernel, target), configs in sorted(ranked.items()):
-        result.setdefault(kernel, {})[target] = max(configs, key=lambda pair: pair[0])[1]
+        known = scores.setdefault((fact.kernel, fact.target), {})
+        score = -inf if faults(fact) else _score(fact)
+        known[fact.config] = min(score, known.get(fact.config, inf))
+    result: dict[str, dict[str, list[str]]] = {}
+    for (kernel, target), known in sorted(scores.items()):
+        right = [config for config in known if known[config] > -inf]
+        result.setdefault(kernel, {})[target] = sorted(right, key=known.__getitem__, reverse=True)
     return result
 
 
@@ -146,7 +153,7 @@ def _score(fact: Any) -> float:
     tile = dict(pair.split("=") for pair in fact.config.split())
     if fact.bound == "tensor cores":
         rows, columns = int(tile["ROWS"]), int(tile.get("COLUMNS") or tile["KEYS"])
-        return rows * columns / (rows + columns) + fact.occupancy
+        return min(rows * columns / (rows + columns), 64) + fact.occupancy
     in_flight = sum(bits * count for bits, count in fact.code.loads.items())
     resident = fact.occupancy * TARGETS[fact.target].warps * TARGETS[fact.target].lanes
     return min(in_flight, 512) * resident

@@ -12,6 +12,7 @@ from ingot.kernels.triton.gate import faults
 from ingot.kernels.triton.kernel import Config, Launch, recording
 from ingot.kernels.triton.provider import Meta, provided
 from ingot.kernels.triton.target import TARGETS
+from ingot.kernels.triton.tuned import default
 
 
 def one_launch_of_each_kernel() -> list[Job]:
@@ -40,7 +41,7 @@ def test_other_dtypes_compile_without_spills(dtype: torch.dtype) -> None:
     for one in provided().values():
         for direction in ("forward", "backward"):
             for launch in one.launches(direction, dtype)[:1]:
-                fact = compiled(launch, launch.configs(TARGETS["sm_90"])[0])
+                fact = compiled(launch, default(launch, "sm_90"))
                 assert not [fault for fault in faults(fact) if "spill" in fault]
 
 

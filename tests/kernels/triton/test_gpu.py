@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,16 @@ import torch
 from torch import Tensor
 
 from ingot import ops
+from ingot.bench import gpu
+from ingot.bench.ops import Bench
+from ingot.bench.workloads import WORKLOADS
+from ingot.kernels.triton.tune import on_gpu, tasks, tune
+from ingot.nn import Decoder, preset
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
 from ingot.ops.inputs import Make
 from ingot.ops.op import Op, each
+from ingot.serve.verify import verify
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,3 +91,26 @@ def test_results_are_the_same_every_time(op: Op[..., Any], dtype: str, sample: s
         for _ in range(5):
             for one, other in zip(run(), first, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tuning_finds_configurations_that_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for task in tasks(("rms_norm", "linear", "attention")):
+        result = tune(task, on_gpu, "cuda")
+        assert result.config is not None, result
+        assert result.seconds <= result.before_seconds
+
+
+def test_serving_is_certified() -> None:
+    decoder = Decoder.new(preset("tiny"), seed=0).to("cuda", torch.bfloat16)
+    certificate = verify(decoder, schedules=50)
+    assert certificate.bits_equal, certificate.difference
+
+
+def test_ops_are_timed_beside_the_gpus_peaks() -> None:
+    bench = Bench(gpu.measure("cuda"), place="cuda")
+    rows = bench.rows(next(w for w in WORKLOADS if w.op == "linear"))
+    assert rows[0].provider == "triton"
+    assert 0 < rows[0].share_of_limit < 2

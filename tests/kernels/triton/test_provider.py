@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ingot import ops
 from ingot.kernels import triton as package
+from ingot.kernels.triton import tuned
 from ingot.kernels.triton.kernel import recording
 from ingot.kernels.triton.provider import Meta, provided, takes
+from ingot.nn.attention import Rotary
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import Plan
 from ingot.nn.presets import preset
@@ -170,13 +172,27 @@ def test_a_gpu_without_triton_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch
         (torch.float8_e4m3fn, False),
     ],
 )
-def test_which_tensors_the_kernels_take(dtype: torch.dtype, taken: bool) -> None:
+def test_which_tensors_the_kernels_take(
+    dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "capability", lambda: "sm_90")
     with FakeTensorMode():
         here = torch.empty(4, 8, dtype=dtype, device="cuda")
         tokens = torch.empty(4, dtype=torch.int64, device="cuda")
         assert takes((here, tokens, 1.0, None)) is taken
         assert not takes((torch.empty(4, 8, dtype=dtype),))
         assert not takes((here, torch.empty(4, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"), [("sm_75", False), ("sm_80", True), ("gfx942", True), ("gfx90a", True)]
+)
+def test_a_gpu_too_old_for_triton_is_left_to_pytorch(
+    capability: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "capability", lambda: capability)
+    with FakeTensorMode():
+        assert takes((torch.empty(4, 8, device="cuda"),)) is taken
 
 
 def test_the_interpreter_does_not_take_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +220,13 @@ def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
             if needs[0]:
                 assert first is not None
                 assert (first.shape, first.dtype) == (args[0].shape, args[0].dtype)
+
+
+@pytest.mark.parametrize("name", sorted(provided()))
+def test_examples_are_where_they_are_asked_to_be(name: str) -> None:
+    one = provided()[name]
+    for args in one.calls("forward", Meta()):
+        assert {arg.device.type for arg in args if isinstance(arg, Tensor)} == {"meta"}
 
 
 GPT2 = {
@@ -268,20 +291,38 @@ def test_so_is_its_backward() -> None:
     assert {f"ingot.{name}_backward.default" for name in names} <= set(seen)
 
 
-def test_so_is_the_model_itself() -> None:
+LLAMA = {"embedding": 1, "rms_norm": 5, "linear": 2, "rope": 4, "attention": 2}
+MODELS = {
+    "gpt2-124m": {
+        **{"embedding": 2, "layer_norm": 5, "linear": 2, "attention": 2},
+        **{"linear_gelu_tanh": 2, "linear_residual": 4},
+    },
+    "smollm2-135m": {**LLAMA, "linear_swiglu": 2, "linear_residual": 4},
+    "tiny-moe": {
+        **LLAMA,
+        **{"linear": 4, "linear_residual": 2, "softmax": 2},
+        **{"grouped_swiglu": 2, "grouped_linear": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_so_are_models_forward_and_backward(name: str) -> None:
     """On meta tensors: to slice a fake one of CUDA, torch has to be built with it."""
-    decoder = Decoder.unfilled(replace(preset("gpt2-124m"), layers=2))
+    decoder = Decoder.unfilled(replace(preset(name), layers=2))
+    for module in decoder.modules():
+        if isinstance(module, Rotary):  # its frequencies are real, whatever the weights are
+            module.freqs = module.freqs.to("meta")
     tokens = torch.empty(12, dtype=torch.int64, device="meta")
     plan = Plan(cu_seqlens=torch.empty(3, dtype=torch.int32, device="meta"))
     seen: list[str] = []
-    with torch.no_grad():
-        torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, tokens, plan)
-    counts = Counter(name for name in seen if name.startswith("ingot."))
-    assert counts == {
-        **{"ingot.embedding.default": 2, "ingot.layer_norm.default": 5, "ingot.linear.default": 2},
-        **{"ingot.attention.default": 2, "ingot.linear_gelu_tanh.default": 2},
-        **{"ingot.linear_residual.default": 4},
-    }
+    hidden = torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, tokens, plan)
+    hidden.sum().backward()
+    counts = Counter(name.split(".")[1] for name in seen if name.startswith("ingot."))
+    backward = {f"{op}_backward": count for op, count in MODELS[name].items()}
+    assert counts == {**MODELS[name], **backward}
+    unused = {n for n, p in decoder.named_parameters() if p.grad is None}
+    assert unused <= {"head.weight"}
 
 
 def on_a_gpu(arg: Any) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ingot.kernels.triton import tuned
+from ingot.kernels.triton.code import Code
+from ingot.kernels.triton.compiler import Fact
 from ingot.kernels.triton.kernel import Launch, recording
 from ingot.kernels.triton.provider import Meta, provided
 from ingot.kernels.triton.target import TARGETS
@@ -19,11 +22,15 @@ from ingot.kernels.triton.target import TARGETS
 @pytest.fixture(autouse=True)
 def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuned._chosen.clear()
-    tuned.here.cache_clear()
+    forget()
     yield
-    tuned._chosen.clear()
+    forget()
+
+
+def forget() -> None:
+    tuned.chosen.clear()
     tuned.here.cache_clear()
+    tuned.capability.cache_clear()
 
 
 def linear(rows: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Launch:
@@ -104,14 +111,18 @@ def test_every_default_is_in_the_space_of_a_representative_launch() -> None:
         for direction in ("forward", "backward")
         for launch in one.launches(direction)
     ]
-    for kernel, by_target in tuned._defaults().items():
+    defaults = tuned.defaults()
+    assert set(defaults) == {launch.kernel.name for launch in launches}
+    for kernel, by_target in defaults.items():
+        assert set(by_target) == set(TARGETS)
         for target, wanted in by_target.items():
             spaces = [
                 {str(config) for config in launch.configs(TARGETS[target])}
                 for launch in launches
                 if launch.kernel.name == kernel
             ]
-            assert any(wanted in space for space in spaces), (kernel, target)
+            assert set(wanted) <= set().union(*spaces), (kernel, target)
+            assert all(set(wanted) & space for space in spaces), (kernel, target)
 
 
 def test_attention_has_one_configuration_however_it_is_called() -> None:
@@ -124,3 +135,47 @@ def test_attention_has_one_configuration_however_it_is_called() -> None:
     assert len({launch.bucket for launch in forward}) == 1
     for target in TARGETS:
         assert len({tuned.default(launch, target) for launch in forward}) == 1
+
+
+def test_a_launch_gets_the_best_default_of_its_own_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, gated = linear(64), provided()["linear_swiglu"].launches("forward")[0]
+    spaces = [[str(c) for c in launch.configs(TARGETS["sm_90"])] for launch in (plain, gated)]
+    only_plain = next(config for config in spaces[0] if config not in spaces[1])
+    ranking = {"linear": {"sm_90": [only_plain, spaces[1][-1]]}}
+    monkeypatch.setattr(tuned, "defaults", lambda: ranking)
+    assert str(tuned.default(plain, "sm_90")) == only_plain
+    assert str(tuned.default(gated, "sm_90")) == spaces[1][-1]
+    assert str(tuned.default(linear(64, dtype=torch.float32), "sm_90")) == str(
+        linear(64, dtype=torch.float32).configs(TARGETS["sm_90"])[0]
+    )
+
+
+def fact(config: str, **changes: Any) -> Fact:
+    code = Code(registers=64, spills=0, loads={128: 2}, stores={}, tensor={"HGMMA": 1}, copies=0)
+    known: dict[str, Any] = {
+        **{"name": "a", "kernel": "k", "bound": "tensor cores", "scalars": 0, "target": "sm_90"},
+        **{"warps": 4, "stages": 1, "shared_bytes": 0, "occupancy": 0.5, "code": code},
+    }
+    return Fact(config=config, **known | changes)
+
+
+def test_defaults_are_ranked_by_what_was_compiled() -> None:
+    spilled = replace(fact("").code, spills=1)
+    facts = [
+        fact("ROWS=64 COLUMNS=64"),
+        fact("ROWS=128 COLUMNS=256", occupancy=0.25),
+        fact("ROWS=128 COLUMNS=128"),  # 256 columns count as no more
+        fact("ROWS=64 COLUMNS=128"),
+        fact("ROWS=64 COLUMNS=128", name="b", code=spilled),  # wrong in one launch of two
+    ]
+    assert tuned.ranked(facts) == {
+        "k": {"sm_90": ["ROWS=128 COLUMNS=128", "ROWS=128 COLUMNS=256", "ROWS=64 COLUMNS=64"]}
+    }
+    wide = replace(fact("").code, tensor={}, loads={128: 4})
+    facts = [
+        fact("warps=4", bound="bandwidth", code=wide, occupancy=0.4),
+        fact("warps=8", bound="bandwidth", code=wide, occupancy=0.6),
+        fact("warps=2", bound="bandwidth", occupancy=1.0),
+        fact("warps=8", bound="bandwidth", name="b", occupancy=0.4),  # the worst of its launches
+    ]
+    assert tuned.ranked(facts)["k"]["sm_90"] == ["warps=2", "warps=4", "warps=8"]

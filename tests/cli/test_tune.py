@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="GPU kernels need Triton, if only to be compiled")
+
+from ingot.cli import tune as verb
+from ingot.core.errors import IngotError, UnknownName
+from ingot.kernels import triton as package
+from ingot.kernels.triton import tune as tuning
+from ingot.kernels.triton import tuned
+from ingot.kernels.triton.kernel import Config
+from ingot.kernels.triton.target import TARGETS
+from ingot.kernels.triton.tune import Result, Task
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PLAIN, QUICK = Config.of(4), Config.of(8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_a_remedy(ready: Run) -> None:
+    result = ready("tune", "silu")
+    assert result.returncode == 2
+    assert "error: " in result.stderr
+    assert "GPU" in result.stderr
+    assert "remedy: " in result.stderr
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose kernels take as long as a test says."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(verb, "require", lambda place: None)
+    monkeypatch.setattr(tuned, "here", lambda: (TARGETS["sm_90"], "H100"))
+
+    def tune(task: Task, timer: Any, device: str) -> Result:
+        backward = task.places[0].direction == "backward"
+        return Result(
+            name=task.name,
+            config=None if backward else QUICK,
+            seconds=math.nan if backward else 2e-6,
+            before=PLAIN,
+            before_seconds=math.nan if backward else 3e-6,
+            tried=3,
+            wrong=("warps=2 stages=1: 7.00 times the error that is allowed",),
+        )
+
+    monkeypatch.setattr(tuning, "tune", tune)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    verb.tune(("silu",))
+    first, second, *_, last = capsys.readouterr().out.splitlines()[3:]
+    assert first.split() == [
+        *("silu.forward.activation", "warps=8", "stages=1", "2.0"),
+        *("warps=4", "stages=1", "3.0", "1.50x", "3", "1"),
+    ]
+    assert "none is right" in second
+    assert last.startswith("kept for H100 in ")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_rows_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    verb.tune(("silu",), json=True)
+    forward, backward = json.loads(capsys.readouterr().out)
+    assert (forward["config"], forward["us"], forward["before_us"]) == ("warps=8 stages=1", 2.0, 3)
+    assert (backward["config"], backward["us"]) == (None, None)
+    assert len(forward["wrong"]) == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_unknown_op_suggests_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="silo"):
+        verb.tune(("silo",))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_interpreter_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(IngotError, match="TRITON_INTERPRET"):
+        verb.tune()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_triton_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "find_spec", lambda name: None)
+    with pytest.raises(IngotError, match="not installed"):
+        verb.tune()

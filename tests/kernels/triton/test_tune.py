@@ -1,0 +1,135 @@
+"""Tuning without a GPU: kernels run in Triton's interpreter, and times are what a test says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.kernels.triton import tuned
+from ingot.kernels.triton.target import TARGETS
+from ingot.kernels.triton.tune import tasks
+
+BEGIN = """
+import json, torch
+from triton.runtime.errors import OutOfResources
+from ingot import ops
+from ingot.kernels.triton import tuned
+from ingot.kernels.triton.kernel import Launch, recording
+from ingot.kernels.triton.provider import provided
+from ingot.kernels.triton.tune import tasks, tune
+
+def seconds(run):
+    "More warps are quicker, says this clock."
+    run()
+    return 1.0 / run.args[0].warps
+
+(task, *_) = tasks(("softmax",), torch.float16)
+configs = [str(config) for config in task.launch.configs(TARGETS["sm_90"])]
+"""
+
+
+def inside(tmp_path: Path, code: str) -> Any:
+    """What a script prints that is interpreted, and has a store of its own."""
+    text = BEGIN.replace("TARGETS", "tuned.TARGETS") + code
+    env = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_the_fastest_is_kept_and_dispatch_takes_it(tmp_path: Path) -> None:
+    found = inside(
+        tmp_path,
+        """
+result = tune(task, seconds, "cpu", rows=3)
+with recording(made=True) as launches, ops.prefer("triton"):
+    ops.softmax(torch.zeros(5, 4096, dtype=torch.float16))
+default = tuned.default(task.launch, "sm_90")
+print(json.dumps([configs, str(default), str(result.before), str(result.config), result.seconds,
+    result.before_seconds, str(tuned.choose(launches[0])), str(tuned.store())]))
+""",
+    )
+    configs, default, before, config, seconds, before_seconds, taken, store = found
+    assert configs == ["warps=8 stages=1", "warps=16 stages=1", "warps=4 stages=1"]
+    assert before == default != configs[1]
+    assert config == configs[1]
+    assert (seconds, 1 / before_seconds) == pytest.approx((1 / 16, int(before[6])))
+    assert taken == config
+    assert Path(store).is_relative_to(tmp_path)
+    assert Path(store).exists()
+
+
+def test_what_is_wrong_or_fails_does_not_win(tmp_path: Path) -> None:
+    found = inside(
+        tmp_path,
+        """
+run = Launch.run
+
+def fault(launch, config):
+    run(launch, config)
+    if config.warps == 16:
+        launch.args[2].mul_(1.01)  # what it has stored
+
+def most(run):
+    if run.args[0].warps == 8:
+        raise OutOfResources(300000, 232448, "shared memory")
+    return seconds(run)
+
+Launch.run = fault
+result = tune(task, most, "cpu", rows=3)
+print(json.dumps([str(result.config), result.tried, result.wrong]))
+""",
+    )
+    config, tried, (failed, wrong) = found
+    assert (config, tried) == ("warps=4 stages=1", 3)
+    assert failed.startswith("warps=8 stages=1: out of resource: shared memory")
+    assert wrong.startswith("warps=16 stages=1: ")
+    assert wrong.endswith("times the error that is allowed")
+
+
+def test_where_nothing_is_right_nothing_is_kept(tmp_path: Path) -> None:
+    config, kept = inside(
+        tmp_path,
+        """
+run = Launch.run
+Launch.run = lambda launch, config: (run(launch, config), launch.args[2].fill_(7.0))
+result = tune(task, seconds, "cpu", rows=3)
+print(json.dumps([result.config, tuned.store().exists()]))
+""",
+    )
+    assert (config, kept) == (None, False)
+
+
+@pytest.fixture
+def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuned, "here", lambda: (TARGETS["sm_90"], "H100"))
+
+
+@pytest.mark.usefixtures("h100")
+def test_prefill_and_decode_are_tuned_together() -> None:
+    (task,) = [t for t in tasks(("attention",)) if t.launch.kernel.name == "attention"]
+    assert [(place.op, place.direction) for place in task.places] == [
+        *[("attention", "forward")] * 2,
+        ("attention", "backward"),  # which wants the sums too
+    ]
+
+
+@pytest.mark.usefixtures("h100")
+def test_every_choice_there_is_has_one_task() -> None:
+    found = tasks()
+    keys = [tuned.key(task.launch) for task in found]
+    assert len(set(keys)) == len(keys)
+    assert all(len(task.launch.configs(TARGETS["sm_90"])) > 1 for task in found)
+    assert {task.launch.kernel.name for task in found} >= {"linear", "attention", "norm", "softmax"}
+    # The same product, whose epilogue has no derivative of its own, is timed once.
+    places = [place for task in found for place in task.places]
+    assert len(places) < 100
+    assert len(tasks(("silu",), torch.float32)) == 2

@@ -1,0 +1,151 @@
+"""What is written for GPUs, on a device that is not the CPU: everything is where it belongs.
+
+Each test is a process of its own, since the device is registered for good.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ingot import ops
+
+ROOT = Path(__file__).parents[1]
+
+
+def works(code: str, *arguments: str) -> str:
+    """What a script prints that has such a device."""
+    command = [sys.executable, "-c", f"from tests import far\nimport sys, torch\n{code}"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_device_computes_and_is_as_strict_as_a_gpu() -> None:
+    code = """
+x = torch.arange(6, device=far.DEVICE).view(2, 3)[:, 1:]
+print((x * 2).sum(1).cpu())
+for wrong in (lambda: x + torch.ones(2, 2), lambda: x.numpy(), lambda: torch.cat((x, x.cpu()))):
+    try:
+        wrong()
+    except (RuntimeError, TypeError) as error:
+        print(error)
+"""
+    result, mixed, read, joined = works(code).splitlines()
+    assert result == "tensor([ 6, 18])"
+    assert mixed == "aten.add.Tensor: expected all tensors to be on the same device"
+    assert read == "can't convert a far tensor to numpy"
+    assert joined == "aten.cat.default: expected all tensors to be on the same device"
+
+
+def test_serving_there_is_certified() -> None:
+    code = """
+from ingot.nn import Decoder, preset
+from ingot.serve.verify import verify
+found = verify(Decoder.new(preset("tiny"), seed=0).to(far.DEVICE), schedules=6)
+print(found.bits_equal, found.logprobs > 100, found.accepted_tokens > 0)
+"""
+    assert works(code) == "True True True\n"
+
+
+def test_penalties_bias_and_tokens_told_work_there() -> None:
+    """What is drawn is what is drawn here."""
+    code = """
+from ingot.nn import Decoder, preset
+from ingot.serve.engine import Engine
+from ingot.serve.request import Options, Request
+from ingot.serve.scheduler import Limits
+
+def tokens(device):
+    engine = Engine(Decoder.new(preset("tiny"), seed=0).to(device), limits=Limits(blocks=16))
+    plain = Options(temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1)
+    special = Options(temperature=1.0, seed=3, presence_penalty=1.0, repetition_penalty=1.3,
+                      bias=((5, 3.0),), logprobs=2, processed=True)
+    for id, options in enumerate((plain, special)):
+        engine.add(Request(id=id, prompt=(5, 6, 7, 5), max_tokens=6, options=options))
+    found = []
+    while engine.busy:
+        for output in engine.step():
+            assert output.error is None, output.error
+            found.append((output.id, output.tokens, output.logprobs, output.prompt_logprobs))
+    return found
+
+assert tokens(far.DEVICE) == tokens("cpu")
+"""
+    works(code)
+
+
+def test_ops_are_timed_there_beside_its_own_peaks() -> None:
+    """Its clock is Python's: what it computes is done when it returns."""
+    code = """
+import time
+
+class Event:
+    def __init__(self, device, enable_timing):
+        assert torch.device(device) == far.DEVICE and enable_timing
+    def record(self):
+        self.at = time.perf_counter()
+    def synchronize(self):
+        pass
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+torch.Event = Event
+torch.compile = lambda function, **options: function
+from ingot.bench import gpu
+from ingot.bench.ops import Bench
+from ingot.bench.workloads import WORKLOADS
+
+gpu.ROUNDS = 2
+sizes = {"fp32": 64, "bf16": 64, "int8": 64}
+machine = gpu.measure(str(far.DEVICE), read=2**21, sizes=sizes)
+assert all(machine.matmul.values()), machine
+bench = Bench(machine, 0.001, 2**26, str(far.DEVICE))
+first = {workload.op: workload for workload in reversed(WORKLOADS)}
+for op in ("rope_write", "cross_entropy", "uniform", "attention"):
+    rows = bench.rows(first[op])
+    assert all(row.p50_us > 0 and row.share_of_limit > 0 for row in rows), rows
+    print(op, *(row.provider for row in rows))
+"""
+    lines = works(code).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        *("rope_write", "cross_entropy", "uniform", "attention"),
+    ]
+    assert lines[-1].endswith("sdpa")
+
+
+def test_a_certificate_names_the_device(tmp_path: Path) -> None:
+    code = """
+from pathlib import Path
+from ingot.cli import verify
+from ingot.core import lineage
+from tests import models
+directory = models.small(Path(sys.argv[1]) / "tiny")
+verify.require = lambda place: None
+verify.verify(directory, schedules=1, device=str(far.DEVICE))
+(step,) = lineage.read(directory).steps
+print(step["bits_equal"], step["gpu"], "cpu" in step)
+"""
+    assert works(code, str(tmp_path)).splitlines()[-1] == "True far False"
+
+
+def test_what_gpu_tests_are_given_and_compare_with_is_there() -> None:
+    """`pytest -m gpu` takes samples there, and errors against references that run there."""
+    code = """
+from ingot import ops
+from ingot.ops.accuracy import backward_errors, forward_errors
+from ingot.ops.inputs import Make
+
+for op in ops.catalogue().values():
+    for sample in op.samples(Make(torch.float32, device=str(far.DEVICE))):
+        args = op.complete(sample.args)
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        assert all(tensor.device == far.DEVICE for tensor in tensors), (op, sample.name)
+        if sample.name == "odd":
+            assert max(forward_errors(op, "reference", args)) <= 1
+            if op.gradient:
+                assert max(backward_errors(op, "reference", args).values()) <= 1
+    print(op.name)
+"""
+    assert len(works(code).splitlines()) == len(ops.catalogue())
