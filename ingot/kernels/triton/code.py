@@ -49,7 +49,7 @@ def read_cubin(binary: bytes) -> Code:
         file.write(binary)
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
-        text = _tool("nvdisasm", "-c", file.name)
+        text = _tool("nvdisasm", "-c", "-ndf", file.name)  # without data flow in 0.7 of the time
     found = re.search(r"REG:(\d+)", usage)
     if found is None:
         raise IngotError("cuobjdump names no registers", remedy="report this with your Triton")
