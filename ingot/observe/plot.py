@@ -108,13 +108,16 @@ def compare(runs: Sequence[History], path: Path) -> None:
 
 
 def pieces(curve: Curve, most: int = PIECES) -> tuple[Curve, Curve, Curve]:
-    """The means, the least and the most of so many pieces; all its points if there are fewer.
+    """The means, the least and the most of so many pieces at most; all points if there are fewer.
+
+    Pieces are of one length, but for the last: a piece of one point is a band of no width.
 
     >>> curve = Curve(np.arange(1, 5), np.array([1.0, 3.0, 5.0, 9.0]))
     >>> [c.values.tolist() for c in pieces(curve, most=2)]
     [[2.0, 7.0], [1.0, 5.0], [3.0, 9.0]]
     """
-    parts = [p for p in np.array_split(np.arange(len(curve)), most) if len(p)]
+    size = max(1, -(-len(curve) // most))
+    parts = [np.arange(len(curve))[at : at + size] for at in range(0, len(curve), size)]
     steps = np.array([curve.steps[p].mean() for p in parts])
     of = [curve.values[p] for p in parts]
     return tuple(Curve(steps, np.array([f(v) for v in of])) for f in (np.mean, np.min, np.max))  # pyright: ignore
