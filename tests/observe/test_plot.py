@@ -70,4 +70,4 @@ def test_pieces_are_of_one_length() -> None:
     values = np.tile([0.0, 1.0], 350)
     _, least, most = pieces(Curve(np.arange(700), values), most=400)
     assert len(least) == 350
-    assert (most.values - least.values == 1.0).all()  # so the band behind a curve ends where it does
+    assert (most.values - least.values == 1.0).all()  # the band behind a curve has no gap
