@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="GPU kernels need Triton, if only to be compiled")
 
 from ingot.cli import tune as verb
+from ingot.core import log
 from ingot.core.errors import IngotError, UnknownName
 from ingot.kernels import triton as package
 from ingot.kernels.triton import tune as tuning
@@ -57,7 +58,11 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_for_people(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    log.stdout.cache_clear()
     verb.tune(("silu",))
     first, second, *_, last = capsys.readouterr().out.splitlines()[3:]
     assert first.split() == [
