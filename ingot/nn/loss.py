@@ -66,8 +66,9 @@ def token_losses(
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slope: float, *args: Any) -> Tensor:
-        losses_T, of_hidden, of_weight = ops.linear_cross_entropy_with_gradients(*args, slope)
         hidden_TD, weight_VD, targets_T, *ctx.options = args
+        found = ops.linear_cross_entropy_with_gradients(*args, slope)  # pyright: ignore
+        losses_T, of_hidden, of_weight = found
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, of_hidden, of_weight)
         ctx.slope = slope
         return losses_T

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ingot import ops
 from ingot.nn import Decoder, Plan, preset
 from ingot.nn.loss import class_losses, token_logprobs, token_losses
 
@@ -61,3 +62,10 @@ def test_gradients_are_right_whatever_slope_was_said(dtype: torch.dtype, said: f
     assert torch.equal(losses, same)  # to the bit: what training sees is what serving computes
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_piece_of_no_tokens_has_no_loss_and_no_gradient() -> None:
+    hidden, weight = torch.zeros(0, 8).bfloat16(), torch.randn(11, 8).bfloat16()
+    found = ops.linear_cross_entropy_with_gradients(hidden, weight, torch.zeros(0).long())
+    assert [tuple(part.shape) for part in found] == [(0,), (0, 8), (11, 8)]
+    assert not found[2].any()

@@ -384,6 +384,7 @@ void multiply_many(const Matrix<T>& x, const std::array<Weights, PRODUCTS>& weig
 template <class T, class Weights, size_t PRODUCTS>
 void multiply(const Matrix<T>& x, const std::array<Weights, PRODUCTS>& weights,
               const std::vector<Columns>& groups, const Finish& finish) {
+  if (x.rows == 0) return;
 #if defined(__AMX_BF16__)
   constexpr int64_t MANY = 512;
   if constexpr (std::is_same_v<Weights, Matrix<bf16>>)
