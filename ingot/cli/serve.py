@@ -52,7 +52,8 @@ def serve(
         memory: GiB for keys and values; by default up to 4, and a quarter of the machine's.
         requests: How many may be inside at a time; beyond, clients are told to come back.
         timeout: Seconds after which an answer is given up.
-        stall: Seconds without a step after which the engine is restarted.
+        stall: Seconds without a step after which the engine is restarted. A step may be 2,048
+            tokens: give a large model on a slow machine more.
         lookup: Guess ahead what followed the same words before. The text is the same; quoting,
             editing and code come faster while few requests run.
         log: How to write logs.

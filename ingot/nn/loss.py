@@ -45,8 +45,8 @@ def token_losses(
     """The loss of each token's target, (T,); sequences of these lengths, one after another.
 
     Who knows what each loss will be multiplied by before it is differentiated says so as `slope`:
-    the gradients of head and states are then computed together with the losses, in three quarters
-    of the time. If it is something else after all, they are computed again.
+    the gradients of head and states are then computed together with the losses, by three products
+    instead of four. If it is something else after all, they are computed again.
 
     >>> import torch
     >>> from ingot.nn import Decoder, preset
