@@ -1,8 +1,8 @@
 """Activation checkpointing: forget what a layer computed, and compute it again in the backward.
 
     none       everything is kept: the most memory, no time
-    selective  of each block the results of its matmuls and its attention are kept; norms,
-               activations and sums, which are cheap, are computed again
+    selective  of each block the results of its projections and its attention are kept; norms, and
+               what is inside its MLP, half of all there is, are computed again
     full       of each block only its input is kept: the least memory, one more forward
 
 For models with `blocks`, as the decoder has. The ops are exact, so what is computed again is the
@@ -28,7 +28,7 @@ from ingot.core.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
 
-_KEPT = ("linear", "attention", "grouped_linear", "grouped_swiglu", "mm", "addmm", "bmm")
+_KEPT = ("linear", "linear_residual", "attention", "grouped_linear", "mm", "addmm", "bmm")
 
 
 def recompute(model: nn.Module, policy: Recompute) -> None:
@@ -62,5 +62,4 @@ def _forgetful(forward: Callable[..., Any], options: dict[str, Any]) -> Callable
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().partition("::")[2].partition(".")[0]
-    kept = name in _KEPT or (name.startswith("linear_") and not name.endswith("_backward"))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
