@@ -61,6 +61,19 @@ def test_gradients_are_the_same_to_the_bit(policy: Any, name: str, dropout: floa
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+def test_a_graph_that_is_kept_can_be_walked_twice() -> None:
+    model = Decoder.new(preset("tiny"), seed=0)
+    recompute(model, "full")
+    plan = Plan.packed([3])
+    total = model(torch.arange(3), plan.positions(), plan).square().sum()
+    total.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    total.backward()
+    again = [p.grad for p in model.parameters() if p.grad is not None]
+    assert once
+    assert all(torch.equal(2 * a, b) for a, b in zip(once, again, strict=True))
+
+
 def test_what_is_kept() -> None:
     everything = gradients("none")[1]
     assert gradients("selective")[1] < 0.6 * everything
