@@ -35,7 +35,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Each token's own, added to the residual if given."""
-        return self.down(self.fused(x, self.up.weight, self.up.bias), residual)
+        return self.down(self.hidden(x), residual)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What is between the two layers."""
+        return self.fused(x, self.up.weight, self.up.bias)
 
 
 class SwiGLU(nn.Module):
@@ -53,7 +57,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Each token's own, added to the residual if given."""
-        return self.down(ops.linear_swiglu(x, self.gate.weight, self.up.weight), residual)
+        return self.down(self.hidden(x), residual)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What is before the last layer."""
+        return ops.linear_swiglu(x, self.gate.weight, self.up.weight)
 
 
 class MoE(nn.Module):
@@ -82,13 +90,17 @@ class MoE(nn.Module):
         experts_A, order_A = chosen_TR.flatten().sort(stable=True)  # by expert, then by token
         # Not bincount: how many numbers it gives, no compiler knows.
         offsets = torch.searchsorted(experts_A, torch.arange(self.count + 1, device=x.device))
-        h_AF = ops.grouped_swiglu(x[order_A // self.top_k], self.gate, self.up, offsets)
+        h_AF = self.hidden(x[order_A // self.top_k], offsets)
         y_AD = ops.grouped_linear(h_AF, self.down, offsets)
         y_TRD = y_AD[order_A.argsort()].unflatten(0, (-1, self.top_k)).to(weights_TR.dtype)
         total = weights_TR[:, 0, None] * y_TRD[:, 0]
         for rank in range(1, self.top_k):
             total = total + weights_TR[:, rank, None] * y_TRD[:, rank]
         return (total if residual is None else residual + total).to(x.dtype)
+
+    def hidden(self, x_AD: Tensor, offsets: Tensor) -> Tensor:
+        """What is before the experts' last layer, for the rows of each expert."""
+        return ops.grouped_swiglu(x_AD, self.gate, self.up, offsets)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores_TE = self.router(x).to(torch.promote_types(x.dtype, torch.float32))

@@ -1,35 +1,32 @@
 """Activation checkpointing: forget what a layer computed, and compute it again in the backward.
 
     none       everything is kept: the most memory, no time
-    selective  of each block the results of its projections and its attention are kept; norms, and
-               what is inside its MLP, half of all there is, are computed again
+    selective  of each block all is kept but the results of norms and rotations and what is inside
+               its MLP: half the memory, a product in twelve more
     full       of each block only its input is kept: the least memory, one more forward
 
 For models with `blocks`, as the decoder has. The ops are exact, so what is computed again is the
 same to the bit, and so are the gradients.
+
+Both are done by autograd's hooks: what an op saves for its backward is replaced by how it is made.
+torch's own `checkpoint` would do it too, but it loads torch's compiler, 140 MB and a second.
 """
 
 # pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from ingot.core.errors import ConfigError
+from ingot.nn import LayerNorm, RMSNorm
+from ingot.nn.attention import Rotary
 
 Recompute = Literal["none", "selective", "full"]
-
-_KEPT = ("linear", "linear_residual", "attention", "grouped_linear", "mm", "addmm", "bmm")
 
 
 def recompute(model: nn.Module, policy: Recompute) -> None:
@@ -47,18 +44,21 @@ def recompute(model: nn.Module, policy: Recompute) -> None:
             remedy="leave it out: such models are small",
         )
     for block in blocks:
-        block.forward = _forgetful(block.forward, _selective if policy == "selective" else _full)
+        if policy == "selective":
+            _Recipes().follow(block)
+        else:
+            block.forward = _forgetful(block.forward)
 
 
-def _forgetful(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: run(forward, *args) if torch.is_grad_enabled() else forward(*args)
+def _forgetful(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        again = _Again(forward, args)
+        with saved_tensors_hooks(again.pack, again.unpack):
+            return forward(*args)
 
-
-def _full(forward: Callable[..., Any], *args: Any) -> Any:
-    """Not by torch's `checkpoint`, which loads its compiler: 140 MB and a second."""
-    again = _Again(forward, args)
-    with saved_tensors_hooks(again.pack, again.unpack):
-        return forward(*args)
+    return run
 
 
 class _Again:
@@ -98,12 +98,68 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.requires_grad)
 
 
-def _selective(forward: Callable[..., Any], *args: Any) -> Any:
-    contexts = partial(create_selective_checkpoint_contexts, _keep)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(forward, *args, context_fn=contexts, **options)
+class _Recipes:
+    """How the tensors of a block that are forgotten were made, while its forward runs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Recipe] = {}
+
+    def follow(self, block: Any) -> None:
+        """Forget what its norms, its rotations and the inside of its MLP give."""
+        for part in block.modules():
+            if isinstance(part, RMSNorm | LayerNorm | Rotary):
+                part.forward = self._noting(part.forward)
+        block.mlp.hidden = self._noting(block.mlp.hidden)
+        forward = block.forward
+
+        def run(*args: Any) -> Any:
+            try:
+                with saved_tensors_hooks(self._pack, _unpack):
+                    return forward(*args)
+            finally:
+                for recipe in self._known.values():
+                    recipe.made = None
+                self._known.clear()
+
+        block.forward = run
+
+    def _noting(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any) -> Tensor:
+            made = make(*args)
+            if made.requires_grad and made is not args[0]:
+                packed = [self._pack(arg) if isinstance(arg, Tensor) else arg for arg in args]
+                # Held until the block is done: another tensor would come to lie at its place.
+                self._known[made.data_ptr()] = _Recipe(make, packed, made.detach())
+            return made
+
+        return run
+
+    def _pack(self, tensor: Tensor) -> Any:
+        recipe = self._known.get(tensor.data_ptr())
+        if recipe is None or recipe.made is None or recipe.made.shape != tensor.shape:
+            return tensor
+        recipe.asked += 1
+        return recipe
 
 
-def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = op.name().partition("::")[2].partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+class _Recipe:
+    """A tensor, and when it is forgotten, how it is made."""
+
+    def __init__(self, make: Callable[..., Tensor], args: list[Any], made: Tensor) -> None:
+        self._make, self._args = make, args
+        self.made: Tensor | None = made
+        self.asked = 0
+        """How often it will be asked for."""
+
+    def again(self) -> Tensor:
+        made = self.made
+        if made is None:
+            with torch.no_grad():
+                made = self._make(*map(_unpack, self._args))
+        self.asked -= 1
+        self.made = made if self.asked > 0 else None
+        return made
+
+
+def _unpack(packed: Any) -> Any:
+    return packed.again() if isinstance(packed, _Recipe) else packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ingot import ops
 from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, Dense, DenseConfig, Plan, preset
+from ingot.nn.config import Activation, NormKind, NormPlace, QkNorm
 from ingot.nn.dropout import begin
 from ingot.train.recompute import recompute
+
+TINY = preset("tiny")
+
+
+CONFIGS = {
+    "llama": TINY,
+    "gpt2": replace(
+        TINY, norm=NormKind.LAYER, activation=Activation.GELU_TANH, rope=None, qkv_bias=True
+    ),
+    "olmo2": replace(TINY, qk_norm=QkNorm.WHOLE, norm_place=NormPlace.BEHIND),
+    "moe": preset("tiny-moe"),
+}
 
 
 class Made(TorchDispatchMode):
@@ -38,9 +52,9 @@ class Made(TorchDispatchMode):
         return sum(size for storage, size in self._made.values() if not storage.expired())
 
 
-def gradients(policy: Any, name: str = "tiny", dropout: float = 0.0) -> tuple[list[Any], int]:
+def gradients(policy: Any, name: str = "llama", dropout: float = 0.0) -> tuple[list[Any], int]:
     """The gradients, and the bytes that the forward kept for the backward."""
-    model = Decoder.new(preset(name), seed=0)
+    model = Decoder.new(CONFIGS[name], seed=0)
     model.drop(dropout)
     begin(model, seed=0, step=0)
     recompute(model, policy)
@@ -53,7 +67,7 @@ def gradients(policy: Any, name: str = "tiny", dropout: float = 0.0) -> tuple[li
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_gradients_are_the_same_to_the_bit(policy: Any, name: str, dropout: float) -> None:
     plain, _ = gradients("none", name, dropout)
@@ -61,9 +75,10 @@ def test_gradients_are_the_same_to_the_bit(policy: Any, name: str, dropout: floa
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def test_a_graph_that_is_kept_can_be_walked_twice() -> None:
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_a_graph_that_is_kept_can_be_walked_twice(policy: Any) -> None:
     model = Decoder.new(preset("tiny"), seed=0)
-    recompute(model, "full")
+    recompute(model, policy)
     plan = Plan.packed([3])
     total = model(torch.arange(3), plan.positions(), plan).square().sum()
     total.backward(retain_graph=True)
@@ -80,11 +95,12 @@ def test_what_is_kept() -> None:
     assert gradients("full")[1] < 0.25 * everything
 
 
-def test_scoring_is_left_alone() -> None:
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_scoring_is_left_alone(policy: Any) -> None:
     model = Decoder.new(preset("tiny"), seed=0)
     plan = Plan.packed([3])
     wanted = model(torch.arange(3), plan.positions(), plan)
-    recompute(model, "full")
+    recompute(model, policy)
     with torch.inference_mode():
         assert torch.equal(model(torch.arange(3), plan.positions(), plan), wanted)
 
