@@ -203,3 +203,18 @@ def test_attention_is_exact_on_any_schedule(explore: Any) -> None:
 @pytest.mark.slow
 def test_attention_is_exact_on_many_schedules(explore: Any) -> None:
     explore(schedules, assert_exact, 1000)
+
+
+@pytest.mark.parametrize("queries", [1, 6, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_score_has_weight_1_however_large(dtype: torch.dtype, queries: int) -> None:
+    """Rounded once and not at all, a score of 1e11 differs by thousands: e to that is inf, or 0."""
+    for seed in range(40):
+        random = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(queries, 2, 8, generator=random).to(dtype) for _ in range(3))
+        k[seed % queries, :, seed % 8] = 1e11
+        cu_seqlens = torch.tensor([0, queries], dtype=torch.int32)
+        found = ops.attention(q, k, v, cu_seqlens)
+        with ops.prefer("reference"):
+            expected = ops.attention(q, k, v, cu_seqlens)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

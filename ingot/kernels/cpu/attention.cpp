@@ -302,7 +302,7 @@ class Attention {
     Floats shift = all(std::max(largest_score, -3e38f));
     for (int64_t at = 0; at < begin; at += WIDTH) store(s + at, Floats{});
     for (int64_t at = begin; at < end; at += WIDTH) {
-      Floats weight = exp2_of_negative(masked(at, fma(load(s + at), scale, -shift)));
+      Floats weight = exp2_of_negative(masked(at, load(s + at) * scale - shift));
       sums += weight;
       store(s + at, weight);
     }
@@ -532,7 +532,7 @@ class Attention {
     for (int i = 0; i < TILE; i++) {
       sums[i] = Floats{};
       for (int64_t key = i; key < steps; key += TILE) {
-        Floats weight = exp2_of_negative(visible(key, fma(load(s[key]), scale, -shift)));
+        Floats weight = exp2_of_negative(visible(key, load(s[key]) * scale - shift));
         sums[i] += weight;
         store(s[key], weight);
       }
@@ -699,7 +699,7 @@ class Attention {
       Floats w[FEW];
       for (int i = 0; i < FEW; i++) {
         int64_t key = t * TILE + i * KEYS;
-        w[i] = exp2_of_negative(visible(key, fma(load(s[key]), scale, -shift)));
+        w[i] = exp2_of_negative(visible(key, load(s[key]) * scale - shift));
         sums[i] += w[i];
       }
       put_few_weights(w, p[t]);
