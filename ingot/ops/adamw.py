@@ -53,7 +53,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
     """The float32 tensor that was split into these.
 
     >>> join(*split(torch.tensor([1.001, -0.0])))
-    tensor([ 1.0010, -0.0000])
+    tensor([1.0010, -0.0000])
     """
     return ((high.view(torch.int16).int() << 16) + low).view(torch.float32)
 

@@ -135,7 +135,7 @@ def adamw(
     decay: float,
     factor: float,
 ) -> None:
-    """For each dtype of gradients one kernel, and a table of addresses that is copied to the GPU."""
+    """For each dtype of gradients one launch, and a table of addresses copied to the GPU."""
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     numbers = (
         *(factor, lr / correction1, beta1, 1 - beta1, beta2, 1 - beta2, correction2**-0.5),
