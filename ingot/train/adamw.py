@@ -68,6 +68,7 @@ class AdamW(Optimizer):
                 state = self._state(weight)
                 state["step"] += 1
                 calls.setdefault((int(state["step"]), grads[weight][1]), []).append(weight)
+            beta1, beta2 = group["betas"]
             for (step, factor), weights in calls.items():
                 ops.adamw(
                     weights,
@@ -77,7 +78,8 @@ class AdamW(Optimizer):
                     [self._low[weight] for weight in weights] if self._low else [],
                     step,
                     group["lr"],
-                    *group["betas"],
+                    beta1,
+                    beta2,
                     group["eps"],
                     group["weight_decay"],
                     factor,

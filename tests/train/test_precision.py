@@ -63,8 +63,9 @@ def test_what_bf16_cannot_hold_stays_in_the_master() -> None:
 
 
 def test_a_split_master_is_the_models_weight_and_what_it_lacks() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight  # tied
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    second.weight = first.weight  # tied
+    model = nn.Sequential(first, second)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     masters = Masters(model, Precision.BF16, split=True)
     assert masters.low.keys() == masters.weights.keys() == before.keys()
@@ -72,9 +73,9 @@ def test_a_split_master_is_the_models_weight_and_what_it_lacks() -> None:
         assert masters.weights[name] is parameter
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(join(parameter.detach(), masters.low[name]), before[name])
-    assert model[1].weight is model[0].weight
+    assert second.weight is first.weight
     masters.publish()  # has nothing to do
-    assert torch.equal(join(model[0].bias.detach(), masters.low["0.bias"]), before["0.bias"])
+    assert torch.equal(join(first.bias.detach(), masters.low["0.bias"]), before["0.bias"])
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
