@@ -399,6 +399,16 @@ def test_in_bf16_the_models_weights_are_the_upper_halves(tmp_path: Path) -> None
     assert not other.masters.low
 
 
+def test_a_checkpoint_in_two_halves_fills_a_model_with_the_upper_ones(tmp_path: Path) -> None:
+    trainer = whole(runs.text(tmp_path, precision=Precision.BF16, ema=0.0), tmp_path / "run")
+    saved = trainer.checkpoints.newest()
+    model = Decoder.new(runs.TINY, seed=9, dtype=torch.bfloat16)
+    assert saved
+    saved.fill(model)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+
+
 def test_flops_are_six_for_each_weight_and_token() -> None:
     config = preset("llama-100m")
     weights = sum(p.numel() for p in Decoder.unfilled(config).parameters() if p.dim() == 2)
