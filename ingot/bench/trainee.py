@@ -3,13 +3,14 @@
 It makes some steps, and says what they took as one line of JSON on stdout. The task is a
 JSON object, as `ingot.bench.train` makes it.
 
-    ingot      `ingot.train`'s own step: bf16 weights with float32 masters, or float32
+    ingot      `ingot.train`'s own step: bf16 weights with masters of 32 bits, or float32
     eager      `ingot.bench.plain` as it is, float32 weights, bf16 by autocast
     compile    the same under torch.compile
     trainer    transformers' own GPT-2 and its Trainer, bf16 by its option
 
 All have the same weights, the same batches (random tokens, a function of the step's number), the
-same AdamW (fused, on float32, decay of matrices but the embeddings), and clip to a norm of 1.
+same AdamW (on float32, decay of matrices but the embeddings; torch's fused one, ours through
+`ingot.ops.adamw`), and clip to a norm of 1.
 
 The first two steps do not count: memory is touched, things are compiled, the optimizer makes its
 state. Between them unused memory is given back, and what is left is what the process holds between
@@ -148,8 +149,8 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
             return found
 
     model = hf.load(task["model"], dtype=torch.float32)
-    masters = Masters(model, Precision(task["precision"]))
-    optimizers = Optimizers(AdamW(lr=_LR), model, masters.weights)
+    masters = Masters(model, Precision(task["precision"]), split=True)
+    optimizers = Optimizers(AdamW(lr=_LR), model, masters.weights, masters.low)
     step = Timed(model, masters, optimizers, Clipper(Norm(), len(masters.weights)), Losses())
     recompute(model, task["recompute"])
     for number, (tokens_BL, targets_BL) in enumerate(_batches(task, model.config.vocab_size)):

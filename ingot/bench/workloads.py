@@ -308,7 +308,7 @@ def _adamw(count: int, shape: tuple[int, ...], dtype: str) -> Draw:
         params = [torch.zeros(shape, dtype=DTYPES[dtype]) for _ in range(count)]
         grads = [torch.ones(shape, dtype=DTYPES[dtype]) for _ in range(count)]
         moments = ([torch.ones(shape) for _ in range(count)] for _ in range(2))
-        return params, grads, *moments, 10, 1e-3
+        return params, grads, *moments, [], 10, 1e-3
 
     return lambda new: args()
 

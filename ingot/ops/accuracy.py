@@ -71,7 +71,8 @@ def outcome(
         each(torch.clone, arg) if name in op.mutates else arg
         for name, arg in zip(names, args, strict=True)
     )
-    return as_tuple(function(*args)) + op.written(args)
+    returned = as_tuple(function(*args))
+    return returned + (op.meaning(*args) if op.meaning else op.written(args))
 
 
 def error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:

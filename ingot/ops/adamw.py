@@ -1,11 +1,24 @@
 """The update of AdamW (Loshchilov & Hutter 2017) of many tensors at once.
 
+    g = factor g
     m = b1 m + (1 - b1) g               v = b2 v + (1 - b2) g^2
     p = p - lr ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay p)
 
-Tensors are written into: parameters, first and second moments. Parameters and gradients have one
-dtype; moments are in float32 (float64 of float64), and so is the arithmetic: a parameter in
-bfloat16 is rounded once. `step` is t, and counts from 1.
+Tensors are written into: parameters, first and second moments. `step` is t, and counts from 1. A
+gradient has the dtype of its parameter or is in float32, and is multiplied by `factor`: what
+clipping and the scale of a loss come to. The arithmetic is in float32 (float64 of float64), and so
+are the moments; or all of these are in bfloat16, rounded to nearest at each step, as DeepSeek-V3
+was trained.
+
+A step is often smaller than half a unit of a bfloat16 parameter, and would be lost. So it has a
+master in float32: 32 bits, of which the parameter has the upper 16, rounded. `low` has those that
+are missing and no more, as int16:
+
+    bits = high * 65536 + low,    high = (bits + 0x8000) >> 16,    low = int16(bits)
+
+The parameter is the master rounded to nearest, ties away from 0; the two together are the master,
+to the bit, whatever it is; and the master is what is updated. Without `low` a parameter in bfloat16
+is rounded at each step.
 
 A model has hundreds of tensors, most of them small. A kernel for each would take longer to launch
 than to run, so one call takes them all.
@@ -14,13 +27,35 @@ than to run, so one call takes them all.
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.inputs import Make, Sample
 from ingot.ops.op import Cost, Tolerance, op, wide
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as one in bfloat16 and what that lacks of it, in int16.
+
+    >>> high, low = split(torch.tensor([1.0, 1.001, 1.999]))
+    >>> high, low
+    (tensor([1., 1., 2.], dtype=torch.bfloat16), tensor([    0,  8389, -8389], dtype=torch.int16))
+    """
+    bits = master.view(torch.int32)
+    high = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return high, bits.to(torch.int16)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 tensor that was split into these.
+
+    >>> join(*split(torch.tensor([1.001, -0.0])))
+    tensor([1.0010, -0.0000])
+    """
+    return ((high.view(torch.int16).int() << 16) + low).view(torch.float32)
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -32,19 +67,52 @@ def _samples(make: Make) -> Iterator[Sample]:
         return grads, first, [(make(*p.shape, scale=scale) ** 2).to(dtype) for p in params]
 
     params = [make(6, 16), make(16), make(3, 4, 5)]
-    yield Sample("typical", (params, *state(params), 3, 1e-2))
+    yield Sample("typical", (params, *state(params), [], 3, 1e-2))
     params = [make(67, 131), make(5000), make(3)]
-    yield Sample("large", (params, *state(params), 100, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    yield Sample("large", (params, *state(params), [], 100, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     params = [make(7), make(1), make(0), make(3, 5)]
-    yield Sample("odd", (params, *state(params), 2, 0.1, 0.8, 0.95, 1e-6, 0.0))
+    yield Sample("odd", (params, *state(params), [], 2, 0.1, 0.8, 0.95, 1e-6, 0.0))
     params = [make(1)]
-    yield Sample("one_row", (params, *state(params), 1, 1e-2))
+    yield Sample("one_row", (params, *state(params), [], 1, 1e-2))
     params = [make.strided(3, 5), make(4, 6).T]
     grads, first, second = state(params)
     grads[0], first[1] = make(5, 3).T, first[1].T.contiguous().T
-    yield Sample("strided", (params, grads, first, second, 5, 1e-2))
+    yield Sample("strided", (params, grads, first, second, [], 5, 1e-2))
     params = [make.spread(4, 33), make(8, 8) * 0]
-    yield Sample("extreme", (params, *state(params, 2.0**-6), 10**6, 1e-2))
+    yield Sample("extreme", (params, *state(params, 2.0**-6), [], 10**6, 1e-2))
+    params = [make(5, 7), make(40)]
+    grads, *moments = state(params)
+    grads[1] = grads[1].to(wide(make.dtype))
+    rest = (1e-2, 0.9, 0.95, 1e-8, 0.1, 0.3)
+    yield Sample("scaled", (params, grads, *moments, [], 4, *rest))
+    if make.dtype == torch.bfloat16:
+        yield from _split_samples(make, state)
+
+
+def _split_samples(make: Make, state: Callable[..., tuple[list[Tensor], ...]]) -> Iterator[Sample]:
+    """What there is in bfloat16 only: masters in two parts, and moments of 16 bits."""
+
+    def bits(*shape: int) -> Tensor:
+        return make.ints(2**16, *shape).sub(2**15).to(torch.int16)
+
+    rest = (20, 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.5)
+    for name, shapes in {
+        "split": ((6, 16), (33,)),
+        "split_large": ((67, 131), (5000,), (3,)),
+        "split_odd": ((7,), (1,), (0,), (3, 5)),
+    }.items():
+        params = [make(*shape) for shape in shapes]
+        yield Sample(name, (params, *state(params), [bits(*shape) for shape in shapes], *rest))
+    params = [make.strided(3, 5), make(4, 6).T]
+    grads, *moments = state(params)
+    grads[0] = grads[0].float()
+    yield Sample("split_strided", (params, grads, *moments, [bits(5, 3).T, bits(6, 4)], *rest))
+    params = [make(9, 13), make(50)]
+    grads, *moments = state(params)
+    short = [[m.bfloat16() for m in some] for some in moments]
+    yield Sample("short_moments", (params, grads, *short, [], *rest))
+    low = [bits(9, 13), bits(50)]
+    yield Sample("split_short_moments", ([p + 1 for p in params], grads, *short, low, *rest))
 
 
 def _check(
@@ -52,33 +120,32 @@ def _check(
     grads: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
+    low: list[Tensor],
     step: int,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     decay: float,
+    factor: float,
 ) -> None:
-    counts = [len(params), len(grads), len(first), len(second)]
+    counts = [len(params), len(grads), len(first), len(second), len(low or params)]
     if len(set(counts)) != 1 or not params:
         raise OpError(
-            f"adamw: {counts} parameters, gradients, first and second moments",
-            remedy="give as many of each, one at least",
+            f"adamw: {counts[:4]} parameters, gradients, first and second moments; {len(low)} low",
+            remedy="give as many of each, one at least; of `low` as many, or none",
         )
-    for place, (p, *others) in enumerate(zip(params, grads, first, second, strict=True)):
+    for place, (p, *others) in enumerate(
+        zip(params, grads, first, second, low or params, strict=True)
+    ):
         if any(other.shape != p.shape for other in others):
             raise OpError(
-                f"adamw: parameter {place} is {tuple(p.shape)}, its gradient and moments "
+                f"adamw: parameter {place} is {tuple(p.shape)}, what belongs to it "
                 f"{[tuple(other.shape) for other in others]}",
                 remedy="give them one shape",
             )
-    dtype, devices = params[0].dtype, {t.device for t in (*params, *grads, *first, *second)}
-    narrow = {t.dtype for t in (*params, *grads)}
-    if narrow != {dtype} or {t.dtype for t in (*first, *second)} != {wide(dtype)}:
-        raise OpError(
-            f"adamw: parameters and gradients are {sorted(map(str, narrow))}",
-            remedy=f"give them one floating dtype, and moments in {wide(dtype)}",
-        )
+    _check_dtypes(params, grads, [*first, *second], low)
+    devices = {t.device for t in (*params, *grads, *first, *second, *low)}
     if len(devices) != 1:
         raise OpError(
             f"adamw: tensors on {sorted(map(str, devices))}",
@@ -91,6 +158,36 @@ def _check(
         )
 
 
+def _check_dtypes(
+    params: list[Tensor], grads: list[Tensor], moments: list[Tensor], low: list[Tensor]
+) -> None:
+    dtype = params[0].dtype
+    if {p.dtype for p in params} != {dtype} or not dtype.is_floating_point:
+        raise OpError(
+            f"adamw: parameters are {_dtypes(params)}",
+            remedy="give one floating dtype, or call it once for each",
+        )
+    if not {g.dtype for g in grads} <= {dtype, torch.float32}:
+        raise OpError(
+            f"adamw: gradients are {_dtypes(grads)}",
+            remedy=f"give each in {dtype}, as parameters are, or in torch.float32",
+        )
+    if {m.dtype for m in moments} not in ({wide(dtype)}, {torch.bfloat16}):
+        raise OpError(
+            f"adamw: moments are {_dtypes(moments)}",
+            remedy=f"give all of them in {wide(dtype)}, or all in torch.bfloat16",
+        )
+    if low and (dtype != torch.bfloat16 or {t.dtype for t in low} != {torch.int16}):
+        raise OpError(
+            f"adamw: `low` is {_dtypes(low)}, of parameters in {dtype}",
+            remedy="give torch.int16 with parameters in torch.bfloat16, else an empty list",
+        )
+
+
+def _dtypes(given: list[Tensor]) -> str:
+    return ", ".join(sorted({str(t.dtype) for t in given}))
+
+
 def _fake(*_: object) -> None:
     return None
 
@@ -100,10 +197,24 @@ def _cost(
     grads: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
+    low: list[Tensor],
     *_: object,
 ) -> Cost:
-    narrow, state = sum(p.nbytes for p in params), sum(m.nbytes for m in first)
-    return Cost(bytes=3 * narrow + 4 * state, flops=14 * sum(p.numel() for p in params))
+    read, written = (sum(t.nbytes for t in ts) for ts in (grads, (*params, *first, *second, *low)))
+    return Cost(bytes=read + 2 * written, flops=15 * sum(p.numel() for p in params))
+
+
+def _masters(
+    params: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    low: list[Tensor],
+    *_: object,
+) -> tuple[Tensor, ...]:
+    """What is written: of a parameter in two parts, the number that they are."""
+    masters = map(join, (p.bfloat16() for p in params), low) if low else params
+    return *masters, *first, *second
 
 
 @op(
@@ -113,29 +224,38 @@ def _cost(
     tolerance=Tolerance(),
     cost=_cost,
     rows=(),
-    mutates=("params", "first", "second"),
+    mutates=("params", "first", "second", "low"),
+    meaning=_masters,
 )
 def adamw(
     params: list[Tensor],
     grads: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
+    low: list[Tensor],
     step: int,
     lr: float,
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
     decay: float = 0.01,
+    factor: float = 1.0,
 ) -> None:
-    """Update all parameters and their moments in place.
+    """Update all parameters and their moments in place; `low` is empty, or what bfloat16 lacks.
 
     >>> p, g, m, v = (torch.full((2,), value) for value in (1.0, 0.5, 0.0, 0.0))
-    >>> adamw([p], [g], [m], [v], step=1, lr=0.1, decay=0.0)
+    >>> adamw([p], [g], [m], [v], [], step=1, lr=0.1, decay=0.0)
     >>> p, m
     (tensor([0.9000, 0.9000]), tensor([0.0500, 0.0500]))
     """
-    for p, g, m, v in zip(params, grads, first, second, strict=True):
+    for place, (p, m, v) in enumerate(zip(params, first, second, strict=True)):
+        g = factor * grads[place]
         m.copy_(beta1 * m + (1 - beta1) * g)
         v.copy_(beta2 * v + (1 - beta2) * g * g)
         mean, variance = m / (1 - beta1**step), v / (1 - beta2**step)
-        p.copy_(p - lr * (mean / (variance.sqrt() + eps) + decay * p))
+        master = join(p.bfloat16(), low[place]).to(wide(p.dtype)) if low else p
+        master = master - lr * (mean / (variance.sqrt() + eps) + decay * master)
+        if low:
+            master, rest = split(master.float())
+            low[place].copy_(rest)
+        p.copy_(master)

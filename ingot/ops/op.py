@@ -199,6 +199,7 @@ class Op(Generic[P, R]):
     rows: tuple[str, ...]
     gradient: Gradient | None
     mutates: tuple[str, ...]
+    meaning: Callable[..., tuple[Tensor, ...]] | None
     # The torch ops. Plain attributes: Dynamo cannot trace the lock of a cached_property.
     overload: Any = field(init=False)
     backward_overload: Any = field(init=False)
@@ -358,6 +359,7 @@ def op(
     rows: tuple[str, ...],
     gradient: Gradient | None = differentiate,
     mutates: tuple[str, ...] = (),
+    meaning: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make the decorated function, the reference, an op.
 
@@ -370,6 +372,8 @@ def op(
     - `gradient` makes the backward out of the reference; None where there is none, as with
       integer outputs.
     - `mutates` names the arguments that are written into, as a cache is. Then there is no gradient.
+    - `meaning` gives the numbers that were written, where one lies in several arguments: their
+      error is measured, not that of its parts.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
@@ -385,6 +389,7 @@ def op(
             rows=rows,
             gradient=None if mutates else gradient,
             mutates=mutates,
+            meaning=meaning,
         )
         _register(record)
         return record

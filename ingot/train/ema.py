@@ -4,7 +4,8 @@
     e = d e + (1 - d) w,   d = min(decay, (1 + t) / (10 + t))
 
 d is smaller in the first steps t, so that the mean does not drag the fresh weights along. The mean
-is in float32, of the optimizer's weights.
+is in float32, of the optimizer's weights; those that are in two parts are put together some
+megabytes at a time.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -16,9 +17,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ingot.ops.adamw import join
+
+_PART = 2**20  # elements
+
 
 class EMA:
-    """The running mean of some weights by name.
+    """The running mean of some weights by name; `low` are the lower halves of those that have some.
 
     >>> weights = {"w": torch.tensor([0.0])}
     >>> mean = EMA(weights, decay=0.9)
@@ -28,16 +33,30 @@ class EMA:
     tensor([0.9000])
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        self._source = list(weights.values())
-        self._decay = decay
-        self.weights = {name: w.detach().float().clone() for name, w in weights.items()}
+    def __init__(
+        self, weights: Mapping[str, Tensor], decay: float, low: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._source, self._low, self._decay = weights, low or {}, decay
+        self.weights = {
+            name: join(w.detach(), self._low[name]).contiguous()
+            if name in self._low
+            else w.detach().float().clone()
+            for name, w in weights.items()
+        }
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take the weights in as they are after this step."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.weights.values()), self._source, 1 - decay)
+        whole = [name for name in self.weights if name not in self._low]
+        means = [self.weights[name] for name in whole]
+        if whole:
+            torch._foreach_lerp_(means, [self._source[name] for name in whole], 1 - decay)
+        for name, low in self._low.items():
+            both = self._source[name].flatten().split(_PART), low.flatten().split(_PART)
+            means = self.weights[name].view(-1).split(_PART)
+            for mean, *halves in zip(means, *both, strict=True):
+                mean.lerp_(join(*halves), 1 - decay)
 
     @contextmanager
     def within(self, model: nn.Module) -> Generator[None]:

@@ -1,7 +1,7 @@
 """Optimizers as configs, and the rules by which they share the parameters of a model.
 
-AdamW (fused), SGD and Muon are torch's; Lion, LAMB, LARS and SOAP, which torch has not, are in the
-files of their names. `Optimizers` makes them of a config and a model:
+SGD and Muon are torch's; AdamW, Lion, LAMB, LARS and SOAP are in the files of their names.
+`Optimizers` makes them of a config and a model:
 
 - **Weight decay** is for matrices (and convolutions, and experts): not for biases and norms, which
   have one dimension, nor for embeddings. It is decoupled from the gradient, but for SGD and LARS,
@@ -12,6 +12,9 @@ files of their names. `Optimizers` makes them of a config and a model:
 The state of all of it is one table of tensors by name, `model.layer.weight|mean`, which a file
 of safetensors holds; loaded again, the run goes on to the bit. The learning rate is no state: it is
 the schedule's, set at every step.
+
+Gradients come by name, in the dtype of the model or in float32, with a factor each. AdamW takes
+them as they are. For the others they are turned into float32, some megabytes at a time.
 """
 
 # pyright: basic
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 from ingot.core.config import within
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn import Embedding
-from ingot.train import lamb, lars, lion, soap
+from ingot.train import adamw, lamb, lars, lion, soap
+from ingot.train.pieces import pieces
 
 _LR = (0.0, 1e3)
 _SHARE = (0.0, 1.0)
@@ -40,7 +44,7 @@ def _betas(of: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """torch's AdamW, fused (Loshchilov & Hutter 2017).
+    """AdamW (Loshchilov & Hutter 2017): see `ingot.train.adamw`.
 
     >>> AdamW().betas
     (0.9, 0.95)
@@ -51,6 +55,8 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """What the moments are kept in."""
 
     def __post_init__(self) -> None:
         within(self, lr=_LR, eps=_SHARE, weight_decay=_LR)
@@ -176,18 +182,22 @@ class Optimizers:
     """The optimizers of one model: one, or one for hidden matrices and one for the rest.
 
     `weights` are what is updated, by the names of the model's parameters, if not these themselves:
-    the float32 masters of a model in half precision.
+    the masters of a model in half precision. `low` are the lower halves of those that are in two
+    parts, which only AdamW can move.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizers = Optimizers(AdamW(lr=0.1), model)
-    >>> model(torch.ones(1, 2)).sum().backward()
-    >>> optimizers.step(factor=0.5)
+    >>> optimizers.step({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, rate=0.5)
     >>> sorted(optimizers.state())[:3]
     ['bias|exp_avg', 'bias|exp_avg_sq', 'bias|step']
     """
 
     def __init__(
-        self, config: Config, model: nn.Module, weights: Mapping[str, Tensor] | None = None
+        self,
+        config: Config,
+        model: nn.Module,
+        weights: Mapping[str, Tensor] | None = None,
+        low: Mapping[str, Tensor] | None = None,
     ) -> None:
         decay = decays(model)
         known = dict(model.named_parameters()) if weights is None else weights
@@ -195,15 +205,33 @@ class Optimizers:
         self._names = {id(weight): name for name, weight in self.weights.items()}
         if not self.weights:
             raise IngotError("no parameter is to be trained", remedy="let some require gradients")
-        self._parts = list(_parts(config, self.weights, decay, _hidden(model, decay)))
+        if low and not isinstance(config, AdamW):
+            raise IngotError(
+                f"{config.kind} cannot move masters in two parts",
+                remedy="give it whole ones: Masters(model, precision), without `split`",
+            )
+        halves = {self.weights[name]: half for name, half in (low or {}).items()}
+        self._parts = list(_parts(config, self.weights, decay, _hidden(model, decay), halves))
         self._peaks = [[group["lr"] for group in part.param_groups] for part in self._parts]
 
-    def step(self, factor: float = 1.0) -> None:
-        """Update the weights by their gradients, at this factor of the peak learning rates."""
+    def step(
+        self,
+        grads: dict[str, Tensor],
+        factors: Mapping[str, float] | None = None,
+        rate: float = 1.0,
+    ) -> None:
+        """Update the weights by gradients, each times its factor; `rate` is of the learning rates.
+
+        A gradient is taken out of `grads` as soon as it is used. Weights without one stay.
+        """
         for part, peaks in zip(self._parts, self._peaks, strict=True):
             for group, peak in zip(part.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
-            part.step()
+                group["lr"] = peak * rate
+            own = (weight for group in part.param_groups for weight in group["params"])
+            for some in pieces(weight for weight in own if self._names[id(weight)] in grads):
+                names = [self._names[id(weight)] for weight in some]
+                given = [(grads.pop(name), (factors or {}).get(name, 1.0)) for name in names]
+                _move(part, dict(zip(some, given, strict=True)))
 
     def state(self) -> dict[str, Tensor]:
         """What the next steps depend on besides the weights: the tensors themselves, no copies."""
@@ -234,6 +262,18 @@ class Optimizers:
                     part.state[weight] = {key: value.clone() for key, value in found.items()}
 
 
+def _move(part: torch.optim.Optimizer, grads: dict[Tensor, tuple[Tensor, float]]) -> None:
+    """Have an optimizer move these weights, and no others."""
+    if isinstance(part, adamw.AdamW):
+        part.move(grads)
+        return
+    for weight, (grad, factor) in grads.items():
+        weight.grad = grad.float() if factor == 1.0 else grad.float().mul_(factor)
+    part.step()
+    for weight in grads:
+        weight.grad = None
+
+
 def _hidden(model: nn.Module, decay: Mapping[str, bool]) -> set[str]:
     """The matrices between the embedding and the head: what Muon and SOAP are for."""
     head = id(getattr(model, "head_weight", None))
@@ -245,7 +285,11 @@ def _hidden(model: nn.Module, decay: Mapping[str, bool]) -> set[str]:
 
 
 def _parts(
-    config: Config, weights: Mapping[str, Tensor], decay: Mapping[str, bool], hidden: set[str]
+    config: Config,
+    weights: Mapping[str, Tensor],
+    decay: Mapping[str, bool],
+    hidden: set[str],
+    low: Mapping[Tensor, Tensor],
 ) -> Iterator[torch.optim.Optimizer]:
     if isinstance(config, Muon | SOAP):
         rest = {name: weight for name, weight in weights.items() if name not in hidden}
@@ -254,7 +298,7 @@ def _parts(
             yield _matrix_optimizer(config, matrices)
         if rest:
             other = AdamW(lr=config.rest_lr, weight_decay=config.weight_decay)
-            yield from _parts(other, rest, decay, set())
+            yield from _parts(other, rest, decay, set(), low)
         return
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "kind"}
     plain = {"weight_decay": 0.0} | ({"adapt": False} if isinstance(config, LAMB | LARS) else {})
@@ -263,7 +307,7 @@ def _parts(
     groups = [{"params": decayed}] * bool(decayed) + [{"params": others, **plain}] * bool(others)
     match config:
         case AdamW():
-            yield torch.optim.AdamW(groups, fused=True, **options)
+            yield adamw.AdamW(groups, low=low, **options)
         case SGD():
             yield torch.optim.SGD(groups, fused=True, **options)
         case _:

@@ -7,8 +7,14 @@
 The model has one dtype, that in which it will be served: what training sees is what serving
 computes. A step of an optimizer is often smaller than half a unit of a bfloat16 weight (2^-9 of it)
 and would be lost, so the optimizer has a master of each weight in float32, and the model's is the
-master rounded. Gradients of several micro-batches are added up in float32 too; those of one alone
-stay as they are until the update, which has some megabytes of them in float32 at a time.
+master rounded.
+
+In bf16 with AdamW the master is in two parts: the upper 16 bits, rounded, are the model's weight
+itself, and the lower 16 are kept beside it (see `ingot.ops.adamw`). That is half of what a master
+takes, and no bit is lost; the model's weight is rounded to nearest, ties away from 0. Other
+optimizers, and fp16, whose bits are not float32's, have masters of their own.
+
+Gradients of several micro-batches are added up in float32 too; those of one alone stay as they are.
 
 In fp16 the loss is multiplied by a scale before it is differentiated: 2^16 at first, halved
 when a gradient overflows (that step moves nothing), doubled after 2000 steps without
@@ -18,14 +24,14 @@ when a gradient overflows (that step moves nothing), doubled after 2000 steps wi
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ingot.train.pieces import pieces
+from ingot.ops.adamw import split as halves
 
 _FIRST_SCALE = 2.0**16
 _LEAST_SCALE = 2.0**-14
@@ -48,8 +54,9 @@ class Precision(Enum):
 class Masters:
     """The weights that the optimizer updates, and their gradients.
 
-    Converts the model. `weights` are its parameters themselves in float32. `grads` are those of all
-    backwards since they were cleared, by the same names.
+    Converts the model. `weights` are its parameters themselves in float32, and with `split` in
+    bfloat16: then `low` has the lower half of each master. `grads` are those of all backwards since
+    they were cleared, by the same names.
 
     >>> model = nn.Linear(2, 1)
     >>> masters = Masters(model, Precision.BF16)
@@ -58,14 +65,17 @@ class Masters:
     (tensor([[1., 1.]], dtype=torch.bfloat16), None)
     """
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
+    def __init__(self, model: nn.Module, precision: Precision, split: bool = False) -> None:
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.scale = _FIRST_SCALE if precision is Precision.FP16 else 1.0
         self._scales, self._good = precision is Precision.FP16, 0
         self.weights: dict[str, Tensor] = dict(parameters)
+        self.low: dict[str, Tensor] = {}
         self.grads: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        if precision is not Precision.FP32:
+        if split and precision is Precision.BF16:
+            self._split(parameters)
+        elif precision is not Precision.FP32:
             self.weights = {name: p.detach().float().clone() for name, p in parameters.items()}
         model.to(precision.dtype)
         for name, parameter in parameters.items():
@@ -73,27 +83,17 @@ class Masters:
             if self.weights[name] is not parameter:
                 self._pairs.append((parameter, self.weights[name]))
 
+    def _split(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Leave the upper half of each weight where it is, and take the lower one."""
+        for name, parameter in parameters.items():
+            parameter.data, self.low[name] = halves(parameter.detach().float())
+
     def _collect(self, name: str, parameter: Tensor) -> None:
         """Take a parameter's gradient as soon as it is there."""
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
         so_far = self.grads.get(name)
         self.grads[name] = grad if so_far is None else so_far.float().add_(grad)
-
-    def moves(self, factors: Mapping[str, float]) -> Iterator[None]:
-        """Give some weights their gradients, times these factors, until all have had them once.
-
-        What an optimizer does between one and the next moves only those that have some.
-        """
-        names = {id(weight): name for name, weight in self.weights.items()}
-        for some in pieces(w for name, w in self.weights.items() if name in self.grads):
-            for weight in some:
-                name = names[id(weight)]
-                grad, factor = self.grads.pop(name).float(), factors[name]
-                weight.grad = grad if factor == 1.0 else grad.mul_(factor)
-            yield
-            for weight in some:
-                weight.grad = None
 
     def publish(self) -> None:
         """Give the model what the optimizer has made of the masters."""
@@ -118,15 +118,19 @@ class Masters:
         return self._scales and self.scale > _LEAST_SCALE
 
     def state(self) -> dict[str, Tensor]:
-        """What the next steps depend on: the weights, and the scale."""
+        """What the next steps depend on: the weights, their lower halves, and the scale."""
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        low = {f"{name}|low": half for name, half in self.low.items()}
         scale = torch.tensor([self.scale, self._good], dtype=torch.float64)
-        return {**{name: weight.detach() for name, weight in self.weights.items()}, "|scale": scale}
+        return {**weights, **low, "|scale": scale}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state that `state` gave in another process."""
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state[name])
+            for name, half in self.low.items():
+                half.copy_(state[f"{name}|low"])
         scale, good = state["|scale"].tolist()
         self.scale, self._good = scale, int(good)
         self.publish()

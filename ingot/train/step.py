@@ -116,8 +116,7 @@ class Step:
         scale = self.masters.scale
         factors = self.clipper.factors(self._norms / scale)
         by_name = dict(zip(self.masters.weights, (factors / scale).tolist(), strict=True))
-        for _ in self.masters.moves(by_name):
-            self.optimizers.step(factor)
+        self.optimizers.step(self.masters.grads, by_name, factor)
         self.masters.publish()
         return float(factors.min())
 

@@ -43,7 +43,7 @@ from ingot.train.clip import Clipper
 from ingot.train.ema import EMA
 from ingot.train.evaluate import Score, evaluate, save_logprobs
 from ingot.train.guard import Diverged, Watch, save_offender
-from ingot.train.optimizer import Optimizers
+from ingot.train.optimizer import AdamW, Optimizers
 from ingot.train.precision import Masters
 from ingot.train.recipe import Recipe, Text, new_model, open_data
 from ingot.train.recompute import recompute
@@ -71,8 +71,9 @@ class Trainer:
         self.sets = open_data(recipe.data)
         self.model = new_model(recipe) if model is None else model
         self._check()
-        self.masters = Masters(self.model, recipe.precision)
-        optimizers = Optimizers(recipe.optimizer, self.model, self.masters.weights)
+        split = isinstance(recipe.optimizer, AdamW)
+        self.masters = masters = Masters(self.model, recipe.precision, split)
+        optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low)
         clipper = Clipper(recipe.clip, len(self.masters.weights))
         losses = Losses(
             label_smoothing=recipe.label_smoothing,
@@ -82,7 +83,7 @@ class Trainer:
         )
         self.stepper = Step(self.model, self.masters, optimizers, clipper, losses)
         recompute(self.model, recipe.recompute)
-        self.ema = EMA(self.masters.weights, recipe.ema) if recipe.ema else None
+        self.ema = EMA(masters.weights, recipe.ema, masters.low) if recipe.ema else None
         self.watch = Watch(recipe.guard)
         piece = recipe.batch // recipe.accumulate
         self.loader: Loader[Batch] = Loader(self.sets.train, batch=piece, seed=recipe.seed)

@@ -35,7 +35,7 @@ from ingot.core import paths
 from ingot.core.device import detect
 from ingot.ops.gradient import as_tuple
 from ingot.ops.inputs import Make
-from ingot.ops.op import Op, prefer
+from ingot.ops.op import Op, each, prefer
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 OPTIONS = {
@@ -87,8 +87,8 @@ def _calls(op: Op[..., Any]) -> Iterator[tuple[Any, ...]]:
         for sample in op.samples(Make(dtype)):
             args = op.complete(sample.args)
             yield args
-            yield tuple(map(_tight, args))
-            yield tuple(map(_guarded, args))
+            yield tuple(each(_tight, arg) for arg in args)
+            yield tuple(each(_guarded, arg) for arg in args)
 
 
 def _run(op: Op[..., Any], args: tuple[Any, ...]) -> Iterator[None]:

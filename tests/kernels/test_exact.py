@@ -303,7 +303,7 @@ def test_every_op_with_rows_and_a_kernel_has_its_arguments_here() -> None:
 def test_the_other_tiers_are_exact_too(tier: str) -> None:
     """The fast tests of exactness and gradients, in a process that is held to the tier."""
     folder = os.path.dirname(__file__)
-    names = ("test_exact.py", "test_attention.py", "test_gradient.py")
+    names = ("test_exact.py", "test_attention.py", "test_gradient.py", "test_adamw.py")
     files = [os.path.join(folder, name) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "INGOT_ISA": tier}

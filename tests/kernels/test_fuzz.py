@@ -99,6 +99,17 @@ def wild_value(dtype: torch.dtype, number: int) -> float:
     return min(max(WILD[number % len(WILD)], limit.min), limit.max)
 
 
+def in_a_list(tensors: list[Tensor], change: Change, number: int) -> list[Tensor]:
+    """One of several tensors changed, or one more, or one less."""
+    changed = change(tensors[number % len(tensors)], number) if tensors else torch.zeros(3)
+    if changed is None or number % 8 == 0:
+        return tensors[:-1]
+    if number % 8 == 1 or not tensors:
+        return [*tensors, changed]
+    at = number % len(tensors)
+    return [*tensors[:at], changed, *tensors[at + 1 :]]
+
+
 CHANGES: tuple[Change, ...] = (
     *(resized, resized, reshaped, converted, restrided, transposed, elsewhere, absent, wild, wild),
 )
@@ -120,9 +131,11 @@ class Strange:
     def args(self, op: Op[..., Any]) -> list[Any]:
         args = self.unchanged(op)
         for argument, change, number in self.changes:
-            at = argument % len(args)
+            at, changed = argument % len(args), CHANGES[change % len(CHANGES)]
             if isinstance(args[at], Tensor):
-                args[at] = CHANGES[change % len(CHANGES)](args[at], number)
+                args[at] = changed(args[at], number)
+            elif isinstance(args[at], list):
+                args[at] = in_a_list(args[at], changed, number)
             elif isinstance(args[at], int | float):
                 args[at] = type(args[at])((0, -1, 1, 7)[number % 4])
         return args
@@ -156,6 +169,10 @@ def assert_sane(op: Op[..., Any], call: Strange) -> None:
     args = call.args(op)
     ours = outcome(op, "cpu" if call.preferred else None, args)
     if isinstance(ours, Exception):
+        return
+    if not ours:  # it writes into its arguments, and returns nothing
+        refused = outcome(op, "reference", args)
+        assert not isinstance(refused, Exception), f"the reference refuses: {refused}"
         return
     nothing = any(one.is_meta for one in ours) or not any(one.numel() for one in ours)
     if nothing or not all(map(finite, args)):

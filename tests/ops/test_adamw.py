@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ingot import ops
 from ingot.core.errors import OpError
+from ingot.ops.adamw import join, split
 from ingot.ops.op import prefer
+from tests.train import papers
 
 
 def tensors(*values: float) -> list[Tensor]:
@@ -30,7 +34,7 @@ def test_it_is_the_update_of_torchs_optimizer() -> None:
         optimizer.step()
         with prefer("reference"):
             betas = {"beta1": 0.8, "beta2": 0.95}
-            ops.adamw(ours, grads, first, second, step, decay=0.1, **betas, **options)
+            ops.adamw(ours, grads, first, second, [], step, decay=0.1, **betas, **options)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=2e-6, atol=2e-6)
 
@@ -38,15 +42,139 @@ def test_it_is_the_update_of_torchs_optimizer() -> None:
 def test_decay_is_apart_from_the_gradient() -> None:
     """Without gradients and moments a parameter shrinks by lr * decay, whatever the step."""
     (p,) = tensors(2.0)
-    ops.adamw([p], tensors(0.0), tensors(0.0), tensors(0.0), 7, 0.1, decay=0.5)
+    ops.adamw([p], tensors(0.0), tensors(0.0), tensors(0.0), [], 7, 0.1, decay=0.5)
     torch.testing.assert_close(p, torch.full((3,), 2.0 * (1 - 0.05)))
 
 
 def test_the_first_step_is_as_long_as_the_learning_rate() -> None:
     params = tensors(1.0, 1.0)
     state = tensors(0.0, 0.0), tensors(0.0, 0.0)
-    ops.adamw(params, tensors(1e-3, -50.0), *state, 1, 0.1, decay=0.0)
+    ops.adamw(params, tensors(1e-3, -50.0), *state, [], 1, 0.1, decay=0.0)
     torch.testing.assert_close(torch.stack(params)[:, 0], torch.tensor([0.9, 1.1]))
+
+
+def test_a_factor_is_of_the_gradients() -> None:
+    one = [tensors(1.0), tensors(0.5), tensors(0.5)]
+    other = [[t.clone() for t in some] for some in one]
+    ops.adamw(one[0], tensors(2.0), one[1], one[2], [], 3, 0.1, factor=0.25)
+    ops.adamw(other[0], tensors(0.5), other[1], other[2], [], 3, 0.1)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a[0], b[0])
+
+
+# ---- masters in two parts
+
+
+def patterns() -> Tensor:
+    """Float32 of all kinds by their bits: every exponent and sign, up and down, NaNs."""
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**31), 2**31, (10**6,), generator=random, dtype=torch.int64)
+    upper = torch.arange(-(2**15), 2**15).mul(2**16)[:, None]
+    edges = upper + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    return torch.cat([drawn, edges.flatten()]).to(torch.int32).view(torch.float32)
+
+
+def test_a_split_float_is_joined_to_the_bit() -> None:
+    masters = patterns()
+    high, low = split(masters)
+    assert (high.dtype, low.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(join(high, low).view(torch.int32), masters.view(torch.int32))
+
+
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_any_bits_are_joined_again(bits: int) -> None:
+    master = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert join(*split(master)).view(torch.int32).item() == bits
+
+
+def test_the_upper_part_is_the_float_rounded_ties_away_from_0() -> None:
+    masters = patterns()
+    masters = masters[masters.isfinite()]
+    high, _ = split(masters)
+    nearest, exact = masters.bfloat16().double(), masters.double()
+    finite = nearest.isfinite() & high.isfinite()
+    off = (high.double() - exact).abs()[finite]
+    assert torch.equal(off, (nearest - exact).abs()[finite])
+    ties = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8], dtype=torch.float32)
+    up = torch.tensor([1 + 2**-7, -1 - 2**-7, 1 + 2**-6], dtype=torch.bfloat16)
+    assert torch.equal(split(ties)[0], up)
+
+
+def moved(
+    dtype: torch.dtype, moments: torch.dtype, grads: torch.dtype, steps: int, lr: float
+) -> tuple[Tensor, Tensor]:
+    """A weight and where it is after some steps; in bfloat16 it has a lower half."""
+    random = torch.Generator().manual_seed(3)
+    start = torch.randn(37, generator=random)
+    weight, *low = (start.clone(),) if dtype == torch.float32 else split(start)
+    first, second = (torch.zeros(37, dtype=moments) for _ in range(2))
+    for step in range(1, steps + 1):
+        g = torch.randn(37, generator=random).add(0.5).bfloat16().to(grads)
+        state = [weight], [g], [first], [second], low
+        ops.adamw(*state, step, lr, 0.9, 0.95, 1e-8, 0.1, 0.7)
+    return start, join(weight, low[0]) if low else weight
+
+
+PROVIDERS = ["reference", *(["cpu"] if "cpu" in ops.adamw.providers else [])]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("grads", [torch.bfloat16, torch.float32], ids=str)
+def test_a_split_parameter_follows_one_in_float32_to_the_bit(
+    provider: str, grads: torch.dtype
+) -> None:
+    with prefer(provider):
+        _, ours = moved(torch.bfloat16, torch.float32, grads, 100, 1e-3)
+        _, theirs = moved(torch.float32, torch.float32, torch.float32, 100, 1e-3)
+    assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize(
+    ("moments", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_100_steps_are_the_papers(provider: str, moments: torch.dtype, bound: float) -> None:
+    with prefer(provider):
+        start, ours = moved(torch.bfloat16, moments, torch.bfloat16, 100, 1e-3)
+    random = torch.Generator().manual_seed(3)
+    torch.randn(37, generator=random)
+    grads = [torch.randn(37, generator=random).add(0.5).bfloat16().double() for _ in range(100)]
+    wanted = papers.adamw(
+        start.double().numpy(),
+        [0.7 * g.numpy() for g in grads],
+        **{"lr": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "decay": 0.1},
+    )
+    way = float(abs(wanted - start.double().numpy()).max())
+    off = float(abs(ours.double().numpy() - wanted).max())
+    assert way > 0.05
+    # Besides, a weight in float32 is rounded at every step, by half a unit in its last place.
+    assert off < bound * way + 100 * 2**-24 * float(abs(wanted).max())
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_decay_that_is_small_is_not_rounded_away(provider: str) -> None:
+    """1 - 1e-6 is no float32, the next is 1 - 1.013e-6; of many weights the rounding is little."""
+    before = torch.rand(10**5, generator=torch.Generator().manual_seed(0)) + 0.5
+    zeros, after = torch.zeros(10**5), before.clone()
+    with prefer(provider):
+        state = [after], [zeros], [zeros.clone()], [zeros.clone()], []
+        ops.adamw(*state, 1, 1e-5, decay=0.1)
+    lost = (before.double() - after.double()).sum() / before.double().sum()
+    assert lost.item() == pytest.approx(1e-6, rel=0.004)
+
+
+def test_without_a_lower_half_small_steps_are_lost() -> None:
+    weight, low = split(torch.ones(4))
+    alone = weight.clone()
+    for params, lower in (([alone], []), ([weight], [low])):
+        m, v = torch.zeros(4), torch.zeros(4)
+        for step in range(1, 101):
+            ops.adamw(params, [torch.ones(4)], [m], [v], lower, step, 1e-4, decay=0.0)
+    assert torch.equal(alone, torch.ones(4).bfloat16())
+    torch.testing.assert_close(join(weight, low), torch.full((4,), 0.99))
+
+
+# ---- what is refused
 
 
 @pytest.mark.parametrize(
@@ -54,8 +182,14 @@ def test_the_first_step_is_as_long_as_the_learning_rate() -> None:
     [
         ({"params": []}, "[0, 1, 1, 1]"),
         ({"grads": [torch.ones(4)]}, "parameter 0 is (3,)"),
-        ({"grads": [torch.ones(3).bfloat16()]}, "torch.bfloat16"),
-        ({"first": [torch.ones(3).bfloat16()]}, "parameters and gradients"),
+        ({"grads": [torch.ones(3).bfloat16()]}, "gradients are torch.bfloat16"),
+        ({"params": [torch.ones(3).int()]}, "parameters are torch.int32"),
+        ({"first": [torch.ones(3).bfloat16()]}, "moments are torch.bfloat16, torch.float32"),
+        ({"second": [torch.ones(3).double()]}, "moments are torch.float32, torch.float64"),
+        ({"low": [torch.ones(3).short()]}, "`low` is torch.int16, of parameters in torch.float32"),
+        ({"low": [torch.ones(3)], "params": [torch.ones(3).bfloat16()]}, "`low` is torch.float32"),
+        ({"low": [torch.ones(4).short()], "params": [torch.ones(3).bfloat16()]}, "[(3,), (3,), (3"),
+        ({"low": [torch.ones(3).short()] * 2}, "2 low"),
         ({"second": [torch.ones(3, device="meta")]}, "meta"),
         ({"step": 0}, "step 0"),
         ({"beta2": 1.0}, "betas"),
@@ -63,7 +197,8 @@ def test_the_first_step_is_as_long_as_the_learning_rate() -> None:
 )
 def test_what_does_not_fit_is_named(changed: dict[str, Any], message: str) -> None:
     names = ("params", "grads", "first", "second")
-    args: dict[str, Any] = {name: tensors(1.0) for name in names} | {"step": 1, "lr": 0.1}
+    args: dict[str, Any] = {name: tensors(1.0) for name in names}
+    args |= {"low": [], "step": 1, "lr": 0.1}
     with pytest.raises(OpError) as caught:
         ops.adamw(**(args | changed))
     assert message in str(caught.value)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from ingot.ops.adamw import split
+from ingot.train import ema
 from ingot.train.ema import EMA
 
 
@@ -21,6 +23,26 @@ def test_it_is_the_mean_of_the_formula() -> None:
         mean.update(step)
     for name, exact in wanted.items():
         torch.testing.assert_close(mean.weights[name].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_two_parts_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ema, "_PART", 7)
+    whole = {"a": torch.randn(3, 5), "b": torch.randn(40), "c": torch.randn(7)}
+    parts = {name: split(w) for name, w in whole.items() if name != "c"}
+    weights = {**{name: both[0] for name, both in parts.items()}, "c": whole["c"]}
+    low = {name: both[1] for name, both in parts.items()}
+    one, other = EMA(whole, decay=0.8), EMA(weights, decay=0.8, low=low)
+    for step in range(20):
+        for name, w in whole.items():
+            w += 1e-4 * torch.randn(w.shape)
+            if name in parts:
+                for half, now in zip(parts[name], split(w), strict=True):
+                    half.copy_(now)
+        one.update(step)
+        other.update(step)
+    for name, mean in one.weights.items():
+        torch.testing.assert_close(other.weights[name], mean, rtol=1e-6, atol=1e-7)
+        assert (mean - whole[name]).abs().max() > 1e-6
 
 
 def test_a_model_borrows_it() -> None:

@@ -14,12 +14,14 @@ from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.nn import Decoder, preset
 from ingot.train import optimizer as configs
 from ingot.train.optimizer import Optimizers, decays
+from ingot.train.precision import Masters, Precision
 from tests.train import papers
 
 STEPS = 100
 SHAPES = {"matrix.weight": (7, 5), "vector": (11,), "image.weight": (3, 2, 3, 3)}
 ALL: list[Any] = [
     configs.AdamW(lr=1e-2),
+    configs.AdamW(lr=1e-2, moments="bf16"),
     configs.SGD(lr=1e-2, weight_decay=0.05),
     configs.SGD(lr=1e-2, nesterov=True),
     configs.SGD(lr=1e-2, momentum=0.0),
@@ -61,9 +63,8 @@ def gradients(steps: int = STEPS) -> dict[str, list[Tensor]]:
 
 def run(model: nn.Module, optimizers: Optimizers, grads: dict[str, list[Tensor]]) -> None:
     for step in range(len(next(iter(grads.values())))):
-        for name, parameter in model.named_parameters():
-            parameter.grad = grads[name][step].clone()
-        optimizers.step()
+        optimizers.step({name: of_all[step].clone() for name, of_all in grads.items()})
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def expected(config: Any, name: str, w: Any, grads: list[Any], bases: Any) -> Any:
@@ -112,9 +113,11 @@ def test_100_steps_are_the_papers(config: Any) -> None:
         found = parameter.detach().double().numpy()
         moved = np.abs(wanted - before[name]).max()
         assert moved > 1e-3
-        # Muon iterates in bfloat16, whose steps are 2^-8; the others in float32 all along. And a
-        # weight in float32 is rounded at every step, by at most half a unit in its last place.
-        bound = 2e-2 if config.kind == "muon" and name == "matrix.weight" else 1e-5
+        # Muon iterates in bfloat16, whose steps are 2^-8, and AdamW may have its moments in it; the
+        # others are in float32 all along. And a weight in float32 is rounded at every step, by at
+        # most half a unit in its last place.
+        muon = config.kind == "muon" and name == "matrix.weight"
+        bound = 2e-2 if muon or getattr(config, "moments", "") == "bf16" else 1e-5
         rounding = STEPS * 2**-24 * np.abs(wanted).max()
         assert np.abs(found - wanted).max() <= bound * moved + rounding, name
 
@@ -154,16 +157,56 @@ def test_a_saved_state_goes_on_to_the_bit(config: Any) -> None:
     assert resumed.state().keys() == optimizers.state().keys()
 
 
-def test_the_factor_scales_the_learning_rate_of_every_group() -> None:
+def test_the_rate_is_of_the_learning_rate_of_every_group() -> None:
     model = Odd()
     optimizers = Optimizers(configs.SGD(lr=1.0, momentum=0.0), model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for factor in (0.5, 0.25):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizers.step(factor)
+    for rate in (0.5, 0.25):
+        ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+        optimizers.step(ones, rate=rate)
+        assert not ones
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] - 0.75)
+
+
+@pytest.mark.parametrize("config", ALL, ids=NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_come_in_the_models_dtype_with_factors(config: Any, dtype: torch.dtype) -> None:
+    """And do what they do multiplied in float32 before."""
+    grads = {name: [g.to(dtype) for g in given] for name, given in gradients(3).items()}
+    factors = {"matrix.weight": 0.3, "vector": 0.7}
+    ours, theirs = Odd(), Odd()
+    one, other = Optimizers(config, ours), Optimizers(config, theirs)
+    for step in range(3):
+        one.step({name: given[step].clone() for name, given in grads.items()}, factors)
+        widened = {n: given[step].float() * factors.get(n, 1.0) for n, given in grads.items()}
+        other.step(widened)
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("config", [configs.AdamW(), configs.SGD(), configs.Lion()], ids=str)
+def test_every_gradient_is_used_once_and_others_stay(config: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2**20, bias=False) for _ in range(5)))  # 8 MiB each
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = Optimizers(config, model)
+    grads = {f"{i}.weight": torch.randn(2**20, 2) for i in (1, 2, 4)}
+    optimizers.step(grads)
+    assert not grads
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name]) == (name in ("0.weight", "3.weight")), name
+    steps = [int(value) for name, value in optimizers.state().items() if name.endswith("|step")]
+    assert set(steps) <= {1}
+
+
+def test_only_adamw_moves_masters_in_two_parts() -> None:
+    model = Odd()
+    masters = Masters(model, Precision.BF16, split=True)
+    Optimizers(configs.AdamW(), model, masters.weights, masters.low)
+    for config in (configs.SGD(), configs.Muon(), configs.SOAP()):
+        with pytest.raises(IngotError, match="two parts"):
+            Optimizers(config, model, masters.weights, masters.low)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "gpt2-124m"])
@@ -189,9 +232,7 @@ def test_masters_are_updated_in_the_parameters_place() -> None:
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
     optimizers = Optimizers(configs.SGD(lr=1e-3, momentum=0.0), model, masters)
     before = masters["weight"].clone()
-    for master in masters.values():
-        master.grad = torch.ones_like(master)
-    optimizers.step()
+    optimizers.step({name: torch.ones_like(p) for name, p in model.named_parameters()})
     torch.testing.assert_close(masters["weight"], before - 1e-3)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ingot.ops.adamw import join
 from ingot.train.precision import Masters, Precision
 
 
@@ -42,25 +43,6 @@ def test_gradients_are_added_up_in_float32_and_freed(precision: Precision) -> No
     assert torch.equal(masters.grads["weight"], torch.ones(2, 3, dtype=precision.dtype))
 
 
-@pytest.mark.parametrize("precision", list(Precision))
-def test_every_weight_has_its_gradient_once(precision: Precision) -> None:
-    model = nn.Sequential(*(nn.Linear(1, 2**21, bias=False) for _ in range(5)))  # 8 MiB each
-    masters = Masters(model, precision)
-    model[4](torch.ones(1, 1, dtype=precision.dtype)).sum().backward()
-    for layer in (1, 2, 3):
-        model[layer](torch.ones(1, 1, dtype=precision.dtype)).sum().backward()
-    given: list[str] = []
-    for _ in masters.moves(dict.fromkeys(masters.weights, 0.5)):
-        now = [name for name, weight in masters.weights.items() if weight.grad is not None]
-        assert len(now) == 2
-        for name in now:
-            assert torch.equal(masters.weights[name].grad, torch.full((2**21, 1), 0.5))  # pyright: ignore
-        given += now
-    assert given == ["1.weight", "2.weight", "3.weight", "4.weight"]
-    assert not masters.grads
-    assert all(weight.grad is None for weight in masters.weights.values())
-
-
 def test_small_steps_are_not_lost() -> None:
     model = nn.Linear(3, 2)
     nn.init.ones_(model.weight)
@@ -78,6 +60,39 @@ def test_what_bf16_cannot_hold_stays_in_the_master() -> None:
     masters = Masters(model, Precision.BF16)
     assert torch.equal(masters.weights["weight"], before)
     assert torch.equal(model.weight, before.bfloat16())
+
+
+def test_a_split_master_is_the_models_weight_and_what_it_lacks() -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    second.weight = first.weight  # tied
+    model = nn.Sequential(first, second)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    masters = Masters(model, Precision.BF16, split=True)
+    assert masters.low.keys() == masters.weights.keys() == before.keys()
+    for name, parameter in model.named_parameters():
+        assert masters.weights[name] is parameter
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(join(parameter.detach(), masters.low[name]), before[name])
+    assert second.weight is first.weight
+    masters.publish()  # has nothing to do
+    assert torch.equal(join(first.bias.detach(), masters.low["0.bias"]), before["0.bias"])
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_only_bf16_is_split(precision: Precision) -> None:
+    model = nn.Linear(3, 2)
+    masters = Masters(model, precision, split=True)
+    assert not masters.low
+    assert masters.weights["weight"].dtype == torch.float32
+    assert model.weight.dtype == precision.dtype
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_of_any_dtype_is_split(given: torch.dtype) -> None:
+    model = nn.Linear(3, 2).to(given)
+    before = model.weight.detach().float()
+    masters = Masters(model, Precision.BF16, split=True)
+    assert torch.equal(join(model.weight.detach(), masters.low["weight"]), before)
 
 
 def test_the_scale_halves_on_overflow_and_grows_again() -> None:
@@ -110,13 +125,14 @@ def test_a_frozen_parameter_is_converted_and_has_no_master() -> None:
     assert model.bias.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("precision", list(Precision))
-def test_a_saved_state_goes_on(precision: Precision) -> None:
-    first = Masters(nn.Linear(3, 2), precision)
+def test_a_saved_state_goes_on(precision: Precision, split: bool) -> None:
+    first = Masters(nn.Linear(3, 2), precision, split)
     first.judge(finite=False)
     first.judge(finite=True)
     model = nn.Linear(3, 2)
-    second = Masters(model, precision)
+    second = Masters(model, precision, split)
     second.load({name: tensor.clone() for name, tensor in first.state().items()})
     assert second.state().keys() == first.state().keys()
     for name, tensor in first.state().items():

@@ -9,9 +9,10 @@ import torch
 
 from ingot.data import ArrayBatch, TokenBatch
 from ingot.nn import CNN, CNNConfig, Decoder, Dense, DenseConfig, Plan, preset
+from ingot.ops.adamw import join
 from ingot.train.clip import Clipper, Norm
 from ingot.train.mix import Mix
-from ingot.train.optimizer import SGD, Optimizers
+from ingot.train.optimizer import SGD, AdamW, Optimizers
 from ingot.train.precision import Masters, Precision
 from ingot.train.step import Losses, Step, counted, size
 
@@ -90,6 +91,23 @@ def test_an_update_is_the_clipped_gradient(precision: Precision) -> None:
         step.model.parameters(), step.masters.weights.items(), strict=True
     ):
         assert torch.equal(parameter, master.to(precision.dtype)), name
+
+
+def test_bf16_in_two_parts_goes_where_whole_masters_go() -> None:
+    """To the bit, from weights that bfloat16 can hold: ties, which do differ, come later."""
+    ends: list[dict[str, torch.Tensor]] = []
+    for split in (True, False):
+        model = decoder().bfloat16()
+        masters = Masters(model, Precision.BF16, split)
+        optimizers = Optimizers(AdamW(lr=1e-3), model, masters.weights, masters.low)
+        clipper = Clipper(Norm(most=0.1), len(masters.weights))
+        step = Step(model, masters, optimizers, clipper, Losses())
+        step.gradients([tokens([20])], 0)
+        step.update(1.0)
+        low, weights = masters.low, masters.weights
+        ends.append({n: join(w.detach(), low[n]) if split else w for n, w in weights.items()})
+    for name, weight in ends[0].items():
+        assert torch.equal(weight, ends[1][name]), name
 
 
 def test_precisions_agree() -> None:

@@ -1,4 +1,4 @@
-"""`adamw` by PyTorch's own fused kernel, where moments have the dtype of the parameters."""
+"""`adamw` by PyTorch's own fused kernel, where all tensors have one dtype and nothing is scaled."""
 
 # pyright: basic
 from __future__ import annotations
@@ -12,8 +12,9 @@ from ingot.ops.op import tensors
 
 
 def _fits(*args: object) -> bool:
-    found = tensors(args)
-    return len({t.dtype for t in found}) == 1 and all(t.is_contiguous() for t in found)
+    found, factor = tensors(args), args[-1]
+    one_dtype = len({t.dtype for t in found}) == 1  # and so there is no `low`
+    return factor == 1.0 and one_dtype and all(t.is_contiguous() for t in found)
 
 
 @aten(ops.adamw, supports=_fits)
@@ -22,12 +23,14 @@ def adamw(
     grads: list[Tensor],
     first: list[Tensor],
     second: list[Tensor],
+    low: list[Tensor],
     step: int,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     decay: float,
+    factor: float,
 ) -> None:
     """One call; each tensor has its own count of steps there, which is read only."""
     count = torch.tensor(float(step), device=params[0].device)

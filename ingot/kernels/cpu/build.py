@@ -45,7 +45,7 @@ from ingot.core.device import Compiler, Device, detect
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.ops.gradient import Backward
-from ingot.ops.op import PREFERRING, Op
+from ingot.ops.op import PREFERRING, Op, tensors
 
 HERE = Path(__file__).parent
 FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
@@ -175,9 +175,8 @@ def _warn(reason: str) -> None:
 
 
 def _takes(args: tuple[Any, ...]) -> bool:
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     half_or_double = (torch.float16, torch.float64)
-    return all(t.device.type == "cpu" and t.dtype not in half_or_double for t in tensors)
+    return all(t.device.type == "cpu" and t.dtype not in half_or_double for t in tensors(args))
 
 
 def _built(family: str, device: Device) -> Built:

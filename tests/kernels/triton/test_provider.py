@@ -85,7 +85,7 @@ FACTS = (
     "name(ops.grouped_swiglu, make(8, 64), *[make(3, 48, 64)] * 2, make(4)) == 'aten'",
     "name(ops.linear, make(12, 64), make(48, 64)) == 'triton'",
     "name(ops.linear_int8_dynamic, make(64, 64), make(8, 64), make(8)) == 'triton'",
-    "name(ops.adamw, *[[make(4, dtype=torch.float32)]] * 4, 1, 0.1) == 'triton'",
+    "name(ops.adamw, *[[make(4, dtype=torch.float32)]] * 4, [], 1, 0.1) == 'triton'",
 )
 
 

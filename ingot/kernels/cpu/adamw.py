@@ -1,0 +1,8 @@
+"""`adamw` in C++."""
+
+from __future__ import annotations
+
+from ingot import ops
+from ingot.kernels.cpu.build import cpu
+
+cpu(ops.adamw)

@@ -1,0 +1,158 @@
+"""AdamW in C++: bits that depend on the element alone, whatever it is computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ingot import ops
+from ingot.core.device import detect
+from ingot.ops.adamw import join, split
+from ingot.ops.op import each, prefer
+
+pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
+
+# Several pieces of 65536, some tensors in one of them, and ends of all sizes.
+SIZES = (200_003, 1, 7, 0, 65_536, 15, 16, 17, 131_073, 40_000, 40_000)
+FORMS = {
+    "fp32": (torch.float32, torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16, torch.float32),
+    "bf16 of fp32": (torch.bfloat16, torch.float32, torch.float32),
+    "short": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "fp32 short": (torch.float32, torch.float32, torch.bfloat16),
+}
+SPLIT = [form for form, (param, *_) in FORMS.items() if param == torch.bfloat16]
+CASES = [*((form, False) for form in FORMS), *((form, True) for form in SPLIT)]
+each_case = pytest.mark.parametrize(("form", "parts"), CASES)
+
+State = list[list[Tensor]]
+
+
+def made(form: str, parts: bool) -> State:
+    """Parameters, gradients, moments and lower halves."""
+    random = torch.Generator().manual_seed(0)
+    param, grad, moment = FORMS[form]
+    masters = [torch.randn(size, generator=random) for size in SIZES]
+    grads, first = ([torch.randn(size, generator=random) for size in SIZES] for _ in range(2))
+    second = [torch.rand(size, generator=random) for size in SIZES]
+    low = [split(master)[1] for master in masters] if parts else []
+    params = [split(master)[0] for master in masters] if parts else [m.to(param) for m in masters]
+    return [
+        params,
+        [g.to(grad) for g in grads],
+        *([m.to(moment) for m in some] for some in (first, second)),
+        low,
+    ]
+
+
+def run(state: State, threads: int = 2) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        args: Any = (*state, 7, 1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5)
+        assert ops.adamw.select(*args).name == "cpu"
+        ops.adamw(*args)
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_bits(one: State, other: State) -> None:
+    kinds = {2: torch.int16, 4: torch.int32}
+    for a, b in zip(one, other, strict=True):
+        for x, y in zip(a, b, strict=True):
+            kind = kinds[x.element_size()]
+            assert torch.equal(x.contiguous().view(kind), y.contiguous().view(kind))
+
+
+def behind(x: Tensor) -> Tensor:
+    """The same values, one element off from where memory is aligned."""
+    return torch.cat([x.flatten()[:1], x.flatten()])[-x.numel() :] if x.numel() else x
+
+
+def apart(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+@each_case
+@pytest.mark.parametrize("change", [torch.clone, behind, apart], ids=lambda f: f.__name__)
+def test_bits_depend_on_the_element_alone(
+    form: str, parts: bool, change: Callable[[Tensor], Tensor]
+) -> None:
+    wanted = made(form, parts)
+    run(wanted, threads=1)
+    for threads in (1, 2, 3):
+        again = [each(change, some) for some in made(form, parts)]
+        run(again, threads)
+        assert_bits(again, wanted)
+    one_by_one = made(form, parts)
+    for place in range(len(SIZES)):
+        run([some[place : place + 1] for some in one_by_one])
+    assert_bits(one_by_one, wanted)
+    # An element in another place has another lane, another piece, or is at an end.
+    shifted = [[t[5:] for t in some] for some in made(form, parts)]
+    run(shifted)
+    assert_bits(shifted, [[t[5:] for t in some] for some in wanted])
+
+
+@pytest.mark.parametrize("form", SPLIT)
+def test_a_split_parameter_has_the_bits_of_a_float32(form: str) -> None:
+    ours = made(form, True)
+    masters = [join(*both) for both in zip(ours[0], ours[4], strict=True)]
+    theirs = [masters, [g.float() for g in ours[1]], *(each(torch.clone, m) for m in ours[2:4]), []]
+    run(ours)
+    run(theirs)
+    joined = [join(*both) for both in zip(ours[0], ours[4], strict=True)]
+    assert_bits([joined, *ours[2:4]], [theirs[0], *theirs[2:4]])
+
+
+@each_case
+def test_it_is_the_reference(form: str, parts: bool) -> None:
+    ours, theirs = made(form, parts), made(form, parts)
+    run(ours)
+    with prefer("reference"):
+        ops.adamw(*theirs, 7, 1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5)  # pyright: ignore
+    for state in (ours, theirs):
+        if parts:
+            state[0] = [join(*both) for both in zip(state[0], state[4], strict=True)]
+    pairs = (zip(ours[i], theirs[i], strict=True) for i in (0, 2, 3))
+    for a, b in chain.from_iterable(pairs):
+        half = a.dtype == torch.bfloat16
+        torch.testing.assert_close(a, b, rtol=8e-3 if half else 2e-6, atol=1e-6)
+
+
+def test_a_parameter_that_is_not_moved_keeps_its_bits() -> None:
+    """Also where it is halfway between two of bfloat16."""
+    upper = torch.arange(0x0080, 0x7F7F, dtype=torch.int32) * 65536
+    masters = (upper[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).flatten()
+    masters = masters.int().view(torch.float32)
+    masters = torch.cat([masters, -masters])
+    high, low = split(masters)
+    zeros = torch.zeros(len(masters))
+    ops.adamw([high], [zeros], [zeros.clone()], [zeros.clone()], [low], 1, 0.0)
+    assert_bits([[high], [low]], [[part] for part in split(masters)])
+
+
+def test_moments_that_nothing_adds_to_become_0() -> None:
+    """Subnormal ones would stay, and each takes as long as ten others."""
+    p, g, m, v = torch.ones(20), torch.zeros(20), torch.full((20,), 1e-39), torch.full((20,), 1e-40)
+    p[:10] = 1e-39
+    ops.adamw([p], [g], [m], [v], [], 1000, 1e-2, decay=0.0)
+    assert not m.any()
+    assert not v.any()
+    assert torch.equal(p[10:], torch.ones(10))
+    assert (torch.full((20,), 1e-39) * 0.5).all()  # nothing is flushed outside
+
+
+def test_what_is_not_a_number_stays_none() -> None:
+    for bad in (torch.nan, torch.inf):
+        high, low = split(torch.ones(40))
+        g, m, v = torch.zeros(40), torch.zeros(40), torch.zeros(40)
+        g[17] = bad
+        ops.adamw([high], [g], [m], [v], [low], 1, 1e-2)
+        assert high.isnan().nonzero().flatten().tolist() == [17]
+        assert join(high, low).isnan().nonzero().flatten().tolist() == [17]

@@ -1,0 +1,50 @@
+"""Parameters in two halves: integers of 16 bits, of which the interpreter knows enough."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+CODE = """
+import torch
+from ingot.kernels.triton.adamw import adamw
+from ingot.ops.adamw import adamw as op, join, split
+
+random = torch.Generator().manual_seed(0)
+sizes = (5000, 3, 16, 0, 2048)
+masters = [torch.randn(size, generator=random) for size in sizes]
+grads = [torch.randn(size, generator=random).bfloat16() for size in sizes]
+grads[1], grads[4] = grads[1].float(), grads[4].float()  # another launch
+moments = [[torch.rand(size, generator=random) for size in sizes] for _ in range(2)]
+numbers = 7, 1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5
+
+def run(function, params, grads, low):
+    first, second = ([m.clone() for m in some] for some in moments)
+    function(params, grads, first, second, low, *numbers)
+    return [*(map(join, params, low) if low else params), *first, *second]
+
+high, low = ([split(master)[i] for master in masters] for i in (0, 1))
+copies = [t.clone() for t in high], [t.clone() for t in low]
+ours = run(adamw, high, grads, low)
+same = run(adamw, [m.clone() for m in masters], [g.float() for g in grads], [])
+theirs = run(op.reference, copies[0], [g.float() for g in grads], copies[1])
+for one, other, exact in zip(ours, same, theirs, strict=True):
+    assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    torch.testing.assert_close(one, exact, rtol=2e-6, atol=1e-6)
+assert not torch.equal(ours[0], masters[0])
+
+# Halfway between two of bfloat16, and not moved.
+ties = (torch.arange(0x3F80, 0x4080, dtype=torch.int32) * 65536 + 0x8000).view(torch.float32)
+ties = torch.cat([ties, -ties])
+high, low = split(ties)
+zeros = torch.zeros(len(ties))
+adamw([high], [zeros], [zeros.clone()], [zeros.clone()], [low], 7, 0.0, 0.9, 0.95, 1e-8, 0.1, 1.0)
+assert torch.equal(join(high, low), ties)
+assert torch.equal(high, split(ties)[0])
+"""
+
+
+def test_split_parameters_have_the_bits_of_float32() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
