@@ -1,21 +1,25 @@
 """Writes measured speeds into their docs page while the site is built.
 
 A hook of mkdocs: the tables are made from `benchmarks/results` at every build, so they say what the
-last `ingot bench ops` and `ingot bench peers` with `--results benchmarks/results` have measured.
+last `ingot bench ops`, `peers` and `train` with `--results benchmarks/results` have measured.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ingot.bench.ops import Row
 from ingot.bench.results import Record, latest, means, read, served
+from ingot.bench.train import options
+
+_Line = dict[str, str]
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 PLACE, PEERS_PLACE = "<!-- measured -->", "<!-- measured peers -->"
+TRAIN_PLACE = "<!-- measured train -->"
 _MEANS = ("family", "shapes", "share of limit", "vs aten", "vs compile")
 _LINES = (
     *("op", "shape", "dtype", "provider", "p50, us", "limit", "share of limit"),
@@ -25,6 +29,10 @@ _PEERS = (
     *("system", "version", "dtype", "tokens/s", "share of limit", "ingot is"),
     *("first token", "start", "memory"),
 )
+_TRAIN = (
+    *("system", "version", "dtype", "options", "tokens/s", "share of limit", "ingot is"),
+    *("forward", "backward", "update", "peak", "of it the step's", "kept"),
+)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -33,7 +41,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     ops = RESULTS / "ops.csv"
     markdown = markdown.replace(PLACE, render(latest(read(ops)) if ops.exists() else []))
-    return markdown.replace(PEERS_PLACE, render_peers(RESULTS / "peers.csv"))
+    markdown = markdown.replace(PEERS_PLACE, render_peers(RESULTS / "peers.csv"))
+    return markdown.replace(TRAIN_PLACE, render_train(RESULTS / "train.csv"))
 
 
 def render(records: list[Record]) -> str:
@@ -56,20 +65,28 @@ def render(records: list[Record]) -> str:
 
 def render_peers(path: Path) -> str:
     """For each model and size of batch and texts, the systems of the last run that is kept."""
+    return _runs(path, ("model", "batch", "prompt", "new"), _render_task)
+
+
+def render_train(path: Path) -> str:
+    """For each model and size of batch, the systems of the last run that is kept."""
+    return _runs(path, ("model", "batch", "length"), _render_steps)
+
+
+def _runs(path: Path, task: tuple[str, ...], render: Callable[[list[_Line]], str]) -> str:
     if not path.exists():
         return "No run is kept yet."
-    last: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    last: dict[tuple[str, ...], list[_Line]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            task = tuple(row[field] for field in ("model", "batch", "prompt", "new"))
-            rows = last.setdefault(task, [])
+            rows = last.setdefault(tuple(row[field] for field in task), [])
             if rows and rows[0]["date"] != row["date"]:
                 rows.clear()
             rows.append(row)
-    return "\n\n".join(map(_render_task, last.values()))
+    return "\n\n".join(map(render, last.values()))
 
 
-def _render_task(rows: list[dict[str, str]]) -> str:
+def _render_task(rows: list[_Line]) -> str:
     one = rows[0]
     return (
         f"Measured {one['date'][:10]} on {one['cpu']} ({one['isa']}), ingot {one['ingot']}: "
@@ -79,7 +96,7 @@ def _render_task(rows: list[dict[str, str]]) -> str:
     )
 
 
-def _peer_line(row: dict[str, str]) -> tuple[str, ...]:
+def _peer_line(row: _Line) -> tuple[str, ...]:
     if row["missing"]:
         return (row["system"], f"missing: {row['missing']}", *("-" for _ in _PEERS[2:]))
     return (
@@ -87,6 +104,30 @@ def _peer_line(row: dict[str, str]) -> tuple[str, ...]:
         f"{row['tokens_per_s']} ({row['p20']} to {row['p80']})",
         *(_percent(float(row["share_of_limit"])), _times(float(row["ingot_faster"]))),
         *(f"{row['first_token_ms']} ms", f"{row['start_s']} s", f"{row['memory_mb']} MB"),
+    )
+
+
+def _render_steps(rows: list[_Line]) -> str:
+    one = rows[0]
+    return (
+        f"Measured {one['date'][:10]} on {one['cpu']} ({one['isa']}), torch {one['torch']}, ingot "
+        f"{one['ingot']}: {one['model']}, {one['batch']} x {one['length']} tokens a step, "
+        f"{one['rounds']} rounds.\n\n" + _table(_TRAIN, map(_step_line, rows))
+    )
+
+
+def _step_line(row: _Line) -> tuple[str, ...]:
+    if row["missing"]:
+        return (row["system"], f"missing: {row['missing']}", *("-" for _ in _TRAIN[2:]))
+    memory = ("peak_memory_bytes", "step_memory_bytes", "activation_memory_bytes")
+    return (
+        *(row["system"], row["version"], row["precision"]),
+        options(row["recompute"], row["moments"]) or "-",
+        f"{row['tokens_per_s']} ({row['p20']} to {row['p80']})",
+        _percent(float(row["share_of_limit"])) if row["share_of_limit"] else "-",
+        _times(float(row["ingot_faster"])) if row["ingot_faster"] else "-",
+        *(f"{1e3 * float(row[part + '_s']):.0f} ms" for part in ("forward", "backward", "update")),
+        *(f"{int(row[part]) / 1e9:.2f} GB" for part in memory),
     )
 
 

@@ -2,9 +2,10 @@
 
     rows = compare(CONTENDERS, directory, Task(batch=4, length=512, rounds=5), peaks())
 
-**Contenders** are those of `ingot.bench.trainee`, and ingot in float32 and with activations that
-are computed again. One that is not installed or fails has a row that says why; so has one whose
-losses are not the first contender's to a hundredth: it computes something else.
+**Contenders** are those of `ingot.bench.trainee`, and ingot in float32, with activations that are
+computed again and with AdamW's moments in bfloat16. One that is not installed or fails has a row
+that says why; so has one whose losses are not the first contender's to a hundredth: it computes
+something else.
 
 **Turns.** In each round every contender has a process of its own, one after another, so that all
 meet the same neighbours and none takes memory from another. It makes two steps that do not count
@@ -57,19 +58,20 @@ _Bytes = Annotated[int, msgspec.Meta(gt=0, le=2**50)]
 class Contender:
     """Who takes part.
 
-    >>> Contender(system="ingot", recompute="full").name
-    'ingot bf16 recompute full'
+    >>> Contender(system="ingot", recompute="full", moments="bf16").name
+    'ingot bf16 recompute full, moments bf16'
     """
 
     system: str
     precision: str = "bf16"
     recompute: str = "none"
+    moments: str = "fp32"
+    """The dtype of AdamW's."""
 
     @property
     def name(self) -> str:
         """What it is called in a list."""
-        again = "" if self.recompute == "none" else f" recompute {self.recompute}"
-        return f"{self.system} {self.precision}{again}"
+        return f"{self.system} {self.precision} {options(self.recompute, self.moments)}".strip()
 
     def missing(self) -> str | None:
         """Why it cannot take part, if that can be known before."""
@@ -77,6 +79,16 @@ class Contender:
             if importlib.util.find_spec(package) is None:
                 return f"{package} is not installed: pip install {package}"
         return None
+
+
+def options(recompute: str, moments: str) -> str:
+    """What is not as it comes; nothing if all is.
+
+    >>> options("full", "fp32")
+    'recompute full'
+    """
+    again = [f"recompute {recompute}"] * (recompute != "none")
+    return ", ".join(again + [f"moments {moments}"] * (moments != "fp32"))
 
 
 OURS = Contender(system="ingot")
@@ -89,6 +101,8 @@ CONTENDERS = (
     FP32,
     Contender(system="ingot", recompute="selective"),
     Contender(system="ingot", recompute="full"),
+    Contender(system="ingot", moments="bf16"),
+    Contender(system="ingot", recompute="full", moments="bf16"),
 )
 
 
@@ -144,6 +158,7 @@ class Row:
     system: str
     precision: str
     recompute: str
+    moments: str
     version: str | None = None
     model: str
     batch: int
@@ -217,6 +232,7 @@ def _turn(contender: Contender, directory: Path, task: Task, logs: Path) -> Turn
             "system": contender.system,
             "precision": contender.precision,
             "recompute": contender.recompute,
+            "moments": contender.moments,
             "model": str(directory.resolve()),
             "batch": task.batch,
             "length": task.length,
@@ -272,6 +288,7 @@ def rows(
             "system": contender.system,
             "precision": contender.precision,
             "recompute": contender.recompute,
+            "moments": contender.moments,
             "model": model,
             "batch": task.batch,
             "length": task.length,
@@ -339,39 +356,49 @@ class Summary:
     """ingot's peak over that one's."""
     backward_over_forward: float | None
     bf16_over_fp32: float | None
-    recompute: dict[str, dict[str, float]]
-    """By policy: the share of the activations, of the step's own memory and of the peak that is
-    saved, and how many times as long a step takes."""
+    options: dict[str, dict[str, float | None]]
+    """Of ingot with other options: the share of the activations, of the step's own memory and of
+    the peak that each saves, how many times as long a step takes, and how it then compares with
+    the best peer."""
 
 
 def summary(found: Sequence[Row]) -> Summary:
     """Draw the conclusions."""
-    there = {(r.system, r.precision, r.recompute): r for r in found if not r.missing}
-    ours = there.get((OURS.system, OURS.precision, OURS.recompute))
-    fp32 = there.get((FP32.system, FP32.precision, FP32.recompute))
-    peers = [row for row in there.values() if row.system != OURS.system]
+    there = [row for row in found if not row.missing]
+    mine = {
+        (row.precision, options(row.recompute, row.moments)): row
+        for row in there
+        if row.system == OURS.system
+    }
+    ours, fp32 = mine.get((OURS.precision, "")), mine.get((FP32.precision, ""))
+    peers = [row for row in there if row.system != OURS.system]
     best = max(peers, key=lambda row: row.tokens_per_s or 0.0, default=None)
-    again = {row.recompute: row for row in there.values() if row.recompute != "none"}
+    others = {name: row for (_, name), row in mine.items() if name}
     return Summary(
         best_peer=best and best.system,
         faster=best and best.ingot_faster,
         memory=_ratio(ours, best, "peak_memory_bytes"),
         backward_over_forward=ours and _short((ours.backward_s or 0) / (ours.forward_s or 1)),
         bf16_over_fp32=fp32 and fp32.ingot_faster,
-        recompute={name: _saved(row, ours) for name, row in again.items()} if ours else {},
+        options={name: _saved(row, ours, best) for name, row in others.items()} if ours else {},
     )
 
 
-def _saved(row: Row, ours: Row) -> dict[str, float]:
+def _saved(row: Row, ours: Row, best: Row | None) -> dict[str, float | None]:
     names = ("activation_memory", "step_memory", "peak_memory")
     saved = {f"{n}_saved": _short(1 - (_ratio(row, ours, f"{n}_bytes") or 1)) for n in names}
-    return {**saved, "time": row.ingot_faster or 0.0}
+    return {
+        **saved,
+        "time": row.ingot_faster,
+        "faster": _ratio(best, row, "ingot_faster"),
+        "memory": _ratio(row, best, "peak_memory_bytes"),
+    }
 
 
 def _ratio(row: Row | None, other: Row | None, name: str) -> float | None:
     if row is None or other is None:
         return None
-    return _short(getattr(row, name) / max(getattr(other, name), 1))
+    return _short((getattr(row, name) or 0) / (getattr(other, name) or 1))
 
 
 def _short(value: float) -> float:

@@ -150,7 +150,8 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
 
     model = hf.load(task["model"], dtype=torch.float32)
     masters = Masters(model, Precision(task["precision"]), split=True)
-    optimizers = Optimizers(AdamW(lr=_LR), model, masters.weights, masters.low)
+    config = AdamW(lr=_LR, moments=task["moments"])
+    optimizers = Optimizers(config, model, masters.weights, masters.low)
     step = Timed(model, masters, optimizers, Clipper(Norm(), len(masters.weights)), Losses())
     recompute(model, task["recompute"])
     for number, (tokens_BL, targets_BL) in enumerate(_batches(task, model.config.vocab_size)):

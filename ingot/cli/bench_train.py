@@ -38,7 +38,7 @@ def train(
 ) -> None:
     """Time a step of GPT-2 124M in bfloat16 (forward, backward, update) in turns with plain
     PyTorch, torch.compile and transformers' Trainer on the same weights and batches; in float32,
-    and with activations that are computed again.
+    and with options that take less memory.
 
     Examples: `ingot bench train`, `ingot bench train ingot compile --rounds 9`,
     `ingot bench train --json` for machines.
@@ -127,8 +127,10 @@ def _table(rows: list[Row]) -> Table:
     from rich import box
     from rich.table import Table
 
+    from ingot.bench.train import options
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("system", "dtype", "recompute"):
+    for heading in ("system", "dtype", "options"):
         table.add_column(heading, no_wrap=True)
     headings = (
         "tokens/s",
@@ -145,8 +147,8 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row.tokens_per_s is not None:
-            again = "-" if row.recompute == "none" else row.recompute
-            table.add_row(row.system, row.precision, again, *_cells(row))
+            others = options(row.recompute, row.moments).replace(", ", "\n")
+            table.add_row(row.system, row.precision, others, *_cells(row))
     return table
 
 
@@ -175,9 +177,10 @@ def _conclusions(found: Summary) -> list[str]:
         lines.append(f"the backward takes {found.backward_over_forward:.2f} forwards")
     if found.bf16_over_fp32 is not None:
         lines.append(f"bf16 is {found.bf16_over_fp32:.2f}x as fast as fp32")
-    for policy, saved in found.recompute.items():
+    for name, of in found.options.items():
+        beside = f"; {of['memory']:.2f} of the best other's memory" if of["memory"] else ""
         lines.append(
-            f"recompute {policy}: {saved['activation_memory_saved']:.0%} of activations saved, "
-            f"{saved['step_memory_saved']:.0%} of the step's memory, {saved['time']:.2f}x the time"
+            f"{name}: {of['activation_memory_saved']:.0%} of activations saved, "
+            f"{of['peak_memory_saved']:.0%} of the peak, {of['time'] or 0:.2f}x the time{beside}"
         )
     return lines

@@ -157,6 +157,8 @@ class SOAP:
 
 Config = AdamW | SGD | Muon | Lion | LAMB | LARS | SOAP
 
+Part = torch.optim.Optimizer | adamw.AdamW
+
 _OURS: dict[type, Any] = {Lion: lion.Lion, LAMB: lamb.LAMB, LARS: lars.LARS, SOAP: soap.SOAP}
 
 
@@ -262,7 +264,7 @@ class Optimizers:
                     part.state[weight] = {key: value.clone() for key, value in found.items()}
 
 
-def _move(part: torch.optim.Optimizer, grads: dict[Tensor, tuple[Tensor, float]]) -> None:
+def _move(part: Part, grads: dict[Tensor, tuple[Tensor, float]]) -> None:
     """Have an optimizer move these weights, and no others."""
     if isinstance(part, adamw.AdamW):
         part.move(grads)
@@ -290,7 +292,7 @@ def _parts(
     decay: Mapping[str, bool],
     hidden: set[str],
     low: Mapping[Tensor, Tensor],
-) -> Iterator[torch.optim.Optimizer]:
+) -> Iterator[Part]:
     if isinstance(config, Muon | SOAP):
         rest = {name: weight for name, weight in weights.items() if name not in hidden}
         matrices = [weight for name, weight in weights.items() if name in hidden]

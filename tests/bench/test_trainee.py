@@ -48,6 +48,7 @@ def test_a_step_learns(system: str, gpt2: Path, monkeypatch: pytest.MonkeyPatch)
         "model": str(gpt2),
         "precision": "bf16",
         "recompute": "none",
+        "moments": "fp32",
         "batch": 2,
         "length": 9,
         "steps": 8,

@@ -4,10 +4,12 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ingot.bench.results import append, prepare
+from ingot.bench.train import Row
 from tests.bench.row import ROW, RUN
 from tools import measured
 
@@ -33,6 +35,7 @@ def test_the_page_shows_the_op_as_it_is_called_and_where(results: Path) -> None:
 def test_without_a_run_the_page_says_so(results: Path) -> None:
     assert measured.on_page_markdown(measured.PLACE, PAGE) == "No run is kept yet."
     assert measured.on_page_markdown(measured.PEERS_PLACE, PAGE) == "No run is kept yet."
+    assert measured.on_page_markdown(measured.TRAIN_PLACE, PAGE) == "No run is kept yet."
 
 
 def test_the_peers_of_the_last_run_are_shown(results: Path) -> None:
@@ -55,6 +58,38 @@ def test_the_peers_of_the_last_run_are_shown(results: Path) -> None:
     assert "| gone | missing: not installed | - |" in text
     assert "older" not in text
     assert "Measured 2026-11-13 on Xeon (amx), ingot 0.1: m, 8 x 16 tokens in" in text
+
+
+def test_the_steps_of_the_last_run_are_shown(results: Path) -> None:
+    path = results.parent / "train.csv"
+    prepare(path, Row)
+    task: dict[str, Any] = {"model": "gpt2", "batch": 4, "length": 512, "rounds": 3}
+    speed: dict[str, Any] = {
+        "tokens_per_s": 700.0,
+        "p20": 600.0,
+        "p80": 800.0,
+        "share_of_limit": 0.2,
+    }
+    parts: dict[str, Any] = {
+        "ingot_faster": 1.0,
+        "forward_s": 1.0,
+        "backward_s": 1.5,
+        "update_s": 0.2,
+    }
+    names = ("peak", "step", "activation")
+    memory: dict[str, Any] = {
+        f"{name}_memory_bytes": 10**9 * gb for gb, name in enumerate(names, 1)
+    }
+    kind = {"system": "ingot", "precision": "bf16", "recompute": "full", "moments": "fp32"}
+    row = Row(**kind, **task, **speed, **parts, **memory, version="0.1")
+    append(path, replace(RUN, date="2026-11-13"), [replace(row, system="older")])
+    append(path, RUN, [row, Row(**{**kind, "system": "gone"}, **task, missing="why")])
+    text = measured.on_page_markdown(measured.TRAIN_PLACE, PAGE)
+    assert "Measured 2026-11-15 on Xeon, 2 cores (amx), torch 2, ingot 0.1: gpt2, 4 x 512" in text
+    line = "| ingot | 0.1 | bf16 | recompute full | 700.0 (600.0 to 800.0) | 20% | 1.00x | "
+    assert line + "1000 ms | 1500 ms | 200 ms | 1.00 GB | 2.00 GB | 3.00 GB |" in text
+    assert "| gone | missing: why | - |" in text
+    assert "older" not in text
 
 
 def test_other_pages_are_left_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,21 +17,19 @@ from ingot.train.adamw import AdamW
 
 
 def test_a_weight_without_a_gradient_stays() -> None:
-    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    used.grad = torch.tensor([1.0, -2.0])
-    optimizer = AdamW([used, unused], lr=0.5)
-    optimizer.step()
-    torch.testing.assert_close(used.detach(), torch.tensor([0.5, 1.5]))
+    used, unused = (torch.ones(2) for _ in range(2))
+    optimizer = AdamW([{"params": [used, unused]}], lr=0.5)
+    optimizer.move({used: (torch.tensor([1.0, -2.0]), 1.0)})
+    torch.testing.assert_close(used, torch.tensor([0.5, 1.5]))
     assert unused.tolist() == [1.0, 1.0]
     assert unused not in optimizer.state
 
 
 @pytest.mark.parametrize(("moments", "dtype"), adamw.MOMENTS.items())
 def test_moments_are_in_the_dtype_that_is_asked_for(moments: str, dtype: torch.dtype) -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    optimizer = AdamW([weight], moments=moments)
-    optimizer.step()
+    weight = torch.ones(2)
+    optimizer = AdamW([{"params": [weight]}], moments=moments)
+    optimizer.move({weight: (torch.ones(2), 1.0)})
     assert {optimizer.state[weight][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {dtype}
 
 
@@ -56,9 +56,35 @@ def test_halves_move_as_a_float32_does(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     master = torch.randn(40, generator=random)
     high, low = split(master)
-    whole, parts = AdamW([master], lr=1e-3), AdamW([high], lr=1e-3, low={high: low})
+    whole = AdamW([{"params": [master]}], lr=1e-3)
+    parts = AdamW([{"params": [high]}], lr=1e-3, low={high: low})
     for _ in range(5):
         grad = torch.randn(40, generator=random).to(dtype)
         whole.move({master: (grad, 0.5)})  # a gradient in bfloat16 of a float32 is widened
         parts.move({high: (grad, 0.5)})
     assert torch.equal(join(high, low), master)
+
+
+def test_a_step_does_not_load_the_compiler_of_torch() -> None:
+    code = """
+import sys
+import torch
+from ingot.data import TokenBatch
+from ingot.nn import Decoder, preset
+from ingot.train.clip import Clipper, Norm
+from ingot.train.optimizer import AdamW, Optimizers
+from ingot.train.precision import Masters, Precision
+from ingot.train.recompute import recompute
+from ingot.train.step import Losses, Step
+
+for policy in ("none", "selective", "full"):
+    model = Decoder.new(preset("tiny"), seed=0)
+    recompute(model, policy)
+    masters = Masters(model, Precision.BF16, split=True)
+    optimizers = Optimizers(AdamW(), model, masters.weights, masters.low)
+    step = Step(model, masters, optimizers, Clipper(Norm(), len(masters.weights)), Losses())
+    step.gradients([TokenBatch(torch.arange(3), torch.tensor([1, 2, -100]), [3], [])], 0)
+    step.update(1.0)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
