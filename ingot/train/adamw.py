@@ -15,7 +15,6 @@ gradient, lower half and moments; 2 + 2 + 2 + 8). DeepSeek-V3 (2024) was trained
 # pyright: basic
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,8 +50,11 @@ class AdamW:
     ) -> None:
         shared = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.param_groups = [{**shared, **group} for group in groups]
-        self.state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-        self._moments, self._low = MOMENTS[moments], low or {}
+        self._low = low or {}
+        # Now and not at the first step: between what a step leaves they would make it holes, and
+        # what fits into none of them, 0.1 GB for GPT-2 124M.
+        weights = (weight for group in self.param_groups for weight in group["params"])
+        self.state = {weight: _fresh(weight, MOMENTS[moments]) for weight in weights}
 
     @torch.no_grad()
     def move(self, grads: Mapping[Tensor, tuple[Tensor, float]]) -> None:
@@ -63,7 +65,7 @@ class AdamW:
         for group in self.param_groups:
             calls: dict[tuple[int, float], list[Tensor]] = {}
             for weight in (weight for weight in group["params"] if weight in grads):
-                state = self._state(weight)
+                state = self.state[weight]
                 state["step"] += 1
                 calls.setdefault((int(state["step"]), grads[weight][1]), []).append(weight)
             beta1, beta2 = group["betas"]
@@ -83,14 +85,11 @@ class AdamW:
                     factor,
                 )
 
-    def _state(self, weight: Tensor) -> dict[str, Tensor]:
-        """The state of a weight, by torch's names; 0 at first."""
-        state = self.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(weight, dtype=self._moments)
-        return state
+
+def _fresh(weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state of a weight before its first step, by torch's names."""
+    moments = {name: torch.zeros_like(weight, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.int64), **moments}
 
 
 def _fitting(grad: Tensor, weight: Tensor) -> Tensor:

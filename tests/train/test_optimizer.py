@@ -197,7 +197,7 @@ def test_every_gradient_is_used_once_and_others_stay(config: Any) -> None:
         assert parameter.grad is None
         assert torch.equal(parameter, before[name]) == (name in ("0.weight", "3.weight")), name
     steps = [int(value) for name, value in optimizers.state().items() if name.endswith("|step")]
-    assert set(steps) <= {1}
+    assert set(steps) <= {0, 1}
 
 
 def test_only_adamw_moves_masters_in_two_parts() -> None:
