@@ -128,9 +128,12 @@ class Masters:
         """Go on from a state that `state` gave in another process."""
         with torch.no_grad():
             for name, weight in self.weights.items():
-                weight.copy_(state[name])
-            for name, half in self.low.items():
-                half.copy_(state[f"{name}|low"])
+                high, low = state[name], state.get(f"{name}|low")
+                if name in self.low:
+                    if low is None:  # whole, as masters were before they had two parts
+                        high, low = halves(high.float())
+                    self.low[name].copy_(low)
+                weight.copy_(high)
         scale, good = state["|scale"].tolist()
         self.scale, self._good = scale, int(good)
         self.publish()

@@ -95,6 +95,18 @@ def test_a_model_of_any_dtype_is_split(given: torch.dtype) -> None:
     assert torch.equal(join(model.weight.detach(), masters.low["weight"]), before)
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_masters_go_on_from_halves_and_from_whole_ones(split: bool) -> None:
+    torch.manual_seed(0)
+    given = nn.Linear(30, 20)
+    before = given.weight.detach().clone()
+    saved = Masters(given, Precision.BF16, split=split)
+    masters = Masters(model := nn.Linear(30, 20), Precision.BF16, split=True)
+    masters.load(saved.state())
+    assert torch.equal(model.weight, given.weight)
+    assert torch.equal(join(model.weight.detach(), masters.low["weight"]), before)
+
+
 def test_the_scale_halves_on_overflow_and_grows_again() -> None:
     masters = Masters(nn.Linear(3, 2), Precision.FP16)
     assert masters.scale == 2.0**16
