@@ -35,6 +35,8 @@ from ingot.train.pieces import pieces
 
 _LR = (0.0, 1e3)
 _SHARE = (0.0, 1.0)
+# Half a unit of bfloat16 is up to 2^-8 of a number: what is 1 - beta of it has to be more.
+_LARGEST_BETA_IN_BF16 = 0.99
 
 
 def _betas(of: Any) -> None:
@@ -61,6 +63,12 @@ class AdamW:
     def __post_init__(self) -> None:
         within(self, lr=_LR, eps=_SHARE, weight_decay=_LR)
         _betas(self)
+        if self.moments == "bf16" and max(self.betas) > _LARGEST_BETA_IN_BF16:
+            raise ConfigError(
+                f"betas are {self.betas}, and moments in bf16",
+                remedy=f"give betas up to {_LARGEST_BETA_IN_BF16}: beyond, what a step takes from "
+                "a moment is lost in rounding; or moments = 'fp32'",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ingot import ops
+from ingot.core.errors import ConfigError
 from ingot.ops.adamw import join, split
 from ingot.train import adamw
+from ingot.train import optimizer as configs
 from ingot.train.adamw import AdamW
 
 
@@ -63,6 +65,28 @@ def test_halves_move_as_a_float32_does(dtype: torch.dtype) -> None:
         whole.move({master: (grad, 0.5)})  # a gradient in bfloat16 of a float32 is widened
         parts.move({high: (grad, 0.5)})
     assert torch.equal(join(high, low), master)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.95, 0.99])
+def test_moments_in_bf16_are_forgotten_like_others(beta: float) -> None:
+    """Whatever the number is: half a unit of bfloat16 is not the same share of all."""
+    start = 1 + torch.arange(128) / 128
+    weight, none = torch.zeros(128), torch.zeros(128)
+    optimizer = AdamW([{"params": [weight]}], betas=(beta, beta), moments="bf16")
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[weight][name].copy_(start)
+    for _ in range(5):
+        optimizer.move({weight: (none, 1.0)})
+    for name in ("exp_avg", "exp_avg_sq"):
+        left = optimizer.state[weight][name].float() / start
+        assert left.max() < beta**2.5
+        assert left.min() > beta**10
+
+
+def test_betas_that_bf16_would_hold_where_they_are_are_refused() -> None:
+    with pytest.raises(ConfigError, match="moments in bf16"):
+        configs.AdamW(betas=(0.9, 0.999), moments="bf16")
+    configs.AdamW(betas=(0.9, 0.99), moments="bf16")
 
 
 def test_a_step_does_not_load_the_compiler_of_torch() -> None:
