@@ -80,7 +80,8 @@ inline void advise([[maybe_unused]] const void* from, size_t bytes, [[maybe_unus
   if (bytes < LARGE) return;
 #if defined(__linux__)
   constexpr uintptr_t PAGE = 4096;
-  uintptr_t begin = (uintptr_t(from) + PAGE - 1) / PAGE * PAGE, end = (uintptr_t(from) + bytes) / PAGE * PAGE;
+  uintptr_t begin = (uintptr_t(from) + PAGE - 1) / PAGE * PAGE;
+  uintptr_t end = (uintptr_t(from) + bytes) / PAGE * PAGE;
   madvise((void*)begin, end - begin, pages == Pages::HUGE ? MADV_HUGEPAGE : MADV_DONTNEED);
 #endif
 }
@@ -112,12 +113,13 @@ inline void free_block(void* aligned, void*) {
 inline Tensor made(std::span<const int64_t> sizes, ScalarType dtype) {
   constexpr size_t LARGE = 1 << 20;
   std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i--; stride *= std::max<int64_t>(sizes[i], 1)) strides[i] = stride;
+  int64_t stride = 1, count = 1;
+  for (size_t i = sizes.size(); i--; stride *= std::max<int64_t>(sizes[i], 1))
+    strides[i] = stride, count *= sizes[i];
   int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t cpu = aoti_torch_device_type_cpu(), layout = aoti_torch_layout_strided();
   bool floats = dtype == ScalarType::Float || dtype == ScalarType::BFloat16;  // others are small
-  size_t bytes = stride * (dtype == ScalarType::BFloat16 ? sizeof(bf16) : sizeof(float));
+  size_t bytes = count * (dtype == ScalarType::BFloat16 ? sizeof(bf16) : sizeof(float));
   AtenTensorHandle handle;
   // The sanitizer has to see where a tensor ends.
   void* at = SANITIZED || !floats || bytes < LARGE ? nullptr : block(bytes);
