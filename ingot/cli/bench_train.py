@@ -113,11 +113,11 @@ def _print(rows: list[Row], found: Summary, run: Run) -> None:
     for line in _conclusions(found):
         console.print(line, highlight=False)
     console.print(
-        f"\n{one.model}, {one.batch} x {one.length} tokens a step, {one.rounds} rounds. Times in "
-        "ms. GB: the most memory; step: of it what is not held between steps; kept: what a forward "
-        "leaves for the backward. limit: 6 FLOPs for each parameter "
-        f"and token, of the machine's matmul peak in that dtype.\n{run.date}, {run.cpu} "
-        f"({run.isa}), torch {run.torch}, ingot {run.ingot}.",
+        f"\n{one.model}, {one.batch} x {one.length} tokens a step, {one.rounds} rounds. selective, "
+        "full: what is computed again. fwd, bwd, upd: forward, backward, update in ms. GB: the "
+        "most memory; step: of it what is not held between steps; kept: what a forward leaves for "
+        "the backward. limit: 6 FLOPs for each parameter and token, of the machine's matmul peak "
+        f"in that dtype.\n{run.date}, {run.cpu} ({run.isa}), torch {run.torch}, ingot {run.ingot}.",
         highlight=False,
     )
 
@@ -136,9 +136,9 @@ def _table(rows: list[Row]) -> Table:
         "tokens/s",
         "limit",
         "ingot is",
-        "forward",
-        "backward",
-        "update",
+        "fwd",
+        "bwd",
+        "upd",
         "GB",
         "step",
         "kept",
@@ -147,7 +147,9 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row.tokens_per_s is not None:
-            others = options(row.recompute, row.moments).replace(", ", "\n")
+            others = (
+                options(row.recompute, row.moments).replace("recompute ", "").replace(", ", "\n")
+            )
             table.add_row(row.system, row.precision, others, *_cells(row))
     return table
 
