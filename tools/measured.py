@@ -29,10 +29,7 @@ _PEERS = (
     *("system", "version", "dtype", "tokens/s", "share of limit", "ingot is"),
     *("first token", "start", "memory"),
 )
-_TRAIN = (
-    *("system", "version", "dtype", "options", "tokens/s", "share of limit", "ingot is"),
-    *("forward", "backward", "update", "peak", "of it the step's", "kept"),
-)
+_TRAIN = ("system", "tokens/s", "limit", "ingot is", "fwd, bwd, upd in ms", "GB, step, kept")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -119,15 +116,15 @@ def _render_steps(rows: list[_Line]) -> str:
 def _step_line(row: _Line) -> tuple[str, ...]:
     if row["missing"]:
         return (row["system"], f"missing: {row['missing']}", *("-" for _ in _TRAIN[2:]))
-    memory = ("peak_memory_bytes", "step_memory_bytes", "activation_memory_bytes")
+    others = options(row["recompute"], row["moments"])
+    parts, memory = ("forward", "backward", "update"), ("peak", "step", "activation")
     return (
-        *(row["system"], row["version"], row["precision"]),
-        options(row["recompute"], row["moments"]) or "-",
+        f"{row['system']} {row['version']}, {row['precision']}" + (others and f", {others}"),
         f"{row['tokens_per_s']} ({row['p20']} to {row['p80']})",
         _percent(float(row["share_of_limit"])) if row["share_of_limit"] else "-",
         _times(float(row["ingot_faster"])) if row["ingot_faster"] else "-",
-        *(f"{1e3 * float(row[part + '_s']):.0f} ms" for part in ("forward", "backward", "update")),
-        *(f"{int(row[part]) / 1e9:.2f} GB" for part in memory),
+        ", ".join(f"{1e3 * float(row[f'{part}_s']):.0f}" for part in parts),
+        ", ".join(f"{int(row[f'{part}_memory_bytes']) / 1e9:.2f}" for part in memory),
     )
 
 

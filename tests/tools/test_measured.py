@@ -86,8 +86,8 @@ def test_the_steps_of_the_last_run_are_shown(results: Path) -> None:
     append(path, RUN, [row, Row(**{**kind, "system": "gone"}, **task, missing="why")])
     text = measured.on_page_markdown(measured.TRAIN_PLACE, PAGE)
     assert "Measured 2026-11-15 on Xeon, 2 cores (amx), torch 2, ingot 0.1: gpt2, 4 x 512" in text
-    line = "| ingot | 0.1 | bf16 | recompute full | 700.0 (600.0 to 800.0) | 20% | 1.00x | "
-    assert line + "1000 ms | 1500 ms | 200 ms | 1.00 GB | 2.00 GB | 3.00 GB |" in text
+    line = "| ingot 0.1, bf16, recompute full | 700.0 (600.0 to 800.0) | 20% | 1.00x | "
+    assert line + "1000, 1500, 200 | 1.00, 2.00, 3.00 |" in text
     assert "| gone | missing: why | - |" in text
     assert "older" not in text
 
