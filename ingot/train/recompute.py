@@ -2,7 +2,7 @@
 
     none       everything is kept: the most memory, no time
     selective  of each block all is kept but the results of norms and rotations and what is inside
-               its MLP: half the memory, a product in twelve more
+               its MLP: about half the memory, the first product of each MLP once more
     full       of each block only its input is kept: the least memory, one more forward
 
 For models with `blocks`, as the decoder has. The ops are exact, so what is computed again is the
