@@ -42,7 +42,7 @@ for wrong in (lambda: x + torch.ones(2, 2), lambda: x.numpy(), lambda: torch.cat
 def test_serving_there_is_certified() -> None:
     code = """
 from ingot.nn import Decoder, preset
-from ingot.serve.verify import verify
+from ingot.serving.verify import verify
 found = verify(Decoder.new(preset("tiny"), seed=0).to(far.DEVICE), schedules=6)
 print(found.bits_equal, found.logprobs > 100, found.accepted_tokens > 0)
 """
@@ -53,9 +53,9 @@ def test_penalties_bias_and_tokens_told_work_there() -> None:
     """What is drawn is what is drawn here."""
     code = """
 from ingot.nn import Decoder, preset
-from ingot.serve.engine import Engine
-from ingot.serve.request import Options, Request
-from ingot.serve.scheduler import Limits
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.request import Options, Request
+from ingot.serving.engine.scheduler import Limits
 
 def tokens(device):
     engine = Engine(Decoder.new(preset("tiny"), seed=0).to(device), limits=Limits(blocks=16))

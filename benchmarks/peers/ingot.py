@@ -11,8 +11,8 @@ from peers.talk import Peer, Prompts, serve
 def load(model: Path) -> Peer:
     """As the server does, without HTTP and without an end of text."""
     import ingot
-    from ingot.serve.engine import Engine
-    from ingot.serve.request import Options, Request
+    from ingot.serving.engine.engine import Engine
+    from ingot.serving.engine.request import Options, Request
 
     decoder = ingot.load(model).decoder
     dtype = str(decoder.embed.weight.dtype).removeprefix("torch.")

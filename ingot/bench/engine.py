@@ -24,9 +24,9 @@ from ingot.core.errors import IngotError
 from ingot.interop.model import Model
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import KVSpec
-from ingot.serve.engine import Engine
-from ingot.serve.propose import Lookup
-from ingot.serve.request import Options, Request
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.request import Options, Request
+from ingot.serving.engine.speculate import Lookup
 
 # Words that a model has no reason to write but for the copy.
 TEXT = (

@@ -10,7 +10,7 @@ import numpy as np
 
 from ingot.bench.results import Run
 from ingot.bench.serve import Answer
-from ingot.serve.simulate import Goal
+from ingot.serving.simulate import Goal
 
 
 def draw(answers: list[Answer], goal: Goal, run: Run, path: Path) -> None:

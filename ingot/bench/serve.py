@@ -40,11 +40,11 @@ import msgspec
 import numpy as np
 
 from ingot.core.errors import ConfigError, IngotError
-from ingot.serve.request import Options, Reason, Request
-from ingot.serve.simulate import PERCENTILES, Goal, Outcome, Trace
+from ingot.serving.engine.request import Options, Reason, Request
+from ingot.serving.simulate import PERCENTILES, Goal, Outcome, Trace
 
 if TYPE_CHECKING:
-    from ingot.serve.engine import Engine
+    from ingot.serving.engine.engine import Engine
 
 VOCABULARY = 256
 _START = 120.0  # seconds that a server may take to load

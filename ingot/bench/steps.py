@@ -18,9 +18,9 @@ import numpy as np
 
 from ingot.bench.serve import Load, on_engine
 from ingot.nn import Decoder
-from ingot.serve.engine import Engine
-from ingot.serve.scheduler import Limits, Work
-from ingot.serve.simulate import Costs, Trace, counted
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.scheduler import Limits, Work
+from ingot.serving.simulate import Costs, Trace, counted
 
 # Clients at once, and the tokens of their prompts.
 _KINDS = ((1, 64), (2, 256), (4, 32), (8, 256), (16, 64), (32, 128))

@@ -3,7 +3,7 @@
 It makes some steps, and says what they took as one line of JSON on stdout. The task is a
 JSON object, as `ingot.bench.train` makes it.
 
-    ingot      `ingot.train`'s own step: bf16 weights with masters of 32 bits, or float32
+    ingot      `ingot.training`'s own step: bf16 weights with masters of 32 bits, or float32
     eager      `ingot.bench.plain` as it is, float32 weights, bf16 by autocast
     compile    the same under torch.compile
     trainer    transformers' own GPT-2 and its Trainer, bf16 by its option
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from ingot.bench import plain
 from ingot.data import TokenBatch
-from ingot.train.optimizer import AdamW, Optimizers, decays
+from ingot.training.optimizer import AdamW, Optimizers, decays
 
 WARM = 2
 _LR = 1e-4
@@ -137,10 +137,10 @@ def _trim() -> None:
 def ingot(task: dict[str, Any], clock: Clock) -> str:
     """Our own step."""
     from ingot.interop import hf
-    from ingot.train.clip import Clipper, Norm
-    from ingot.train.precision import Masters, Precision
-    from ingot.train.recompute import recompute
-    from ingot.train.step import Batch, Losses, Step
+    from ingot.training.clip import Clipper, Norm
+    from ingot.training.precision import Masters, Precision
+    from ingot.training.recompute import recompute
+    from ingot.training.step import Batch, Losses, Step
 
     class Timed(Step):
         def _losses(self, piece: Batch, step: int, index: int, slope: float) -> Tensor:

@@ -15,11 +15,11 @@ import ingot
 from ingot.cli.simulate import outcome_table
 from ingot.core import log
 from ingot.core.errors import ConfigError
-from ingot.serve.simulate import Goal, Trace
+from ingot.serving.simulate import Goal, Trace
 
 if TYPE_CHECKING:
     from ingot.bench.serve import Answer, Load
-    from ingot.serve.engine import Engine
+    from ingot.serving.engine.engine import Engine
 
 _TRACE = Trace(requests=256, rate=4.0, output=128, shared=0.0, spread=0.0)
 
@@ -104,7 +104,7 @@ def _answers(
 
 def _engine(directory: Path) -> Engine:
     from ingot.interop import hf
-    from ingot.serve.engine import Engine
+    from ingot.serving.engine.engine import Engine
 
     return Engine(hf.load(directory))
 

@@ -17,10 +17,10 @@ from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger, setup, stderr
 
 if TYPE_CHECKING:
-    from ingot.serve.output import Stats
-    from ingot.serve.server import Server
+    from ingot.serving.engine.output import Stats
+    from ingot.serving.server.server import Server
 
-_log = logger("ingot.serve")
+_log = logger("ingot.serving")
 
 
 def serve(
@@ -41,7 +41,8 @@ def serve(
     Ctrl-C or SIGTERM finishes the requests that are inside, and leaves; twice leaves at once.
 
     Examples: `ingot serve smollm2`, `ingot serve smollm2 --host 0.0.0.0 --api-key-file keys.txt`
-    (`python -m ingot.serve.keys NAME >> keys.txt` makes a key), `ingot serve smollm2 --log json`.
+    (`python -m ingot.serving.server.keys NAME >> keys.txt` makes a key),
+    `ingot serve smollm2 --log json`.
 
     Args:
         directory: A model directory, as `ingot import` makes.
@@ -61,8 +62,8 @@ def serve(
     try:
         import uvicorn  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-        from ingot.serve.keys import Keys
-        from ingot.serve.server import Config, Server
+        from ingot.serving.server.keys import Keys
+        from ingot.serving.server.server import Config, Server
     except ImportError as error:
         raise IngotError(
             f"the server needs {error.name}", remedy="pip install 'ingot[serve]'"
@@ -132,7 +133,7 @@ async def _serve(server: Server, started: float) -> None:
 
     server.started = greet
     if live:  # a line for each request would be too many
-        logger("ingot.serve.access").setLevel("WARNING")
+        logger("ingot.serving.access").setLevel("WARNING")
     addresses = {"address": server.address, "control": server.control_address}
     _log.info("listening at %s; loading", server.address, extra={"fields": addresses})
     if server.exposed and server.service.keys is None:

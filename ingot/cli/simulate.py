@@ -11,9 +11,9 @@ import tyro
 
 from ingot.core import log
 from ingot.core.errors import ConfigError, IngotError
-from ingot.serve.scheduler import Limits
-from ingot.serve.simulate import Costs, Goal, Outcome, Report, Trace
-from ingot.serve.simulate import simulate as run
+from ingot.serving.engine.scheduler import Limits
+from ingot.serving.simulate import Costs, Goal, Outcome, Report, Trace
+from ingot.serving.simulate import simulate as run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,7 +106,7 @@ def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Out
     """What came of the same load on the engine."""
     from ingot.bench import serve
     from ingot.interop import hf
-    from ingot.serve.engine import Engine
+    from ingot.serving.engine.engine import Engine
 
     engine = Engine(hf.load(directory), limits=limits)
     with log.progress("serving", trace.requests) as bar:

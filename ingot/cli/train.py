@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from ingot.data import Corpus
     from ingot.nn import Decoder
-    from ingot.train.checkpoint import Checkpoint
-    from ingot.train.recipe import Recipe
-    from ingot.train.trainer import Trainer
+    from ingot.training.checkpoint import Checkpoint
+    from ingot.training.recipe import Recipe
+    from ingot.training.trainer import Trainer
 
 MODEL = "model"
 
@@ -57,7 +57,7 @@ def train(
         json: Print the result as JSON.
     """
     from ingot.observe.board import Board
-    from ingot.train.recipe import Recipe
+    from ingot.training.recipe import Recipe
 
     wanted = config.load(Recipe, recipe, overrides)
     directory = _directory(wanted.name, run, resume or export is not None)
@@ -113,7 +113,7 @@ def _directory(name: str, run: Path | None, resume: bool) -> Path:
 
 
 def _trainer(recipe: Recipe, directory: Path) -> Trainer:
-    from ingot.train.trainer import Trainer
+    from ingot.training.trainer import Trainer
 
     model = None
     if recipe.start is not None:
@@ -165,7 +165,7 @@ def _write(model: nn.Module, recipe: Recipe, corpus: Corpus | None, step: int, p
 def _exported(directory: Path, path: Path) -> dict[str, Any]:
     """Write the model of a run as it was at its newest whole checkpoint; the run is only read."""
     from ingot.interop import hf
-    from ingot.train.recipe import Recipe, new_model, open_data
+    from ingot.training.recipe import Recipe, new_model, open_data
 
     recipe = config.load(Recipe, directory / "recipe.toml")
     model = hf.load(recipe.start) if recipe.start else new_model(recipe)
@@ -187,7 +187,7 @@ def _exported(directory: Path, path: Path) -> dict[str, Any]:
 def _filled(model: nn.Module, directory: Path, recipe: Recipe) -> Checkpoint:
     """Give a model the weights of the newest checkpoint of a run, which may be going on."""
     from ingot.nn.weights import WeightsError
-    from ingot.train.checkpoint import Checkpoints
+    from ingot.training.checkpoint import Checkpoints
 
     kept = Checkpoints(directory / "checkpoints", recipe.keep)
     while found := kept.newest():

@@ -14,7 +14,7 @@ from ingot.core import lineage, log
 from ingot.core.device import Place, detect, require
 
 if TYPE_CHECKING:
-    from ingot.serve.verify import Certificate
+    from ingot.serving.verify import Certificate
 
 
 def verify(
@@ -40,7 +40,7 @@ def verify(
         json: Print JSON instead of lines.
     """
     from ingot.cli.generate import load
-    from ingot.serve import verify as serving
+    from ingot.serving import verify as serving
 
     require(device)
     decoder = load(directory, device).decoder

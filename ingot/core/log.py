@@ -27,8 +27,8 @@ _ROOT = "ingot"
 def logger(name: str = _ROOT) -> logging.Logger:
     """Return the logger of that name below the "ingot" logger.
 
-    >>> logger("ingot.serve").name, logger("serve").name
-    ('ingot.serve', 'ingot.serve')
+    >>> logger("ingot.serving").name, logger("serve").name
+    ('ingot.serving', 'ingot.serving')
     """
     inside = name == _ROOT or name.startswith(f"{_ROOT}.")
     return logging.getLogger(name if inside else f"{_ROOT}.{name}")

@@ -8,7 +8,7 @@ from matplotlib import image
 from ingot.bench.latency import draw
 from ingot.bench.results import Run
 from ingot.bench.serve import Answer
-from ingot.serve.simulate import Goal
+from ingot.serving.simulate import Goal
 
 
 def drawn(answers: list[Answer], path: Path) -> float:

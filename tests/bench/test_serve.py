@@ -12,9 +12,9 @@ import pytest
 from ingot.bench.serve import Answer, Load, on_engine, over_http, rate, real, report, served
 from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, preset
-from ingot.serve.engine import Engine
-from ingot.serve.scheduler import Limits
-from ingot.serve.simulate import Goal, Trace
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.scheduler import Limits
+from ingot.serving.simulate import Goal, Trace
 
 TRACE = Trace(requests=7, rate=100.0, prompt=12, output=9, spread=0.5, shared=0.5, prefix=5)
 ASKED = sum(request.max_tokens for _, request, _ in TRACE.draw())

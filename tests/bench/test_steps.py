@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from ingot.bench.serve import Load, on_engine, report
 from ingot.bench.steps import fit, solve
 from ingot.nn import Decoder, preset
-from ingot.serve.engine import Engine
-from ingot.serve.scheduler import Limits
-from ingot.serve.simulate import Costs, Goal, Trace, simulate
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.scheduler import Limits
+from ingot.serving.simulate import Costs, Goal, Trace, simulate
 
 
 @given(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ingot.cli.serve import line
-from ingot.serve.output import Stats
+from ingot.serving.engine.output import Stats
 from tests.cli.conftest import COMMAND, Run
 
 
@@ -80,7 +80,7 @@ def test_a_port_in_use_has_a_remedy(tiny: Path, ready: Run) -> None:
         (["--control", "9000"], "--control"),
         (["--requests", "0"], "requests"),
         (["--memory", "nan"], "--memory"),
-        (["--api-key-file", "none"], "ingot.serve.keys"),
+        (["--api-key-file", "none"], "ingot.serving.server.keys"),
     ],
 )
 def test_wrong_options_have_a_remedy(

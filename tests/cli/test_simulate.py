@@ -9,7 +9,7 @@ import pytest
 
 from ingot.cli.simulate import of_model
 from ingot.nn import Decoder, preset
-from ingot.serve.simulate import Costs
+from ingot.serving.simulate import Costs
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

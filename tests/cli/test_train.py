@@ -19,14 +19,14 @@ from ingot.cli.train import train
 from ingot.core import config
 from ingot.core.errors import IngotError
 from ingot.observe.metrics import NAME, read
-from ingot.train.evaluate import LOGPROBS
-from ingot.train.guard import Diverged
-from ingot.train.precision import Precision
-from ingot.train.recipe import Recipe
-from ingot.train.trainer import Trainer
+from ingot.training.evaluate import LOGPROBS
+from ingot.training.guard import Diverged
+from ingot.training.precision import Precision
+from ingot.training.recipe import Recipe
+from ingot.training.trainer import Trainer
 from tests.cli.conftest import COMMAND, Run
-from tests.serve.conftest import Served, serving
-from tests.train import runs
+from tests.serving.conftest import Served, serving
+from tests.training import runs
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -10,7 +10,7 @@ import torch
 from ingot.cli.verify import verify
 from ingot.core import lineage
 from ingot.core.errors import IngotError
-from ingot.serve import verify as serving
+from ingot.serving import verify as serving
 
 
 def test_a_certificate_is_printed_and_kept(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

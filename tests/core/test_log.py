@@ -151,6 +151,6 @@ except ZeroDivisionError:
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     first, second = map(json.loads, run.stderr.splitlines())
     assert (first["message"], first["tokens"], first["level"]) == ("two\nlines", 3, "info")
-    assert first["logger"] == "ingot.serve"
+    assert first["logger"] == "ingot.serving"
     assert datetime.fromisoformat(first["time"]).tzinfo is not None
     assert "ZeroDivisionError" in second["traceback"]

@@ -12,7 +12,7 @@ from ingot import ops
 from ingot.core.errors import OpError
 from ingot.ops.adamw import join, split
 from ingot.ops.op import prefer
-from tests.train import papers
+from tests.training import papers
 
 
 def tensors(*values: float) -> list[Tensor]:

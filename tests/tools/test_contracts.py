@@ -42,7 +42,7 @@ def test_the_package_keeps_the_contract(copy: Path) -> None:
         ("core/paths.py", "import ingot.ops.norm", "ingot.core.paths imports ingot.ops.norm"),
         ("kernels/aten/norm.py", "import ingot.cli", "ingot.kernels.aten.norm imports ingot.cli"),
         ("core/paths.py", "import ingot", "ingot.core.paths imports ingot"),
-        ("train/step.py", "import ingot.serve", "ingot.train.step imports ingot.serve"),
+        ("training/step.py", "import ingot.serving", "ingot.training.step imports ingot.serving"),
         (
             "utils/strings.py",
             "",
@@ -52,7 +52,7 @@ def test_the_package_keeps_the_contract(copy: Path) -> None:
 )
 def test_a_violation_breaks_it(copy: Path, file: str, line: str, complaint: str) -> None:
     path = copy / "ingot" / file
-    for room in ("serve", path.parent.name):
+    for room in ("serving", path.parent.name):
         if not (copy / "ingot" / room).exists() and path.parent.parent.name == "ingot":
             (copy / "ingot" / room).mkdir()
             (copy / "ingot" / room / "__init__.py").touch()

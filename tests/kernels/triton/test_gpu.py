@@ -22,7 +22,7 @@ from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
 from ingot.ops.inputs import Make
 from ingot.ops.op import Op, each
-from ingot.serve.verify import verify
+from ingot.serving.verify import verify
 
 pytestmark = [
     pytest.mark.gpu,

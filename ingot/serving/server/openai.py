@@ -1,0 +1,322 @@
+"""What OpenAI's clients send, and what is refused of it.
+
+Every number is bounded and finite, every list and string has a length; what is beyond is answered
+by 422 and its place. Fields are of three kinds:
+
+- what the engine does, `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and a few others of
+  vLLM's among them (`extra_body` of the client);
+- what OpenAI's clients send and what does not change an answer (`user`, `metadata`...): accepted
+  and ignored, by name;
+- everything else: refused by name. OpenAI does so too, and a field that is silently dropped is a
+  wrong answer that nobody notices (`logit_bais`).
+
+`Job` is what both kinds of request come down to.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from ingot.core.errors import IngotError
+from ingot.serving.engine.request import MAX_BIAS, MAX_GRAMMAR, MAX_LOGPROBS, Grammar, Options
+
+MAX_TOKENS = 1 << 20
+MAX_TEXT = 1 << 22
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP = 256
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_SECONDS = 3600.0
+DEFAULT_TOKENS = 16
+"""Of a completion; OpenAI's default. A chat may fill the model's context."""
+
+_Token = Annotated[int, Field(ge=0, lt=2**32)]
+_Tokens = Annotated[list[_Token], Field(min_length=1, max_length=MAX_TOKENS)]
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_Short = Annotated[str, Field(max_length=256)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+_Object = Annotated[dict[str, Any], Field(max_length=256)]
+
+
+def _bias(value: dict[str, float]) -> dict[str, float]:
+    for token in value:
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            raise ValueError("the keys are numbers of tokens")
+    return value
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class JsonSchema(_Strict):
+    """The schema of `response_format`."""
+
+    name: _Short = ""
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict[str, Any], alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What the text has to be; `regex` and `grammar` are ours."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"] = "text"
+    json_schema: JsonSchema | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if self.type in ("json_schema", "regex", "grammar") and getattr(self, self.type) is None:
+            raise ValueError(f"a response_format of type {self.type} needs {self.type}")
+        return self
+
+    def constraint(self) -> Grammar | None:
+        """The engine's form of it."""
+        if self.regex is not None and self.type == "regex":
+            return Grammar(kind="regex", text=self.regex)
+        if self.grammar is not None and self.type == "grammar":
+            return Grammar(kind="lark", text=self.grammar)
+        if self.json_schema is not None and self.type == "json_schema":
+            return Grammar(kind="json_schema", text=json.dumps(self.json_schema.schema_))
+        if self.type == "json_object":
+            return Grammar(kind="json_schema", text='{"type": "object"}')
+        return None
+
+
+class Asked(_Strict):
+    """The fields of both kinds."""
+
+    model: _Short = ""
+    """The name of the model; empty for the one there is."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIAS),
+            AfterValidator(_bias),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Ours, as vLLM's; 0 and -1 are all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    ignore_eos: bool = False
+    """Go on to `max_tokens`, past the model's own end."""
+    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
+    """Seconds; an answer that is not complete by then is worth nothing (504)."""
+
+    # Ignored: they do not change an answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def options(self, ends: tuple[int, ...], seed: int, **more: Any) -> Options:
+        """The engine's options; `seed` is for who gave none."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            **more,
+        }
+        grammar = None if self.response_format is None else self.response_format.constraint()
+        return Options(
+            seed=seed if self.seed is None else self.seed,
+            bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
+            ends=() if self.ignore_eos else ends,
+            grammar=grammar,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+class CompletionRequest(Asked):
+    """The body of `/v1/completions`."""
+
+    prompt: (
+        _Text
+        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_CHOICES)]
+        | _Tokens
+        | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    )
+    """Text, or tokens; or several of them."""
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    suffix: Literal[""] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _possible(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of other than n is not supported")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens of 0 needs echo")
+        if len(self.prompts()) * (self.n or 1) > MAX_CHOICES:
+            raise ValueError(f"at most {MAX_CHOICES} choices: prompts times n")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [prompt]  # pyright: ignore[reportReturnType]
+        return list(prompt)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+class Part(_Strict):
+    """A part of a message's content; text alone is understood."""
+
+    type: Literal["text"]
+    text: _Text
+
+
+class Message(BaseModel):
+    """A message. Chat templates read fields of their own, so others than these are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: _Text | Annotated[list[Part], Field(max_length=1024)] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """What a template gets: content as one text, and `developer` by its older name."""
+        found = self.model_dump(exclude_unset=True)
+        if self.content is not None and not isinstance(self.content, str):
+            found["content"] = "".join(part.text for part in self.content)
+        if self.content is None:
+            found["content"] = ""
+        if self.role == "developer":
+            found["role"] = "system"
+        return found
+
+
+class ChatRequest(Asked):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[_Object], Field(max_length=MAX_TOOLS)] | None = None
+    """Given to the model through its template; what it answers is passed on as text."""
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: _Object | None = None
+    """Variables of the template's own, as `enable_thinking`."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        taken = {"messages", "tools", "documents", "add_generation_prompt"}
+        if taken & set(self.chat_template_kwargs or {}):
+            raise ValueError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}")
+        return self
+
+    def limit(self) -> int | None:
+        """The most tokens to write, if any is given."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class EmbeddingRequest(_Strict):
+    """The body of `/v1/embeddings`."""
+
+    model: _Short = ""
+    input: _Text | Annotated[list[_Text], Field(min_length=1, max_length=MAX_CHOICES)] | _Tokens
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    user: Any = None
+
+
+class TokenizeRequest(_Strict):
+    """The body of `/tokenize`: a prompt or messages."""
+
+    model: _Short = ""
+    prompt: _Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be answered."""
+
+    chat: bool
+    """Whether in the form of a chat, or of a completion."""
+    model: str
+    prompts: list[tuple[int, ...]]
+    texts: list[str]
+    """What to say before each answer: the prompt, with echo."""
+    n: int
+    max_tokens: int
+    options: Options
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the tokens used."""
+    silent: bool = False
+    """Whether what is generated is left out: max_tokens was 0."""
+
+
+def error(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error as OpenAI's clients read it.
+
+    >>> error("too long", "invalid_request_error")["error"]["type"]
+    'invalid_request_error'
+    """
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Unprocessable(IngotError):
+    """A request that is well formed, but can never be answered here."""

@@ -1,0 +1,91 @@
+"""How good a model is on what was held out of its training."""
+
+# pyright: basic
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ingot.core.paths import replacing
+from ingot.data import TokenBatch
+from ingot.nn.loss import class_losses, token_logprobs, token_losses
+from ingot.training.step import Batch, counted
+
+LOGPROBS = "validation.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The mean loss of what counts, and the share of right classes where there are some.
+
+    >>> Score(loss=0.5, accuracy=0.75).figures()
+    {'validation_loss': 0.5, 'accuracy': 0.75}
+    """
+
+    loss: float
+    accuracy: float | None = None
+
+    def figures(self) -> dict[str, float]:
+        """As a line of metrics has them."""
+        known = {"validation_loss": self.loss, "accuracy": self.accuracy}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def batches(samples: Any, size: int, most: int) -> Iterator[Batch]:
+    """The first batches of the samples, in order."""
+    starts = range(0, len(samples), size)
+    for start in itertools.islice(starts, most):
+        yield samples.batch(range(start, min(start + size, len(samples))))
+
+
+def evaluate(model: nn.Module, samples: Any, *, batch: int, most: int) -> Score:
+    """Score the first samples, so many batches at most.
+
+    >>> from ingot.data import xor
+    >>> from ingot.nn import Dense, DenseConfig
+    >>> model = Dense.new(DenseConfig(inputs=2, hidden=(), outputs=2), seed=0)
+    >>> 0 <= evaluate(model, xor(), batch=4, most=1).accuracy <= 1
+    True
+    """
+    lost, right, count = 0.0, 0, 0
+    classes = False
+    model.eval()
+    with torch.inference_mode():
+        for piece in batches(samples, batch, most):
+            count += counted(piece)
+            if isinstance(piece, TokenBatch):
+                rows = piece.tokens, piece.targets, piece.lengths
+                lost += float(token_losses(model, *rows).double().sum())  # pyright: ignore
+            else:
+                classes, scores = True, model(piece.x)
+                lost += float(class_losses(scores, piece.y).double().sum())
+                right += int((scores.argmax(-1) == piece.y).sum())
+    model.train()
+    return Score(loss=lost / max(count, 1), accuracy=right / max(count, 1) if classes else None)
+
+
+def save_logprobs(model: nn.Module, samples: Any, directory: Path, most: int = 8) -> None:
+    """Write the log-probabilities of the first samples of text, sample by sample.
+
+    Whoever serves the model can compare: its log-probabilities are these, to the bit.
+    """
+    model.eval()
+    found: dict[str, torch.Tensor] = {}
+    with torch.inference_mode():
+        for index, piece in enumerate(batches(samples, 1, most)):
+            assert isinstance(piece, TokenBatch)
+            rows = piece.tokens, piece.targets, piece.lengths
+            found[f"{index}.tokens"] = piece.tokens
+            found[f"{index}.lengths"] = torch.tensor(piece.lengths)
+            found[f"{index}.targets"] = piece.targets
+            found[f"{index}.logprobs"] = token_logprobs(model, *rows)  # pyright: ignore
+    model.train()
+    with replacing(directory / LOGPROBS) as temporary:
+        save_file(found, temporary)

@@ -1,0 +1,86 @@
+"""LAMB: Adam whose step a layer is as long as its weights (You et al. 2019, Large Batch
+Optimization for Deep Learning: Training BERT in 76 minutes).
+
+With g the gradient, t the step from 1 on, d the weight decay and |.| the norm of a whole tensor:
+
+    m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
+    r = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    u = r + d w
+    w = w - lr |w| / |u| u
+
+Where |w| or |u| is 0 the ratio is 1. So it is in groups with `adapt=False`, as biases and norms
+are in, which the paper's own code leaves out too.
+"""
+
+# pyright: basic, reportPrivateImportUsage=false
+# torch's own optimizers are written with `torch._foreach_*`; it has no public names for them.
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.training.pieces import Pieced
+
+
+def trust_ratios(weights: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
+    """|w| / |u| of each tensor; 1 where one of them is 0.
+
+    >>> trust_ratios([torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 2.0])])
+    [tensor(2.5000)]
+    """
+    w = torch.stack(list(torch._foreach_norm(weights)))
+    u = torch.stack(list(torch._foreach_norm(moves)))
+    return list(torch.where((w > 0) & (u > 0), w / u, 1.0).unbind())
+
+
+class LAMB(Pieced):
+    """LAMB over groups of parameters, each with its `lr`, `weight_decay` and `adapt`.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = LAMB([weight], lr=0.1)
+    >>> weight.grad = torch.tensor([0.0, 2.0])
+    >>> optimizer.step()
+    >>> weight.detach()
+    tensor([3.0000, 3.5000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapt: bool = True,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps}
+        super().__init__(params, {**options, "weight_decay": weight_decay, "adapt": adapt})
+
+    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+        """Move these weights of a group."""
+        moves = self._moves(group, weights, grads)
+        if group["adapt"]:
+            torch._foreach_mul_(moves, trust_ratios(weights, moves))
+        torch._foreach_add_(weights, moves, alpha=-group["lr"])
+
+    def _moves(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]
+    ) -> list[Tensor]:
+        means, squares = self.states(weights, "mean"), self.states(weights, "square")
+        steps = [self.state[p].setdefault("step", torch.zeros(())) for p in weights]
+        (b1, b2), eps = group["betas"], group["eps"]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 1 - b1)
+        torch._foreach_mul_(squares, b2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
+        counts = [float(step) for step in steps]
+        scales = torch._foreach_div(squares, [1 - b2**t for t in counts])
+        torch._foreach_sqrt_(scales)
+        torch._foreach_add_(scales, eps)
+        moves = torch._foreach_div(means, [1 - b1**t for t in counts])
+        torch._foreach_div_(moves, scales)
+        torch._foreach_add_(moves, weights, alpha=group["weight_decay"])
+        return list(moves)

@@ -1,0 +1,64 @@
+"""LARS: momentum whose step a layer is as long as its weights (You et al. 2017, Large Batch
+Training of Convolutional Networks).
+
+With g the gradient, d the weight decay, q the trust coefficient and |.| the norm of a tensor:
+
+    r = q |w| / (|g| + d |w|)
+    v = b v + lr r (g + d w)
+    w = w - v
+
+Where |w| or |g| is 0, r is 1. So it is in groups with `adapt=False`, as biases and norms are in.
+"""
+
+# pyright: basic, reportPrivateImportUsage=false
+# torch's own optimizers are written with `torch._foreach_*`; it has no public names for them.
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ingot.training.pieces import Pieced
+
+
+class LARS(Pieced):
+    """LARS over groups of parameters, each with its `lr`, `weight_decay` and `adapt`.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = LARS([weight], lr=1.0, trust=0.1)
+    >>> weight.grad = torch.tensor([0.0, 2.0])
+    >>> optimizer.step()
+    >>> weight.detach()
+    tensor([3.0000, 3.5000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        trust: float = 1e-3,
+        weight_decay: float = 0.0,
+        adapt: bool = True,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "trust": trust}
+        super().__init__(params, {**options, "weight_decay": weight_decay, "adapt": adapt})
+
+    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+        """Move these weights of a group."""
+        velocities = self.states(weights, "velocity")
+        moves = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
+        if group["adapt"]:
+            torch._foreach_mul_(moves, _ratios(group, weights, grads))
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, moves, alpha=group["lr"])
+        torch._foreach_sub_(weights, velocities)
+
+
+def _ratios(group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> list[Tensor]:
+    w = torch.stack(list(torch._foreach_norm(weights)))
+    g = torch.stack(list(torch._foreach_norm(grads)))
+    ratios = group["trust"] * w / (g + group["weight_decay"] * w)
+    return list(torch.where((w > 0) & (g > 0), ratios, 1.0).unbind())

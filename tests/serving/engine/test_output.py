@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+
+from ingot.serving.engine.output import Logprob, Output, Stats
+from ingot.serving.engine.request import Reason
+
+OUTPUT = Output(
+    7,
+    (11, 12),
+    (Logprob(11, -0.5, ((11, -0.5), (9, -1.5))), Logprob(12, -2.0)),
+    (Logprob(3, -0.25),),
+    cached=32,
+    end=Reason.STOP,
+    error="none",
+)
+
+
+def test_outputs_and_stats_survive_the_wire() -> None:
+    stats = Stats(**{name: at for at, name in enumerate(Stats.__struct_fields__)})
+    for value, kind in (([OUTPUT, Output(1)], list[Output]), (stats, Stats)):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind) == value
+
+
+def test_whoever_passes_them_on_need_not_load_torch() -> None:
+    names = "ingot.serving.engine.output, ingot.serving.engine.scheduler"
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.core.errors import ConfigError
+from ingot.nn import Decoder, preset
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.request import Options, Request
+from ingot.serving.engine.scheduler import Limits
+from ingot.serving.engine.speculate import Draft, Lookup, Proposer
+
+BIG = Decoder.new(preset("tiny"), seed=0)
+SMALL = Decoder.new(preset("tiny"), seed=1)
+LIMITS = Limits(blocks=40, block_size=8, budget=32, max_running=6)
+
+
+@dataclass
+class Book:
+    request: Request = field(default_factory=lambda: Request(id=1, prompt=(1,), max_tokens=9))
+    tokens: list[int] = field(default_factory=list)
+
+
+def follow(tokens: list[int], most: int = 4, **options: int) -> tuple[int, ...]:
+    return Lookup(**options).propose([Book(tokens=tokens)], most)[0]
+
+
+def test_lookup_gives_what_followed_the_last_time() -> None:
+    assert follow([1, 2, 3, 4, 1, 2, 5, 1, 2], size=2) == (5, 1, 2, 5)
+    assert follow([1, 2, 3, 4, 5], size=2) == ()
+    assert follow([1, 1, 1], size=2) == (1, 1, 1, 1)
+    assert follow([7], size=2) == ()
+    assert follow(
+        [1, 2, 9, 9, 1, 2],
+        size=2,
+        most=99,
+    ) == (9, 9, 1, 2) * 3 + (9, 9, 1)
+
+
+def test_lookup_learns_as_the_text_grows_and_forgets() -> None:
+    lookup, book = Lookup(size=2), Book()
+    whole = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2, 4, 1, 2]
+    for end in range(1, len(whole) + 1):
+        book.tokens = whole[:end]
+        assert lookup.propose([book], 3)[0] == follow(book.tokens, 3, size=2)
+    lookup.forget(1)
+    assert not lookup._seen
+    lookup.forget(1)
+
+
+def text(engine: Engine, requests: list[Request]) -> dict[int, list[Any]]:
+    for request in requests:
+        engine.add(request)
+    found: dict[int, list[Any]] = {request.id: [] for request in requests}
+    while engine.busy:
+        for output in engine.step():
+            found[output.id] += zip(output.tokens, output.logprobs or (), strict=True)
+    assert engine.stats().blocks_used == 0
+    return found
+
+
+def requests() -> list[Request]:
+    random = torch.Generator().manual_seed(0)
+    found: list[Request] = []
+    for id, length in enumerate([1, 4, 17, 40, 61]):
+        prompt = tuple(torch.randint(256, (length,), generator=random).tolist())
+        options = Options(
+            temperature=(0.0, 0.6, 1.0)[id % 3],
+            seed=id,
+            logprobs=1,
+            frequency_penalty=0.5 if id == 3 else 0.0,
+            ends=(200, 201) if id == 2 else (),
+        )
+        found.append(Request(id=id, prompt=prompt, max_tokens=30, options=options))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lookup", "itself", "another", "cramped"])
+def test_the_text_is_the_same_whoever_guesses(kind: str) -> None:
+    wanted = text(Engine(BIG, limits=LIMITS), requests())
+    proposer: Proposer = {
+        "lookup": lambda: Lookup(size=1),
+        "itself": lambda: Draft(BIG, LIMITS, most=3),
+        "another": lambda: Draft(SMALL, LIMITS, most=3),
+        "cramped": lambda: Draft(BIG, Limits(blocks=11, block_size=8, budget=9, max_running=3)),
+    }[kind]()
+    engine = Engine(BIG, limits=LIMITS, proposer=proposer)
+    assert text(engine, requests()) == wanted
+    stats = engine.stats()
+    assert stats.drafted_tokens > 0
+    assert stats.accepted_tokens <= stats.drafted_tokens
+    if kind == "itself":  # it knows of no penalties
+        assert stats.accepted_tokens > 0.7 * stats.drafted_tokens
+    if isinstance(proposer, Draft):
+        assert not proposer._known
+        assert sorted(proposer._free) == list(range(proposer.limits.blocks))
+
+
+def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft, read = Draft(SMALL, LIMITS, most=3), list[int]()
+    run = draft.runner.run
+
+    def reading(work: Any) -> torch.Tensor:
+        read.append(sum(len(item.tokens) for item in work))
+        return run(work)
+
+    monkeypatch.setattr(draft.runner, "run", reading)
+    book = Book(tokens=list(range(20)))
+    (found,) = draft.propose([book], 3)
+    assert (len(found), read) == (3, [20, 1, 1])
+    # All three were right, of which it has read two; one was right; none was, and one came.
+    for right, new, count in ((3, [9], 2), (1, [256 - 1, 7], 2), (0, [5], 1)):
+        wrong = [(token + (token == found[right % 3])) % 256 for token in new]
+        book.tokens += [*found[:right], *wrong]
+        read.clear()
+        (found,) = draft.propose([book], 3)
+        (fresh,) = Draft(SMALL, LIMITS, most=3).propose([Book(tokens=book.tokens)], 3)
+        assert found == fresh
+        assert read[0] == count
+    draft.forget(1)
+    assert len(draft._free) == LIMITS.blocks
+
+
+def test_a_proposer_that_breaks_costs_nobody_a_token() -> None:
+    class Broken:
+        def propose(self, texts: Any, most: int) -> list[tuple[int, ...]]:
+            raise RuntimeError("no memory")
+
+        def forget(self, id: int) -> None:
+            pass
+
+    wanted = text(Engine(BIG, limits=LIMITS), requests())
+    assert text(Engine(BIG, limits=LIMITS, proposer=Broken()), requests()) == wanted
+
+
+def test_options_are_bounded() -> None:
+    for wrong in ({"size": 0}, {"most": 0}, {"most": 65}):
+        with pytest.raises(ConfigError):
+            Lookup(**wrong)
+    with pytest.raises(ConfigError):
+        Draft(BIG, LIMITS, most=0)

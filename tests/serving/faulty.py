@@ -1,0 +1,43 @@
+"""`ingot` with an engine whose steps fail for those who ask for it.
+
+    python -m tests.serving.faulty serve DIR ...
+
+A step that computes a prompt which begins with POISON fails, as for want of memory.
+"""
+
+from __future__ import annotations
+
+import sys
+
+POISON = (1, 2, 3, 1, 2, 3)
+
+
+def main() -> None:
+    """Run the command line; with a file's number for its first argument, the worker."""
+    if sys.argv[1].isdigit():
+        _worker()
+    else:
+        from ingot.cli import main as run
+        from ingot.serving.server.supervisor import Supervisor
+
+        Supervisor.command = (sys.executable, "-m", "tests.serving.faulty")
+        run()
+
+
+def _worker() -> None:
+    from ingot.serving.engine.runner import Runner
+    from ingot.serving.server import worker
+
+    plain = Runner.run
+
+    def run(self, work):  # pyright: ignore
+        if any(item.tokens[: len(POISON)] == POISON for item in work):
+            raise MemoryError("no memory, for a test")
+        return plain(self, work)
+
+    Runner.run = run  # pyright: ignore
+    worker.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The page that Prometheus reads."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from ingot.serving.engine.output import Stats
+from ingot.serving.server.metrics import Facts, Histogram, Metrics
+from ingot.serving.server.wire import Hello
+
+HELLO = Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=20)
+STATS = Stats(**{**dict.fromkeys(Stats.__struct_fields__, 3), "blocks": 20, "blocks_used": 5})
+
+
+def page(metrics: Metrics, hello: Hello | None, stats: Stats | None) -> dict[str, float]:
+    facts = Facts(metrics, 'a "model"\n', lambda: (hello, stats), lambda: {"engine_up": 1.0})
+    families = parse(facts.page().decode())
+    return {
+        sample.name
+        + sample.labels.get("le", sample.labels.get("finished_reason", "")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_names_that_dashboards_and_gateways_know() -> None:
+    metrics = Metrics()
+    metrics.answered("stop", first=0.03, total=0.7, prompt=12, generated=5)
+    metrics.answered("abort", first=None, total=0.1, prompt=3, generated=0)
+    metrics.between.observe(0.02)
+    metrics.statuses[200] += 1
+    found = page(metrics, HELLO, STATS)
+    for name, value in {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 3,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:prompt_tokens_total": 3,
+        "vllm:generation_tokens_total": 3,
+        "vllm:prefix_cache_queries_total": 3,
+        "vllm:prefix_cache_hits_total": 3,
+        "vllm:num_preemptions_total": 3,
+        "vllm:cache_config_info": 1,
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:time_to_first_token_seconds_bucket0.04": 1,
+        "vllm:time_to_first_token_seconds_bucket0.02": 0,
+        "vllm:inter_token_latency_seconds_sum": 0.02,
+        "vllm:e2e_request_latency_seconds_count": 2,
+        "vllm:request_prompt_tokens_sum": 15,
+        "vllm:request_generation_tokens_sum": 5,
+        "vllm:request_success_totalstop": 1,
+        "vllm:request_success_totalabort": 1,
+        "vllm:request_success_totallength": 0,
+        "ingot:http_responses_total": 1,
+        "ingot:engine_up": 1,
+    }.items():
+        assert found[name] == value, name
+
+
+def test_before_there_is_an_engine_there_is_a_page() -> None:
+    found = page(Metrics(), None, None)
+    assert "vllm:num_requests_running" not in found
+    assert found["ingot:engine_up"] == 1
+
+
+@given(st.lists(st.floats(0, 100), max_size=30))
+def test_a_histogram_counts_everything_once(values: list[float]) -> None:
+    histogram = Histogram((1, 10))
+    for value in values:
+        histogram.observe(value)
+    assert histogram.buckets() == [
+        ("1", sum(v <= 1 for v in values)),
+        ("10", sum(v <= 10 for v in values)),
+        ("+Inf", len(values)),
+    ]

@@ -1,0 +1,157 @@
+"""What OpenAI's clients send: every number bounded, and a schema that strange requests are made
+of (schemathesis)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from pydantic import BaseModel, ValidationError
+from schemathesis import GenerationMode
+
+from ingot.serving.server.openai import (
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponseFormat,
+    TokenizeRequest,
+)
+from tests.serving.conftest import Served, serving
+
+BODIES = (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest)
+HARMLESS = {200, 400, 404, 405, 413, 415, 422, 429, 504}
+
+
+def test_options_are_the_engines() -> None:
+    asked = CompletionRequest.model_validate(
+        {
+            "prompt": "a",
+            "temperature": 0.5,
+            "top_k": -1,
+            "stop": "x",
+            "logit_bias": {"7": -3},
+            "response_format": {"type": "json_object"},
+        }
+    )
+    options = asked.options((2,), 99, logprobs=None)
+    assert (options.temperature, options.top_k, options.seed) == (0.5, None, 99)
+    assert options.bias == ((7, -3.0),)
+    assert options.ends == (2,)
+    assert options.grammar is not None
+    assert json.loads(options.grammar.text) == {"type": "object"}
+    assert asked.stops() == ("x",)
+    never = Asked(ignore_eos=True, seed=-4, top_k=5).options((2,), 99)
+    assert (never.ends, never.seed, never.top_k) == ((), -4, 5)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "text"),
+    [
+        ({"type": "text"}, None, ""),
+        ({"type": "regex", "regex": "a+"}, "regex", "a+"),
+        ({"type": "grammar", "grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}},
+            "json_schema",
+            '{"type": "array"}',
+        ),
+    ],
+)
+def test_a_format_is_a_grammar(form: dict[str, Any], kind: str | None, text: str) -> None:
+    grammar = ResponseFormat.model_validate(form).constraint()
+    assert (grammar and grammar.kind, grammar.text if grammar else "") == (kind, text)
+
+
+def bounds(model: type[BaseModel]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every number, string and list in a model's schema, with where it stands."""
+
+    def walk(place: str, node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        if isinstance(node, list):
+            for one in node:
+                yield from walk(place, one)
+        if not isinstance(node, dict):
+            return
+        if node.get("type") in ("integer", "number", "string", "array") and "const" not in node:
+            yield place, node
+        for name, inner in node.items():
+            yield from walk(f"{place}.{name}", inner)
+
+    yield from walk(model.__name__, model.model_json_schema())
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_everything_has_a_bound(model: type[BaseModel]) -> None:
+    upper = {"string": "maxLength", "array": "maxItems"}
+    for place, node in bounds(model):
+        if "enum" in node or (node["type"] == "array" and "enum" in str(node.get("items"))):
+            continue
+        if node["type"] in upper:
+            assert upper[node["type"]] in node or "const" in str(node), place
+        else:
+            assert {"maximum", "exclusiveMaximum"} & set(node), place
+            assert {"minimum", "exclusiveMinimum"} & set(node), place
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, "1", [1]])
+def test_what_is_no_finite_number_is_refused(value: Any) -> None:
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "timeout"):
+        with pytest.raises(ValidationError):
+            CompletionRequest.model_validate({"prompt": "a", name: value})
+
+
+@pytest.fixture(scope="module")
+def hasty(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that gives up soon: strange requests may ask for a lot."""
+    with serving(directory, tmp_path_factory.mktemp("hasty"), "--timeout", "0.5") as made:
+        yield made
+
+
+def strange(served: Served, count: int) -> int:
+    """Send each endpoint requests made of its schema, and of what its schema forbids."""
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+    sent = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()  # pyright: ignore[reportAttributeAccessIssue]
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+
+            @settings(
+                max_examples=count,
+                deadline=None,
+                database=None,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+                phases=[Phase.generate],
+            )
+            @given(operation.as_strategy(generation_mode=mode))
+            def send(case: schemathesis.Case) -> None:
+                nonlocal sent
+                response = case.call(timeout=30)
+                sent += 1
+                assert response.status_code in HARMLESS, response.text
+                if response.status_code != 200:
+                    assert response.json()["error"]["message"]
+
+            try:
+                send()
+            except Unsatisfiable:  # there is nothing to forbid
+                assert not operation.body
+    return sent
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_strange_requests(
+    hasty: Served, count: int, record_property: Callable[[str, int], None]
+) -> None:
+    sent = strange(hasty, count)
+    assert sent > 8 * count
+    hasty.wait(hasty.quiet)
+    assert hasty.metric("ingot:http_responses_total", status="500") == 0
+    assert hasty.metric("ingot:engine_restarts") == 0
+    hasty.tokens()
+    record_property("strange requests", sent)

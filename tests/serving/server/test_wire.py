@@ -1,0 +1,104 @@
+"""Frames come out as they went in, and what is no frame is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from struct import pack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingot.serving.engine.output import Logprob, Output, Stats
+from ingot.serving.engine.request import End, Grammar, Options, Reason, Request
+from ingot.serving.server import wire
+from ingot.serving.server.wire import MAX_FRAME, Frames, WireError, frame
+
+STATS = Stats(**dict.fromkeys(Stats.__struct_fields__, 3))
+TO_WORKER = [
+    Request(
+        id=7,
+        prompt=(1, 2, 70000),
+        max_tokens=3,
+        deadline=12.5,
+        salt=b"\x00salt",
+        options=Options(
+            seed=-5, bias=((3, -1.5),), grammar=Grammar(kind="regex", text="a|b"), logprobs=2
+        ),
+    ),
+    End(7, Reason.CANCELLED),
+]
+TO_FRONT = [
+    wire.Loading("weights"),
+    wire.Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=2),
+    wire.Step(
+        [
+            Output(1, (5,), cached=0),
+            Output(
+                2,
+                (6, 7),
+                (Logprob(6, -0.5, ((6, -0.5),)), Logprob(7, -1.0)),
+                (Logprob(1, -2.0),),
+                32,
+                Reason.STOP,
+            ),
+        ],
+        STATS,
+    ),
+    wire.Refused(3, "it is too long", "shorten it"),
+    wire.Broken("no model", "give one"),
+]
+
+
+@given(st.data())
+def test_messages_come_out_as_they_went_in_however_they_are_cut(data: st.DataObject) -> None:
+    sent = [*TO_WORKER, *TO_FRONT]
+    stream = b"".join(frame(message) for message in sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    frames, found = Frames(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += frames.feed(stream[start:end])
+    decode = [wire.to_worker] * len(TO_WORKER) + [wire.to_front] * len(TO_FRONT)
+    assert [d(content) for d, content in zip(decode, found, strict=True)] == sent
+
+
+def test_a_length_beyond_the_bound_is_refused_before_its_content_comes() -> None:
+    with pytest.raises(WireError, match="more than"):
+        Frames().feed(pack("<I", MAX_FRAME + 1))
+
+
+def test_a_message_beyond_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME", 10)
+    with pytest.raises(WireError, match="more than 10"):
+        frame(wire.Loading("a" * 20))
+
+
+def test_a_request_beyond_its_bounds_is_no_message() -> None:
+    good = frame(Request(id=1, prompt=(1,), max_tokens=1, options=Options(top_p=0.5)))[4:]
+    bad = good.replace(pack(">d", 0.5), pack(">d", 1.5))
+    assert bad != good
+    with pytest.raises(WireError, match="top_p"):
+        wire.to_worker(bad)
+
+
+@pytest.mark.parametrize("decode", [wire.to_worker, wire.to_front])
+def test_garbage_is_refused_and_nothing_else_happens(
+    decode: Callable[[bytes], object], record_property: Callable[[str, int], None]
+) -> None:
+    """Random bytes, and messages with bytes changed, cut and doubled."""
+    rng = random.Random(0)
+    sent = [frame(message)[4:] for message in (*TO_WORKER, *TO_FRONT)]
+    refused = 0
+    for turn in range(20_000):
+        content = bytearray(rng.choice(sent) if turn % 4 else rng.randbytes(rng.randrange(60)))
+        for _ in range(rng.randrange(4)):
+            if content:
+                content[rng.randrange(len(content))] = rng.randrange(256)
+        content = content[: rng.randrange(len(content) + 1)] if turn % 3 == 0 else content
+        try:
+            decode(bytes(content))
+        except WireError:
+            refused += 1
+    assert refused > 10_000
+    record_property("strange frames", 20_000)

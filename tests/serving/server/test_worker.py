@@ -1,0 +1,174 @@
+"""The worker behind its socket: what comes there, however strange, leaves it serving."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from struct import pack
+
+import pytest
+
+from ingot.nn import Decoder, preset
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.output import Output
+from ingot.serving.engine.request import End, Grammar, Options, Reason, Request
+from ingot.serving.engine.scheduler import Limits
+from ingot.serving.engine.speculate import Lookup
+from ingot.serving.server import wire
+from ingot.serving.server.worker import Settings, Worker, load
+
+
+class Other:
+    """The HTTP process's end of the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self._frames = connection, wire.Frames()
+        self._heard: list[wire.ToFront] = []
+
+    def say(self, message: wire.ToWorker) -> None:
+        self.socket.sendall(wire.frame(message))
+
+    def hear(self) -> wire.ToFront:
+        while not self._heard:
+            data = self.socket.recv(1 << 16)
+            assert data, "the worker has left"
+            self._heard += [wire.to_front(content) for content in self._frames.feed(data)]
+        return self._heard.pop(0)
+
+    def outputs(self, id: int) -> list[Output]:
+        """What comes for a request, up to its end."""
+        found: list[Output] = []
+        while True:
+            message = self.hear()
+            if isinstance(message, wire.Step):
+                found += [output for output in message.outputs if output.id == id]
+            if found and found[-1].end is not None:
+                return found
+
+
+@contextmanager
+def working() -> Iterator[tuple[Other, Worker]]:
+    """A worker in a thread; it has to leave when the socket is closed."""
+    engine = Engine(Decoder.new(preset("tiny"), seed=0), limits=Limits(blocks=64))
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30)
+    worker = Worker(engine, theirs)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield Other(ours), worker
+    finally:
+        ours.close()
+        thread.join(30)
+        theirs.close()
+    assert not thread.is_alive()
+    assert engine.stats().blocks_used == 0 or engine.busy
+
+
+def tokens(other: Other, id: int) -> list[int]:
+    other.say(Request(id=id, prompt=(5, 6, 7), max_tokens=8, options=Options(temperature=0.0)))
+    return [token for output in other.outputs(id) for token in output.tokens]
+
+
+def test_requests_are_answered_and_ended() -> None:
+    with working() as (other, _):
+        first = tokens(other, 1)
+        assert len(first) == 8
+        other.say(Request(id=2, prompt=(1,), max_tokens=500))
+        assert isinstance(other.hear(), wire.Step)
+        other.say(End(2, Reason.CANCELLED))
+        assert other.outputs(2)[-1].end is Reason.CANCELLED
+        assert tokens(other, 3) == first
+
+
+def test_what_can_never_run_is_refused_by_its_number() -> None:
+    with working() as (other, _):
+        for request in (
+            Request(id=1, prompt=(999,), max_tokens=1),
+            Request(id=2, prompt=(1,) * 600, max_tokens=1),
+            Request(
+                id=3,
+                prompt=(1,),
+                max_tokens=1,
+                options=Options(grammar=Grammar(kind="regex", text="a")),
+            ),
+        ):
+            other.say(request)
+            refused = other.hear()
+            assert isinstance(refused, wire.Refused)
+            assert refused.id == request.id
+            assert refused.remedy
+        assert tokens(other, 4)
+
+
+def test_an_end_of_nobody_is_nothing() -> None:
+    with working() as (other, _):
+        other.say(End(77, Reason.CANCELLED))
+        assert tokens(other, 1)
+
+
+def test_strange_frames_leave_it_serving(record_property: Callable[[str, int], None]) -> None:
+    """Frames with bytes changed, cut, or made up: dropped, refused or run, and never a crash."""
+    rng = random.Random(0)
+    good = [
+        wire.frame(Request(id=10**6, prompt=(1, 2), max_tokens=3, options=Options(logprobs=3)))[4:],
+        wire.frame(End(10**6, Reason.STOP))[4:],
+    ]
+    with working() as (other, worker):
+        first = tokens(other, 1)
+        count = 3000
+        for turn in range(count):
+            content = bytearray(rng.choice(good) if turn % 3 else rng.randbytes(rng.randrange(80)))
+            for _ in range(rng.randrange(1, 4)):
+                if content:
+                    content[rng.randrange(len(content))] = rng.randrange(256)
+            other.socket.sendall(pack("<I", len(content)) + content)
+            if turn % 50 == 0:
+                assert tokens(other, 2 + turn) == first
+        assert tokens(other, 10**5) == first
+        assert worker.dropped > count / 2
+    record_property("strange frames", count)
+
+
+def test_a_stream_that_is_none_ends_it() -> None:
+    engine = Engine(Decoder.new(preset("tiny"), seed=0), limits=Limits(blocks=8))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(pack("<I", wire.MAX_FRAME + 1))
+        with pytest.raises(wire.WireError):
+            Worker(engine, theirs).run()
+
+
+def test_a_model_directory_is_loaded_with_its_facts(directory: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(30)
+        worker = load(Settings(directory=str(directory), memory=1 << 22, lookup=True), theirs)
+        assert isinstance(worker.engine.proposer, Lookup)
+        assert not worker.engine.busy
+        assert worker.engine.stats().blocks_used == 0
+        other, heard = Other(ours), list[wire.ToFront]()
+        while not (heard and isinstance(heard[-1], wire.Hello)):
+            heard.append(other.hear())
+        assert [type(message) for message in heard[:-1]] == [wire.Loading] * (len(heard) - 1)
+        hello = heard[-1]
+        assert isinstance(hello, wire.Hello)
+        assert (hello.model, hello.vocabulary, hello.context) == ("small", 256, 4096)
+        assert hello.blocks * hello.block_size * 128 * 2 <= 1 << 22
+
+
+def test_an_answer_too_large_for_a_frame_fails_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with working() as (other, _):
+        tokens(other, 1)
+        options = Options(prompt_logprobs=20, logprobs=20)
+        request = wire.frame(Request(id=2, prompt=(1,) * 200, max_tokens=3, options=options))
+        monkeypatch.setattr(wire, "MAX_FRAME", 2000)
+        other.socket.sendall(request)
+        assert other.outputs(2)[-1].end is Reason.FAILED
+        monkeypatch.undo()
+        assert tokens(other, 3)

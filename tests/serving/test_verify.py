@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ingot import ops
+from ingot.core.errors import ConfigError
+from ingot.nn import Decoder, linear, preset
+from ingot.serving import verify
+from ingot.serving.engine import runner
+from ingot.serving.engine.scheduler import Work
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_bit_is_equal(dtype: torch.dtype) -> None:
+    heard: list[int] = []
+    decoder = Decoder.new(preset("tiny"), seed=3, dtype=dtype)
+    found = verify.verify(decoder, schedules=12, progress=lambda: heard.append(1))
+    assert (found.schedules, found.mismatches, found.bits_equal) == (12, 0, True)
+    assert len(heard) == 12
+    assert found.logprobs > 500
+    for count in (found.preemptions, found.cached_tokens, found.accepted_tokens):
+        assert count > 0
+    assert found.accepted_tokens < found.drafted_tokens
+    assert found.difference is None
+
+
+@pytest.mark.slow
+def test_every_bit_is_equal_in_a_thousand_schedules() -> None:
+    decoder = Decoder.new(preset("tiny"), seed=4, dtype=torch.bfloat16)
+    assert verify.verify(decoder, schedules=1000, seed=1).difference is None
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A product that splits its sum for batches of so many rows, as fast libraries do."""
+
+    def split(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if len(x) != rows:
+            return ops.linear(x, weight, bias)
+        half = x.shape[1] // 2
+        a, b = (x[:, :half], weight[:, :half]), (x[:, half:], weight[:, half:])
+        return ops.linear(a[0], a[1].contiguous()) + ops.linear(b[0], b[1].contiguous())
+
+    others = {name: getattr(ops, name) for name in ("linear_residual", "embedding")}
+    monkeypatch.setattr(linear, "ops", SimpleNamespace(linear=split, **others))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_split_sum_for_some_batches_is_found(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, rows)
+    found = verify.verify(Decoder.new(preset("tiny"), seed=3), schedules=12)
+    assert found.mismatches > 0
+    assert not found.bits_equal
+    assert found.difference
+    assert "log-prob" in found.difference or "instead of" in found.difference
+
+
+def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a token that is computed alone, at a block's beginning."""
+
+    class Faulty(runner.Runner):
+        def _fill_single(self, work: Any) -> None:
+            super()._fill_single(work)
+            item: Work = work[-1]
+            if item.start and item.start % self.size == 0:
+                self._slots.items[len(work) - 1] = item.table[0] * self.size
+
+    monkeypatch.setattr("ingot.serving.verify.Runner", Faulty)
+    found = verify.verify(Decoder.new(preset("tiny"), seed=3), schedules=12)
+    assert not found.bits_equal
+
+
+def test_there_are_one_and_two_threads_and_then_as_many_as_before() -> None:
+    before, heard = torch.get_num_threads(), list[int]()
+    decoder = Decoder.new(preset("tiny"), seed=0)
+    for schedules in (1, 2):
+        found = verify.verify(
+            decoder, schedules=schedules, progress=lambda: heard.append(torch.get_num_threads())
+        )
+        assert found.threads == (1, 2)
+        assert torch.get_num_threads() == before
+    assert heard == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_a_draft_of_the_first_layers_has_no_weights_of_its_own(name: str) -> None:
+    decoder = Decoder.new(preset(name), seed=0)
+    small = verify.early(decoder)
+    assert {id(p) for p in small.parameters()} < {id(p) for p in decoder.parameters()}
+    assert len(small.blocks) == 1
+
+
+def test_schedules_are_bounded() -> None:
+    for wrong in (0, 10**7):
+        with pytest.raises(ConfigError):
+            verify.verify(Decoder.new(preset("tiny"), seed=0), schedules=wrong)

@@ -1,0 +1,88 @@
+"""Small recipes for tests, and what of a run has to be the same in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ingot.nn import DecoderConfig, DenseConfig, Rope
+from ingot.observe.metrics import read
+from ingot.training.optimizer import AdamW
+from ingot.training.recipe import Digits, Recipe, Text, Xor
+from ingot.training.schedule import Schedule
+from ingot.training.trainer import Trainer
+
+TINY = DecoderConfig(
+    vocab_size=300,
+    dim=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    ffn=64,
+    context=64,
+    rope=Rope(),
+    tied=True,
+)
+
+WORDS = ("one", "model", "from", "training", "to", "serving", "through", "the", "same", "kernels")
+
+
+def xor(**options: Any) -> Recipe:
+    model = DenseConfig(inputs=2, hidden=(16,), outputs=2)
+    known: dict[str, Any] = {"name": "xor", "steps": 30, "batch": 4, "model": model, "data": Xor()}
+    return Recipe(**{**known, "optimizer": AdamW(lr=0.03, weight_decay=0.0), **options})
+
+
+def digits(model: Any, **options: Any) -> Recipe:
+    known: dict[str, Any] = {"name": "digits", "steps": 6, "batch": 32, "data": Digits()}
+    return Recipe(**{**known, "model": model, "checkpoint_every": 3, **options})
+
+
+def text(tmp_path: Path, **options: Any) -> Recipe:
+    """A decoder on a few kilobytes of text, with everything on that keeps state."""
+    source = tmp_path / "source.txt"
+    if not source.exists():
+        lines = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 9)) for i in range(400)]
+        source.write_text("\n".join(lines))
+    data = Text(
+        source=str(source), vocab=300, length=32, validation=0.1, corpus=tmp_path / "corpus"
+    )
+    known: dict[str, Any] = {
+        "name": "text",
+        "steps": 12,
+        "batch": 4,
+        "model": TINY,
+        "data": data,
+        "checkpoint_every": 4,
+        "evaluate_every": 6,
+        "evaluate_batches": 2,
+        "dropout": 0.1,
+        "ema": 0.9,
+        "schedule": Schedule(warmup=3),
+    }
+    return Recipe(**{**known, **options})
+
+
+def curve(directory: Path) -> list[tuple[Any, ...]]:
+    """All losses and norms of a run."""
+    keys = ("step", "loss", "norm", "lr", "clip", "validation_loss", "accuracy", "refused")
+    return [tuple(line.get(key) for key in keys) for line in read(directory)]
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Everything that determines the future."""
+    parts = trainer._parts()
+    return {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+
+
+def assert_same(one: Trainer, other: Trainer) -> None:
+    assert curve(one.directory) == curve(other.directory)
+    a, b = state(one), state(other)
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert torch.equal(tensor, b[name]), name
+    assert one.watch.state() == other.watch.state()
+    assert one.loader.state() == other.loader.state()

@@ -1,0 +1,156 @@
+"""Checkpoints: to the bit, of the moment they were asked for, whole or passed over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.core.errors import IngotError
+from ingot.training import checkpoint as module
+from ingot.training.checkpoint import NAME, Checkpoints
+
+
+def save(kept: Checkpoints, step: int, loss: float | None = None) -> None:
+    weights = {"w": torch.full((3, 2), float(step)), "step": torch.tensor(float(step))}
+    rng = {"state": torch.arange(5, dtype=torch.uint8)}
+    kept.save(step, {"weights": weights, "rng": rng}, {"sample": step * 10}, loss)
+    kept.wait()
+
+
+def test_what_is_saved_is_read_to_the_bit(tmp_path: Path) -> None:
+    tensors = {
+        "a.b|mean": torch.tensor([float("nan"), -0.0, 1e-45]),
+        "half": torch.randn(3, 5).bfloat16(),
+        "strided": torch.randn(4, 6).T,
+        "count": torch.tensor(7, dtype=torch.int64),
+        "double": torch.randn(2, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+    }
+    kept = Checkpoints(tmp_path, keep=1)
+    kept.save(3, {"x": tensors, "xy": {"other": torch.ones(1)}}, {"guard": {"losses": [0.1]}})
+    found = kept.newest()
+    assert found is not None
+    assert (found.step, found.facts) == (3, {"guard": {"losses": [0.1]}})
+    read = found.tensors("x")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert read[name].shape == tensor.shape
+        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (read[name], tensor)]
+        assert torch.equal(*bits), name
+
+
+def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the write is held up, the run goes on and changes both tensors and facts."""
+    go, write = threading.Event(), module.write
+
+    def slow(*args: Any) -> None:
+        assert go.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(module, "write", slow)
+    kept, tensor, facts = Checkpoints(tmp_path, keep=1), torch.zeros(4), {"losses": [1.0]}
+    kept.save(1, {"w": {"w": tensor}}, facts)
+    tensor += 1
+    facts["losses"].append(2.0)
+    go.set()
+    found = kept.newest()
+    assert found is not None
+    assert found.tensors("w")["w"].tolist() == [0.0] * 4
+    assert found.facts == {"losses": [1.0]}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no json", "half json", "extra"])
+def test_a_torn_one_is_passed_over(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Checkpoints(tmp_path, keep=3)
+    save(kept, 1)
+    save(kept, 2)
+    newest = kept.newest()
+    assert newest is not None
+    assert newest.step == 2
+    file = newest.path / "model.safetensors"
+    match damage:
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "flip":
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        case "missing":
+            file.unlink()
+        case "no json":
+            (newest.path / NAME).unlink()
+        case "half json":
+            (newest.path / NAME).write_text((newest.path / NAME).read_text()[:40])
+        case _:
+            (newest.path / "other").touch()
+    found = kept.newest()
+    assert found is not None
+    assert found.step == 1
+    assert "passed over" in caplog.text
+    kept.clear_after(found.step)
+    assert not newest.path.exists()
+    save(kept, 2)
+    assert (again := kept.newest()) is not None
+    assert again.step == 2
+
+
+def test_none_is_none(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "missing", keep=1).newest() is None
+
+
+def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, keep=2)
+    for step, loss in [(1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, 1.5)]:
+        save(kept, step, loss)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5"]
+
+
+def test_a_full_disk_is_told_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Checkpoints(tmp_path, keep=1)
+    save(kept, 1)
+
+    def full(*args: Any) -> None:
+        (args[0] / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write", full)
+    kept.save(2, {"w": {"w": torch.zeros(1)}}, {})
+    with pytest.raises(IngotError, match="No space left") as raised:
+        kept.wait()
+    assert "make room" in raised.value.remedy
+    kept.check()  # it was told
+    found = kept.newest()
+    assert found is not None
+    assert found.step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_a_killed_process_leaves_is_cleared(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, keep=1)
+    save(kept, 1)
+    (tmp_path / ".step-00000002.0123.tmp").mkdir()
+    found = kept.newest()
+    assert found is not None
+    kept.clear_after(found.step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    kept.clear_after(0)
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["torn-00000001"]
+
+
+def test_another_format_is_passed_over(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, keep=1)
+    save(kept, 1)
+    path = tmp_path / "step-00000001" / NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    assert kept.newest() is None

@@ -1,0 +1,108 @@
+"""Clipping by a fixed norm and by running statistics, against the papers' equations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ingot.core.errors import ConfigError
+from ingot.training.clip import AdaGC, Clipper, Norm, ZClip, norms
+
+
+def random_norms(steps: int, tensors: int = 3) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    found = [1 + 0.1 * torch.randn(tensors, generator=random) for _ in range(steps)]
+    found[steps // 2] = torch.tensor([50.0, 1.0, 2.0])[:tensors]
+    return found
+
+
+def total(x: torch.Tensor) -> float:
+    return math.sqrt(float(x.double().square().sum()))
+
+
+def test_norms_of_half_precision_do_not_overflow() -> None:
+    large = torch.full((2, 2), 6e4, dtype=torch.float16)
+    assert norms([large]).tolist() == pytest.approx([2 * 6e4], rel=1e-3)
+
+
+def test_none_clips_nothing() -> None:
+    assert Clipper(None, 2).factors(torch.tensor([1e9, 0.0])).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 0.5, 2.0, 1e6])
+def test_by_norm(size: float) -> None:
+    given = torch.tensor([0.6, 0.8]) * size
+    clipped = given * Clipper(Norm(most=0.5), 2).factors(given)
+    assert total(clipped) == pytest.approx(min(size, 0.5), rel=1e-5)
+
+
+def test_zclip_is_the_papers() -> None:
+    config = ZClip(most=5.0, warmup=10)
+    clipper = Clipper(config, 3)
+    given = random_norms(60)
+    first = [min(total(x), 5.0) for x in given[:10]]
+    mean = sum(first) / 10
+    variance = sum((x - mean) ** 2 for x in first) / 10
+    for step, x in enumerate(given):
+        found = clipper.factors(x)
+        if step < 10:
+            wanted = min(1.0, 5.0 / total(x))
+        else:
+            z = (total(x) - mean) / math.sqrt(variance)
+            clipped = mean + 2.5**2 / z * math.sqrt(variance) if z > 2.5 else total(x)
+            wanted = clipped / total(x)
+            variance = 0.97 * variance + 0.03 * (clipped - mean) ** 2
+            mean = 0.97 * mean + 0.03 * clipped
+        assert found.tolist() == pytest.approx([wanted] * 3, rel=1e-5), step
+        assert (wanted < 0.2) == (step == 30)
+
+
+def test_zclip_of_norms_that_are_always_the_same() -> None:
+    clipper = Clipper(ZClip(warmup=3), 1)
+    for _ in range(10):
+        assert clipper.factors(torch.tensor([0.5])).item() == 1.0
+    assert 0 < clipper.factors(torch.tensor([5.0])).item() < 0.11
+    assert Clipper(ZClip(warmup=2), 1).factors(torch.tensor([0.0])).item() == 1.0
+
+
+def test_adagc_is_the_papers() -> None:
+    config = AdaGC(most=2.0, warmup=10, share=1.05, beta=0.9)
+    clipper = Clipper(config, 3)
+    usual = torch.full((3,), math.inf)
+    for step, x in enumerate(random_norms(60)):
+        found = clipper.factors(x)
+        if step < 10:
+            wanted = torch.full((3,), min(1.0, 2.0 / total(x)))
+            usual = torch.minimum(usual, x * wanted)
+        else:
+            wanted = torch.minimum(torch.ones(3), 1.05 * usual / x)
+            usual = 0.9 * usual + 0.1 * x * wanted
+        torch.testing.assert_close(found, wanted)
+        if step == 30:
+            assert found[0] < 0.03 < 0.5 < found[1]  # the tensor that spiked, and no other
+
+
+@pytest.mark.parametrize("config", [Norm(), ZClip(warmup=5), AdaGC(warmup=5)])
+def test_a_saved_state_goes_on_to_the_bit(config: Any) -> None:
+    given = random_norms(30)
+    whole = Clipper(config, 3)
+    wanted = [whole.factors(x) for x in given]
+    first, second = Clipper(config, 3), Clipper(config, 3)
+    for x in given[:12]:
+        first.factors(x)
+    second.load(first.state())
+    for x, factors in zip(given[12:], wanted[12:], strict=True):
+        assert torch.equal(second.factors(x), factors)
+
+
+def test_bounds() -> None:
+    for most in (0.0, math.nan):
+        with pytest.raises(ConfigError):
+            Norm(most=most)
+    with pytest.raises(ConfigError):
+        ZClip(beta=1.5)
+    with pytest.raises(ConfigError):
+        AdaGC(warmup=0)

@@ -1,0 +1,82 @@
+"""Recipes: those of the repository, and those that make no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.core import config
+from ingot.core.errors import ConfigError, UnknownName
+from ingot.nn import DecoderConfig, preset
+from ingot.training.recipe import Recipe, Text, new_model, open_data
+from tests.training import runs
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_one_and_reads_back(path: Path, tmp_path: Path) -> None:
+    recipe = config.load(Recipe, path)
+    assert recipe.name == path.stem
+    config.save(recipe, tmp_path / "resolved.toml")
+    assert config.load(Recipe, tmp_path / "resolved.toml") == recipe
+
+
+def test_there_are_recipes() -> None:
+    assert {"xor", "digits"} <= {path.stem for path in RECIPES}
+
+
+def test_a_decoder_is_told_by_its_fields(tmp_path: Path) -> None:
+    recipe = runs.text(tmp_path)
+    config.save(recipe, tmp_path / "recipe.toml")
+    found = config.load(Recipe, tmp_path / "recipe.toml", ["model.layers=3"])
+    assert isinstance(found.model, DecoderConfig)
+    assert found.model.layers == 3
+    assert len(new_model(found).blocks) == 3  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"batch": 4, "accumulate": 3}, "pieces"),
+        ({"seed": -1}, "seed"),
+        ({"dropout": 0.1}, "no decoder"),
+        ({"model": None}, "start from"),
+        ({"start": Path("x")}, "start from"),
+        ({"model": preset("tiny")}, "DecoderConfig for data"),
+        ({"data": Text(source="x")}, "DenseConfig for data"),
+        ({"model": preset("tiny"), "data": Text(source="x", length=513)}, "context of 512"),
+        ({"ema": 1.0}, "ema"),
+        ({"label_smoothing": float("nan")}, "label_smoothing"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        runs.xor(**options)
+
+
+def test_a_wrong_kind_names_the_right_ones() -> None:
+    path = RECIPES[0]
+    with pytest.raises(UnknownName, match=r"data\.kind"):
+        config.load(Recipe, path, ['data={kind = "didgits"}'])
+
+
+def test_text_is_tokenized_once(tmp_path: Path) -> None:
+    data = runs.text(tmp_path).data
+    first, again = open_data(data), open_data(data)
+    assert first.fingerprint == again.fingerprint
+    assert len(first.train) == len(again.train) > len(first.held_out)
+
+
+def test_the_cache_is_told_apart_by_what_is_in_it() -> None:
+    places = {
+        Text(source=source, vocab=vocab, validation=share).directory
+        for source in ("a", "b")
+        for vocab in (300, 400)
+        for share in (0.1, 0.2)
+    }
+    assert len(places) == 8
+    assert Text(source="a", length=7).directory == Text(source="a").directory
