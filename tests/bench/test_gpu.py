@@ -1,5 +1,5 @@
 """How a GPU's peaks are made out of turns: on the CPU, with times that a test says. On a device
-that is not the CPU it runs in `tests/test_far.py`."""
+that is not the CPU it runs in `tests/test_fake_device.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is written for GPUs, on a device that is not the CPU: everything is where it belongs.
+"""Code paths for accelerators, run on the fake device: every tensor is where it belongs.
 
-Each test is a process of its own, since the device is registered for good.
+Each test runs in a subprocess, since registering the device cannot be undone.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ingot import ops
 ROOT = Path(__file__).parents[1]
 
 
-def works(code: str, *arguments: str) -> str:
-    """What a script prints that has such a device."""
-    command = [sys.executable, "-c", f"from tests import far\nimport sys, torch\n{code}"]
+def run_script(code: str, *arguments: str) -> str:
+    """Return what a script prints that has the fake device."""
+    command = [sys.executable, "-c", f"from tests import fake_device\nimport sys, torch\n{code}"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_device_computes_and_is_as_strict_as_a_gpu() -> None:
+def test_the_device_computes_and_rejects_mixed_devices_like_a_gpu() -> None:
     code = """
-x = torch.arange(6, device=far.DEVICE).view(2, 3)[:, 1:]
+x = torch.arange(6, device=fake_device.DEVICE).view(2, 3)[:, 1:]
 print((x * 2).sum(1).cpu())
 for wrong in (lambda: x + torch.ones(2, 2), lambda: x.numpy(), lambda: torch.cat((x, x.cpu()))):
     try:
@@ -32,21 +32,55 @@ for wrong in (lambda: x + torch.ones(2, 2), lambda: x.numpy(), lambda: torch.cat
     except (RuntimeError, TypeError) as error:
         print(error)
 """
-    result, mixed, read, joined = works(code).splitlines()
+    result, mixed, read, joined = run_script(code).splitlines()
     assert result == "tensor([ 6, 18])"
     assert mixed == "aten.add.Tensor: expected all tensors to be on the same device"
-    assert read == "can't convert a far tensor to numpy"
+    assert read == "can't convert a fake device tensor to numpy"
     assert joined == "aten.cat.default: expected all tensors to be on the same device"
+
+
+def test_transfers_and_synchronizations_are_counted() -> None:
+    code = """
+def counted(call):
+    before = fake_device.COUNTS.snapshot()
+    call()
+    print(*vars(fake_device.COUNTS.since(before)).values())
+
+x, host = torch.arange(6, device=fake_device.DEVICE), torch.zeros(6, dtype=torch.int64)
+counted(lambda: (x * 2).sum())
+counted(lambda: x.sum().item())
+counted(lambda: x.tolist())
+counted(lambda: x.cpu())
+counted(lambda: host.copy_(x, non_blocking=True))
+counted(lambda: host.to(fake_device.DEVICE))
+counted(lambda: host.to(fake_device.DEVICE, non_blocking=True))
+counted(lambda: x.copy_(host, non_blocking=True))
+counted(lambda: x[x > 2])
+counted(lambda: x.copy_(x.float()))
+"""
+    counts = [tuple(map(int, line.split())) for line in run_script(code).splitlines()]
+    assert counts == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (0, 1, 1),
+        (0, 1, 1),
+        (0, 1, 0),
+        (1, 0, 1),
+        (1, 0, 0),
+        (1, 0, 0),
+        (0, 1, 1),
+        (0, 0, 0),
+    ]
 
 
 def test_serving_there_is_certified() -> None:
     code = """
 from ingot.nn import Decoder, preset
 from ingot.serving.verify import verify
-found = verify(Decoder.new(preset("tiny"), seed=0).to(far.DEVICE), schedules=6)
+found = verify(Decoder.new(preset("tiny"), seed=0).to(fake_device.DEVICE), schedules=6)
 print(found.bits_equal, found.logprobs > 100, found.accepted_tokens > 0)
 """
-    assert works(code) == "True True True\n"
+    assert run_script(code) == "True True True\n"
 
 
 def test_penalties_bias_and_tokens_told_work_there() -> None:
@@ -71,9 +105,9 @@ def tokens(device):
             found.append((output.id, output.tokens, output.logprobs, output.prompt_logprobs))
     return found
 
-assert tokens(far.DEVICE) == tokens("cpu")
+assert tokens(fake_device.DEVICE) == tokens("cpu")
 """
-    works(code)
+    run_script(code)
 
 
 def test_ops_are_timed_there_beside_its_own_peaks() -> None:
@@ -83,7 +117,7 @@ import time
 
 class Event:
     def __init__(self, device, enable_timing):
-        assert torch.device(device) == far.DEVICE and enable_timing
+        assert torch.device(device) == fake_device.DEVICE and enable_timing
     def record(self):
         self.at = time.perf_counter()
     def synchronize(self):
@@ -99,16 +133,16 @@ from ingot.bench.workloads import WORKLOADS
 
 gpu.ROUNDS = 2
 sizes = {"fp32": 64, "bf16": 64, "int8": 64}
-machine = gpu.measure(str(far.DEVICE), read=2**21, sizes=sizes)
+machine = gpu.measure(str(fake_device.DEVICE), read=2**21, sizes=sizes)
 assert all(machine.matmul.values()), machine
-bench = Bench(machine, 0.001, 2**26, str(far.DEVICE))
+bench = Bench(machine, 0.001, 2**26, str(fake_device.DEVICE))
 first = {workload.op: workload for workload in reversed(WORKLOADS)}
 for op in ("rope_write", "cross_entropy", "uniform", "attention"):
     rows = bench.rows(first[op])
     assert all(row.p50_us > 0 and row.share_of_limit > 0 for row in rows), rows
     print(op, *(row.provider for row in rows))
 """
-    lines = works(code).splitlines()
+    lines = run_script(code).splitlines()
     assert [line.split()[0] for line in lines] == [
         *("rope_write", "cross_entropy", "uniform", "attention"),
     ]
@@ -123,11 +157,11 @@ from ingot.core import lineage
 from tests import models
 directory = models.small(Path(sys.argv[1]) / "tiny")
 verify.require = lambda place: None
-verify.verify(directory, schedules=1, device=str(far.DEVICE))
+verify.verify(directory, schedules=1, device=str(fake_device.DEVICE))
 (step,) = lineage.read(directory).steps
 print(step["bits_equal"], step["gpu"], "cpu" in step)
 """
-    assert works(code, str(tmp_path)).splitlines()[-1] == "True far False"
+    assert run_script(code, str(tmp_path)).splitlines()[-1] == "True fake False"
 
 
 def test_what_gpu_tests_are_given_and_compare_with_is_there() -> None:
@@ -138,14 +172,14 @@ from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.inputs import Make
 
 for op in ops.catalogue().values():
-    for sample in op.samples(Make(torch.float32, device=str(far.DEVICE))):
+    for sample in op.samples(Make(torch.float32, device=str(fake_device.DEVICE))):
         args = op.complete(sample.args)
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        assert all(tensor.device == far.DEVICE for tensor in tensors), (op, sample.name)
+        assert all(tensor.device == fake_device.DEVICE for tensor in tensors), (op, sample.name)
         if sample.name == "odd":
             assert max(forward_errors(op, "reference", args)) <= 1
             if op.gradient:
                 assert max(backward_errors(op, "reference", args).values()) <= 1
     print(op.name)
 """
-    assert len(works(code).splitlines()) == len(ops.catalogue())
+    assert len(run_script(code).splitlines()) == len(ops.catalogue())
