@@ -117,7 +117,7 @@ def shortcuts(
 ) -> list[Gain]:
     """Both shortcuts, each way once a round; `advance` hears of each round."""
     if not 1 <= rounds <= 1000:
-        raise IngotError(f"{rounds} rounds", remedy="give a number from 1 to 1000")
+        raise IngotError(f"{rounds} rounds", hint="give a number from 1 to 1000")
     return [_lookup(model, rounds, advance), _prefix(model, rounds, advance)]
 
 

@@ -29,7 +29,7 @@ def clone() -> Path:
     if not path.is_dir():
         raise IngotError(
             "the scripts of the peers are not installed with the package",
-            remedy="clone the repository, pip install -e . in it, and run it again",
+            hint="clone the repository, pip install -e . in it, and run it again",
         )
     return path
 

@@ -70,7 +70,7 @@ class Task:
     Traceback (most recent call last):
     ...
     ingot.core.errors.ConfigError: batch is 0
-      remedy: choose a number from 1 to 1024
+      hint: choose a number from 1 to 1024
     """
 
     batch: int
@@ -82,7 +82,7 @@ class Task:
         for name, most in {"batch": 1024, "prompt": 2**20, "new": 2**20, "rounds": 1000}.items():
             value = getattr(self, name)
             if not 1 <= value <= most:
-                raise ConfigError(f"{name} is {value}", remedy=f"choose a number from 1 to {most}")
+                raise ConfigError(f"{name} is {value}", hint=f"choose a number from 1 to {most}")
 
     def prompts(self, vocabulary: int, turn: int) -> list[list[int]]:
         """Random tokens of a round, the same in every run.
@@ -230,7 +230,7 @@ def compare(
     if task.prompt + task.new > model.context:
         raise ConfigError(
             f"{task.prompt} + {task.new} tokens are beyond the model's {model.context}",
-            remedy="choose a shorter prompt or fewer new tokens",
+            hint="choose a shorter prompt or fewer new tokens",
         )
     cache = paths.trusted(paths.cache("peers"))
     turns = {system.name: Turns(missing=system.missing) for system in systems}

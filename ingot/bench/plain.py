@@ -29,7 +29,7 @@ def check(directory: Path) -> DecoderConfig:
     config = found.config
     if found.model_type != "gpt2" or config.activation.value != "gelu_tanh" or not config.tied:
         raise ConfigError(
-            f"{directory} is no GPT-2", remedy="leave it out, or give a directory of GPT-2's kind"
+            f"{directory} is no GPT-2", hint="leave it out, or give a directory of GPT-2's kind"
         )
     return config
 

@@ -83,7 +83,7 @@ def prepare(path: Path, kind: type[DataclassInstance] = Row) -> None:
         if next(csv.reader(file), None) != columns:
             raise IngotError(
                 f"{path} has other columns than this version writes",
-                remedy="move it away, or choose another directory",
+                hint="move it away, or choose another directory",
             )
 
 

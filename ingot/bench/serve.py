@@ -63,9 +63,7 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.clients is not None and not 1 <= self.clients <= 10_000:
-            raise ConfigError(
-                f"--clients is {self.clients}", remedy="give a number from 1 to 10000"
-            )
+            raise ConfigError(f"--clients is {self.clients}", hint="give a number from 1 to 10000")
 
 
 @dataclass
@@ -176,7 +174,7 @@ class _Sender:
         parts = urlsplit(address)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
-                f"'{address}' is no address", remedy="give one as http://127.0.0.1:8000"
+                f"'{address}' is no address", hint="give one as http://127.0.0.1:8000"
             )
         self._host, self._port = parts.hostname, parts.port or 80
         lines = ["POST /v1/completions HTTP/1.1", f"Host: {parts.netloc}"]
@@ -315,7 +313,7 @@ def _wait(server: subprocess.Popen[bytes], address: str, output: Any) -> None:
         time.sleep(0.05)
     output.seek(0)
     said = output.read()[-2000:].decode(errors="replace")
-    raise IngotError(f"the server did not start: {said}", remedy="see what it said")
+    raise IngotError(f"the server did not start: {said}", hint="see what it said")
 
 
 # Without HTTP

@@ -116,7 +116,7 @@ class Task:
     Traceback (most recent call last):
     ...
     ingot.core.errors.ConfigError: rounds of Task is 0
-      remedy: give a number from 1 to 1000
+      hint: give a number from 1 to 1000
     """
 
     batch: int = 4
@@ -211,7 +211,7 @@ def compare(
     if task.length > found.config.context:
         raise ConfigError(
             f"{task.length} tokens are beyond the model's {found.config.context}",
-            remedy="choose a smaller --length",
+            hint="choose a smaller --length",
         )
     turns = {contender: Turns(missing=contender.missing()) for contender in contenders}
     logs = paths.trusted(paths.cache("bench-train"))

@@ -10,16 +10,16 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from keyword import iskeyword
-from typing import Any
+from typing import Any, TypeAlias
 
 import ingot
-from ingot.core.errors import IngotError
+from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import setup, stderr, stdout
-from ingot.core.registry import Registry
 
 # PyTorch's OpenMP threads look for work for 9 ms before they sleep, on the cores that our kernels
 # need next; so many turns take 0.3 ms. It is read when torch is loaded.
@@ -30,7 +30,7 @@ SUMMARIES = {
     "build": "compile the CPU kernels now rather than at their first use",
     "chat": "talk to a model in the terminal",
     "data": "text into tokens on disk, for training",
-    "doctor": "what this machine is and can do, what is missing, and the remedy",
+    "doctor": "what this machine is and can do, what is missing, and the hint",
     "generate": "have a model go on from a prompt",
     "import": "a GGUF file or a Hugging Face directory into a model directory",
     "info": "what a model directory holds: architecture, size, memory, lineage",
@@ -43,10 +43,8 @@ SUMMARIES = {
     "tune": "the fastest configurations of GPU kernels, found on the GPU",
     "verify": "does serving a model compute what training computes, bit for bit",
 }
-VERBS: Registry[Callable[..., Any] | dict[str, Callable[..., Any]]] = Registry("verb")
-for _verb in SUMMARIES:
-    _name = f"{_verb}_" if iskeyword(_verb) else _verb
-    VERBS.register(_verb, f"ingot.cli.{_name}:{_name}")
+Command: TypeAlias = Callable[..., Any] | dict[str, Callable[..., Any]]
+"""The function of a verb, or the functions of its subcommands by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()  # here, where a closed pipe can be answered
         sys.exit(status)
     except IngotError as error:
-        stderr().print(f"[bold red]error:[/] {plain(error.what)}", highlight=False, soft_wrap=True)
-        stderr().print(f"[bold]remedy:[/] {plain(error.remedy)}", highlight=False, soft_wrap=True)
+        stderr().print(
+            f"[bold red]error:[/] {plain(error.message)}", highlight=False, soft_wrap=True
+        )
+        stderr().print(f"[bold]hint:[/] {plain(error.hint)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except BrokenPipeError:
         # `ingot ops | head`: the reader has left. Nothing may be flushed into the closed pipe.
@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> int:
         stdout().print(f"ingot {ingot.__version__}", highlight=False)
     else:
         with _for_good():
-            function = VERBS.get(verb)
+            function = load_command(verb)
             setup()
             import tyro
 
@@ -91,6 +91,18 @@ def _run(arguments: list[str]) -> int:
         else:
             tyro.extras.subcommand_cli_from_dict(function, args=rest, prog=f"ingot {verb}")
     return 0
+
+
+def load_command(verb: str) -> Command:
+    """Import the function of a verb from the file of its name.
+
+    >>> load_command("ops").__name__
+    'ops'
+    """
+    if verb not in SUMMARIES:
+        raise UnknownName("verb", verb, SUMMARIES)
+    name = f"{verb}_" if iskeyword(verb) else verb
+    return pkgutil.resolve_name(f"ingot.cli.{name}:{name}")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ingot.cli.bench_engine import engine
 from ingot.cli.bench_serve import serve
 from ingot.cli.bench_train import train
 from ingot.core import log
-from ingot.core.device import Place, require
+from ingot.core.device import DeviceType, resolve
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,7 @@ def ops(
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")
     ] = (),
     seconds: float = 0.3,
-    device: Place = "cpu",
+    device: DeviceType = "cpu",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
     plot: Path | None = None,
     results: Path | None = None,
@@ -61,7 +61,7 @@ def ops(
     from ingot.observe.plot import check
 
     workloads = chosen(names)
-    require(device)
+    resolve(device)
     run, file = kept.Run.now(ingot.__version__, device), results and results / "ops.csv"
     # What can go wrong should do so before an hour of measuring, not after.
     if plot:

@@ -61,7 +61,7 @@ def serve(
 
     load, run = Load(trace=trace, clients=clients), Run.now(ingot.__version__)
     if engine and _is_url(target):
-        raise ConfigError("--engine of an address", remedy="give the directory of a model")
+        raise ConfigError("--engine of an address", hint="give the directory of a model")
     if plot:
         check(plot)
     answers, start = _answers(target, load, rounds, engine, key)

@@ -45,7 +45,7 @@ def chat(
     if model.tokenizer.template is None:
         raise ChatError(
             f"the model in {directory} has no chat template: it was not tuned to chat",
-            remedy=f'have it go on from a text: ingot generate {directory} "Once upon a time"',
+            hint=f'have it go on from a text: ingot generate {directory} "Once upon a time"',
         )
     writing = Writing(model, Session(model.decoder), sampling, max_tokens)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -65,7 +65,7 @@ def _ids(model: Model, messages: list[Message]) -> list[int]:
     if len(ids) > context:
         raise IngotError(
             f"the conversation has {len(ids):,} tokens, the model takes {context:,}",
-            remedy="begin a new one, or send shorter messages",
+            hint="begin a new one, or send shorter messages",
         )
     return ids
 

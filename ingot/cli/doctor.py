@@ -30,7 +30,7 @@ class Finding:
     """Something missing or odd, and what to do about it."""
 
     what: str
-    remedy: str
+    hint: str
 
 
 def doctor(
@@ -152,7 +152,7 @@ def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list
             "close what else is running, then `ingot doctor --refresh`",
         ),
     )
-    return [Finding(what, remedy) for odd, what, remedy in checks if odd]
+    return [Finding(what, hint) for odd, what, hint in checks if odd]
 
 
 def _threads() -> int:
@@ -192,9 +192,7 @@ def _print_screen(device: Device, measured: Peaks, found: list[Finding]) -> None
     console.print(table, highlight=False)
     console.print()
     for finding in found:
-        console.print(
-            f"[bold yellow]![/] {finding.what}\n  remedy: {finding.remedy}", highlight=False
-        )
+        console.print(f"[bold yellow]![/] {finding.what}\n  hint: {finding.hint}", highlight=False)
     if not found:
         console.print("[bold green]nothing missing, nothing odd[/]")
 

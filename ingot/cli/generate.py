@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ingot.cli import plain
-from ingot.core.device import Place
+from ingot.core.device import DeviceType
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import stderr
 from ingot.nn.session import Sampling, Session
@@ -95,10 +95,10 @@ def generate(
 def require_room(max_tokens: int) -> None:
     """Refuse a limit that leaves nothing to write, before anything is loaded."""
     if max_tokens < 1:
-        raise ConfigError(f"--max-tokens is {max_tokens}", remedy="give a number from 1 on")
+        raise ConfigError(f"--max-tokens is {max_tokens}", hint="give a number from 1 on")
 
 
-def load(directory: Path, device: Place = "cpu") -> Model:
+def load(directory: Path, device: DeviceType = "cpu") -> Model:
     """The model of a directory, its kernels built; a line says so where that takes a while."""
     with stderr().status(f"loading {plain(str(directory))}") as status:
         from ingot.interop import model

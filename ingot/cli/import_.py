@@ -47,7 +47,7 @@ def import_(
             gguf.convert(source, directory, bar)
     else:
         raise IngotError(
-            f"there is no file or directory {source}", remedy="name a .gguf file or a directory"
+            f"there is no file or directory {source}", hint="name a .gguf file or a directory"
         )
     found = report(directory, time.monotonic() - start)
     if json:

@@ -71,7 +71,7 @@ def kernels(
     if wrong:
         raise IngotError(
             f"{len(wrong)} kernels are not as they should be: " + "; ".join(wrong[:5]),
-            remedy="change the kernel or take the configuration out of its tuning space",
+            hint="change the kernel or take the configuration out of its tuning space",
         )
 
 

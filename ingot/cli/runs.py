@@ -47,7 +47,7 @@ def runs(
     for directory in directories:
         if not directory.is_dir():
             raise IngotError(
-                f"there is no directory {directory}", remedy="`ingot runs` lists what there is"
+                f"there is no directory {directory}", hint="`ingot runs` lists what there is"
             )
     places = directories or (paths.runs(),)
     found = [History.read(path) for path in find(places)]

@@ -66,10 +66,10 @@ def serve(
         from ingot.serving.server.server import Config, Server
     except ImportError as error:
         raise IngotError(
-            f"the server needs {error.name}", remedy="pip install 'ingot[serve]'"
+            f"the server needs {error.name}", hint="pip install 'ingot[serve]'"
         ) from error
     if memory is not None and not 0 < memory <= 1 << 16:
-        raise ConfigError(f"--memory is {memory}", remedy="give GiB, from 0 to 65536")
+        raise ConfigError(f"--memory is {memory}", hint="give GiB, from 0 to 65536")
     setup(json=log == "json")
     control_host, control_port = _control(control, port)
     config = Config(
@@ -99,7 +99,7 @@ def _control(text: str | None, port: int) -> tuple[str, int]:
     host, _, number = text.rpartition(":")
     if not host or not number.isdecimal():
         raise ConfigError(
-            f"--control is '{text}'", remedy="give an address and a port: 127.0.0.1:9000"
+            f"--control is '{text}'", hint="give an address and a port: 127.0.0.1:9000"
         )
     return host.strip("[]"), int(number)
 

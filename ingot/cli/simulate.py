@@ -47,7 +47,7 @@ def simulate(
         json: Print JSON instead of lines.
     """
     if (measured or real) and not model:
-        raise ConfigError("--measured without a model", remedy="give one: --model DIR")
+        raise ConfigError("--measured without a model", hint="give one: --model DIR")
     if model:
         costs = of_model(model, costs)
     if measured and model:
@@ -82,7 +82,7 @@ def of_model(directory: Path, costs: Costs) -> Costs:
     if config.experts:
         raise IngotError(
             f"{directory} is a mixture of experts: what a step reads depends on its tokens",
-            remedy="give --costs.weights and --costs.flops for your batches instead of --model",
+            hint="give --costs.weights and --costs.flops for your batches instead of --model",
         )
     return dataclasses.replace(
         costs,

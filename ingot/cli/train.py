@@ -96,7 +96,7 @@ def _directory(name: str, run: Path | None, resume: bool) -> Path:
         if run.exists() and (not run.is_dir() or any(run.iterdir())):
             raise IngotError(
                 f"{run} has something in it",
-                remedy="go on with it by --resume, or name a directory that does not exist yet",
+                hint="go on with it by --resume, or name a directory that does not exist yet",
             )
         return run
     if run is None:
@@ -104,11 +104,11 @@ def _directory(name: str, run: Path | None, resume: bool) -> Path:
         if not found:
             raise IngotError(
                 f"there is no run of '{name}' in {paths.runs()}",
-                remedy="start one without --resume, or name its directory by --run",
+                hint="start one without --resume, or name its directory by --run",
             )
         return found[-1]
     if not (run / "recipe.toml").is_file():
-        raise IngotError(f"{run} is no run", remedy="start it without --resume")
+        raise IngotError(f"{run} is no run", hint="start it without --resume")
     return run
 
 
@@ -174,12 +174,12 @@ def _exported(directory: Path, path: Path) -> dict[str, Any]:
     if found.facts["data"] != sets.fingerprint:
         raise IngotError(
             f"the run in {directory} was trained on other data than is there now",
-            remedy="restore the data that it was started with: its vocabulary is needed",
+            hint="restore the data that it was started with: its vocabulary is needed",
         )
     if not _write(model, recipe, sets.corpus, found.step, path):
         raise IngotError(
             f"{directory} is of no decoder, and a model directory is for decoders",
-            remedy="its weights are in its checkpoints, as safetensors",
+            hint="its weights are in its checkpoints, as safetensors",
         )
     return {"run": str(directory), "steps": found.step, "model": str(path)}
 
@@ -199,7 +199,7 @@ def _filled(model: nn.Module, directory: Path, recipe: Recipe) -> Checkpoint:
                 raise  # else the run has deleted it meanwhile, and there is a newer one
     raise IngotError(
         f"{directory} has no whole checkpoint yet",
-        remedy=f"wait for the first: it writes one every {recipe.checkpoint_every} steps",
+        hint=f"wait for the first: it writes one every {recipe.checkpoint_every} steps",
     )
 
 
@@ -215,7 +215,7 @@ def _reported(directory: Path) -> Generator[None]:
         ended = "stopped"
         raise
     except BaseException as error:
-        ended = error.what if isinstance(error, IngotError) else type(error).__name__
+        ended = error.message if isinstance(error, IngotError) else type(error).__name__
         raise
     finally:
         try:

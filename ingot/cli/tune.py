@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ingot.core.device import require
+from ingot.core.device import resolve
 from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import logger, progress, stdout
 
@@ -39,10 +39,10 @@ def tune(
     """
     from ingot.kernels.triton import GPU, interpreting, require_triton
 
-    require(GPU)
+    resolve(GPU)
     require_triton()
     if interpreting():
-        raise IngotError("TRITON_INTERPRET is set: nothing runs on the GPU", remedy="unset it")
+        raise IngotError("TRITON_INTERPRET is set: nothing runs on the GPU", hint="unset it")
     results = _tuned(names, dtype, GPU)
     if json:
         print(json_format.dumps([as_row(result) for result in results], indent=2))  # noqa: T201

@@ -11,7 +11,7 @@ import tyro
 
 from ingot.cli import plain
 from ingot.core import lineage, log
-from ingot.core.device import Place, detect, require
+from ingot.core.device import DeviceType, detect, resolve
 
 if TYPE_CHECKING:
     from ingot.serving.verify import Certificate
@@ -21,7 +21,7 @@ def verify(
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
     schedules: int = 1000,
     seed: int = 0,
-    device: Place = "cpu",
+    device: DeviceType = "cpu",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Serve a model under many random schedules, and compare every bit of every log-probability
@@ -42,7 +42,7 @@ def verify(
     from ingot.cli.generate import load
     from ingot.serving import verify as serving
 
-    require(device)
+    resolve(device)
     decoder = load(directory, device).decoder
     with log.progress("verifying", schedules) as bar:
         certificate = serving.verify(
@@ -58,7 +58,7 @@ def verify(
         raise SystemExit(1)
 
 
-def as_facts(certificate: Certificate, device: Place = "cpu") -> dict[str, Any]:
+def as_facts(certificate: Certificate, device: DeviceType = "cpu") -> dict[str, Any]:
     """The certificate, as it is kept: with the processor and versions it holds for."""
     import torch
 
@@ -76,7 +76,7 @@ def as_facts(certificate: Certificate, device: Place = "cpu") -> dict[str, Any]:
     }
 
 
-def _processor(device: Place) -> dict[str, str | None]:
+def _processor(device: DeviceType) -> dict[str, str | None]:
     """What computed: the bits are another processor's otherwise."""
     if device == "cpu":
         cpu = detect().cpu

@@ -75,7 +75,7 @@ def dumps(config: object) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"a string in the config is not valid Unicode: {error.object[error.start]!r}",
-            remedy="TOML is UTF-8; remove the lone surrogate (often an undecodable file name)",
+            hint="TOML is UTF-8; remove the lone surrogate (often an undecodable file name)",
         ) from error
     return text
 
@@ -90,9 +90,9 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         what = f"cannot read config {path}: {error.strerror}"
-        raise ConfigError(what, remedy="check the path") from error
+        raise ConfigError(what, hint="check the path") from error
     except ValueError as error:  # TOMLDecodeError, which names the line, or not UTF-8
-        raise ConfigError(f"{path} is not TOML: {error}", remedy="correct that line") from error
+        raise ConfigError(f"{path} is not TOML: {error}", hint="correct that line") from error
 
 
 def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -109,7 +109,7 @@ def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     except tomllib.TOMLDecodeError:
         table = {}
     if not table:
-        raise ConfigError(f"cannot read override '{text}'", remedy="write it as dotted.key=value")
+        raise ConfigError(f"cannot read override '{text}'", hint="write it as dotted.key=value")
     keys: list[str] = []
     while isinstance(table, dict):
         key, table = next(iter(cast(dict[str, Any], table).items()))
@@ -132,7 +132,7 @@ def _apply(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str) 
         if not isinstance(inner, dict):
             raise ConfigError(
                 f"override '{text}' goes through {_dotted(keys[:depth])}, which is not a table",
-                remedy=f"set {_dotted(keys[:depth])} as a whole",
+                hint=f"set {_dotted(keys[:depth])} as a whole",
             )
         table = cast(dict[str, Any], inner)
     table[keys[-1]] = value
@@ -166,14 +166,16 @@ class _Builder:
             return cls(**values)
         except ValueError as error:
             where = f"{_dotted(at) or cls.__name__} in {self.source(at)}"
-            raise ConfigError(f"{where}: {error}", remedy="change the value") from error
+            raise ConfigError(f"{where}: {error}", hint="change the value") from error
 
-    def build(self, hint: Any, value: Any, at: Keys, default: Any) -> Any:
+    def build(self, annotation: Any, value: Any, at: Keys, default: Any) -> Any:
         """Build the dataclasses anywhere inside `value`, then have msgspec convert the whole."""
-        if isinstance(value, dict) and (arm := self.fitting(hint, cast(dict[str, Any], value), at)):
+        if isinstance(value, dict) and (
+            arm := self.fitting(annotation, cast(dict[str, Any], value), at)
+        ):
             base = default if type(default) is arm else None
             return self.build_dataclass(arm, cast(dict[str, Any], value), at, base)
-        for arm in _arms(hint):
+        for arm in _arms(annotation):
             if isinstance(value, dict) and _is_generic(arm, Mapping):
                 items = cast(dict[str, Any], value).items()
                 inner = get_args(arm)[1]
@@ -184,18 +186,20 @@ class _Builder:
                 built = [self.build(h, v, (*at, i), None) for i, (h, v) in enumerate(pairs)]
                 value = built + elements[len(built) :]
         try:
-            return msgspec.convert(value, hint, dec_hook=_decode)
+            return msgspec.convert(value, annotation, dec_hook=_decode)
         except msgspec.ValidationError as error:
-            raise self.invalid(at, hint, value, str(error)) from error
+            raise self.invalid(at, annotation, value, str(error)) from error
 
-    def fitting(self, hint: Any, table: dict[str, Any], at: Keys) -> type | None:
+    def fitting(self, annotation: Any, table: dict[str, Any], at: Keys) -> type | None:
         """Choose the dataclass that a table is meant to be; a wrong tag is an error."""
-        arm = _fitting(hint, table)
+        arm = _fitting(annotation, table)
         for name, own in (_tags(arm) if arm else {}).items():
             if name in table and table[name] not in own:
                 here = (*at, name)
                 where = f"{_dotted(here)} in {self.source(here)}:"
-                known = [tag for other in _dataclasses(hint) for tag in _tags(other).get(name, ())]
+                known = [
+                    tag for other in _dataclasses(annotation) for tag in _tags(other).get(name, ())
+                ]
                 raise UnknownName(where, str(table[name]), known)
         return arm
 
@@ -207,23 +211,23 @@ class _Builder:
         inside = [f"override '{text}'" for keys, text in self.overrides if keys[: len(at)] == at]
         return ", ".join([str(self.file), *inside] if self.file else inside) or "no config file"
 
-    def missing(self, at: Keys, hint: Any) -> ConfigError:
+    def missing(self, at: Keys, annotation: Any) -> ConfigError:
         """Make the error for a required field that nothing sets."""
-        what = f"missing {_dotted(at)} (in {self.source(at)}): expected {_expected(hint)}"
-        return ConfigError(what, remedy=f"set {_dotted(at)} in the file or as an override")
+        what = f"missing {_dotted(at)} (in {self.source(at)}): expected {_expected(annotation)}"
+        return ConfigError(what, hint=f"set {_dotted(at)} in the file or as an override")
 
-    def invalid(self, at: Keys, hint: Any, value: Any, message: str) -> ConfigError:
+    def invalid(self, at: Keys, annotation: Any, value: Any, message: str) -> ConfigError:
         """Make the error for a value of the wrong type."""
         got = message.replace("`object`", "`table`")
         what = f"{_dotted(at)} in {self.source(at)}: {got[:1].lower()}{got[1:]}"
-        remedy = f"give it {_expected(hint)}"
-        if bool in _arms(hint):
-            remedy += ", written true or false"
-        if type(None) in _arms(hint):
-            remedy += "; TOML has no null: None is what it is when left out"
-        if str in _arms(hint) and not isinstance(value, (dict, list)):
-            remedy += f"; to have it as a string, quote it: {_dotted(at)}='\"{value}\"'"
-        return ConfigError(what, remedy=remedy)
+        hint = f"give it {_expected(annotation)}"
+        if bool in _arms(annotation):
+            hint += ", written true or false"
+        if type(None) in _arms(annotation):
+            hint += "; TOML has no null: None is what it is when left out"
+        if str in _arms(annotation) and not isinstance(value, (dict, list)):
+            hint += f"; to have it as a string, quote it: {_dotted(at)}='\"{value}\"'"
+        return ConfigError(what, hint=hint)
 
 
 def _table(config: Any, at: Keys, base: Any) -> dict[str, Any]:
@@ -251,7 +255,7 @@ def _plain(value: Any, at: Keys, default: Any) -> Any:
     if value is None:
         raise ConfigError(
             f"{_dotted(at)} is None, which TOML cannot say and which is not its default",
-            remedy="make None the default of the field, or give it another value",
+            hint="make None the default of the field, or give it another value",
         )
     return value
 
@@ -269,20 +273,20 @@ def _default(field: dataclasses.Field[Any], base: Any) -> Any:
     return field.default
 
 
-def _arms(hint: Any) -> list[Any]:
+def _arms(annotation: Any) -> list[Any]:
     """Flatten unions and Annotated into the plain types a value may have.
 
     >>> _arms(int | None)
     [<class 'int'>, <class 'NoneType'>]
     """
-    if get_origin(hint) is Annotated:
-        return _arms(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return [arm for member in get_args(hint) for arm in _arms(member)]
-    return [hint]
+    if get_origin(annotation) is Annotated:
+        return _arms(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [arm for member in get_args(annotation) for arm in _arms(member)]
+    return [annotation]
 
 
-def _fitting(hint: Any, table: dict[str, Any]) -> type | None:
+def _fitting(annotation: Any, table: dict[str, Any]) -> type | None:
     """Of the dataclasses that a value may be, the one whose fields the table's keys are.
 
     >>> @dataclass
@@ -303,11 +307,11 @@ def _fitting(hint: Any, table: dict[str, Any]) -> type | None:
         # A tag says it, whatever the other keys are.
         return 1000 * len(wrong) + len(table.keys() - fields.keys()) + len(required - table.keys())
 
-    return min(_dataclasses(hint), key=misfits, default=None)
+    return min(_dataclasses(annotation), key=misfits, default=None)
 
 
-def _dataclasses(hint: Any) -> list[Any]:
-    return [a for a in _arms(hint) if isinstance(a, type) and dataclasses.is_dataclass(a)]
+def _dataclasses(annotation: Any) -> list[Any]:
+    return [a for a in _arms(annotation) if isinstance(a, type) and dataclasses.is_dataclass(a)]
 
 
 def _tags(arm: Any) -> dict[str, tuple[Any, ...]]:
@@ -319,8 +323,8 @@ def _tags(arm: Any) -> dict[str, tuple[Any, ...]]:
     return {name: values for name, values in literal.items() if len(values) == 1}
 
 
-def _is_literal(hint: Any) -> bool:
-    return get_origin(hint) is Literal
+def _is_literal(annotation: Any) -> bool:
+    return get_origin(annotation) is Literal
 
 
 def within(of: object, **bounds: tuple[float, float]) -> None:
@@ -335,25 +339,25 @@ def within(of: object, **bounds: tuple[float, float]) -> None:
     Traceback (most recent call last):
     ...
     ingot.core.errors.ConfigError: lr of Optimizer is -1.0
-      remedy: give a number from 0.0 to 10.0
+      hint: give a number from 0.0 to 10.0
     """
     for name, (least, most) in bounds.items():
         value = getattr(of, name)
         if not (isinstance(value, int | float) and least <= value <= most):
             raise ConfigError(
                 f"{name} of {type(of).__name__} is {value!r}"[:200],
-                remedy=f"give a number from {least} to {most}",
+                hint=f"give a number from {least} to {most}",
             )
 
 
-def _is_generic(hint: Any, base: type) -> bool:
-    origin = get_origin(hint)
+def _is_generic(annotation: Any, base: type) -> bool:
+    origin = get_origin(annotation)
     return isinstance(origin, type) and issubclass(origin, base)
 
 
-def _element_hints(hint: Any, count: int) -> Sequence[Any]:
-    args = get_args(hint)
-    if get_origin(hint) is tuple and args[-1:] != (Ellipsis,):
+def _element_hints(annotation: Any, count: int) -> Sequence[Any]:
+    args = get_args(annotation)
+    if get_origin(annotation) is tuple and args[-1:] != (Ellipsis,):
         return args
     return args[:1] * count
 
@@ -364,21 +368,21 @@ def _decode(kind: type, value: Any) -> Any:
     raise ValueError(f"expected `{kind.__name__}`, got `{type(value).__name__}`")
 
 
-def _expected(hint: Any) -> str:
+def _expected(annotation: Any) -> str:
     """Describe a type to its user.
 
     >>> _expected(Literal["adam", "muon"]), _expected(int | None)
     ("one of 'adam', 'muon'", 'int | None')
     """
     choices: list[Any] = []
-    for arm in _arms(hint):
+    for arm in _arms(annotation):
         if get_origin(arm) is Literal:
             choices += get_args(arm)
         elif isinstance(arm, type) and issubclass(arm, Enum):
             choices += [member.value for member in arm]
     if choices:
         return "one of " + ", ".join(map(repr, choices))
-    return hint.__name__ if isinstance(hint, type) else str(hint)
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def _dotted(at: Keys) -> str:

@@ -31,12 +31,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ingot.core.errors import IngotError, UnknownName
 
-Place: TypeAlias = Literal["cpu", "cuda"]
-"""Where a command may compute; ROCm's GPUs are "cuda" to torch, too."""
+if TYPE_CHECKING:
+    import torch
+
+DeviceType: TypeAlias = Literal["cpu", "cuda"]
+"""Device types with kernels of ingot's own; torch calls ROCm's GPUs "cuda", too."""
 
 # What each tier adds to the one before it. Best last; "portable" needs nothing.
 _TIERS: dict[str, frozenset[str]] = {
@@ -199,7 +202,7 @@ def forced(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ...]:
     if wanted not in tiers:
         raise IngotError(
             f"INGOT_ISA is '{wanted}', which this CPU does not have",
-            remedy=f"choose one of {', '.join(tiers)}, or unset it",
+            hint=f"choose one of {', '.join(tiers)}, or unset it",
         )
     return tiers[tiers.index(wanted) :]
 
@@ -278,29 +281,74 @@ def detect_gpus() -> tuple[Gpu, ...]:
     return tuple(_gpu(accelerator.type, module.get_device_properties(i), hip) for i in indices)
 
 
-def require(place: str) -> None:
-    """Raise what to do about it where torch cannot compute there.
+def resolve(device: str | torch.device = "auto") -> torch.device:
+    """Return the device that a setting names, after checking that torch can compute on it.
 
-    >>> require("cpu")
+    This is the only place where a device is chosen. "auto" is the accelerator that torch sees,
+    or else the CPU. Other names are torch's: "cpu", "cuda" (also for ROCm), "xpu", "mps" and the
+    name of a backend registered as PrivateUse1. An accelerator is returned with its index, so
+    that the result equals the `device` of tensors on it: "cuda" becomes `cuda:0`.
+
+    >>> resolve("cpu")
+    device(type='cpu')
     """
     import torch
 
-    if place == "cpu" or torch.cuda.is_available():
-        return
-    hidden = [name for name in _VISIBLE if name in os.environ]
-    if torch.version.cuda is None and torch.version.hip is None:
+    if str(device) == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator.type if accelerator else "cpu"
+    name = str(device)
+    kind, colon, index = name.partition(":")
+    if kind not in (names := _device_names()) or (colon and not index.isdecimal()):
+        raise UnknownName("device", name, ("auto", *names))
+    if kind == "cpu":
+        return torch.device("cpu")
+    module: Any = torch.get_device_module(kind)
+    if not module.is_available():
+        raise _unavailable(kind)
+    if (count := module.device_count()) <= int(index or 0):
         raise IngotError(
-            f"there is no GPU for torch {torch.__version__}: it was built without them",
-            remedy="install a build of torch for CUDA or ROCm: https://pytorch.org/get-started",
+            f"device {name}: index out of range, torch sees {count}",
+            hint=f"choose {kind}:0" + (f" to {kind}:{count - 1}" if count > 1 else ""),
+        )
+    if not index and hasattr(module, "current_device"):
+        index = module.current_device()
+    return torch.device(kind, int(index or 0))
+
+
+def _device_names() -> list[str]:
+    """List the device types that this torch can name and that compute: not "meta", for one."""
+    import torch
+
+    backend: str = torch._C._get_privateuse1_backend_name()  # pyright: ignore
+    names = ["cpu", "cuda", "xpu", "mps", "hpu", "mtia", backend]
+    return [name for name in names if hasattr(getattr(torch, name, None), "is_available")]
+
+
+def _unavailable(kind: str) -> IngotError:
+    """Return the error for a device type that torch knows but cannot use on this machine."""
+    import torch
+
+    hidden = [name for name in _VISIBLE if name in os.environ]
+    if kind != "cuda":
+        return IngotError(
+            f"device {kind}: not available to torch {torch.__version__}",
+            hint=f"install a build of torch for {kind} and its driver, or choose another device",
+        )
+    if torch.version.cuda is None and torch.version.hip is None:
+        return IngotError(
+            f"device cuda: torch {torch.__version__} was built without GPU support",
+            hint="install a build of torch for CUDA or ROCm: https://pytorch.org/get-started",
         )
     if hidden:
-        raise IngotError(
-            f"torch sees no GPU, and {hidden[0]} is '{os.environ[hidden[0]]}'",
-            remedy="unset it, or name a GPU in it",
+        return IngotError(
+            f"device cuda: torch sees no GPU, and {hidden[0]} is '{os.environ[hidden[0]]}'",
+            hint="unset it, or name a GPU in it",
         )
     tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
-    raise IngotError(
-        "torch sees no GPU", remedy=f"see whether `{tool}` shows one: if not, its driver is missing"
+    return IngotError(
+        "device cuda: torch sees no GPU",
+        hint=f"check that `{tool}` lists one; if not, install the driver",
     )
 
 

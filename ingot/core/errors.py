@@ -12,38 +12,38 @@ from collections.abc import Iterable
 
 
 class IngotError(Exception):
-    """What happened, and the remedy.
+    """An error with a message (the violated condition) and a hint (what to do about it).
 
-    >>> raise IngotError("no compiler found", remedy="install g++ 12 or newer")
+    >>> raise IngotError("no compiler found", hint="install g++ 12 or newer")
     Traceback (most recent call last):
     ...
     ingot.core.errors.IngotError: no compiler found
-      remedy: install g++ 12 or newer
+      hint: install g++ 12 or newer
     """
 
-    def __init__(self, what: str, *, remedy: str) -> None:
-        super().__init__(f"{what}\n  remedy: {remedy}")
-        self.what = what
-        self.remedy = remedy
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(f"{message}\n  hint: {hint}")
+        self.message = message
+        self.hint = hint
 
 
 class UnknownName(IngotError):
-    """A name that is not among the valid ones; the remedy names the nearest.
+    """A name that is not among the valid ones; the hint names the nearest.
 
     >>> raise UnknownName("verb", "docter", ["doctor", "ops"])
     Traceback (most recent call last):
     ...
     ingot.core.errors.UnknownName: unknown verb 'docter'
-      remedy: did you mean 'doctor'? valid: doctor, ops
+      hint: did you mean 'doctor'? valid: doctor, ops
     """
 
     def __init__(self, kind: str, name: str, valid: Iterable[str]) -> None:
         options = sorted(valid)
         close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        # A hint among many options stands alone: nobody reads a list of sixty.
+        suggestion = f"did you mean '{close[0]}'? " if close else ""
+        # Among many options the suggestion alone is printed: a list of sixty is not read.
         listing = "" if close and len(options) > 20 else f"valid: {', '.join(options)}"
-        super().__init__(f"unknown {kind} '{name}'", remedy=(hint + listing).rstrip())
+        super().__init__(f"unknown {kind} '{name}'", hint=(suggestion + listing).rstrip())
         self.name = name
 
 

@@ -57,7 +57,7 @@ def read(directory: Path) -> Lineage:
     if found.format != FORMAT:
         raise IngotError(
             f"{path} has format {found.format}, this version of ingot knows {FORMAT}",
-            remedy="use the version of ingot that wrote it, or a newer one",
+            hint="use the version of ingot that wrote it, or a newer one",
         )
     if len(found.steps) > MAX_STEPS or not all(_named(step) for step in found.steps):
         raise _unreadable(path, f"expected at most {MAX_STEPS} steps, each with its name")
@@ -78,7 +78,7 @@ def append(directory: Path, step: str, **facts: Any) -> Lineage:
         raise IngotError(
             f"the lineage in {directory / NAME} would grow past its bounds of {MAX_STEPS} steps "
             f"and {MAX_BYTES:,} bytes",
-            remedy="import the model anew into a directory of its own, which starts a lineage",
+            hint="import the model anew into a directory of its own, which starts a lineage",
         )
     write_atomic(directory / NAME, content)
     return after
@@ -91,5 +91,5 @@ def _named(step: dict[str, Any]) -> bool:
 def _unreadable(path: Path, why: str) -> IngotError:
     return IngotError(
         f"cannot read the lineage in {path}: {why}",
-        remedy="restore the file, or delete it to go on without knowing where the model is from",
+        hint="restore the file, or delete it to go on without knowing where the model is from",
     )

@@ -27,7 +27,7 @@ _ROOT = "ingot"
 def logger(name: str = _ROOT) -> logging.Logger:
     """Return the logger of that name below the "ingot" logger.
 
-    >>> logger("ingot.serving").name, logger("serve").name
+    >>> logger("ingot.serving").name, logger("serving").name
     ('ingot.serving', 'ingot.serving')
     """
     inside = name == _ROOT or name.startswith(f"{_ROOT}.")

@@ -103,13 +103,13 @@ def whole_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise IngotError(
                 f"{path} exists already",
-                remedy="name a directory that does not exist yet, or delete that one first",
+                hint="name a directory that does not exist yet, or delete that one first",
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(path.parent).free < num_bytes:
             raise IngotError(
                 f"{path} needs {num_bytes / 1e9:.1f} GB, more than is free there",
-                remedy="make room, or choose a place on another disk",
+                hint="make room, or choose a place on another disk",
             )
         temporary = path.parent / f".{path.name[:64]}.{secrets.token_hex(8)}.tmp"
         temporary.mkdir()
@@ -132,7 +132,7 @@ def trusted(directory: Path) -> Path:
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
         raise IngotError(
             f"other users can write to {directory}, so nothing is run from there",
-            remedy="take the right from them (chown, chmod o-w), or choose another place by "
+            hint="take the right from them (chown, chmod o-w), or choose another place by "
             "XDG_CACHE_HOME",
         )
     return directory
@@ -177,6 +177,6 @@ def _explained(path: Path) -> Generator[None]:
     except OSError as error:
         raise IngotError(
             f"cannot write {path}: {error.strerror or error}",
-            remedy="make room or grant write access there, or choose another place (for caches "
+            hint="make room or grant write access there, or choose another place (for caches "
             "and runs by XDG_CACHE_HOME and XDG_DATA_HOME)",
         ) from error

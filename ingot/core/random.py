@@ -21,16 +21,16 @@ class Purpose(IntEnum):
     """What numbers are drawn for: no two draw the same."""
 
     DROPOUT = 1
-    MIX = 2
+    MIXUP = 2
 
 
-def philox(
+def philox_generator(
     purpose: Purpose, *, seed: int, step: int, index: int = 0, start: int = 0
 ) -> np.random.Philox:
     """The stream of words of this key, from block `start` on, a block being four words.
 
-    >>> whole = philox(Purpose.MIX, seed=0, step=3).random_raw(8)
-    >>> rest = philox(Purpose.MIX, seed=0, step=3, start=1).random_raw(4)
+    >>> whole = philox_generator(Purpose.MIXUP, seed=0, step=3).random_raw(8)
+    >>> rest = philox_generator(Purpose.MIXUP, seed=0, step=3, start=1).random_raw(4)
     >>> bool((whole[4:] == rest).all())
     True
     """

@@ -41,7 +41,7 @@ class Arrays:
         if not self.x.dim() or not self.y.dim() or len(self.x) != len(self.y):
             raise DataError(
                 f"x is {tuple(self.x.shape)}, y {tuple(self.y.shape)}",
-                remedy="give one row of each for every sample",
+                hint="give one row of each for every sample",
             )
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Arrays:
         if not 0 < held < len(self):
             raise DataError(
                 f"{fraction} of {len(self)} samples leave one of the sets empty",
-                remedy="give a fraction between 0 and 1 that holds out at least one sample",
+                hint="give a fraction between 0 and 1 that holds out at least one sample",
             )
         rows = torch.from_numpy(order(0, len(self), 1, len(self), _SPLIT))  # pyright: ignore
         kept, out = rows[held:].sort().values, rows[:held].sort().values

@@ -87,7 +87,7 @@ class Corpus:
         if vocabulary.digest(directory) != index.tokenizer:
             raise DataError(
                 f"the tokenizer in {directory} is not the one that its tokens were made with",
-                remedy="restore tokenizer.json, or delete the directory and make it again",
+                hint="restore tokenizer.json, or delete the directory and make it again",
             )
         self.hash, self.size, self.end = index.hash(), index.size, index.end
         self.train, self.validation = self._part("train"), self._part("validation")
@@ -136,7 +136,7 @@ class _Wanted:
         if self.vocab is not None and self.tokenizer is not None:
             raise ConfigError(
                 f"a vocabulary of {self.vocab} tokens and the tokenizer in {self.tokenizer}",
-                remedy="give the size of one to train, or one that is there, but not both",
+                hint="give the size of one to train, or one that is there, but not both",
             )
         if self.tokenizer is None:
             vocabulary.check_size(self.size)
@@ -176,7 +176,7 @@ class _Wanted:
         if other:
             raise DataError(
                 f"{corpus.directory} was made of something else: {', '.join(other)} differ",
-                remedy="name another directory, or delete that one first",
+                hint="name another directory, or delete that one first",
             )
         return corpus
 
@@ -219,7 +219,7 @@ def _write(survey: Survey, words: Vocabulary, made: Made, directory: Path) -> No
     if not index.train:
         raise DataError(
             f"nothing is left to train on in {survey.source.where}",
-            remedy="give more documents, or --validation 0",
+            hint="give more documents, or --validation 0",
         )
     content = {"hash": index.hash(), **msgspec.to_builtins(index)}
     (directory / NAME).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
@@ -278,7 +278,7 @@ def _read(path: Path) -> Index:
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror}",
-            remedy="name a directory that `ingot data` has made",
+            hint="name a directory that `ingot data` has made",
         ) from error
     try:
         table = msgspec.json.decode(content[: MAX_INDEX + 1], type=dict[str, Any])
@@ -286,7 +286,7 @@ def _read(path: Path) -> Index:
         if table.get("format") != FORMAT:
             raise DataError(
                 f"{path} has format {table.get('format')}, this version of ingot knows {FORMAT}",
-                remedy="make it again with this version: `ingot data`",
+                hint="make it again with this version: `ingot data`",
             )
         index = msgspec.convert(table, Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -301,5 +301,5 @@ def _read(path: Path) -> Index:
 def _broken(path: Path, why: str) -> DataError:
     return DataError(
         f"cannot read {path}: {why}",
-        remedy=f"restore it, or delete {path.parent} and make it again with `ingot data`",
+        hint=f"restore it, or delete {path.parent} and make it again with `ingot data`",
     )

@@ -42,7 +42,7 @@ def digits() -> Arrays:
     except ModuleNotFoundError as error:
         raise DataError(
             "the digits come with scikit-learn, which is not installed",
-            remedy="pip install 'ingot[data]'",
+            hint="pip install 'ingot[data]'",
         ) from error
     found: Any = load_digits()  # pyright: ignore
     x_NCHW = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
@@ -57,7 +57,7 @@ def mnist(folder: Path, part: str = "train") -> Arrays:
     if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
             f"the images in {folder} are {tuple(images.shape)}, their labels {tuple(labels.shape)}",
-            remedy="take both files from the same set",
+            hint="take both files from the same set",
         )
     return Arrays(images[:, None].float() / 255, labels.long())
 
@@ -102,8 +102,8 @@ def _found(folder: Path, name: str) -> Path:
     for path in [folder / f"{n}{suffix}" for n in names for suffix in ("", ".gz")]:
         if path.is_file():
             return path
-    raise DataError(f"there is no {name} in {folder}", remedy="put the files of MNIST there")
+    raise DataError(f"there is no {name} in {folder}", hint="put the files of MNIST there")
 
 
 def _broken(path: Path, why: str) -> DataError:
-    return DataError(f"cannot read {path}: {why}", remedy="download the file again")
+    return DataError(f"cannot read {path}: {why}", hint="download the file again")

@@ -60,10 +60,10 @@ class Loader(Generic[B]):
         if not (len(samples) > 0 and 0 < batch <= MAX_SAMPLE and 0 <= seed < 1 << 64):
             raise ConfigError(
                 f"a loader of {len(samples)} samples in batches of {batch} with seed {seed}",
-                remedy="give samples, a batch of at least one, and a seed from 0 to 2**64 - 1",
+                hint="give samples, a batch of at least one, and a seed from 0 to 2**64 - 1",
             )
         if not 0 <= rank < world <= MAX_WORLD:
-            raise ConfigError(f"rank {rank} of {world}", remedy="ranks count from 0 to world - 1")
+            raise ConfigError(f"rank {rank} of {world}", hint="ranks count from 0 to world - 1")
         self._samples, self._batch, self._seed = samples, batch, seed
         self._rank, self._world = rank, world
         self._sample = 0
@@ -122,5 +122,5 @@ class Loader(Generic[B]):
 def _check(sample: int) -> None:
     if not 0 <= sample <= MAX_SAMPLE:
         raise ConfigError(
-            f"sample {sample} of the order", remedy=f"samples count from 0 to {MAX_SAMPLE:,}"
+            f"sample {sample} of the order", hint=f"samples count from 0 to {MAX_SAMPLE:,}"
         )

@@ -52,11 +52,11 @@ class Packed:
 
     def __init__(self, tokens: Tokens, length: int) -> None:
         if not 0 < length <= MAX_LENGTH:
-            raise ConfigError(f"samples of {length} tokens", remedy=f"give 1 to {MAX_LENGTH:,}")
+            raise ConfigError(f"samples of {length} tokens", hint=f"give 1 to {MAX_LENGTH:,}")
         if not len(tokens):
             raise DataError(
                 "there are no tokens in this part of the corpus",
-                remedy="make it again with more documents, or `ingot data --validation 0.1`",
+                hint="make it again with more documents, or `ingot data --validation 0.1`",
             )
         self._tokens, self.length = tokens, length
 

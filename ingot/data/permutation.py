@@ -38,7 +38,7 @@ class Permutation:
 
     def __init__(self, n: int, *, seed: int, epoch: int = 0) -> None:
         if not 0 < n <= MAX:
-            raise ConfigError(f"an order of {n} samples", remedy=f"give 1 to {MAX:,}")
+            raise ConfigError(f"an order of {n} samples", hint=f"give 1 to {MAX:,}")
         self.n = n
         # Balanced halves: an odd number of bits is rounded up.
         self._half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))

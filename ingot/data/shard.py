@@ -8,7 +8,7 @@ A shard is the ends of its documents and then their tokens, raw and little-endia
 How many of either, and the SHA-256 of the file, stands in the index of the corpus. A shard is read
 whole and checked when it is first touched; from then on only what is asked for is read. It is read
 and not mapped into memory: under a map, a file that is cut or a disk that fails ends the process
-by SIGBUS, without a word; a read that fails is an error with a remedy.
+by SIGBUS, without a word; a read that fails is an error with a hint.
 
 Legend: D documents, N tokens of a shard, T tokens that are asked for.
 """
@@ -163,5 +163,5 @@ class Tokens:
 def _broken(path: Path, why: str) -> DataError:
     return DataError(
         f"cannot read the tokens in {path}: {why}",
-        remedy=f"restore the file, or delete {path.parent} and make it again with `ingot data`",
+        hint=f"restore the file, or delete {path.parent} and make it again with `ingot data`",
     )

@@ -39,7 +39,7 @@ Skip = Callable[[Path], None]
 def _raise(path: Path) -> None:
     raise DataError(
         f"{path} is not UTF-8 text",
-        remedy="convert it (iconv -f latin1 -t utf-8), or name another file",
+        hint="convert it (iconv -f latin1 -t utf-8), or name another file",
     )
 
 
@@ -78,7 +78,7 @@ class Source:
             if not root.exists():
                 raise DataError(
                     f"there is no file or folder {root}",
-                    remedy="name a text, .jsonl, .parquet or .arrow file, a folder, or stdlib",
+                    hint="name a text, .jsonl, .parquet or .arrow file, a folder, or stdlib",
                 )
         return [root]
 
@@ -112,7 +112,7 @@ def _readable(path: Path) -> Generator[None]:
     except OSError as error:
         raise DataError(
             f"cannot read {error.filename or path}: {error.strerror or error}",
-            remedy="make it readable, or leave it out",
+            hint="make it readable, or leave it out",
         ) from error
 
 
@@ -125,10 +125,10 @@ def _below(root: Path, wanted: Callable[[str], bool], suffix: str = "") -> list[
         if len(found) > MAX_FILES:
             raise DataError(
                 f"there are more than {MAX_FILES:,} files below {root}",
-                remedy="join them into JSONL files, a line each",
+                hint="join them into JSONL files, a line each",
             )
     if not found:
-        raise DataError(f"there are no files below {root}", remedy="name a folder with text in it")
+        raise DataError(f"there are no files below {root}", hint="name a folder with text in it")
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
@@ -183,7 +183,7 @@ def _decoded(path: Path) -> Iterator[str]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text: {error.reason} near byte {done + error.start:,}",
-            remedy="convert it (iconv -f latin1 -t utf-8), or leave it out",
+            hint="convert it (iconv -f latin1 -t utf-8), or leave it out",
         ) from error
 
 
@@ -197,14 +197,14 @@ def _of_lines(path: Path, field: str) -> Iterator[str]:
                 found: Any = decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise DataError(
-                    f"line {number:,} of {path} is not JSON: {error}", remedy="correct that line"
+                    f"line {number:,} of {path} is not JSON: {error}", hint="correct that line"
                 ) from error
             text = cast(dict[str, Any], found).get(field) if isinstance(found, dict) else None
             if not isinstance(text, str):
                 keys = list(cast(dict[str, Any], found))[:8] if isinstance(found, dict) else []
                 raise DataError(
                     f"line {number:,} of {path} is no object with a text under '{field}'",
-                    remedy=f"name its field by --field; there is: {', '.join(keys) or 'none'}",
+                    hint=f"name its field by --field; there is: {', '.join(keys) or 'none'}",
                 )
             yield text
 
@@ -214,6 +214,6 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
         if len(line) > MAX_LINE:
             raise DataError(
                 f"{path} has a line of more than {MAX_LINE:,} bytes",
-                remedy="it is not one JSON object a line, or needs to be split into documents",
+                hint="it is not one JSON object a line, or needs to be split into documents",
             )
         yield line

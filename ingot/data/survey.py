@@ -53,7 +53,7 @@ class Survey:
     def of(cls, source: Source, fraction: float) -> Survey:
         """Read the source; at least one document is in it, or else it is an error."""
         if not 0 <= fraction <= 0.5:
-            raise ConfigError(f"{fraction} held out for validation", remedy="give 0 to 0.5")
+            raise ConfigError(f"{fraction} held out for validation", hint="give 0 to 0.5")
         found, skipped, whole = cls(source, fraction), list[Path](), hashlib.sha256()
         with log.progress("reading", source.size(), in_bytes=True) as bar:
             for text in source.documents(skipped.append):
@@ -69,7 +69,7 @@ class Survey:
             )
         if not found.documents:
             raise DataError(
-                f"there is no text in {source.where}", remedy="name a source with documents in it"
+                f"there is no text in {source.where}", hint="name a source with documents in it"
             )
         found.sha256 = whole.hexdigest()
         return found
@@ -90,7 +90,7 @@ class Survey:
         if whole.hexdigest() != self.sha256:
             raise DataError(
                 f"{self.source.where} has changed while it was read",
-                remedy="run it again when nobody writes there",
+                hint="run it again when nobody writes there",
             )
 
     def _add(self, digest: bytes, num_bytes: int) -> None:

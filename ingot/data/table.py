@@ -23,7 +23,7 @@ def texts(path: Path, field: str) -> Iterator[str]:
         import pyarrow as pa
     except ModuleNotFoundError as error:
         raise DataError(
-            f"reading {path} needs pyarrow", remedy="pip install 'ingot[data]'"
+            f"reading {path} needs pyarrow", hint="pip install 'ingot[data]'"
         ) from error
     try:
         for column in _columns(path, field):
@@ -33,7 +33,7 @@ def texts(path: Path, field: str) -> Iterator[str]:
     except (pa.ArrowException, ValueError) as error:  # names that are no UTF-8
         raise DataError(
             f"cannot read {path}: {str(error)[:500]}",
-            remedy="copy the file again from where it comes from",
+            hint="copy the file again from where it comes from",
         ) from error
 
 
@@ -70,5 +70,5 @@ def _check(path: Path, field: str, schema: Any) -> None:
     if found.count(field) != 1:
         raise DataError(
             f"{path} has no column '{field}' of text",
-            remedy=f"name one by --field; there is: {', '.join(found[:8]) or 'none'}",
+            hint=f"name one by --field; there is: {', '.join(found[:8]) or 'none'}",
         )

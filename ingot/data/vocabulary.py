@@ -51,7 +51,7 @@ class Vocabulary:
         self.size = 1 + max(inner.get_vocab().values(), default=0)
         if not 1 <= self.size <= 1 << 31:
             raise DataError(
-                f"a vocabulary with an id of {self.size - 1}", remedy="use another tokenizer"
+                f"a vocabulary with an id of {self.size - 1}", hint="use another tokenizer"
             )
 
     @classmethod
@@ -100,7 +100,7 @@ class Vocabulary:
             raise
         except BaseException as error:
             raise DataError(
-                f"the tokenizer failed: {str(error)[:500]}", remedy="use another tokenizer"
+                f"the tokenizer failed: {str(error)[:500]}", hint="use another tokenizer"
             ) from error
         return [self._ended(encoding.ids) for encoding in found]
 
@@ -129,7 +129,7 @@ def check_size(size: int) -> None:
     """Refuse a vocabulary that cannot be trained."""
     if not SMALLEST <= size <= LARGEST:
         raise ConfigError(
-            f"a vocabulary of {size:,} tokens", remedy=f"give {SMALLEST} to {LARGEST:,}"
+            f"a vocabulary of {size:,} tokens", hint=f"give {SMALLEST} to {LARGEST:,}"
         )
 
 
@@ -174,5 +174,5 @@ def _read(path: Path) -> bytes:
 def _broken(path: Path, why: str) -> DataError:
     return DataError(
         f"cannot read {path}: {why}",
-        remedy="name a model directory with a tokenizer.json, or have one trained by --vocab",
+        hint="name a model directory with a tokenizer.json, or have one trained by --vocab",
     )

@@ -77,12 +77,12 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatError(
                 f"the messages cannot be written as JSON: {error}",
-                remedy="make them of strings, numbers, lists and dictionaries",
+                hint="make them of strings, numbers, lists and dictionaries",
             ) from error
         if len(content) > MAX_CHARACTERS:
             raise ChatError(
                 f"the messages have {len(content):,} characters, more than {MAX_CHARACTERS:,}",
-                remedy="shorten them",
+                hint="shorten them",
             )
         with self._lock:
             return self._ask(content)
@@ -150,7 +150,7 @@ def _text(answer: dict[str, Any] | None) -> str:
     if answer["refused"]:
         raise ChatError(
             f"the model's chat template refuses the messages: {answer['error']}",
-            remedy="change the messages as it says",
+            hint="change the messages as it says",
         )
     raise _broken(answer["error"])
 
@@ -158,6 +158,6 @@ def _text(answer: dict[str, Any] | None) -> str:
 def _broken(why: str) -> ChatError:
     return ChatError(
         f"the model's chat template cannot be used: {why}",
-        remedy="correct the template (chat_template in tokenizer_config.json), or complete plain "
+        hint="correct the template (chat_template in tokenizer_config.json), or complete plain "
         "text without it",
     )

@@ -45,7 +45,7 @@ def files(source: Path) -> list[Path]:
     if not (source / CONFIG).is_file():
         raise DirectoryError(
             f"there is no {CONFIG} in {source}",
-            remedy="name the directory of a model as transformers' save_pretrained writes it, or "
+            hint="name the directory of a model as transformers' save_pretrained writes it, or "
             "a .gguf file",
         )
     shards = sorted({place.file for place in Weights(source).places.values()})
@@ -62,7 +62,7 @@ def copy(source: Path, directory: Path, progress: Progress | None = None) -> Non
     if not isinstance(read_json(source / CONFIG).get("model_type"), str):
         raise DirectoryError(
             f"{source / CONFIG} has no model_type",
-            remedy="download the model again, and compare checksums with its publisher's",
+            hint="download the model again, and compare checksums with its publisher's",
         )
     lineage.read(source)
     needed = sum(path.stat().st_size for path in chosen)

@@ -113,7 +113,7 @@ def convert(source: Path, directory: Path, progress: Progress | None = None) -> 
     if name not in ARCHITECTURES:
         raise GgufError(
             f"{source.name} is of the architecture '{name[:64]}', which is not supported",
-            remedy=f"import a model of one of these: {', '.join(ARCHITECTURES)}",
+            hint=f"import a model of one of these: {', '.join(ARCHITECTURES)}",
         )
     architecture = ARCHITECTURES[name]
     sizes = _dimensions(file, name)
@@ -153,7 +153,7 @@ def _dimensions(file: GgufFile, name: str) -> Dimensions:
     if file.get(f"{name}.expert_count", int, 0):
         raise GgufError(
             f"{file.path.name} holds a mixture of experts, which is not supported",
-            remedy="import the model from its Hugging Face directory",
+            hint="import the model from its Hugging Face directory",
         )
     hidden = count("embedding_length", 1 << 20)
     heads = count("attention.head_count", MAX_HEADS)
@@ -175,12 +175,12 @@ def _dimensions(file: GgufFile, name: str) -> Dimensions:
     if count("attention.value_length", 1 << 16, head) != head:
         raise GgufError(
             f"{file.path.name} has values of another width than keys, which is not supported",
-            remedy="import the model from its Hugging Face directory",
+            hint="import the model from its Hugging Face directory",
         )
     if count("rope.dimension_count", 1 << 16, head) != head:
         raise GgufError(
             f"{file.path.name} rotates a part of each head, which is not supported",
-            remedy="import the model from its Hugging Face directory",
+            hint="import the model from its Hugging Face directory",
         )
     return sizes
 
@@ -206,7 +206,7 @@ def _targets(file: GgufFile, architecture: Architecture, sizes: Dimensions) -> l
         raise GgufError(
             f"{file.path.name} has tensors that a plain model of its architecture has not: "
             f"{', '.join(unknown[:4])}",
-            remedy="import the model from its Hugging Face directory",
+            hint="import the model from its Hugging Face directory",
         )
     return targets
 
@@ -215,7 +215,7 @@ def _check_type(file: GgufFile, tensor: Tensor) -> None:
     if tensor.type not in TYPES:
         raise GgufError(
             f"{file.path.name} holds '{tensor.name}' as {tensor.type}, which is not supported",
-            remedy=f"import a variant of the model in one of these: {', '.join(sorted(TYPES))}",
+            hint=f"import a variant of the model in one of these: {', '.join(sorted(TYPES))}",
         )
 
 
@@ -261,7 +261,7 @@ def _config(
     if file.get(f"{name}.attention.sliding_window", int, 0):
         raise GgufError(
             f"{file.path.name} has sliding-window attention, which this import does not convert",
-            remedy="import the model from its Hugging Face directory",
+            hint="import the model from its Hugging Face directory",
         )
     theta = _real(file, f"{name}.rope.freq_base", 10000.0)
     return {
@@ -307,7 +307,7 @@ def _rope_scaling(file: GgufFile, name: str, theta: float, head: int) -> dict[st
         return {**scaling, "original_max_position_embeddings": original}
     raise GgufError(
         f"{file.path.name} scales its positions by '{kind[:64]}' in a way that is not supported",
-        remedy="import the model from its Hugging Face directory",
+        hint="import the model from its Hugging Face directory",
     )
 
 
@@ -329,7 +329,7 @@ def _llama3_scaling(file: GgufFile, theta: float, head: int) -> dict[str, Any]:
     if not np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
         raise GgufError(
             f"{file.path.name} scales its positions by factors that are not those of Llama 3",
-            remedy="import the model from its Hugging Face directory",
+            hint="import the model from its Hugging Face directory",
         )
     return {
         "rope_type": "llama3",

@@ -103,7 +103,7 @@ def damaged(path: Path, why: str) -> GgufError:
     """Make the error for a file that cannot be what its maker meant."""
     return GgufError(
         f"{path.name} is not a GGUF file that can be imported: {why}",
-        remedy="download or convert it again, and compare its checksum with its publisher's",
+        hint="download or convert it again, and compare its checksum with its publisher's",
     )
 
 
@@ -114,7 +114,7 @@ def read(path: Path) -> GgufFile:
             return _Header(path, file).read()
     except OSError as error:
         raise GgufError(
-            f"cannot read {path}: {error.strerror or error}", remedy="check the path"
+            f"cannot read {path}: {error.strerror or error}", hint="check the path"
         ) from error
 
 
@@ -266,5 +266,5 @@ def package(part: str) -> Any:
     except ImportError as error:
         raise IngotError(
             f"the package `gguf` is needed to read GGUF files: {error}",
-            remedy="pip install 'ingot[gguf]'",
+            hint="pip install 'ingot[gguf]'",
         ) from error

@@ -57,7 +57,7 @@ def documents(file: GgufFile, vocab_size: int) -> dict[str, Any]:
     if build is None:
         raise GgufError(
             f"{file.path.name} has a vocabulary of the kind '{model[:64]}', which is not supported",
-            remedy="import a model with one of these: gpt2 (byte-level BPE), llama (SentencePiece)",
+            hint="import a model with one of these: gpt2 (byte-level BPE), llama (SentencePiece)",
         )
     try:
         tokenizer = build(file, tokens, kinds)
@@ -114,7 +114,7 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenize
     if name not in PRE_TOKENIZERS:
         raise GgufError(
             f"{file.path.name} cuts text into words by the rule '{name[:64]}', which is not known",
-            remedy=f"import a model with one of these: {', '.join(PRE_TOKENIZERS)}",
+            hint=f"import a model with one of these: {', '.join(PRE_TOKENIZERS)}",
         )
     merges: list[Any] = file.require("tokenizer.ggml.merges", list)
     # A token holds no space, so the first space after the first character is between the two.

@@ -153,7 +153,7 @@ def read_config(raw: Raw) -> DecoderConfig:
         if key in raw and raw[key] not in supported:
             raise ConfigError(
                 f"config.json: {key} is {raw[key]!r}"[:300],
-                remedy=f"supported: {', '.join(map(repr, supported))}",
+                hint=f"supported: {', '.join(map(repr, supported))}",
             )
     fields = dict(family.fixed)
     for part in family.parts:
@@ -196,13 +196,13 @@ def _raw(directory: Path) -> Raw:
     if directory.is_file():
         raise WeightsError(
             f"{directory} is a file, not a model directory",
-            remedy=f"make one of a GGUF file: ingot import {directory} {directory.stem}",
+            hint=f"make one of a GGUF file: ingot import {directory} {directory.stem}",
         )
     if not (directory / "config.json").exists():
         there = f"{directory} has no config.json: it is no model directory"
         raise WeightsError(
             there if directory.exists() else f"there is no {directory}",
-            remedy="name a model directory; `ingot import` makes one of a GGUF file or of a "
+            hint="name a model directory; `ingot import` makes one of a GGUF file or of a "
             "Hugging Face directory",
         )
     return read_json(directory / "config.json")
@@ -211,7 +211,7 @@ def _raw(directory: Path) -> Raw:
 def _family(raw: Raw) -> Family:
     name = raw.get("model_type")
     if not isinstance(name, str):
-        raise ConfigError("config.json has no model_type", remedy=f"one of {', '.join(FAMILIES)}")
+        raise ConfigError("config.json has no model_type", hint=f"one of {', '.join(FAMILIES)}")
     if name not in FAMILIES:
         raise UnknownName("model_type in config.json:", name[:100], FAMILIES)
     return FAMILIES[name]
@@ -232,7 +232,7 @@ def _tidy(weights: Weights, family: Family, config: DecoderConfig) -> None:
         if not weights.equal(_HEAD, embed):
             raise WeightsError(
                 f"config.json says that the head is tied, but {_HEAD} is not {embed}",
-                remedy="set tie_word_embeddings to what was meant",
+                hint="set tie_word_embeddings to what was meant",
             )
         del places[_HEAD]
 
@@ -261,7 +261,7 @@ def _expressed(config: DecoderConfig, origin: Raw) -> Raw:
             continue
     raise ConfigError(
         f"this model cannot be said in a config.json of {' or '.join(names)}",
-        remedy="transformers has no such model; a family is what its fields are together",
+        hint="transformers has no such model; a family is what its fields are together",
     )
 
 
@@ -274,7 +274,7 @@ def _keys(**keys: str) -> Part:
     def read(raw: Raw) -> dict[str, Any]:
         for key in keys.values():
             if key not in raw:
-                raise ConfigError(f"config.json has no {key}", remedy="add what it should be")
+                raise ConfigError(f"config.json has no {key}", hint="add what it should be")
         return {field: raw[key] for field, key in keys.items()}
 
     return Part(read, lambda config: {key: getattr(config, f) for f, key in keys.items()})
@@ -293,7 +293,7 @@ def _divided(dim: Any, heads: Any) -> int:
     if not (type(dim) is int and type(heads) is int and heads > 0 and dim % heads == 0):
         raise ConfigError(
             f"config.json: {dim!r} channels in {heads!r} heads"[:200],
-            remedy="give heads that divide the channels",
+            hint="give heads that divide the channels",
         )
     return dim // heads
 
@@ -326,7 +326,7 @@ _ROPE_ONLY = {"partial_rotary_factor": (None, 1.0), "truncate": (None, True)}
 def _read_rope(raw: Raw) -> dict[str, Any]:
     said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(said, dict):
-        raise ConfigError(f"config.json: rope_parameters is {said!r}"[:200], remedy="give a table")
+        raise ConfigError(f"config.json: rope_parameters is {said!r}"[:200], hint="give a table")
     said = {"rope_theta": raw["rope_theta"], **said}
     kind = said.pop("rope_type", said.pop("type", "default"))
     theta = _number("rope_theta", said.pop("rope_theta"))
@@ -339,7 +339,7 @@ def _read_rope(raw: Raw) -> dict[str, Any]:
         if not known and value not in _ROPE_ONLY.get(key, (None,)):
             raise ConfigError(
                 f"config.json: {key} of the rotary positions is {value!r}"[:300],
-                remedy=f"rope_type {kind} is supported with {', '.join(keys.values()) or 'no key'}",
+                hint=f"rope_type {kind} is supported with {', '.join(keys.values()) or 'no key'}",
             )
     if scaling is None:
         return {"rope": Rope(theta=theta)}
@@ -350,14 +350,14 @@ def _read_rope(raw: Raw) -> dict[str, Any]:
     if missing := sorted(required - values.keys()):
         raise ConfigError(
             f"config.json: the rotary positions have no {keys[missing[0]]}",
-            remedy=f"rope_type {kind} needs {', '.join(keys[name] for name in sorted(required))}",
+            hint=f"rope_type {kind} needs {', '.join(keys[name] for name in sorted(required))}",
         )
     return {"rope": Rope(theta=theta, scaling=scaling(**values))}
 
 
 def _number(key: str, value: Any) -> float:
     if type(value) not in (int, float) or abs(value) > 1e18:
-        raise ConfigError(f"config.json: {key} is {value!r}"[:200], remedy="give a number")
+        raise ConfigError(f"config.json: {key} is {value!r}"[:200], hint="give a number")
     return float(value)
 
 
@@ -383,21 +383,19 @@ def _read_layered_window(raw: Raw) -> dict[str, Any]:
     if kinds is None:
         first = raw["max_window_layers"]
         if type(first) is not int or type(count) is not int:
-            raise ConfigError(
-                f"config.json: max_window_layers is {first!r}"[:200], remedy="a number"
-            )
+            raise ConfigError(f"config.json: max_window_layers is {first!r}"[:200], hint="a number")
         chosen = range(max(first, 0), min(count, 2**16))
     elif isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds):
         if len(kinds) != count:
             raise ConfigError(
                 f"config.json: {len(kinds)} layer_types for {count!r} layers"[:200],
-                remedy="give one for each layer",
+                hint="give one for each layer",
             )
         chosen = [layer for layer, kind in enumerate(kinds) if kind == _LAYER_TYPES[1]]
     else:
         raise ConfigError(
             f"config.json: layer_types is {kinds!r}"[:300],
-            remedy=f"supported: a list of {' and '.join(_LAYER_TYPES)}",
+            hint=f"supported: a list of {' and '.join(_LAYER_TYPES)}",
         )
     if window is None or not chosen:
         return {}
@@ -424,7 +422,7 @@ def _read_experts(raw: Raw) -> dict[str, Any]:
     """Mixtral: all layers, each expert as wide as the MLP would be."""
     for key in ("num_local_experts", "num_experts_per_tok", "intermediate_size"):
         if key not in raw:
-            raise ConfigError(f"config.json has no {key}", remedy="add what it should be")
+            raise ConfigError(f"config.json has no {key}", hint="add what it should be")
     count, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
     return {"experts": Experts(count=count, top_k=top_k, ffn=raw["intermediate_size"])}
 
@@ -441,7 +439,7 @@ def _read_some_experts(raw: Raw) -> dict[str, Any]:
     count = raw.get("num_local_experts", raw.get("num_experts"))
     for key in ("num_experts_per_tok", "moe_intermediate_size"):
         if key not in raw:
-            raise ConfigError(f"config.json has no {key}", remedy="add what it should be")
+            raise ConfigError(f"config.json has no {key}", hint="add what it should be")
     step, dense, layers = (
         raw["decoder_sparse_step"],
         raw["mlp_only_layers"] or [],
@@ -450,7 +448,7 @@ def _read_some_experts(raw: Raw) -> dict[str, Any]:
     if not (type(step) is int and step > 0 and isinstance(dense, list) and type(layers) is int):
         raise ConfigError(
             f"config.json: decoder_sparse_step is {step!r}, mlp_only_layers {dense!r}"[:300],
-            remedy="give a number of layers, and a list of layers",
+            hint="give a number of layers, and a list of layers",
         )
     chosen = [i for i in range(min(layers, 2**16)) if i not in dense and (i + 1) % step == 0]
     if not chosen:

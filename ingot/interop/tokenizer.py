@@ -92,7 +92,7 @@ class Tokenizer:
         if self.template is None:
             raise ChatError(
                 "the model has no chat template",
-                remedy="use a model that was tuned to chat, or have it complete plain text",
+                hint="use a model that was tuned to chat, or have it complete plain text",
             )
         return self.template.render(
             messages,
@@ -169,13 +169,13 @@ def _inner(path: Path) -> tokenizers.Tokenizer:
     if content is None and not path.parent.is_dir():
         raise TokenizerError(
             f"there is no directory {path.parent}",
-            remedy="name a model directory; `ingot import` makes one of a GGUF file or of a "
+            hint="name a model directory; `ingot import` makes one of a GGUF file or of a "
             "Hugging Face directory",
         )
     if content is None:
         raise TokenizerError(
             f"there is no {path.name} in {path.parent}",
-            remedy="copy it there from where the model comes from; a tokenizer of another format "
+            hint="copy it there from where the model comes from; a tokenizer of another format "
             "is written as one by transformers' save_pretrained",
         )
     try:
@@ -253,5 +253,5 @@ def _read(path: Path, limit: int) -> bytes | None:
 def _broken(path: Path, why: str) -> TokenizerError:
     return TokenizerError(
         f"cannot read {path}: {why}",
-        remedy="copy the file again from where the model comes from, or import the model anew",
+        hint="copy the file again from where the model comes from, or import the model anew",
     )

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         if heads % self.kv_heads or (head_dim is None and dim % heads):
             raise ConfigError(
                 f"{dim} channels in {heads} heads that share {self.kv_heads} key-value heads",
-                remedy="give heads that are a multiple of kv_heads and divide the channels",
+                hint="give heads that are a multiple of kv_heads and divide the channels",
             )
         self.layer, self.window, self.qk_norm = layer, window, qk_norm
         rows = (heads + 2 * self.kv_heads) * self.head_dim
@@ -149,7 +149,7 @@ class Rotary(nn.Module):
         if k_TGH.requires_grad:
             raise IngotError(
                 "keys that are kept in a pool have no gradient",
-                remedy="run with torch.inference_mode(), or train with Plan.packed",
+                hint="run with torch.inference_mode(), or train with Plan.packed",
             )
         assert slots_T is not None
         turn = positions_T, self.freqs

@@ -75,19 +75,19 @@ def _bounded(of: object, *names: str) -> None:
         value, most = getattr(of, name), _MOST[name]
         if not (type(value) is int and 1 <= value <= most):
             raise ConfigError(
-                f"{name} is {value!r}"[:200], remedy=f"give a whole number from 1 to {most}"
+                f"{name} is {value!r}"[:200], hint=f"give a whole number from 1 to {most}"
             )
 
 
 def _positive(name: str, value: object, most: float) -> None:
     if not (isinstance(value, int | float) and 0 < value <= most and math.isfinite(value)):
-        raise ConfigError(f"{name} is {value!r}"[:200], remedy=f"give a number above 0, to {most}")
+        raise ConfigError(f"{name} is {value!r}"[:200], hint=f"give a number above 0, to {most}")
 
 
 def _flags(of: object, *names: str) -> None:
     for name in names:
         if type(getattr(of, name)) is not bool:
-            raise ConfigError(f"{name} is {getattr(of, name)!r}"[:200], remedy="give true or false")
+            raise ConfigError(f"{name} is {getattr(of, name)!r}"[:200], hint="give true or false")
 
 
 def _some_layers(name: str, chosen: tuple[int, ...] | None, layers: int) -> None:
@@ -97,7 +97,7 @@ def _some_layers(name: str, chosen: tuple[int, ...] | None, layers: int) -> None
     if not (chosen and all(layer in known for layer in chosen) and _rises(chosen)):
         raise ConfigError(
             f"{name} is {chosen!r}"[:200],
-            remedy=f"name layers from 0 to {layers - 1} in order, or leave it out for all of them",
+            hint=f"name layers from 0 to {layers - 1} in order, or leave it out for all of them",
         )
 
 
@@ -124,13 +124,11 @@ class Rope:
             _positive(name, value, 1e9)
         match self.scaling:
             case Llama3Scaling(low=low, high=high) if not low < high:
-                raise ConfigError(f"low is {low}, high {high}", remedy="give a low below the high")
+                raise ConfigError(f"low is {low}, high {high}", hint="give a low below the high")
             case YarnScaling(slow=slow, fast=fast) if not slow < fast:
-                raise ConfigError(
-                    f"slow is {slow}, fast {fast}", remedy="give a slow below the fast"
-                )
+                raise ConfigError(f"slow is {slow}, fast {fast}", hint="give a slow below the fast")
             case YarnScaling() if self.theta <= 1:
-                raise ConfigError(f"theta is {self.theta}", remedy="give one above 1")
+                raise ConfigError(f"theta is {self.theta}", hint="give one above 1")
             case _:
                 pass
 
@@ -157,7 +155,7 @@ class Experts:
         _flags(self, "normalize")
         if self.top_k > self.count:
             raise ConfigError(
-                f"top_k is {self.top_k} of {self.count} experts", remedy="choose no more than exist"
+                f"top_k is {self.top_k} of {self.count} experts", hint="choose no more than exist"
             )
 
 
@@ -210,17 +208,17 @@ class DecoderConfig:
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly",
-                remedy="give heads that are a multiple of kv_heads",
+                hint="give heads that are a multiple of kv_heads",
             )
         if self.rope and (self.head_dim < 4 or self.head_dim % 2):
             raise ConfigError(
                 f"head_dim is {self.head_dim}, which rotary positions cannot pair",
-                remedy="give an even number, 4 or more",
+                hint="give an even number, 4 or more",
             )
         if self.mlp_bias and self.activation is Activation.SWIGLU:
-            raise ConfigError("mlp_bias with SwiGLU", remedy="choose one of the two")
+            raise ConfigError("mlp_bias with SwiGLU", hint="choose one of the two")
         if self.window is None and self.window_layers is not None:
-            raise ConfigError("window_layers without a window", remedy="give the window too")
+            raise ConfigError("window_layers without a window", hint="give the window too")
         _some_layers("window_layers", self.window_layers, self.layers)
         if self.experts:
             _some_layers("experts.layers", self.experts.layers, self.layers)

@@ -23,7 +23,7 @@ def _widths(config: CNNConfig | ResNetConfig) -> None:
     within(config, channels=(1, 2**16), classes=(1, 2**22), dropout=(0.0, 0.99))
     if not (0 < len(config.widths) <= 64 and all(1 <= w <= 2**16 for w in config.widths)):
         raise ConfigError(
-            f"widths is {config.widths}"[:200], remedy="give the channels of each stage"
+            f"widths is {config.widths}"[:200], hint="give the channels of each stage"
         )
 
 

@@ -33,7 +33,7 @@ class DenseConfig:
     def __post_init__(self) -> None:
         within(self, inputs=(1, 2**24), outputs=(1, 2**22), dropout=(0.0, 0.99))
         if not all(1 <= width <= 2**20 for width in self.hidden) or len(self.hidden) > 2**10:
-            raise ConfigError(f"hidden is {self.hidden}"[:200], remedy="give widths from 1 on")
+            raise ConfigError(f"hidden is {self.hidden}"[:200], hint="give widths from 1 on")
 
 
 class Dense(nn.Module):

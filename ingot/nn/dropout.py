@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.core.errors import ConfigError
-from ingot.core.random import Purpose, philox
+from ingot.core.random import Purpose, philox_generator
 
 _LEVELS = 2**16
 _PER_BLOCK = 16  # values that a block of the generator, 256 bits, decides
@@ -38,7 +38,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.dropped = round(rate * _LEVELS)
         if not 0 <= self.dropped < _LEVELS:
-            raise ConfigError(f"dropout of {rate}", remedy="give a rate from 0 to below 1")
+            raise ConfigError(f"dropout of {rate}", hint="give a rate from 0 to below 1")
         self.layer = layer
         self.begin(seed=0, step=0)
 
@@ -52,7 +52,7 @@ class Dropout(nn.Module):
             return x
         width = x[0].numel()
         blocks = -(-width // _PER_BLOCK)  # a row begins with a new block
-        stream = philox(
+        stream = philox_generator(
             Purpose.DROPOUT,
             seed=self._seed,
             step=self._step,

@@ -63,13 +63,13 @@ class KVSpec:
         if set(found) != set(range(count)):
             raise IngotError(
                 f"{count} layers keep state, as layers {sorted(found)}",
-                remedy="number them from 0 on, each its own: Attention(..., layer=0)",
+                hint="number them from 0 on, each its own: Attention(..., layer=0)",
             )
         kinds = {(spec.kv_heads, spec.head_dim, spec.dtype) for spec in found.values()}
         if len(kinds) > 1:
             raise IngotError(
                 f"layers keep keys and values of different kinds: {sorted(map(str, kinds))}",
-                remedy="give all of them the same kv_heads, head_dim and dtype",
+                hint="give all of them the same kv_heads, head_dim and dtype",
             )
         kv_heads, head_dim, dtype = kinds.pop()
         return KVSpec(layers=count, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
@@ -104,7 +104,7 @@ class KVPool:
     ) -> None:
         if pages < 1 or page_size < 1:
             raise IngotError(
-                f"a pool of {pages} pages of {page_size} tokens", remedy="give at least one of each"
+                f"a pool of {pages} pages of {page_size} tokens", hint="give at least one of each"
             )
         self.spec, self.pages, self.page_size = spec, pages, page_size
         shape = (spec.layers, 2, pages, page_size, spec.kv_heads, spec.head_dim)
@@ -161,14 +161,14 @@ class Plan:
             raise IngotError(
                 f"{len(lengths_B)} lengths, {len(contexts_B)} context_lens, {len(table_BM)} rows "
                 "of the block_table",
-                remedy="give one of each for every sequence",
+                hint="give one of each for every sequence",
             )
         room = table_BM.shape[1] * pool.page_size
         if bool(((lengths_B < 0) | (contexts_B < lengths_B) | (contexts_B > room)).any()):
             raise IngotError(
                 f"lengths {list(lengths)[:8]}, context_lens {list(context_lens)[:8]}, and room for "
                 f"{room} tokens in the pages of a sequence",
-                remedy="context_lens counts the new tokens too; name pages for all of them",
+                hint="context_lens counts the new tokens too; name pages for all of them",
             )
         plan = Plan(cu_seqlens=_cumulated(lengths).to(device), context_lens=contexts_B.to(device))
         positions_T = plan.positions()

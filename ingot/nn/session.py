@@ -67,7 +67,7 @@ class Sampling:
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{name} is {value}", remedy=f"give a number from {low} to {high}")
+        raise ConfigError(f"{name} is {value}", hint=f"give a number from {low} to {high}")
 
 
 class Session:
@@ -101,12 +101,12 @@ class Session:
         if not 0 < count <= config.context:
             raise IngotError(
                 f"the prompt has {count} tokens, the model takes 1 to {config.context}",
-                remedy="give a shorter one" if count else "give some text",
+                hint="give a shorter one" if count else "give some text",
             )
         if not all(0 <= token < config.vocab_size for token in prompt):
             raise IngotError(
                 f"a token of the prompt is not in the vocabulary of {config.vocab_size}",
-                remedy="encode the text with the tokenizer of this model",
+                hint="encode the text with the tokenizer of this model",
             )
         last = min(count + max_tokens, config.context)
         if last == count:

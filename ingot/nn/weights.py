@@ -90,7 +90,7 @@ class Weights:
             for tensor, place in _places(path):
                 if tensor in self.places:
                     where = f"{self.places[tensor].file.name} and {name}"
-                    raise WeightsError(f"'{tensor}' is in {where}", remedy=_REDO)
+                    raise WeightsError(f"'{tensor}' is in {where}", hint=_REDO)
                 self.places[tensor] = place
         _compare_with_index(self.directory, self.places)
 
@@ -99,21 +99,21 @@ class Weights:
         if missing := sorted(wanted.keys() - self.places.keys()):
             raise WeightsError(
                 f"{len(missing)} tensors are not in {self.directory}: {_some(missing)}",
-                remedy="is config.json that of these weights?",
+                hint="is config.json that of these weights?",
             )
         if extra := sorted(self.places.keys() - wanted.keys()):
             raise WeightsError(
                 f"{len(extra)} tensors in {self.directory} are not in the model: {_some(extra)}",
-                remedy="is config.json that of these weights? one that says more is not supported",
+                hint="is config.json that of these weights? one that says more is not supported",
             )
         for name, tensor in wanted.items():
             if self.places[name].dtype not in READABLE:
-                raise WeightsError(f"'{name}' is {self.places[name].dtype}", remedy=_PLAIN)
+                raise WeightsError(f"'{name}' is {self.places[name].dtype}", hint=_PLAIN)
             if self.places[name].shape != tuple(tensor.shape):
                 raise WeightsError(
                     f"'{name}' is {self.places[name].shape} where the model has "
                     f"{tuple(tensor.shape)}",
-                    remedy="is config.json that of these weights?",
+                    hint="is config.json that of these weights?",
                 )
 
     def read(self, into: Mapping[str, Tensor]) -> None:
@@ -146,7 +146,7 @@ def write(directory: Path | str, tensors: Mapping[str, Tensor], most: int = SHAR
     """
     directory = Path(directory)
     if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
-        raise WeightsError(f"{directory} has weights", remedy="give another directory, or empty it")
+        raise WeightsError(f"{directory} has weights", hint="give another directory, or empty it")
     shards = _shards(tensors, most)
     if len(shards) == 1:
         _write_file(directory / SINGLE, shards[0])
@@ -166,16 +166,16 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > _MOST_JSON:
-            raise WeightsError(f"{path} has {size} bytes", remedy=f"at most {_MOST_JSON} are read")
+            raise WeightsError(f"{path} has {size} bytes", hint=f"at most {_MOST_JSON} are read")
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise WeightsError(
-            f"cannot read {path}: {error.strerror}", remedy="check the path"
+            f"cannot read {path}: {error.strerror}", hint="check the path"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is not JSON: {error}"[:300], remedy=_REDO) from error
+        raise WeightsError(f"{path} is not JSON: {error}"[:300], hint=_REDO) from error
     if not isinstance(found, dict):
-        raise WeightsError(f"{path} has no object in it", remedy=_REDO)
+        raise WeightsError(f"{path} has no object in it", hint=_REDO)
     return found
 
 
@@ -187,20 +187,20 @@ def _files(directory: Path) -> list[str]:
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
         raise WeightsError(
             f"{directory} has its weights as pickles, which can run code and are never opened",
-            remedy="save them as safetensors: model.save_pretrained(directory) of transformers",
+            hint="save them as safetensors: model.save_pretrained(directory) of transformers",
         )
-    raise WeightsError(f"no {SINGLE} in {directory}", remedy="give the directory of a model")
+    raise WeightsError(f"no {SINGLE} in {directory}", hint="give the directory of a model")
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
     table = read_json(directory / INDEX).get("weight_map")
     if not (isinstance(table, dict) and table):
-        raise WeightsError(f"{directory / INDEX} has no weight_map", remedy=_REDO)
+        raise WeightsError(f"{directory / INDEX} has no weight_map", hint=_REDO)
     for file in table.values():
         if not (isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)):
             raise WeightsError(
                 f"{directory / INDEX} names a file '{file}'"[:300],
-                remedy="shards lie beside their index and are named *.safetensors",
+                hint="shards lie beside their index and are named *.safetensors",
             )
     return table
 
@@ -211,10 +211,10 @@ def _compare_with_index(directory: Path, places: dict[str, Place]) -> None:
     said, found = _weight_map(directory), {name: place.file.name for name, place in places.items()}
     if wrong := sorted(name for name, file in said.items() if found.get(name) != file):
         raise WeightsError(
-            f"the index names tensors that are not there: {_some(wrong)}", remedy=_REDO
+            f"the index names tensors that are not there: {_some(wrong)}", hint=_REDO
         )
     if extra := sorted(found.keys() - said.keys()):
-        raise WeightsError(f"the index leaves out {_some(extra)}", remedy=_REDO)
+        raise WeightsError(f"the index leaves out {_some(extra)}", hint=_REDO)
 
 
 def _places(path: Path) -> list[tuple[str, Place]]:
@@ -226,15 +226,15 @@ def _places(path: Path) -> list[tuple[str, Place]]:
             for name in file.offset_keys():
                 entry = file.get_slice(name)
                 if entry.get_dtype() not in _DTYPES:
-                    raise WeightsError(f"'{name}' in {path} is {entry.get_dtype()}", remedy=_PLAIN)
+                    raise WeightsError(f"'{name}' in {path} is {entry.get_dtype()}", hint=_PLAIN)
                 place = Place(path, begin, _DTYPES[entry.get_dtype()], tuple(entry.get_shape()))
                 found.append((name, place))
                 begin += place.bytes
             size = raw.seek(0, 2)
     except OSError as error:
-        raise WeightsError(f"cannot read {path}: {error}", remedy="check the path") from error
+        raise WeightsError(f"cannot read {path}: {error}", hint="check the path") from error
     except SafetensorError as error:
-        raise WeightsError(f"{path} is not safetensors: {error}", remedy=_REDO) from error
+        raise WeightsError(f"{path} is not safetensors: {error}", hint=_REDO) from error
     assert begin == size, "safetensors lets no gaps pass"
     return found
 
@@ -288,7 +288,7 @@ def _fill(buffers: list[Tensor], first: Place) -> None:
         while views:
             count = os.preadv(file.fileno(), views, at)
             if not count:
-                raise WeightsError(f"{first.file} ends too early", remedy=_REDO)
+                raise WeightsError(f"{first.file} ends too early", hint=_REDO)
             at += count
             views = _after(views, count)
 
@@ -330,7 +330,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with replacing(path) as temporary:
             serialize_file(specs, temporary, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise WeightsError(f"cannot write {path}: {error}", remedy="make room there") from error
+        raise WeightsError(f"cannot write {path}: {error}", hint="make room there") from error
 
 
 def _some(names: list[str]) -> str:

@@ -71,7 +71,7 @@ class History:
         except (OSError, ValueError) as error:
             raise DataError(
                 f"the run in {directory} cannot be read: {error}"[:300],
-                remedy="name the directory of a run that `ingot train` made",
+                hint="name the directory of a run that `ingot train` made",
             ) from error
         good = [line for line in lines if isinstance(line, dict) and _whole(line.get("step"))]
         updated = status.st_mtime if status else directory.stat().st_mtime

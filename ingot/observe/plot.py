@@ -47,13 +47,13 @@ def available() -> bool:
 def check(path: Path) -> None:
     """Say what would keep a plot from being drawn, before there is anything to draw."""
     if not available():
-        raise IngotError("a plot needs matplotlib", remedy="pip install 'ingot[plot]'")
+        raise IngotError("a plot needs matplotlib", hint="pip install 'ingot[plot]'")
     if path.suffix not in SUFFIXES:
         raise IngotError(
-            f"cannot draw a '{path.suffix}' file", remedy=f"choose one of {', '.join(SUFFIXES)}"
+            f"cannot draw a '{path.suffix}' file", hint=f"choose one of {', '.join(SUFFIXES)}"
         )
     if not path.absolute().parent.is_dir():
-        raise IngotError(f"there is no directory {path.parent}", remedy="make it first")
+        raise IngotError(f"there is no directory {path.parent}", hint="make it first")
 
 
 def draw(run: History, paths: Sequence[Path]) -> None:

@@ -133,7 +133,7 @@ def _check(
     if len(set(counts)) != 1 or not params:
         raise OpError(
             f"adamw: {counts[:4]} parameters, gradients, first and second moments; {len(low)} low",
-            remedy="give as many of each, one at least; of `low` as many, or none",
+            hint="give as many of each, one at least; of `low` as many, or none",
         )
     for place, (p, *others) in enumerate(
         zip(params, grads, first, second, low or params, strict=True)
@@ -142,19 +142,19 @@ def _check(
             raise OpError(
                 f"adamw: parameter {place} is {tuple(p.shape)}, what belongs to it "
                 f"{[tuple(other.shape) for other in others]}",
-                remedy="give them one shape",
+                hint="give them one shape",
             )
     _check_dtypes(params, grads, [*first, *second], low)
     devices = {t.device for t in (*params, *grads, *first, *second, *low)}
     if len(devices) != 1:
         raise OpError(
             f"adamw: tensors on {sorted(map(str, devices))}",
-            remedy="call it once for each device",
+            hint="call it once for each device",
         )
     if step < 1 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise OpError(
             f"adamw: step {step}, betas {beta1} and {beta2}",
-            remedy="count steps from 1; give betas from 0 to below 1",
+            hint="count steps from 1; give betas from 0 to below 1",
         )
 
 
@@ -165,22 +165,22 @@ def _check_dtypes(
     if {p.dtype for p in params} != {dtype} or not dtype.is_floating_point:
         raise OpError(
             f"adamw: parameters are {_dtypes(params)}",
-            remedy="give one floating dtype, or call it once for each",
+            hint="give one floating dtype, or call it once for each",
         )
     if not {g.dtype for g in grads} <= {dtype, torch.float32}:
         raise OpError(
             f"adamw: gradients are {_dtypes(grads)}",
-            remedy=f"give each in {dtype}, as parameters are, or in torch.float32",
+            hint=f"give each in {dtype}, as parameters are, or in torch.float32",
         )
     if {m.dtype for m in moments} not in ({wide(dtype)}, {torch.bfloat16}):
         raise OpError(
             f"adamw: moments are {_dtypes(moments)}",
-            remedy=f"give all of them in {wide(dtype)}, or all in torch.bfloat16",
+            hint=f"give all of them in {wide(dtype)}, or all in torch.bfloat16",
         )
     if low and (dtype != torch.bfloat16 or {t.dtype for t in low} != {torch.int16}):
         raise OpError(
             f"adamw: `low` is {_dtypes(low)}, of parameters in {dtype}",
-            remedy="give torch.int16 with parameters in torch.bfloat16, else an empty list",
+            hint="give torch.int16 with parameters in torch.bfloat16, else an empty list",
         )
 
 

@@ -51,18 +51,18 @@ def sequences(
     if not (starts[:1] == [0] and starts[-1] == len(q) and starts == sorted(starts)):
         raise OpError(
             f"attention: cu_seqlens is {starts[:8]} for {len(q)} queries",
-            remedy="give the running total of the lengths: 0 first, the number of queries last",
+            hint="give the running total of the lengths: 0 first, the number of queries last",
         )
     counts = cu_seqlens.diff().tolist() if context_lens is None else context_lens.tolist()
     if len(counts) != len(starts) - 1:
         raise OpError(
             f"attention: {len(starts) - 1} sequences, but {len(counts)} context_lens",
-            remedy="give one for each sequence",
+            hint="give one for each sequence",
         )
     if block_table is None and sum(counts) != len(k):
         raise OpError(
             f"attention: {len(k)} keys, where the sequences have {sum(counts)}",
-            remedy="give the number of keys of each sequence as context_lens",
+            hint="give the number of keys of each sequence as context_lens",
         )
     first_key = 0
     for b, num_keys in enumerate(counts):
@@ -70,7 +70,7 @@ def sequences(
         if num_keys < len(q_b):
             raise OpError(
                 f"attention: sequence {b} has {len(q_b)} queries but {num_keys} keys",
-                remedy="write the keys of the new tokens first; context_lens counts them",
+                hint="write the keys of the new tokens first; context_lens counts them",
             )
         if block_table is None:
             keys = slice(first_key, first_key + num_keys)
@@ -84,7 +84,7 @@ def sequences(
             ):
                 raise OpError(
                     f"attention: {num_keys} keys of sequence {b} are not in pages {pages.tolist()}",
-                    remedy=f"name as many pages as the keys fill, each from 0 to {len(k) - 1}",
+                    hint=f"name as many pages as the keys fill, each from 0 to {len(k) - 1}",
                 )
             yield q_b, k[pages].flatten(0, 1)[:num_keys], v[pages].flatten(0, 1)[:num_keys]
 
@@ -156,20 +156,20 @@ def _check(
     if q.dim() != 3 or k.dim() != 3 + paged:
         raise OpError(
             f"attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",
-            remedy="give q as (tokens, heads, channels), k and v likewise or as pools of pages",
+            hint="give q as (tokens, heads, channels), k and v likewise or as pools of pages",
         )
     if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2] != 0:
         raise OpError(
             f"attention: q has heads x channels {tuple(q.shape[-2:])}, k {tuple(k.shape[-2:])}",
-            remedy="give as many channels, and query heads that are a multiple of the key heads",
+            hint="give as many channels, and query heads that are a multiple of the key heads",
         )
     if paged and context_lens is None:
         raise OpError(
             "attention: a block_table without context_lens",
-            remedy="give the number of keys of each sequence",
+            hint="give the number of keys of each sequence",
         )
     if window is not None and window <= 0:
-        raise OpError(f"attention: window is {window}", remedy="None sees all")
+        raise OpError(f"attention: window is {window}", hint="None sees all")
 
 
 def _cost(

@@ -20,7 +20,7 @@ def same_dtype(op: str, **tensors: Tensor | None) -> None:
     if not (len(dtypes) == 1 and next(iter(dtypes)).is_floating_point):
         raise OpError(
             f"{op}: " + _listing({n: t.dtype for n, t in tensors.items() if t is not None}),
-            remedy="give floats of one dtype; ops do not promote",
+            hint="give floats of one dtype; ops do not promote",
         )
 
 
@@ -34,7 +34,7 @@ def same_shape(op: str, **tensors: Tensor) -> None:
     if not (all(first.shape == tensor.shape for tensor in rest)):
         raise OpError(
             f"{op}: " + _listing({n: tuple(t.shape) for n, t in tensors.items()}),
-            remedy="give them one shape; ops do not broadcast",
+            hint="give them one shape; ops do not broadcast",
         )
 
 

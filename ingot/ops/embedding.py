@@ -29,10 +29,10 @@ def _check(tokens: Tensor, weight: Tensor) -> None:
     if not integral(tokens) or tokens.dtype == torch.bool:
         raise OpError(
             f"embedding: tokens are {tokens.dtype}",
-            remedy="give token ids, int32 or int64; the table comes second",
+            hint="give token ids, int32 or int64; the table comes second",
         )
     if weight.dim() != 2:
-        raise OpError(f"embedding: weight is {tuple(weight.shape)}", remedy="give (V, D)")
+        raise OpError(f"embedding: weight is {tuple(weight.shape)}", hint="give (V, D)")
 
 
 def _fake(tokens: Tensor, weight: Tensor) -> Tensor:

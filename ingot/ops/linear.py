@@ -87,12 +87,12 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise OpError(
             f"linear: x has {x.shape[-1]} channels, weight is {tuple(weight.shape)}",
-            remedy="give a weight of (out, in), in being x's channels",
+            hint="give a weight of (out, in), in being x's channels",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise OpError(
             f"linear: weight is {tuple(weight.shape)}, bias does not have one value a row",
-            remedy="give a bias of (out,)",
+            hint="give a bias of (out,)",
         )
 
 
@@ -108,7 +108,7 @@ def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | 
     if residual.shape != shape:
         raise OpError(
             f"linear_residual: residual is {tuple(residual.shape)}, the product {shape}",
-            remedy="give a residual of the product's shape; ops do not broadcast",
+            hint="give a residual of the product's shape; ops do not broadcast",
         )
 
 
@@ -117,12 +117,12 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     if not (x.dim() == 2 and weight.dim() == 3 and weight.shape[2] == x.shape[1]):
         raise OpError(
             f"grouped: x is {tuple(x.shape)}, weight {tuple(weight.shape)}",
-            remedy="give x as (rows, in) and a weight of (groups, out, in)",
+            hint="give x as (rows, in) and a weight of (groups, out, in)",
         )
     if offsets.shape != (len(weight) + 1,) or offsets.is_floating_point():
         raise OpError(
             f"grouped: {len(weight)} groups, but offsets {offsets.dtype} {tuple(offsets.shape)}",
-            remedy="give integers, one more than there are groups",
+            hint="give integers, one more than there are groups",
         )
 
 
@@ -139,7 +139,7 @@ def _groups(x: Tensor, offsets: Tensor) -> list[tuple[int, Tensor]]:
     if not (ends[0] == 0 and ends[-1] == len(x) and ends == sorted(ends)):
         raise OpError(
             f"grouped: offsets are {ends[:8]} for {len(x)} rows",
-            remedy="give where each group begins: 0 first, the number of rows last",
+            hint="give where each group begins: 0 first, the number of rows last",
         )
     return [(e, x[a:b]) for e, (a, b) in enumerate(pairwise(ends)) if a < b]
 

@@ -113,7 +113,7 @@ def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
     if targets.shape != logits.shape[:-1] or not integral(targets):
         raise OpError(
             f"loss: rows are {tuple(logits.shape)}, targets {targets.dtype} {tuple(targets.shape)}",
-            remedy="give one token id for each row",
+            hint="give one token id for each row",
         )
 
 
@@ -123,7 +123,7 @@ def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -
     if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
         raise OpError(
             f"loss: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
-            remedy="give hidden as (tokens, channels) and weight as (vocabulary, channels)",
+            hint="give hidden as (tokens, channels) and weight as (vocabulary, channels)",
         )
 
 

@@ -60,13 +60,13 @@ def _add_layer_samples(make: Make) -> Iterator[Sample]:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     if not eps >= 0:
-        raise OpError(f"norm: eps is {eps}", remedy="give 0 or more, 1e-5 as a rule")
+        raise OpError(f"norm: eps is {eps}", hint="give 0 or more, 1e-5 as a rule")
     same_dtype("norm", x=x, weight=weight, bias=bias)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and vector.shape != x.shape[-1:]:
             raise OpError(
                 f"norm: x has {x.shape[-1]} channels, {name} is {tuple(vector.shape)}",
-                remedy=f"give a {name} with one value for each channel",
+                hint=f"give a {name} with one value for each channel",
             )
 
 

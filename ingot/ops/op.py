@@ -88,7 +88,7 @@ class Tolerance:
         if (self.forward > 2.0 or self.backward > 3.0) and not self.reason:
             raise OpError(
                 f"tolerance {self.forward}x/{self.backward}x is looser than 2x/3x",
-                remedy="tighten it, or say why in `reason`",
+                hint="tighten it, or say why in `reason`",
             )
 
 
@@ -304,7 +304,7 @@ class Op(Generic[P, R]):
         return _outside_autocast(next(self._candidates(args)).forward, *args)
 
     def _explain(self, args: tuple[Any, ...]) -> None:
-        """Raise what a C++ kernel refused these arguments for, with a remedy."""
+        """Raise what a C++ kernel refused these arguments for, with a hint."""
         with prefer("reference"):  # as a rule it refuses too, and says more
             self._forward_kernel(*args)
         try:
@@ -317,7 +317,7 @@ class Op(Generic[P, R]):
             return
         raise OpError(
             f"{self.name}: the CPU kernel needs {needed}",
-            remedy="give it that, or compute this call `with ingot.ops.prefer('reference'):`",
+            hint="give it that, or compute this call `with ingot.ops.prefer('reference'):`",
         )
 
     def _forward_fake(self, *args: Any) -> Any:
@@ -327,7 +327,7 @@ class Op(Generic[P, R]):
             # torch comes here for a single weight without memory; a fake has no values to return.
             raise OpError(
                 f"{self.name}: tensors on {', '.join(sorted(devices))}",
-                remedy="give the tensors on 'meta' their memory and their values first",
+                hint="give the tensors on 'meta' their memory and their values first",
             )
         self.check(*args)
         return self.fake(*args)
@@ -458,7 +458,7 @@ def _register(record: Op[..., Any]) -> None:
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in record.signature.parameters.values()):
         raise OpError(
             f"op '{record.name}' has keyword-only or variable parameters",
-            remedy="make them ordinary ones; callers may still name them",
+            hint="make them ordinary ones; callers may still name them",
         )
     name = record.name
     schema = torch.library.infer_schema(record.reference, mutates_args=record.mutates)
@@ -504,7 +504,7 @@ def _join(record: Op[..., Any]) -> None:
         if record.gradient is None:
             raise OpError(
                 f"op '{record.name}' has no gradient",
-                remedy="detach its inputs, or leave it out of what is trained",
+                hint="detach its inputs, or leave it out of what is trained",
             )
         tensors = iter(ctx.saved_tensors)
         args = [

@@ -118,7 +118,7 @@ def _check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None and bias.shape != weight.shape[:1]:
         raise OpError(
             f"linear_int: weight has {weight.shape[0]} rows, bias is {tuple(bias.shape)}",
-            remedy="give a bias of (out,)",
+            hint="give a bias of (out,)",
         )
 
 
@@ -128,13 +128,13 @@ def _check_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
         raise OpError(
             f"linear_int8: x has {x.shape[-1]} channels, weight is {weight.dtype} "
             f"{tuple(weight.shape)}",
-            remedy="give a weight of (out, in) in int8, in being x's channels",
+            hint="give a weight of (out, in) in int8, in being x's channels",
         )
     if scale.shape != weight.shape[:1] or not scale.is_floating_point():
         raise OpError(
             f"linear_int8: weight is {tuple(weight.shape)}, scale {scale.dtype} "
             f"{tuple(scale.shape)}",
-            remedy="give floats, one for each row of the weight",
+            hint="give floats, one for each row of the weight",
         )
 
 
@@ -143,7 +143,7 @@ def _check_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     if not 0 < x.shape[-1] <= DEEPEST:
         raise OpError(
             f"linear_int8_dynamic: x has {x.shape[-1]} channels",
-            remedy=f"give 1 to {DEEPEST}: sums are in int32",
+            hint=f"give 1 to {DEEPEST}: sums are in int32",
         )
 
 
@@ -155,20 +155,20 @@ def _check_int4(
         raise OpError(
             f"linear_int4: x has {x.shape[-1]} channels, weight is {weight.dtype} "
             f"{tuple(weight.shape)}",
-            remedy="give a weight of (out, in / 2) bytes, in being x's channels",
+            hint="give a weight of (out, in / 2) bytes, in being x's channels",
         )
     fits = scale.dim() == 2 and scale.shape[0] == weight.shape[0] and scale.shape[1] > 0
     if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUPS]:
         raise OpError(
             f"linear_int4: {weight.shape[0]} rows of {x.shape[-1]} channels, scale is "
             f"{tuple(scale.shape)}",
-            remedy="give a scale for each row and 32, 64 or 128 channels",
+            hint="give a scale for each row and 32, 64 or 128 channels",
         )
     same_dtype("linear_int4", scale=scale, zero=zero)
     if zero is not None and zero.shape != scale.shape:
         raise OpError(
             f"linear_int4: scale is {tuple(scale.shape)}, zero {tuple(zero.shape)}",
-            remedy="give them one shape",
+            hint="give them one shape",
         )
 
 

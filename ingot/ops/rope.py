@@ -86,7 +86,7 @@ def rope_frequencies(
     (tensor([1.0000, 0.1000]), 1.0)
     """
     if width < 4 or width % 2:
-        raise OpError(f"rope cannot turn {width} channels", remedy="give an even number, 4 or more")
+        raise OpError(f"rope cannot turn {width} channels", hint="give an even number, 4 or more")
     plain = _plain(width, theta)
     match scaling:
         case None:
@@ -146,22 +146,22 @@ def _samples(make: Make) -> Iterator[Sample]:
 def _check(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> None:
     same_dtype("rope", x=x)
     if x.dim() != 3:
-        raise OpError(f"rope: x is {tuple(x.shape)}", remedy="give (tokens, heads, channels)")
+        raise OpError(f"rope: x is {tuple(x.shape)}", hint="give (tokens, heads, channels)")
     if positions.shape != x.shape[:1] or not integral(positions):
         raise OpError(
             f"rope: {x.shape[0]} tokens, but positions {positions.dtype} {tuple(positions.shape)}",
-            remedy="give one integer for each token",
+            hint="give one integer for each token",
         )
     same_dtype("rope", freqs=freqs)
     if freqs.dtype != wide(freqs.dtype):
         raise OpError(
             f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",
-            remedy="keep them in float32, out of the reach of `module.to(torch.bfloat16)`",
+            hint="keep them in float32, out of the reach of `module.to(torch.bfloat16)`",
         )
     if not (freqs.dim() == 1 and 2 * freqs.shape[0] <= x.shape[-1]):
         raise OpError(
             f"rope: {tuple(freqs.shape)} frequencies for {x.shape[-1]} channels",
-            remedy="give one frequency for each pair of channels that turns",
+            hint="give one frequency for each pair of channels that turns",
         )
 
 
@@ -254,18 +254,18 @@ def _write_check(
     if k.dim() != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
         raise OpError(
             f"rope_write: q is {tuple(q.shape)}, k {tuple(k.shape)}",
-            remedy="give (tokens, heads, channels), as many tokens and channels for both",
+            hint="give (tokens, heads, channels), as many tokens and channels for both",
         )
     fits = k_pool.dim() == 4 and k_pool.shape[2:] == k.shape[1:]
     if not fits or k_pool.stride(3) != 1 or v_pool.stride(3) != 1:
         raise OpError(
             f"rope_write: k is {tuple(k.shape)}, its pool {tuple(k_pool.shape)}",
-            remedy="give pools of (pages, slots, key-value heads, channels), channels side by side",
+            hint="give pools of (pages, slots, key-value heads, channels), channels side by side",
         )
     if slots.shape != positions.shape or not integral(slots):
         raise OpError(
             f"rope_write: {q.shape[0]} tokens, but slots {slots.dtype} {tuple(slots.shape)}",
-            remedy="give one integer for each token: page * slots of a page + place in the page",
+            hint="give one integer for each token: page * slots of a page + place in the page",
         )
 
 
@@ -323,7 +323,7 @@ def rope_write(
     if len(slots) and not (0 <= int(slots.min()) <= int(slots.max()) < num_pages * page):
         raise OpError(
             f"rope_write: slots from {int(slots.min())} to {int(slots.max())}",
-            remedy=f"name slots of the pool: 0 to {num_pages * page - 1}",
+            hint=f"name slots of the pool: 0 to {num_pages * page - 1}",
         )
     where = (slots // page).long(), (slots % page).long()
     k_pool[where] = rope.reference(k, positions, freqs, interleaved, scale)

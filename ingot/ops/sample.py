@@ -116,12 +116,12 @@ def _sample_samples(make: Make) -> Iterator[Sample]:
 def _check(logits: Tensor, *options: Tensor) -> None:
     same_dtype("sampling", logits=logits)
     if logits.dim() != 2:
-        raise OpError(f"sampling: logits are {tuple(logits.shape)}", remedy="give (T, V)")
+        raise OpError(f"sampling: logits are {tuple(logits.shape)}", hint="give (T, V)")
     for option in options:
         if not (option.shape == logits.shape[:1]):
             raise OpError(
                 f"sampling: {logits.shape[0]} rows of logits, an option is {tuple(option.shape)}",
-                remedy="give one value of each option for each row",
+                hint="give one value of each option for each row",
             )
 
 
@@ -132,7 +132,7 @@ def _check_penalize(logits: Tensor, prompt: Tensor, counts: Tensor, *options: Te
         raise OpError(
             f"penalize: logits are {tuple(logits.shape)}, prompt {prompt.dtype} "
             f"{tuple(prompt.shape)}, counts {counts.dtype} {tuple(counts.shape)}",
-            remedy="give prompt as bools and counts as integers, both shaped as the logits",
+            hint="give prompt as bools and counts as integers, both shaped as the logits",
         )
 
 
@@ -146,7 +146,7 @@ def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
         raise OpError(
             f"uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, "
             f"positions {positions.dtype} {tuple(positions.shape)}",
-            remedy="give an integer seed and an integer position for each number",
+            hint="give an integer seed and an integer position for each number",
         )
 
 

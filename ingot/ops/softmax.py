@@ -43,12 +43,12 @@ def _check(x: Tensor, scale: float, mask: Tensor | None) -> None:
     if mask is None:
         return
     if mask.dtype != torch.bool:
-        raise OpError(f"softmax: mask is {mask.dtype}", remedy="give a mask of bools")
+        raise OpError(f"softmax: mask is {mask.dtype}", hint="give a mask of bools")
     dims = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     if not (mask.dim() <= x.dim() and all(m in (1, size) for m, size in dims)):
         raise OpError(
             f"softmax: x is {tuple(x.shape)}, mask is {tuple(mask.shape)}",
-            remedy="give a mask that broadcasts to x",
+            hint="give a mask that broadcasts to x",
         )
 
 

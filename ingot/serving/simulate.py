@@ -63,7 +63,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value >= 0) or (name in _DIVISORS and not value):
-                raise ConfigError(f"{name} is {value}", remedy="give a positive number")
+                raise ConfigError(f"{name} is {value}", hint="give a positive number")
 
     def seconds(self, tokens: int, keys: int, pairs: float) -> float:
         """Of a step of so many tokens, which reads so many keys; `pairs` are those of a query and
@@ -164,7 +164,7 @@ class Trace:
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{name} is {value}", remedy=f"give a number from {low:g} to {high:g}")
+        raise ConfigError(f"{name} is {value}", hint=f"give a number from {low:g} to {high:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,8 +95,8 @@ def verify(
     True
     """
     if not 1 <= schedules <= MAX_SCHEDULES:
-        remedy = f"give a number from 1 to {MAX_SCHEDULES:,}"
-        raise ConfigError(f"{schedules} schedules", remedy=remedy)
+        hint = f"give a number from 1 to {MAX_SCHEDULES:,}"
+        raise ConfigError(f"{schedules} schedules", hint=hint)
     numbers = random.Random(seed)
     texts = expect(decoder, prompts(decoder, numbers), seed)
     machinery = _Machinery(decoder)
@@ -142,7 +142,7 @@ def prompts(decoder: Decoder, numbers: random.Random) -> list[tuple[int, ...]]:
     if longest < 1:
         raise IngotError(
             f"the model's context is {config.context} tokens",
-            remedy=f"verify needs more than {WRITTEN}",
+            hint=f"verify needs more than {WRITTEN}",
         )
 
     def draw(count: int) -> list[int]:

@@ -181,16 +181,16 @@ def _read(path: Path, step: int) -> Checkpoint:
     if content.get("format") != FORMAT or content.get("step") != step:
         raise CheckpointError(
             f"{path / NAME} has format {content.get('format')}, step {content.get('step')}",
-            remedy="use the version of ingot that wrote it",
+            hint="use the version of ingot that wrote it",
         )
     if not (isinstance(files, dict) and isinstance(facts, dict) and files):
-        raise CheckpointError(f"{path / NAME} is not whole", remedy="use an older one")
+        raise CheckpointError(f"{path / NAME} is not whole", hint="use an older one")
     there = {file.name for file in path.iterdir()} - {NAME}
     if there != files.keys():
-        raise CheckpointError(f"{path} lacks files or has others", remedy="use an older one")
+        raise CheckpointError(f"{path} lacks files or has others", hint="use an older one")
     for name, digest in files.items():
         if _sha256(path / name) != digest:
-            raise CheckpointError(f"{path / name} is not what was written", remedy="use another")
+            raise CheckpointError(f"{path / name} is not what was written", hint="use another")
     return Checkpoint(path, step, facts)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.config import within
-from ingot.core.random import Purpose, philox
+from ingot.core.random import Purpose, philox_generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def blend(mix: Mix, x: Tensor, y: Tensor, *, seed: int, step: int, index: int = 
     >>> mixed.x.sum().item()
     2.0
     """
-    random = np.random.Generator(philox(Purpose.MIX, seed=seed, step=step, index=index))
+    random = np.random.Generator(philox_generator(Purpose.MIXUP, seed=seed, step=step, index=index))
     order = torch.from_numpy(random.permutation(len(x)))
     share = float(random.beta(mix.alpha, mix.alpha))
     if mix.kind == "mixup":

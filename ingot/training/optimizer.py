@@ -41,7 +41,7 @@ _LARGEST_BETA_IN_BF16 = 0.99
 
 def _betas(of: Any) -> None:
     if not all(0 <= beta < 1 for beta in of.betas):
-        raise ConfigError(f"betas are {of.betas}", remedy="give two numbers from 0 to below 1")
+        raise ConfigError(f"betas are {of.betas}", hint="give two numbers from 0 to below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class AdamW:
         if self.moments == "bf16" and max(self.betas) > _LARGEST_BETA_IN_BF16:
             raise ConfigError(
                 f"betas are {self.betas}, and moments in bf16",
-                remedy=f"give betas up to {_LARGEST_BETA_IN_BF16}: beyond, what a step takes from "
+                hint=f"give betas up to {_LARGEST_BETA_IN_BF16}: beyond, what a step takes from "
                 "a moment is lost in rounding; or moments = 'fp32'",
             )
 
@@ -84,7 +84,7 @@ class SGD:
     def __post_init__(self) -> None:
         within(self, lr=_LR, momentum=_SHARE, weight_decay=_LR)
         if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov without momentum", remedy="give a momentum above 0")
+            raise ConfigError("nesterov without momentum", hint="give a momentum above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,11 +214,11 @@ class Optimizers:
         self.weights = {name: known[name] for name in decay}
         self._names = {id(weight): name for name, weight in self.weights.items()}
         if not self.weights:
-            raise IngotError("no parameter is to be trained", remedy="let some require gradients")
+            raise IngotError("no parameter is to be trained", hint="let some require gradients")
         if low and not isinstance(config, AdamW):
             raise IngotError(
                 f"{config.kind} cannot move masters in two parts",
-                remedy="give it whole ones: Masters(model, precision), without `split`",
+                hint="give it whole ones: Masters(model, precision), without `split`",
             )
         halves = {self.weights[name]: half for name, half in (low or {}).items()}
         self._parts = list(_parts(config, self.weights, decay, _hidden(model, decay), halves))
@@ -263,7 +263,7 @@ class Optimizers:
             raise IngotError(
                 f"the optimizer's state has {len(unknown)} parameters that the model has not: "
                 f"{', '.join(unknown[:3])}"[:300],
-                remedy="resume with the recipe that the run was started with",
+                hint="resume with the recipe that the run was started with",
             )
         for part in self._parts:
             for group in part.param_groups:

@@ -165,12 +165,12 @@ class Recipe:
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"a batch of {self.batch} in {self.accumulate} pieces",
-                remedy="give a batch that is a multiple of accumulate",
+                hint="give a batch that is a multiple of accumulate",
             )
         if (self.model is None) is (self.start is None):
             raise ConfigError(
                 "a recipe has a model to make, or one to start from",
-                remedy="give either a [model] or start = a model directory",
+                hint="give either a [model] or start = a model directory",
             )
         if self.model is not None:
             self.check(self.model)
@@ -181,19 +181,19 @@ class Recipe:
         if text is not isinstance(model, DecoderConfig | GRUConfig):
             raise ConfigError(
                 f"a {type(model).__name__} for data of the kind '{self.data.kind}'",
-                remedy="text is for decoders and GRUs, the rest for dense, cnn and resnet",
+                hint="text is for decoders and GRUs, the rest for dense, cnn and resnet",
             )
         if isinstance(self.data, Text) and self.data.length > model.context:  # pyright: ignore
             raise ConfigError(
                 f"samples of {self.data.length} tokens for a context of {model.context}",  # pyright: ignore
-                remedy="give a shorter data.length, or a longer model.context",
+                hint="give a shorter data.length, or a longer model.context",
             )
         if self.dropout and not isinstance(model, DecoderConfig):
             raise ConfigError(
-                "dropout beside a model that is no decoder", remedy="give model.dropout instead"
+                "dropout beside a model that is no decoder", hint="give model.dropout instead"
             )
         if text and self.mix:
-            raise ConfigError("text cannot be mixed", remedy="leave mix out")
+            raise ConfigError("text cannot be mixed", hint="leave mix out")
 
     def same_future(self, other: Recipe) -> Recipe:
         """This recipe with what may change when a run goes on taken from another."""

@@ -41,7 +41,7 @@ def recompute(model: nn.Module, policy: Recompute) -> None:
     if blocks is None:
         raise ConfigError(
             f"recompute = '{policy}' for a {type(model).__name__}, which has no blocks",
-            remedy="leave it out: such models are small",
+            hint="leave it out: such models are small",
         )
     for block in blocks:
         if policy == "selective":

@@ -50,7 +50,7 @@ class Schedule:
             within(self, **{name: (least, most)})
             if self.shape != shape:
                 raise ConfigError(
-                    f"{name} with the shape {self.shape}", remedy=f"it belongs to {shape} alone"
+                    f"{name} with the shape {self.shape}", hint=f"it belongs to {shape} alone"
                 )
 
     def factor(self, step: int, steps: int) -> float:

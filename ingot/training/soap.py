@@ -64,7 +64,7 @@ class SOAP(Optimizer):
             if p.dim() != 2:
                 raise ConfigError(
                     f"SOAP of a tensor of shape {tuple(p.shape)}",
-                    remedy="give it the matrices, and another optimizer the rest",
+                    hint="give it the matrices, and another optimizer the rest",
                 )
 
     @torch.no_grad()

@@ -100,7 +100,7 @@ class Trainer:
             raise ConfigError(
                 f"{self.sets.corpus.size} tokens in the vocabulary of the text, "
                 f"{made.vocab_size} in the model's",
-                remedy=f"give model.vocab_size={self.sets.corpus.size} or more",
+                hint=f"give model.vocab_size={self.sets.corpus.size} or more",
             )
         if self.recipe.dropout:
             self.model.drop(self.recipe.dropout)  # pyright: ignore
@@ -111,7 +111,7 @@ class Trainer:
         if other := _differences(saved.same_future(self.recipe), self.recipe):
             raise ConfigError(
                 f"the run in {self.directory} has another recipe: {', '.join(other)}",
-                remedy="resume it with its own recipe, or start a new run",
+                hint="resume it with its own recipe, or start a new run",
             )
         found = self.checkpoints.newest()
         self.checkpoints.clear_after(found.step if found else -1)
@@ -120,7 +120,7 @@ class Trainer:
         if found.facts["data"] != self.sets.fingerprint:
             raise ConfigError(
                 f"the run in {self.directory} was trained on other data",
-                remedy="restore the data that it was started with, or start a new run",
+                hint="restore the data that it was started with, or start a new run",
             )
         self._load(found)
         self.loader.seek(found.facts["sample"])
@@ -225,7 +225,7 @@ class Trainer:
             self.checkpoints.wait()
             raise Diverged(
                 f"step {number} has {reason}; the samples are in {path}",
-                remedy="lower optimizer.lr or lengthen schedule.warmup, look at these samples, or "
+                hint="lower optimizer.lr or lengthen schedule.warmup, look at these samples, or "
                 "go on without them: --resume guard.policy=skip",
             )
         back = self.checkpoints.newest() if policy == "rollback" else None

@@ -93,7 +93,7 @@ def test_what_is_no_http_is_lost() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8000", "https://host", "http://"])
-def test_a_wrong_address_has_a_remedy(address: str) -> None:
+def test_a_wrong_address_has_a_hint(address: str) -> None:
     with pytest.raises(ConfigError, match="no address"):
         over_http(address, Load(trace=TRACE))
 

@@ -240,4 +240,4 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_measured(
     with pytest.raises(SystemExit) as exit:
         main(["bench", "ops", "silu", "--device", "cuda"])
     assert exit.value.code == 2
-    assert "remedy: " in capsys.readouterr().err
+    assert "hint: " in capsys.readouterr().err

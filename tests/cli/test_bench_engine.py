@@ -21,7 +21,7 @@ def test_what_shortcuts_save(ready: Run, tmp_path: Path) -> None:
     assert all(gain["same"] and gain["ratio"] > 0 for gain in gains)
 
 
-def test_a_model_that_is_not_there_has_a_remedy(ready: Run) -> None:
+def test_a_model_that_is_not_there_has_a_hint(ready: Run) -> None:
     result = ready("bench", "engine", "nowhere")
     assert result.returncode == 2
-    assert "remedy:" in result.stderr
+    assert "hint:" in result.stderr

@@ -33,7 +33,7 @@ def test_lines_for_people(ready: Run, tiny: Path) -> None:
 def test_an_address_has_no_bare_engine(ready: Run) -> None:
     result = ready("bench", "serve", "http://127.0.0.1:1", "--engine")
     assert result.returncode == 2
-    assert "remedy: give the directory" in result.stderr
+    assert "hint: give the directory" in result.stderr
 
 
 def test_a_directory_without_a_model_says_so(ready: Run, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_wrong_system_suggests_the_right_one(ready: Run) -> None:
     assert "did you mean 'eager'" in result.stderr
 
 
-def test_a_model_of_another_kind_has_a_remedy(ready: Run, tiny: Path) -> None:
+def test_a_model_of_another_kind_has_a_hint(ready: Run, tiny: Path) -> None:
     result = ready("bench", "train", "eager", "--model", str(tiny))
     assert result.returncode == 2
     assert "no GPT-2" in result.stderr

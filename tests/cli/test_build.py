@@ -45,11 +45,11 @@ def test_an_unknown_family_suggests_the_nearest(ingot: Run) -> None:
         ({"XDG_CACHE_HOME": "/dev/null"}, "error: cannot write /dev/null/ingot/kernels"),
     ],
 )
-def test_what_prevents_it_is_said_with_a_remedy(
+def test_what_prevents_it_is_said_with_a_hint(
     ingot: Run, variables: dict[str, str], error: str
 ) -> None:
     result = ingot("build", "activation", **variables)
     assert result.returncode == 2
     assert error in result.stderr.replace("\n", " ")
-    assert "remedy: " in result.stderr
+    assert "hint: " in result.stderr
     assert "Traceback" not in result.stderr

@@ -52,10 +52,10 @@ def test_a_models_tokenizer(ingot: Run, tmp_path: Path, tiny: Path) -> None:
     assert found["tokens"] == found["text_bytes"]
 
 
-def test_a_wrong_source_has_a_remedy(ingot: Run) -> None:
+def test_a_wrong_source_has_a_hint(ingot: Run) -> None:
     result = ingot("data", "missing.txt", "tokens")
     assert result.returncode == 2
-    assert "remedy: name a text" in result.stderr
+    assert "hint: name a text" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -81,12 +81,12 @@ def test_a_sound_machine_has_no_findings(sound: Device) -> None:
         ({"gpus": (replace(GPU, capability="gfx950"),)}, ("triton",), "A GPU (gfx950): ingot's"),
     ],
 )
-def test_what_is_odd_is_found_with_a_remedy(
+def test_what_is_odd_is_found_with_a_hint(
     sound: Device, change: dict[str, object], installed: tuple[str, ...], what: str
 ) -> None:
     (finding,) = findings(replace(sound, **change), MEASURED, frozenset(installed))
     assert what in finding.what
-    assert finding.remedy
+    assert finding.hint
 
 
 def test_a_machine_that_gives_torch_too_few_threads_is_odd(sound: Device) -> None:

@@ -45,7 +45,7 @@ def test_a_gguf_file_then_its_directory(ingot: Run, tmp_path: Path, smollm2_gguf
         ("empty", "error: there is no config.json in empty"),
     ],
 )
-def test_what_prevents_it_is_said_with_a_remedy(
+def test_what_prevents_it_is_said_with_a_hint(
     ingot: Run, tmp_path: Path, source: str, error: str
 ) -> None:
     (tmp_path / "text").write_text("This is no model.")
@@ -53,7 +53,7 @@ def test_what_prevents_it_is_said_with_a_remedy(
     result = ingot("import", source, "out")
     assert result.returncode == 2
     assert error in result.stderr.replace("\n", " ")
-    assert "remedy: " in result.stderr
+    assert "hint: " in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
 

@@ -60,4 +60,4 @@ def test_an_unknown_name_suggests_the_nearest(
 def test_a_process_that_interprets_cannot_compile(ready: Run) -> None:
     result = ready("kernels", "silu", TRITON_INTERPRET="1")
     assert result.returncode == 2
-    assert "remedy: unset it" in result.stderr
+    assert "hint: unset it" in result.stderr

@@ -45,7 +45,7 @@ def test_a_wrong_verb_suggests_the_right_one(ingot: Run) -> None:
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         "error: unknown verb 'docter'",
-        f"remedy: did you mean 'doctor'? valid: {', '.join(sorted(SUMMARIES))}",
+        f"hint: did you mean 'doctor'? valid: {', '.join(sorted(SUMMARIES))}",
     ]
 
 

@@ -62,7 +62,7 @@ def test_a_terminal_shows_what_to_try_and_how_it_goes(
         os.close(theirs)
 
 
-def test_a_port_in_use_has_a_remedy(tiny: Path, ready: Run) -> None:
+def test_a_port_in_use_has_a_hint(tiny: Path, ready: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         found = ready("serve", str(tiny), "--port", port)
@@ -83,13 +83,13 @@ def test_a_port_in_use_has_a_remedy(tiny: Path, ready: Run) -> None:
         (["--api-key-file", "none"], "ingot.serving.server.keys"),
     ],
 )
-def test_wrong_options_have_a_remedy(
+def test_wrong_options_have_a_hint(
     tiny: Path, ready: Run, options: list[str], message: str
 ) -> None:
     found = ready("serve", str(tiny), "--port", "0", *options)
     assert found.returncode == 2
     assert message in found.stderr
-    assert "remedy" in found.stderr
+    assert "hint" in found.stderr
 
 
 def test_what_is_no_model_is_refused_before_anything_is_loaded(tmp_path: Path, ready: Run) -> None:

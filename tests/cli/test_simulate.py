@@ -40,10 +40,10 @@ def test_where_nothing_is_answered_it_says_so(ingot: Run) -> None:
     assert "none was answered" in result.stdout
 
 
-def test_a_wrong_number_has_a_remedy(ingot: Run) -> None:
+def test_a_wrong_number_has_a_hint(ingot: Run) -> None:
     result = ingot("simulate", "--rate", "0")
     assert result.returncode == 2
-    assert "remedy: give a number from" in result.stderr
+    assert "hint: give a number from" in result.stderr
 
 
 def test_costs_of_a_model(tmp_path: Path) -> None:

@@ -27,19 +27,19 @@ PLAIN, QUICK = Config.of(4), Config.of(8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_a_remedy(ready: Run) -> None:
+def test_without_a_gpu_there_is_a_hint(ready: Run) -> None:
     result = ready("tune", "silu")
     assert result.returncode == 2
     assert "error: " in result.stderr
     assert "GPU" in result.stderr
-    assert "remedy: " in result.stderr
+    assert "hint: " in result.stderr
 
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose kernels take as long as a test says."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(verb, "require", lambda place: None)
+    monkeypatch.setattr(verb, "resolve", lambda device: None)
     monkeypatch.setattr(tuned, "here", lambda: (TARGETS["sm_90"], "H100"))
 
     def tune(task: Task, timer: Any, device: str) -> Result:
@@ -96,7 +96,7 @@ def test_an_interpreter_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_without_triton_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "find_spec", lambda name: None)
     with pytest.raises(IngotError, match="not installed"):
         verb.tune()

@@ -441,7 +441,7 @@ def test_a_tag_is_stronger_than_the_other_keys() -> None:
 def test_an_unknown_tag_names_the_known_ones() -> None:
     with pytest.raises(UnknownName, match=r"optimizer\.kind.*'lyon'") as raised:
         config.load(Tagged, None, ["optimizer.kind=lyon"])
-    assert raised.value.remedy == "did you mean 'lion'? valid: lars, lion"
+    assert raised.value.hint == "did you mean 'lion'? valid: lars, lion"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e-9, 10.1, "1"])

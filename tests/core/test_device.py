@@ -21,7 +21,7 @@ import torch
 
 from ingot.core import device
 from ingot.core.device import Compiler, Cpu, Device, Gpu
-from ingot.core.errors import IngotError
+from ingot.core.errors import IngotError, UnknownName
 
 XEON = """\
 processor	: 0
@@ -214,19 +214,17 @@ def test_a_tier_can_be_forced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "what", "remedy"),
+    ("wanted", "what", "hint"),
     [
         ("avx22", "unknown INGOT_ISA 'avx22'", "did you mean 'avx2'?"),
         ("amx", "INGOT_ISA is 'amx', which this CPU does not have", "choose one of avx2, portable"),
     ],
 )
-def test_a_tier_that_cannot_be_is_an_error_with_a_remedy(
-    wanted: str, what: str, remedy: str
-) -> None:
+def test_a_tier_that_cannot_be_is_an_error_with_a_hint(wanted: str, what: str, hint: str) -> None:
     with pytest.raises(IngotError) as raised:
         device.forced(("avx2", "portable"), wanted)
-    assert raised.value.what == what
-    assert remedy in raised.value.remedy
+    assert raised.value.message == what
+    assert hint in raised.value.hint
 
 
 @pytest.mark.parametrize("tier", ["portable", "nonsense"])
@@ -417,21 +415,21 @@ def test_the_preferred_compiler_comes_first(
 
 
 @pytest.mark.parametrize(
-    ("versions", "variables", "what", "remedy"),
+    ("versions", "variables", "what", "hint"),
     [
-        ((None, None), {}, "built without them", "for CUDA or ROCm"),
+        ((None, None), {}, "built without GPU support", "for CUDA or ROCm"),
         (("13.0", None), {}, "torch sees no GPU", "`nvidia-smi`"),
         ((None, "6.4"), {}, "torch sees no GPU", "`rocm-smi`"),
         (("13.0", None), {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES is ''", "unset it"),
         ((None, "6.4"), {"HIP_VISIBLE_DEVICES": "9"}, "HIP_VISIBLE_DEVICES is '9'", "unset it"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_an_error_with_a_remedy(
+def test_a_gpu_that_is_not_there_is_an_error_with_a_hint(
     monkeypatch: pytest.MonkeyPatch,
     versions: tuple[str | None, str | None],
     variables: dict[str, str],
     what: str,
-    remedy: str,
+    hint: str,
 ) -> None:
     for name in device._VISIBLE:
         monkeypatch.delenv(name, raising=False)
@@ -441,12 +439,51 @@ def test_a_gpu_that_is_not_there_is_an_error_with_a_remedy(
     monkeypatch.setattr(torch.version, "cuda", versions[0])
     monkeypatch.setattr(torch.version, "hip", versions[1])
     with pytest.raises(IngotError) as raised:
-        device.require("cuda")
-    assert what in raised.value.what
-    assert remedy in raised.value.remedy
-    device.require("cpu")
+        device.resolve("cuda")
+    assert what in raised.value.message
+    assert hint in raised.value.hint
 
 
-def test_a_gpu_that_is_there_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_an_accelerator_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert device.resolve() == torch.device("cpu")
+    assert device.resolve("cpu") == device.resolve(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_auto_with_an_accelerator_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    device.require("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device.resolve() == device.resolve("cuda") == torch.device("cuda:1")
+    assert device.resolve("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(IngotError, match=r"cuda:2: index out of range, torch sees 2") as raised:
+        device.resolve("cuda:2")
+    assert raised.value.hint == "choose cuda:0 to cuda:1"
+
+
+@pytest.mark.parametrize("name", ["gpu", "meta", "", "cuda:", "cuda:x", "cpu:-1", "cuda:0:0"])
+def test_an_unknown_device_is_an_error_that_lists_the_valid_ones(name: str) -> None:
+    with pytest.raises(UnknownName) as raised:
+        device.resolve(name)
+    assert "auto, cpu, cuda" in raised.value.hint
+
+
+def test_an_unavailable_accelerator_is_an_error_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    with pytest.raises(IngotError, match="device xpu: not available to torch") as raised:
+        device.resolve("xpu")
+    assert "build of torch for xpu" in raised.value.hint
+
+
+def test_a_privateuse1_backend_is_a_device_like_any_other() -> None:
+    code = """if True:
+        from ingot.core import device
+        from tests import far
+
+        assert device.resolve("far") == device.resolve("far:0") == far.DEVICE
+        assert device.resolve() == far.DEVICE
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

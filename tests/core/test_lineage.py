@@ -52,7 +52,7 @@ def test_what_is_not_a_lineage_is_refused(tmp_path: Path, content: bytes, messag
     (tmp_path / "ingot.json").write_bytes(content)
     with pytest.raises(IngotError, match=message) as raised:
         lineage.read(tmp_path)
-    assert raised.value.remedy
+    assert raised.value.hint
     assert (tmp_path / "ingot.json").read_bytes() == content
 
 

@@ -141,11 +141,11 @@ def test_json_has_a_line_for_each_message_whatever_is_in_it() -> None:
     script = """
 from ingot.core import log
 log.setup(json=True)
-log.logger("serve").info("two\\nlines", extra={"fields": {"tokens": 3, "path": object}})
+log.logger("serving").info("two\\nlines", extra={"fields": {"tokens": 3, "path": object}})
 try:
     1 / 0
 except ZeroDivisionError:
-    log.logger("serve").exception("broken")
+    log.logger("serving").exception("broken")
 """
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -231,7 +231,7 @@ for write in (lambda p: paths.write_atomic(p, b""), lambda p: paths.lock(p).__en
     try:
         write(Path(sys.argv[1]))
     except Exception as error:
-        print(type(error).__name__, error.what)
+        print(type(error).__name__, error.message)
 """
     process = start(script, tmp_path / "x")
     go([process])

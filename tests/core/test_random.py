@@ -6,19 +6,21 @@ import itertools
 
 import numpy as np
 
-from ingot.core.random import Purpose, philox
+from ingot.core.random import Purpose, philox_generator
 
 
 def test_a_stream_can_be_entered_anywhere() -> None:
-    whole = philox(Purpose.DROPOUT, seed=1, step=2, index=3).random_raw(400)
+    whole = philox_generator(Purpose.DROPOUT, seed=1, step=2, index=3).random_raw(400)
     for start in (0, 1, 7, 99):
-        part = philox(Purpose.DROPOUT, seed=1, step=2, index=3, start=start).random_raw(4)
+        part = philox_generator(Purpose.DROPOUT, seed=1, step=2, index=3, start=start).random_raw(4)
         assert np.array_equal(part, whole[4 * start : 4 * start + 4])
 
 
 def test_every_part_of_the_key_matters() -> None:
     keys = itertools.product(Purpose, (0, 1), (0, 1), (0, 1))
-    words = [tuple(philox(p, seed=s, step=t, index=i).random_raw(64)) for p, s, t, i in keys]
+    words = [
+        tuple(philox_generator(p, seed=s, step=t, index=i).random_raw(64)) for p, s, t, i in keys
+    ]
     assert len({word for stream in words for word in stream}) == 64 * len(words)
 
 

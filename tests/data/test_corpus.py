@@ -123,7 +123,7 @@ def test_another_tokenizer_is_another_corpus(tmp_path: Path, made: Corpus) -> No
 def test_copies_of_one_document_cannot_be_split(tmp_path: Path, made: Corpus) -> None:
     with pytest.raises(DataError, match="nothing is left to train on") as caught:
         prepare(source(tmp_path, ["same"] * 5), tmp_path / "tokens", tokenizer=made.directory)
-    assert "--validation 0" in caught.value.remedy
+    assert "--validation 0" in caught.value.hint
     assert not (tmp_path / "tokens").exists()
 
 
@@ -203,7 +203,7 @@ def test_a_hostile_index_is_refused(tmp_path: Path, made: Corpus, changes: dict[
     forged(directory, **changes)
     with pytest.raises(DataError) as caught:
         Corpus(directory).train.check()
-    assert "ingot data" in caught.value.remedy
+    assert "ingot data" in caught.value.hint
 
 
 def test_tokens_of_three_bytes_are_refused_though_their_number_is_right(
@@ -246,7 +246,7 @@ def test_an_index_that_is_none(tmp_path: Path, made: Corpus, content: bytes) -> 
 def test_what_is_missing_is_named(tmp_path: Path, made: Corpus) -> None:
     with pytest.raises(DataError, match=NAME) as caught:
         Corpus(tmp_path / "nowhere")
-    assert "`ingot data`" in caught.value.remedy
+    assert "`ingot data`" in caught.value.hint
     for name in ("train-00000.tokens", "validation-00000.tokens", "tokenizer.json"):
         directory = tmp_path / name
         shutil.copytree(made.directory, directory)
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus, what: s
         check=True,
     )
     assert "cannot write tokens: File too large" in run.stdout
-    assert "remedy: make room" in run.stdout
+    assert "hint: make room" in run.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
 
 

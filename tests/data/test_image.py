@@ -112,8 +112,8 @@ def test_the_digits_are_between_0_and_1_and_of_ten_classes() -> None:
     assert sorted(set(found.y.tolist())) == list(range(10))
 
 
-def test_without_scikit_learn_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_learn_the_hint_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError) as caught:
         digits()
-    assert "ingot[data]" in caught.value.remedy
+    assert "ingot[data]" in caught.value.hint

@@ -143,7 +143,7 @@ class Failing(Numbers):
     def batch(self, indices: Sequence[int]) -> list[int]:
         found = super().batch(indices)
         if self.broken and found == self.third:
-            raise DataError("cannot read the shard", remedy="restore it")
+            raise DataError("cannot read the shard", hint="restore it")
         return found
 
     third: Sequence[int] = ()

@@ -82,10 +82,10 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     assert packed.batch([1, 0]).lengths == [2, 3, 3, 8]
 
 
-def test_no_tokens_have_a_remedy() -> None:
+def test_no_tokens_have_a_hint() -> None:
     with pytest.raises(DataError) as caught:
         Packed(Tokens([]), 8)
-    assert "--validation" in caught.value.remedy
+    assert "--validation" in caught.value.hint
 
 
 @pytest.mark.parametrize("length", [0, -1, 1 << 30])

@@ -59,7 +59,7 @@ def test_what_is_not_utf8_is_an_error_where_it_is_named(tmp_path: Path, content:
     path.write_bytes(b"good\n" * 2 + content)
     with pytest.raises(DataError, match=r"near byte [12]") as caught:
         list(Source(path).documents())
-    assert "iconv" in caught.value.remedy
+    assert "iconv" in caught.value.hint
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_links_and_pipes_are_no_trap(tmp_path: Path) -> None:
     assert list(Source(tmp_path).documents()) == ["text"]
 
 
-def test_nothing_there_has_a_remedy(tmp_path: Path) -> None:
+def test_nothing_there_has_a_hint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file or folder") as caught:
         Source(tmp_path / "missing").files()
-    assert "stdlib" in caught.value.remedy
+    assert "stdlib" in caught.value.hint
     with pytest.raises(DataError, match="no files below"):
         Source(tmp_path).files()
 

@@ -44,7 +44,7 @@ def test_a_column_that_is_not_there_or_no_text(tmp_path: Path, kind: str) -> Non
     for field in ("text", "id"):
         with pytest.raises(DataError, match=f"no column '{field}'") as caught:
             list(Source(path, field).documents())
-        assert "there is: body" in caught.value.remedy
+        assert "there is: body" in caught.value.hint
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +78,7 @@ def test_strings_that_point_out_of_the_file_are_refused(tmp_path: Path) -> None:
         list(Source(path).documents())
 
 
-def test_without_pyarrow_the_remedy_installs_it(
+def test_without_pyarrow_the_hint_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys
@@ -87,4 +87,4 @@ def test_without_pyarrow_the_remedy_installs_it(
     (tmp_path / "a.parquet").touch()
     with pytest.raises(DataError, match="needs pyarrow") as caught:
         list(Source(tmp_path).documents())
-    assert "ingot[data]" in caught.value.remedy
+    assert "ingot[data]" in caught.value.hint

@@ -183,7 +183,7 @@ def test_what_a_template_refuses_is_said_in_its_words() -> None:
     twice = [SHORT[0], SHORT[0]]
     with pytest.raises(ChatError, match="refuses the messages: roles must alternate") as raised:
         template.render(twice, bos_token="", eos_token="")
-    assert raised.value.remedy == "change the messages as it says"
+    assert raised.value.hint == "change the messages as it says"
     renderer = template._renderer
     assert renderer is not None
     assert (
@@ -230,7 +230,7 @@ def test_hostile_templates_end_in_an_error_soon(name: str) -> None:
         template.render(SHORT)
     # 2 s to render, or 3 to compile, and the time a busy machine takes to start a process.
     assert time.perf_counter() - start < 6
-    assert raised.value.remedy
+    assert raised.value.hint
 
 
 def test_an_error_does_not_outlive_its_rendering() -> None:

@@ -214,7 +214,7 @@ def test_what_cannot_be_converted_is_said(
     path = small(**options)
     with pytest.raises(GgufError, match=message) as raised:
         gguf.convert(path, tmp_path / "out")
-    assert raised.value.remedy
+    assert raised.value.hint
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
 
 
@@ -239,7 +239,7 @@ def test_a_disk_that_fills_leaves_nothing_behind(small: Small, tmp_path: Path) -
             gguf.convert(path, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "make room" in raised.value.remedy
+    assert "make room" in raised.value.hint
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
 
 

@@ -1,4 +1,4 @@
-"""Files that lie: every one is an error with a remedy, at once, without much memory."""
+"""Files that lie: every one is an error with a hint, at once, without much memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_lies_are_found_at_once(tmp_path: Path, name: str) -> None:
     assert time.perf_counter() - start < 1
     assert tracemalloc.get_traced_memory()[1] < 20e6
     tracemalloc.stop()
-    assert raised.value.remedy
+    assert raised.value.hint
 
 
 def test_a_missing_file_and_a_directory_are_said(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_a_missing_file_and_a_directory_are_said(tmp_path: Path) -> None:
             gguf_file.read(path)
 
 
-def test_without_the_package_the_remedy_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_hint_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf.quants", None)
     with pytest.raises(IngotError, match="package `gguf` is needed") as raised:
         gguf_file.package("quants")
-    assert raised.value.remedy == "pip install 'ingot[gguf]'"
+    assert raised.value.hint == "pip install 'ingot[gguf]'"
 
 
 def test_it_reads_what_the_package_reads(small: Small) -> None:

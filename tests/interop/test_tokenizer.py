@@ -159,12 +159,12 @@ def test_what_ends_an_answer_is_found(
     ],
     ids=str,
 )
-def test_broken_files_are_said_with_a_remedy(
+def test_broken_files_are_said_with_a_hint(
     smollm2: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=message) as raised:
         Tokenizer.load(copied(smollm2, tmp_path, **changes))
-    assert raised.value.remedy
+    assert raised.value.hint
 
 
 def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:

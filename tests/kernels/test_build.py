@@ -265,7 +265,7 @@ def in_words(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_without_a_compiler_pytorch_computes(tmp_path: Path) -> None:
     done = run(USE, environment(tmp_path, CXX="", PATH=str(tmp_path)))
-    assert in_words(done) == ("no C++ compiler\n  remedy: install g++ 12 or newer, or set CXX\n")
+    assert in_words(done) == ("no C++ compiler\n  hint: install g++ 12 or newer, or set CXX\n")
 
 
 def test_one_warning_is_for_all_families(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, compiler: str) -> None:
     assert words.startswith(
         f"{failing} cannot compile activation.cpp: x.h:1: error: no such luck\n"
     )
-    assert "remedy: try another compiler by CXX" in words
+    assert "hint: try another compiler by CXX" in words
     assert libraries(tmp_path) == []
 
 
@@ -327,7 +327,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_explained(small_disk: Path, compiler: str) -> None:
     words = in_words(run(USE, environment(small_disk, CXX=compiler)))
     assert "No space left on device" in words
-    assert "remedy: make room" in words
+    assert "hint: make room" in words
     assert not [p for p in (small_disk / "ingot/kernels").iterdir() if p.suffix != ".lock"]
 
 

@@ -88,11 +88,11 @@ def test_it_ends_at_an_end_token_and_at_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "remedy"),
+    ("prompt", "hint"),
     [([], "give some text"), ([1] * 5000, "shorter"), ([-1], "tokenizer"), ([10**6], "tokenizer")],
 )
-def test_prompts_that_cannot_be_are_refused(prompt: list[int], remedy: str) -> None:
-    with pytest.raises(IngotError, match=remedy):
+def test_prompts_that_cannot_be_are_refused(prompt: list[int], hint: str) -> None:
+    with pytest.raises(IngotError, match=hint):
         list(Session(DECODER).stream(prompt, max_tokens=1))
 
 

@@ -60,7 +60,7 @@ def test_a_plot_that_cannot_be_is_refused_before(tmp_path: Path, name: str, what
         check(tmp_path / name)
 
 
-def test_a_missing_matplotlib_has_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_has_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(IngotError, match=r"pip install 'ingot\[plot\]'"):
         check(Path("roofline.png"))

@@ -120,7 +120,7 @@ def test_no_tokens_give_no_result() -> None:
     assert ops.attention(q, k, v, int32(0)).shape == q.shape
 
 
-def test_more_queries_than_keys_is_an_error_with_a_remedy() -> None:
+def test_more_queries_than_keys_is_an_error_with_a_hint() -> None:
     q, k, v = qkv(3)
     with pytest.raises(OpError, match="3 queries but 2 keys"):
         ops.attention(q, k[:2], v[:2], int32(0, 3), int32(2))

@@ -128,7 +128,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     kept.save(2, {"w": {"w": torch.zeros(1)}}, {})
     with pytest.raises(IngotError, match="No space left") as raised:
         kept.wait()
-    assert "make room" in raised.value.remedy
+    assert "make room" in raised.value.hint
     kept.check()  # it was told
     found = kept.newest()
     assert found is not None

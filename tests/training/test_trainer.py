@@ -261,7 +261,7 @@ def test_stop(tmp_path: Path, monkeypatch: Any, loss: float, norm: float) -> Non
     trainer = Trainer(recipe, tmp_path / "run")
     with pytest.raises(Diverged, match="step 6 has a") as raised:
         trainer.run()
-    assert "guard.policy=skip" in raised.value.remedy
+    assert "guard.policy=skip" in raised.value.hint
     saved = json.loads((tmp_path / "run/offenders/step-00000006.json").read_text())
     assert saved["ids"] == ids
     assert trainer.checkpoints.newest().step == 4  # pyright: ignore
@@ -328,7 +328,7 @@ def test_the_run_directory(tmp_path: Path) -> None:
     assert trainer.flops() == flops_per_token(runs.TINY, 32)
 
 
-def test_a_full_disk_ends_the_run_with_a_remedy(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_ends_the_run_with_a_hint(tmp_path: Path, monkeypatch: Any) -> None:
     from ingot.training import checkpoint
 
     recipe = runs.text(tmp_path)
@@ -346,7 +346,7 @@ def test_a_full_disk_ends_the_run_with_a_remedy(tmp_path: Path, monkeypatch: Any
     runs.assert_same(resumed(recipe, tmp_path / "run"), whole(recipe, tmp_path / "whole"))
 
 
-def test_tokens_that_cannot_be_read_end_the_run_with_a_remedy(tmp_path: Path) -> None:
+def test_tokens_that_cannot_be_read_end_the_run_with_a_hint(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path)
     killed(recipe, tmp_path / "run", 5)
     shard = tmp_path / "corpus/train-00000.tokens"
@@ -356,7 +356,7 @@ def test_tokens_that_cannot_be_read_end_the_run_with_a_remedy(tmp_path: Path) ->
     assert trainer.resume()
     with pytest.raises(IngotError, match=r"train-00000\.tokens") as raised:
         trainer.run()
-    assert "restore the file" in raised.value.remedy
+    assert "restore the file" in raised.value.hint
     shard.write_bytes(content)
     runs.assert_same(resumed(recipe, tmp_path / "run"), whole(recipe, tmp_path / "whole"))
 

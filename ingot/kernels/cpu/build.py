@@ -182,7 +182,7 @@ def _takes(args: tuple[Any, ...]) -> bool:
 def _built(family: str, device: Device) -> Built:
     """Find the library of a family, or compile it."""
     if device.compiler is None:
-        raise BuildError("no C++ compiler", remedy="install g++ 12 or newer, or set CXX")
+        raise BuildError("no C++ compiler", hint="install g++ 12 or newer, or set CXX")
     home = paths.trusted(paths.cache("kernels"))
     command = _command(device.compiler, device.cpu.isa[0])
     key = _key(family, command, device.compiler, device.torch)
@@ -238,10 +238,10 @@ def _failure(compiler: str, source: Path, run: subprocess.CompletedProcess[bytes
     full, lines = os.strerror(errno.ENOSPC), output.splitlines()
     first = next((line for line in lines if full in line or "error" in line), output)[:500]
     if full in output:
-        remedy = "make room there and in TMPDIR, or choose another place by XDG_CACHE_HOME"
+        hint = "make room there and in TMPDIR, or choose another place by XDG_CACHE_HOME"
     else:
-        remedy = "try another compiler by CXX (g++ 12 is tested), or report this"
-    return BuildError(f"{compiler} cannot compile {source.name}: {first}", remedy=remedy)
+        hint = "try another compiler by CXX (g++ 12 is tested), or report this"
+    return BuildError(f"{compiler} cannot compile {source.name}: {first}", hint=hint)
 
 
 def _forget_unused(home: Path) -> None:

@@ -3,7 +3,7 @@
 // A kernel is a function in ingot::kernels with the op's name and signature. It checks all it is
 // given before it reads through a pointer, and throws
 //
-//   Unfit       for what does not fit, with what it needs instead; Python adds the remedy
+//   Unfit       for what does not fit, with what it needs instead; Python adds the hint
 //   Elsewhere   for what another provider can: other dtypes, other devices
 //
 // OP(name) registers it twice:

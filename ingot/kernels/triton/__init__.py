@@ -47,7 +47,7 @@ def supported(capability: str | None) -> bool:
 def require_triton() -> None:
     """Raise what to do about it where Triton is not installed."""
     if find_spec("triton") is None:
-        raise IngotError("Triton is not installed", remedy="pip install 'ingot[gpu]'")
+        raise IngotError("Triton is not installed", hint="pip install 'ingot[gpu]'")
 
 
 @cache

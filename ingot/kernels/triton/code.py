@@ -52,7 +52,7 @@ def read_cubin(binary: bytes) -> Code:
         text = _tool("nvdisasm", "-c", "-ndf", file.name)  # without data flow in 0.7 of the time
     found = re.search(r"REG:(\d+)", usage)
     if found is None:
-        raise IngotError("cuobjdump names no registers", remedy="report this with your Triton")
+        raise IngotError("cuobjdump names no registers", hint="report this with your Triton")
     return parse_sass(text, int(found[1]))
 
 
@@ -125,7 +125,7 @@ def _tool(name: str, *arguments: str) -> str:
     run = subprocess.run([_path(name), *arguments], capture_output=True, text=True, check=False)
     if run.returncode:
         raise IngotError(
-            f"{name} fails: {run.stderr.strip()[:200]}", remedy="pip install --force 'ingot[gpu]'"
+            f"{name} fails: {run.stderr.strip()[:200]}", hint="pip install --force 'ingot[gpu]'"
         )
     return run.stdout
 
@@ -136,5 +136,5 @@ def _path(name: str) -> str:
     home = Path(found.origin or "").parent if found else Path()
     path = home / "backends/nvidia/bin" / name
     if not path.exists():
-        raise IngotError(f"Triton came without {name}", remedy="pip install --force 'ingot[gpu]'")
+        raise IngotError(f"Triton came without {name}", hint="pip install --force 'ingot[gpu]'")
     return str(path)

@@ -112,7 +112,7 @@ def jobs(
     """
     if interpreting():
         raise IngotError(
-            "kernels cannot be compiled while TRITON_INTERPRET is set", remedy="unset it"
+            "kernels cannot be compiled while TRITON_INTERPRET is set", hint="unset it"
         )
     found: dict[str, Job] = {}
     for name, one in provided().items():

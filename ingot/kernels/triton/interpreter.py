@@ -69,7 +69,7 @@ class Interpreter:
         line = self._out.readline()
         if not line:
             raise IngotError(
-                "the interpreter ended", remedy="call `python -m ingot.kernels.triton.interpreter`"
+                "the interpreter ended", hint="call `python -m ingot.kernels.triton.interpreter`"
             )
         result = json.loads(line)
         if "error" in result:

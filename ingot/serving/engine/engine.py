@@ -64,7 +64,7 @@ def fit(decoder: Decoder, memory: int | None = None, limits: Limits | None = Non
     if memory < size:
         raise IngotError(
             f"{memory:,} bytes for keys and values, where {limits.block_size} tokens take {size:,}",
-            remedy="give more memory: thousands of tokens are usual",
+            hint="give more memory: thousands of tokens are usual",
         )
     return replace(limits, blocks=min(most, memory // size))
 
@@ -436,5 +436,5 @@ def _right(item: Work, drawn: list[int], ends: tuple[int, ...]) -> tuple[int, ..
     return tuple(drawn[: count + 1])
 
 
-def _refused(request: Request, what: str, remedy: str) -> IngotError:
-    return IngotError(f"request {request.id} {what}", remedy=remedy)
+def _refused(request: Request, what: str, hint: str) -> IngotError:
+    return IngotError(f"request {request.id} {what}", hint=hint)

@@ -128,13 +128,13 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise GrammarError(
-            "structured output needs llguidance", remedy='pip install "ingot[serve]"'
+            "structured output needs llguidance", hint='pip install "ingot[serve]"'
         ) from error
     return llguidance
 
 
 def _error(grammar: Grammar, why: str) -> GrammarError:
-    return GrammarError(f"no {grammar.kind} grammar: {_short(why)}", remedy="give a simpler one")
+    return GrammarError(f"no {grammar.kind} grammar: {_short(why)}", hint="give a simpler one")
 
 
 def _short(text: str) -> str:

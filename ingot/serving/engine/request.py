@@ -67,7 +67,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if not 1 <= len(self.text) <= MAX_GRAMMAR:
             raise IngotError(
                 f"a grammar of {len(self.text):,} characters",
-                remedy=f"give one of at most {MAX_GRAMMAR:,}",
+                hint=f"give one of at most {MAX_GRAMMAR:,}",
             )
 
 
@@ -82,7 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Traceback (most recent call last):
     ...
     ingot.core.errors.IngotError: top_p is nan
-      remedy: give a number from 0 to 1
+      hint: give a number from 0 to 1
     """
 
     temperature: float = 1.0
@@ -134,7 +134,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def _within(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:  # NaN is not, either
-        raise IngotError(f"{name} is {value}", remedy=f"give a number from {low} to {high}")
+        raise IngotError(f"{name} is {value}", hint=f"give a number from {low} to {high}")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -146,7 +146,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Traceback (most recent call last):
     ...
     ingot.core.errors.IngotError: request 1 has an empty prompt
-      remedy: give at least one token
+      hint: give at least one token
     """
 
     id: int
@@ -171,13 +171,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         if not 1 <= self.max_tokens < _TOKENS:
             raise self._error(f"asks for {self.max_tokens} tokens", "ask for at least one")
         if abs(self.priority) > MAX_PRIORITY:
-            remedy = f"give a number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-            raise self._error(f"has priority {self.priority}", remedy)
+            hint = f"give a number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+            raise self._error(f"has priority {self.priority}", hint)
         if self.deadline is not None and not math.isfinite(self.deadline):
             raise self._error(f"has deadline {self.deadline}", "give a finite time, or None")
 
-    def _error(self, what: str, remedy: str) -> IngotError:
-        return IngotError(f"request {self.id} {what}", remedy=remedy)
+    def _error(self, what: str, hint: str) -> IngotError:
+        return IngotError(f"request {self.id} {what}", hint=hint)
 
     @property
     def total(self) -> int:

@@ -86,14 +86,14 @@ class Limits:
         for name in ("blocks", "block_size", "budget", "max_running", "max_waiting"):
             value = getattr(self, name)
             if not 1 <= value <= 2**31:
-                raise ConfigError(f"{name} is {value}", remedy="give a number from 1 to 2**31")
+                raise ConfigError(f"{name} is {value}", hint="give a number from 1 to 2**31")
         if self.budget < self.max_running:
             raise ConfigError(
                 f"a budget of {self.budget} tokens for {self.max_running} running requests",
-                remedy="give at least one token for each: raise budget or lower max_running",
+                hint="give at least one token for each: raise budget or lower max_running",
             )
         if not (math.isfinite(self.patience) and self.patience >= 0):
-            raise ConfigError(f"patience is {self.patience}", remedy="give seconds, 0 or more")
+            raise ConfigError(f"patience is {self.patience}", hint="give seconds, 0 or more")
 
     @property
     def burst(self) -> int:

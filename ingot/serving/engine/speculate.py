@@ -57,7 +57,7 @@ class Lookup:
     def __init__(self, *, size: int = 3, most: int = 15) -> None:
         for name, value in (("size", size), ("most", most)):
             if not 1 <= value <= 64:
-                raise ConfigError(f"{name} is {value}", remedy="give a number from 1 to 64")
+                raise ConfigError(f"{name} is {value}", hint="give a number from 1 to 64")
         self.size, self.most = size, most
         self._seen: dict[int, dict[tuple[int, ...], int]] = {}
 
@@ -116,7 +116,7 @@ class Draft:
 
     def __init__(self, decoder: Decoder, limits: Limits, *, most: int = 4) -> None:
         if not 1 <= most <= 64:
-            raise ConfigError(f"most is {most}", remedy="give a number from 1 to 64")
+            raise ConfigError(f"most is {most}", hint="give a number from 1 to 64")
         self.decoder, self.limits, self.most = decoder, limits, most
         self.runner, self.sampler = Runner(decoder, limits), Sampler(decoder)
         self._free = list(range(limits.blocks))

@@ -39,12 +39,12 @@ class Shed(IngotError):
     Traceback (most recent call last):
     ...
     ingot.serving.server.admission.Shed: too many requests
-      remedy: try again in 3 s
+      hint: try again in 3 s
     """
 
     def __init__(self, what: str, retry: float) -> None:
         self.retry = math.ceil(min(max(retry, 1.0), MAX_RETRY))
-        super().__init__(what, remedy=f"try again in {self.retry} s")
+        super().__init__(what, hint=f"try again in {self.retry} s")
 
 
 def estimate(size: int) -> int:
@@ -113,7 +113,7 @@ class Admission:
     Traceback (most recent call last):
     ...
     ingot.serving.server.admission.Shed: the server holds 40 tokens of 100 and cannot take 70 more
-      remedy: try again in 1 s
+      hint: try again in 1 s
     >>> admission.leave(ticket, now=1.0)
     >>> admission.requests, admission.tokens
     (0, 0)

@@ -61,7 +61,7 @@ class Failure:
 
     status: int
     what: str
-    remedy: str
+    hint: str
     retry: int | None = None
     """Seconds after which to try again."""
     param: str | None = None
@@ -69,7 +69,7 @@ class Failure:
 
     def body(self) -> bytes:
         """The error as JSON."""
-        message = f"{self.what}; {self.remedy}".encode("utf-8", "replace").decode()
+        message = f"{self.what}; {self.hint}".encode("utf-8", "replace").decode()
         kind = _KINDS.get(self.status, "server_error")
         return _json(error(message, kind, param=self.param, code=self.code))
 
@@ -124,10 +124,10 @@ class Choice:
             options=msgspec.structs.replace(job.options, seed=self.seed),
         )
 
-    def fail(self, status: int, what: str, remedy: str) -> None:
+    def fail(self, status: int, what: str, hint: str) -> None:
         """Nothing more comes, of the whole answer."""
         retry = RETRY if status in (429, 503) else None
-        self.client.fail(Failure(status, what, remedy, retry))
+        self.client.fail(Failure(status, what, hint, retry))
 
     def take(self, output: Output, now: float) -> None:
         """What a step did for it."""

@@ -43,7 +43,7 @@ class Sink(Protocol):
         """What a step did for it."""
         ...
 
-    def fail(self, status: int, what: str, remedy: str) -> None:
+    def fail(self, status: int, what: str, hint: str) -> None:
         """Nothing more comes."""
         ...
 
@@ -136,7 +136,7 @@ class Front:
         elif isinstance(message, wire.Refused):
             sink = self._sinks.pop(message.id, None)
             if sink is not None:
-                sink.fail(422, message.what, message.remedy)
+                sink.fail(422, message.what, message.hint)
                 _flush({sink.client})
         elif isinstance(message, wire.Loading):
             self.doing = message.what
@@ -192,7 +192,7 @@ class _Link(asyncio.Protocol):
             for content in self._frames.feed(data):
                 self._front.hear(content)
         except wire.WireError as error:
-            _log.error("the engine is not understood: %s", error.what)
+            _log.error("the engine is not understood: %s", error.message)
             assert self._transport is not None
             self._transport.abort()
 

@@ -232,7 +232,7 @@ class Service:
         if max(map(max, prompts)) >= self.front.hello.vocabulary:
             raise Unprocessable(
                 f"a token of the prompt is not among the model's {self.front.hello.vocabulary:,}",
-                remedy="send text, or tokens of this model's tokenizer",
+                hint="send text, or tokens of this model's tokenizer",
             )
         if longest + max(wanted or 1, 1) > context:
             asked = f" and {wanted:,} are asked for" if wanted else ""
@@ -257,7 +257,7 @@ class Service:
         else:
             ids = await asyncio.to_thread(self.tokenizer.encode, prompt, special=special)
         if not ids:
-            raise Unprocessable("the prompt is empty", remedy="give at least one token")
+            raise Unprocessable("the prompt is empty", hint="give at least one token")
         return tuple(ids)
 
     async def _chat_ids(
@@ -298,7 +298,7 @@ class _Refused(Exception):
 
 
 def _nothing() -> tuple[int, ...]:
-    raise Unprocessable("the messages are empty", remedy="give at least one token")
+    raise Unprocessable("the messages are empty", hint="give at least one token")
 
 
 def _clean(text: str) -> str:
@@ -451,8 +451,8 @@ class Gate:
     def _refusal(self, scope: Scope) -> Failure | None:
         tenant = self._service.tenant(scope)
         if tenant is None:
-            remedy = "send one of the server's keys: Authorization: Bearer KEY"
-            return Failure(401, "the key is missing or wrong", remedy, code="invalid_api_key")
+            hint = "send one of the server's keys: Authorization: Bearer KEY"
+            return Failure(401, "the key is missing or wrong", hint, code="invalid_api_key")
         scope["ingot.tenant"] = tenant
         if scope["method"] != "POST":
             return None
@@ -631,20 +631,20 @@ def _add_errors(made: FastAPI) -> None:
 
     async def shed(_: Request, error: Exception) -> Response:
         found = cast(Shed, error)
-        return _failed(Failure(429, found.what, found.remedy, found.retry))
+        return _failed(Failure(429, found.message, found.hint, found.retry))
 
     async def unprocessable(_: Request, error: Exception) -> Response:
         found = cast(IngotError, error)
         status = 400 if isinstance(error, ChatError) else 422
-        return _failed(Failure(status, found.what, found.remedy))
+        return _failed(Failure(status, found.message, found.hint))
 
     async def invalid(_: Request, error: Exception) -> Response:
         return _failed(_invalid(cast(RequestValidationError, error)))
 
     async def http(_: Request, error: Exception) -> Response:
         found = cast(HTTPException, error)
-        remedy = "see /openapi.json for what there is"
-        response = _failed(Failure(found.status_code, str(found.detail), remedy))
+        hint = "see /openapi.json for what there is"
+        response = _failed(Failure(found.status_code, str(found.detail), hint))
         response.headers.update(found.headers or {})
         return response
 

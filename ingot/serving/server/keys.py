@@ -74,15 +74,15 @@ class Keys:
                 content = file.read(MAX_FILE + 1)
             if len(content) > MAX_FILE:
                 raise ConfigError(
-                    f"{path} has more than {MAX_FILE:,} bytes", remedy="name a file of keys"
+                    f"{path} has more than {MAX_FILE:,} bytes", hint="name a file of keys"
                 )
             return cls.parse(content.decode())
         except OSError as error:
             what = f"cannot read the keys in {path}: {error.strerror}"
-            remedy = "make one: python -m ingot.serving.server.keys NAME >> FILE"
-            raise ConfigError(what, remedy=remedy) from error
+            hint = "make one: python -m ingot.serving.server.keys NAME >> FILE"
+            raise ConfigError(what, hint=hint) from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not text", remedy="name a file of keys") from error
+            raise ConfigError(f"{path} is not text", hint="name a file of keys") from error
 
     @classmethod
     def parse(cls, text: str) -> Keys:
@@ -95,7 +95,7 @@ class Keys:
         if not 1 <= len(entries) <= MAX_KEYS:
             raise ConfigError(
                 f"a file of {len(entries):,} keys",
-                remedy=f"give 1 to {MAX_KEYS:,}: python -m ingot.serving.server.keys NAME >> FILE",
+                hint=f"give 1 to {MAX_KEYS:,}: python -m ingot.serving.server.keys NAME >> FILE",
             )
         return cls(entries)
 
@@ -118,7 +118,7 @@ def line(name: str, key: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"'{name[:80]}' is no name for a tenant",
-            remedy="use 1 to 64 letters, digits and . _ @ -",
+            hint="use 1 to 64 letters, digits and . _ @ -",
         )
     return f"{name} sha256:{sha256(key.encode()).hexdigest()}"
 
@@ -129,7 +129,7 @@ def _entry(words: list[str], number: int) -> tuple[bytes, Tenant]:
     if not _NAME.fullmatch(name) or digest is None or None in bounds:
         raise ConfigError(
             f"line {number} of the keys is not 'NAME sha256:HASH [requests=N] [tokens=N]'",
-            remedy="write it with python -m ingot.serving.server.keys NAME >> FILE",
+            hint="write it with python -m ingot.serving.server.keys NAME >> FILE",
         )
     given = {bound[1]: int(bound[2]) for bound in bounds if bound}
     return bytes.fromhex(digest[1]), Tenant(name=name, **given)

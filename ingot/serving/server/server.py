@@ -85,7 +85,7 @@ class Config:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}", remedy=f"give a number from {low} to {high}"
+                    f"{name} is {getattr(self, name)}", hint=f"give a number from {low} to {high}"
                 )
 
 
@@ -112,13 +112,13 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 def _no_socket(host: str, port: int, option: str, error: OSError) -> IngotError:
     if error.errno == errno.EADDRINUSE:
-        remedy = f"stop what uses it (ss -ltnp 'sport = :{port}' tells), or give another {option}"
-        return ConfigError(f"port {port} of {host} is in use", remedy=remedy)
+        hint = f"stop what uses it (ss -ltnp 'sport = :{port}' tells), or give another {option}"
+        return ConfigError(f"port {port} of {host} is in use", hint=hint)
     if error.errno == errno.EACCES:
-        remedy = f"give {option} a number from 1024 on"
-        return ConfigError(f"port {port} is not for everybody", remedy=remedy)
-    remedy = "name an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for everybody"
-    return ConfigError(f"cannot listen at {host}:{port}: {error.strerror}", remedy=remedy)
+        hint = f"give {option} a number from 1024 on"
+        return ConfigError(f"port {port} is not for everybody", hint=hint)
+    hint = "name an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for everybody"
+    return ConfigError(f"cannot listen at {host}:{port}: {error.strerror}", hint=hint)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -66,7 +66,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             if front.broken is not None and front.hello is None:
-                raise IngotError(front.broken.what, remedy=front.broken.remedy)
+                raise IngotError(front.broken.what, hint=front.broken.hint)
             steady = front.hello is not None and time.monotonic() - started > STEADY
             failures = 1 if steady else failures + 1
             self.restarts += 1

@@ -60,14 +60,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
     id: int
     what: str
-    remedy: str
+    hint: str
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
     """The worker cannot go on, and leaves."""
 
     what: str
-    remedy: str
+    hint: str
 
 
 ToWorker: TypeAlias = Request | End
@@ -88,7 +88,7 @@ def frame(message: ToWorker | ToFront) -> bytes:
     if len(content) > MAX_FRAME:
         raise WireError(
             f"a message of {len(content):,} bytes, more than {MAX_FRAME:,}",
-            remedy="ask for fewer tokens or log-probabilities at once",
+            hint="ask for fewer tokens or log-probabilities at once",
         )
     return _LENGTH.pack(len(content)) + content
 
@@ -110,7 +110,7 @@ def to_front(content: bytes) -> ToFront:
     Traceback (most recent call last):
     ...
     ingot.serving.server.wire.WireError: a frame that is no message: Expected `object`, got `int`
-      remedy: both processes have to be of one version of ingot: restart the server
+      hint: both processes have to be of one version of ingot: restart the server
     """
     return _decode(_to_front, content)
 
@@ -121,7 +121,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], content: bytes) -> _M:
     except (msgspec.MsgspecError, IngotError, ValueError, RecursionError) as error:
         raise WireError(
             f"a frame that is no message: {str(error)[:500]}",
-            remedy="both processes have to be of one version of ingot: restart the server",
+            hint="both processes have to be of one version of ingot: restart the server",
         ) from error
 
 
@@ -148,7 +148,7 @@ class Frames:
             if length > MAX_FRAME:
                 raise WireError(
                     f"a frame of {length:,} bytes, more than {MAX_FRAME:,}",
-                    remedy="restart the server: what comes is not ingot's",
+                    hint="restart the server: what comes is not ingot's",
                 )
             end = start + 4 + length
             if end > size:

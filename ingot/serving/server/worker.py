@@ -87,7 +87,7 @@ class Worker:
             message = wire.to_worker(content)
         except wire.WireError as error:
             self.dropped += 1
-            _log.error("%s", error.what)
+            _log.error("%s", error.message)
             return
         if isinstance(message, End):
             self.engine.end(message.id, message.reason)
@@ -95,7 +95,7 @@ class Worker:
         try:
             self.engine.add(message)
         except IngotError as error:
-            self._send(wire.Refused(message.id, error.what, error.remedy))
+            self._send(wire.Refused(message.id, error.message, error.hint))
 
     def _send(self, message: wire.ToFront) -> None:
         try:
@@ -104,7 +104,7 @@ class Worker:
             pass  # it is gone, which the next read finds
         except wire.WireError as error:
             # Too many log-probabilities for one frame: those who asked get nothing.
-            _log.error("%s", error.what)
+            _log.error("%s", error.message)
             if isinstance(message, wire.Step):
                 ends = [_without(output.id) for output in message.outputs]
                 for output in message.outputs:
@@ -172,7 +172,7 @@ def main() -> None:
     try:
         worker = load(settings, connection)
     except IngotError as error:
-        connection.sendall(wire.frame(wire.Broken(error.what, error.remedy)))
+        connection.sendall(wire.frame(wire.Broken(error.message, error.hint)))
         sys.exit(2)
     except ConnectionError:
         sys.exit(0)

@@ -39,7 +39,7 @@ class Waiting:
             raise RuntimeError("a bug, for a test")
         self.taken.append(output)
 
-    def fail(self, status: int, what: str, remedy: str) -> None:
+    def fail(self, status: int, what: str, hint: str) -> None:
         self.failures.append((status, what))
 
     def flush(self) -> None:

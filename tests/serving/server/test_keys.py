@@ -29,7 +29,7 @@ def test_a_wrong_name_makes_no_key() -> None:
     command = [sys.executable, "-m", "ingot.serving.server.keys", "a b"]
     made = subprocess.run(command, capture_output=True, text=True)
     assert made.returncode
-    assert "remedy" in made.stderr
+    assert "hint" in made.stderr
     assert not made.stdout
 
 
@@ -67,7 +67,7 @@ def test_every_line_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_no_file_of_keys_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="remedy"):
+    with pytest.raises(ConfigError, match="hint"):
         Keys.parse(text)
 
 

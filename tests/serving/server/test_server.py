@@ -224,12 +224,12 @@ def test_told_twice_it_leaves_at_once(directory: Path, tmp_path: Path) -> None:
         assert not Path(f"/proc/{worker}").exists()
 
 
-def test_a_port_in_use_and_a_wrong_host_have_a_remedy() -> None:
+def test_a_port_in_use_and_a_wrong_host_have_a_hint() -> None:
     with listen("127.0.0.1", 0, "--port") as first:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match="in use") as error:
             listen("127.0.0.1", port, "--port")
-        assert "another --port" in error.value.remedy
+        assert "another --port" in error.value.hint
     with pytest.raises(ConfigError, match="cannot listen"):
         listen("192.0.2.1", 0, "--host")
     with pytest.raises(ConfigError, match="cannot listen"):

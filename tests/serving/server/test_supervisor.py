@@ -97,5 +97,5 @@ def test_a_model_that_cannot_be_served_is_said_at_once(directory: Path, tmp_path
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
     assert "unheard_of" in found.stderr
-    assert "remedy" in found.stderr
+    assert "hint" in found.stderr
     assert "Traceback" not in found.stderr

@@ -100,7 +100,7 @@ def test_what_can_never_run_is_refused_by_its_number() -> None:
             refused = other.hear()
             assert isinstance(refused, wire.Refused)
             assert refused.id == request.id
-            assert refused.remedy
+            assert refused.hint
         assert tokens(other, 4)
 
 
