@@ -74,7 +74,7 @@ class Environment:
             if self._state == "complete":
                 return
             shutil.rmtree(self.path, ignore_errors=True)
-            paths.trusted(self.path)
+            paths.ensure_trusted(self.path)
             paths.write_atomic(self.path / "state", self._installed() or "complete")
 
     @property

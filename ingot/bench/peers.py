@@ -232,7 +232,7 @@ def compare(
             f"{task.prompt} + {task.new} tokens are beyond the model's {model.context}",
             hint="choose a shorter prompt or fewer new tokens",
         )
-    cache = paths.trusted(paths.cache("peers"))
+    cache = paths.ensure_trusted(paths.cache("peers"))
     turns = {system.name: Turns(missing=system.missing) for system in systems}
     with ExitStack() as stack:
         running: dict[str, Process] = {}

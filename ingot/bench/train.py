@@ -44,7 +44,7 @@ import numpy as np
 from ingot.bench.peaks import Peaks
 from ingot.bench.trainee import NEEDS
 from ingot.core import paths
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
 from ingot.interop import hf
 
@@ -124,7 +124,7 @@ class Task:
     rounds: int = 5
 
     def __post_init__(self) -> None:
-        within(self, batch=(1, 2**16), length=(2, 2**20), rounds=(1, 1000))
+        check_bounds(self, batch=(1, 2**16), length=(2, 2**20), rounds=(1, 1000))
 
     @property
     def tokens(self) -> int:
@@ -214,7 +214,7 @@ def compare(
             hint="choose a smaller --length",
         )
     turns = {contender: Turns(missing=contender.missing()) for contender in contenders}
-    logs = paths.trusted(paths.cache("bench-train"))
+    logs = paths.ensure_trusted(paths.cache("bench-train"))
     for number in range(task.rounds):
         for contender, of in Random(number).sample(list(turns.items()), len(turns)):
             advance(f"round {number + 1} of {task.rounds}: {contender.name}")

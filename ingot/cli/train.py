@@ -92,7 +92,7 @@ def train(
 def _directory(name: str, run: Path | None, resume: bool) -> Path:
     if not resume:
         if run is None:
-            return paths.new_run(name)
+            return paths.create_run_dir(name)
         if run.exists() and (not run.is_dir() or any(run.iterdir())):
             raise IngotError(
                 f"{run} has something in it",
@@ -100,7 +100,7 @@ def _directory(name: str, run: Path | None, resume: bool) -> Path:
             )
         return run
     if run is None:
-        found = [path for path in paths.runs_named(name) if (path / "recipe.toml").is_file()]
+        found = [path for path in paths.find_runs(name) if (path / "recipe.toml").is_file()]
         if not found:
             raise IngotError(
                 f"there is no run of '{name}' in {paths.runs()}",
@@ -152,7 +152,7 @@ def _write(model: nn.Module, recipe: Recipe, corpus: Corpus | None, step: int, p
 
     if corpus is None or not isinstance(model, Decoder):
         return False
-    with paths.whole_directory(path) as temporary:
+    with paths.atomic_directory(path) as temporary:
         hf.save(model, temporary)
         vocabulary.copy(corpus.directory, temporary)
         start = recipe.start

@@ -62,14 +62,14 @@ def load(cls: type[T], path: Path | str | None = None, overrides: Sequence[str] 
     applied: list[tuple[Keys, str]] = []
     for text in overrides:
         keys, value = _parse_override(text)
-        _apply(table, keys, value, text)
+        _apply_override(table, keys, value, text)
         applied.append((keys, text))
     return _Builder(path, tuple(applied)).build_dataclass(cls, table, (), None)
 
 
 def dumps(config: object) -> str:
     """Write the config as TOML text that `load` turns back into an equal config."""
-    text = tomli_w.dumps(_table(config, (), None))
+    text = tomli_w.dumps(_to_table(config, (), None))
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -114,10 +114,10 @@ def _parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     while isinstance(table, dict):
         key, table = next(iter(cast(dict[str, Any], table).items()))
         keys.append(key)
-    return tuple(keys), _parse_value(right)
+    return tuple(keys), _parse_override_value(right)
 
 
-def _parse_value(text: str) -> Any:
+def _parse_override_value(text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -126,13 +126,13 @@ def _parse_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text.strip()
 
 
-def _apply(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str) -> None:
+def _apply_override(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str) -> None:
     for depth, key in enumerate(keys[:-1], start=1):
         inner: Any = table.setdefault(key, {})
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"override '{text}' goes through {_dotted(keys[:depth])}, which is not a table",
-                hint=f"set {_dotted(keys[:depth])} as a whole",
+                f"override '{text}' goes through {_dotted_key(keys[:depth])}, which is not a table",
+                hint=f"set {_dotted_key(keys[:depth])} as a whole",
             )
         table = cast(dict[str, Any], inner)
     table[keys[-1]] = value
@@ -150,7 +150,7 @@ class _Builder:
         fields = _init_fields(cls)
         if unknown := [key for key in table if key not in fields]:
             here = (*at, unknown[0])
-            where = f"key at {_dotted(here)} in {self.source(here)}:"
+            where = f"key at {_dotted_key(here)} in {self.source(here)}:"
             raise UnknownName(where, unknown[0], fields)
         hints = type_hints(cls, include_extras=True)
         values: dict[str, Any] = {}
@@ -165,17 +165,17 @@ class _Builder:
         try:
             return cls(**values)
         except ValueError as error:
-            where = f"{_dotted(at) or cls.__name__} in {self.source(at)}"
+            where = f"{_dotted_key(at) or cls.__name__} in {self.source(at)}"
             raise ConfigError(f"{where}: {error}", hint="change the value") from error
 
     def build(self, annotation: Any, value: Any, at: Keys, default: Any) -> Any:
         """Build the dataclasses anywhere inside `value`, then have msgspec convert the whole."""
         if isinstance(value, dict) and (
-            arm := self.fitting(annotation, cast(dict[str, Any], value), at)
+            arm := self.choose_dataclass(annotation, cast(dict[str, Any], value), at)
         ):
             base = default if type(default) is arm else None
             return self.build_dataclass(arm, cast(dict[str, Any], value), at, base)
-        for arm in _arms(annotation):
+        for arm in _union_members(annotation):
             if isinstance(value, dict) and _is_generic(arm, Mapping):
                 items = cast(dict[str, Any], value).items()
                 inner = get_args(arm)[1]
@@ -190,13 +190,13 @@ class _Builder:
         except msgspec.ValidationError as error:
             raise self.invalid(at, annotation, value, str(error)) from error
 
-    def fitting(self, annotation: Any, table: dict[str, Any], at: Keys) -> type | None:
+    def choose_dataclass(self, annotation: Any, table: dict[str, Any], at: Keys) -> type | None:
         """Choose the dataclass that a table is meant to be; a wrong tag is an error."""
-        arm = _fitting(annotation, table)
+        arm = _choose_dataclass(annotation, table)
         for name, own in (_tags(arm) if arm else {}).items():
             if name in table and table[name] not in own:
                 here = (*at, name)
-                where = f"{_dotted(here)} in {self.source(here)}:"
+                where = f"{_dotted_key(here)} in {self.source(here)}:"
                 known = [
                     tag for other in _dataclasses(annotation) for tag in _tags(other).get(name, ())
                 ]
@@ -213,48 +213,48 @@ class _Builder:
 
     def missing(self, at: Keys, annotation: Any) -> ConfigError:
         """Make the error for a required field that nothing sets."""
-        what = f"missing {_dotted(at)} (in {self.source(at)}): expected {_expected(annotation)}"
-        return ConfigError(what, hint=f"set {_dotted(at)} in the file or as an override")
+        what = f"missing {_dotted_key(at)} (in {self.source(at)}): expected {_expected(annotation)}"
+        return ConfigError(what, hint=f"set {_dotted_key(at)} in the file or as an override")
 
     def invalid(self, at: Keys, annotation: Any, value: Any, message: str) -> ConfigError:
         """Make the error for a value of the wrong type."""
         got = message.replace("`object`", "`table`")
-        what = f"{_dotted(at)} in {self.source(at)}: {got[:1].lower()}{got[1:]}"
+        what = f"{_dotted_key(at)} in {self.source(at)}: {got[:1].lower()}{got[1:]}"
         hint = f"give it {_expected(annotation)}"
-        if bool in _arms(annotation):
+        if bool in _union_members(annotation):
             hint += ", written true or false"
-        if type(None) in _arms(annotation):
+        if type(None) in _union_members(annotation):
             hint += "; TOML has no null: None is what it is when left out"
-        if str in _arms(annotation) and not isinstance(value, (dict, list)):
-            hint += f"; to have it as a string, quote it: {_dotted(at)}='\"{value}\"'"
+        if str in _union_members(annotation) and not isinstance(value, (dict, list)):
+            hint += f"; to have it as a string, quote it: {_dotted_key(at)}='\"{value}\"'"
         return ConfigError(what, hint=hint)
 
 
-def _table(config: Any, at: Keys, base: Any) -> dict[str, Any]:
+def _to_table(config: Any, at: Keys, base: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name, field in _init_fields(config).items():
         value, default = getattr(config, name), _default(field, base)
         if value is not None or default is not None:
-            table[name] = _plain(value, (*at, name), default)
+            table[name] = _to_toml(value, (*at, name), default)
     return table
 
 
-def _plain(value: Any, at: Keys, default: Any) -> Any:
+def _to_toml(value: Any, at: Keys, default: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return _table(value, at, default if type(default) is type(value) else None)
+        return _to_table(value, at, default if type(default) is type(value) else None)
     if isinstance(value, Mapping):
         items = cast(Mapping[str, Any], value).items()
-        return {key: _plain(v, (*at, key), None) for key, v in items}
+        return {key: _to_toml(v, (*at, key), None) for key, v in items}
     if isinstance(value, (list, tuple)):
         elements = cast(Sequence[Any], value)
-        return [_plain(v, (*at, i), None) for i, v in enumerate(elements)]
+        return [_to_toml(v, (*at, i), None) for i, v in enumerate(elements)]
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, PurePath):
         return str(value)
     if value is None:
         raise ConfigError(
-            f"{_dotted(at)} is None, which TOML cannot say and which is not its default",
+            f"{_dotted_key(at)} is None, which TOML cannot say and which is not its default",
             hint="make None the default of the field, or give it another value",
         )
     return value
@@ -273,20 +273,20 @@ def _default(field: dataclasses.Field[Any], base: Any) -> Any:
     return field.default
 
 
-def _arms(annotation: Any) -> list[Any]:
+def _union_members(annotation: Any) -> list[Any]:
     """Flatten unions and Annotated into the plain types a value may have.
 
-    >>> _arms(int | None)
+    >>> _union_members(int | None)
     [<class 'int'>, <class 'NoneType'>]
     """
     if get_origin(annotation) is Annotated:
-        return _arms(get_args(annotation)[0])
+        return _union_members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [arm for member in get_args(annotation) for arm in _arms(member)]
+        return [arm for member in get_args(annotation) for arm in _union_members(member)]
     return [annotation]
 
 
-def _fitting(annotation: Any, table: dict[str, Any]) -> type | None:
+def _choose_dataclass(annotation: Any, table: dict[str, Any]) -> type | None:
     """Of the dataclasses that a value may be, the one whose fields the table's keys are.
 
     >>> @dataclass
@@ -296,7 +296,7 @@ def _fitting(annotation: Any, table: dict[str, Any]) -> type | None:
     ... class Box:
     ...     x: int
     ...     width: int
-    >>> _fitting(Box | Point | None, {"x": 1}).__name__
+    >>> _choose_dataclass(Box | Point | None, {"x": 1}).__name__
     'Point'
     """
 
@@ -311,7 +311,9 @@ def _fitting(annotation: Any, table: dict[str, Any]) -> type | None:
 
 
 def _dataclasses(annotation: Any) -> list[Any]:
-    return [a for a in _arms(annotation) if isinstance(a, type) and dataclasses.is_dataclass(a)]
+    return [
+        a for a in _union_members(annotation) if isinstance(a, type) and dataclasses.is_dataclass(a)
+    ]
 
 
 def _tags(arm: Any) -> dict[str, tuple[Any, ...]]:
@@ -327,26 +329,26 @@ def _is_literal(annotation: Any) -> bool:
     return get_origin(annotation) is Literal
 
 
-def within(of: object, **bounds: tuple[float, float]) -> None:
+def check_bounds(config: object, **bounds: tuple[float, float]) -> None:
     """Require fields of a config to be numbers from a least to a most.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Optimizer:
     ...     lr: float
     ...     def __post_init__(self) -> None:
-    ...         within(self, lr=(0.0, 10.0))
+    ...         check_bounds(self, lr=(0.0, 10.0))
     >>> Optimizer(lr=-1.0)
     Traceback (most recent call last):
     ...
     ingot.core.errors.ConfigError: lr of Optimizer is -1.0
       hint: give a number from 0.0 to 10.0
     """
-    for name, (least, most) in bounds.items():
-        value = getattr(of, name)
-        if not (isinstance(value, int | float) and least <= value <= most):
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if not (isinstance(value, int | float) and low <= value <= high):
             raise ConfigError(
-                f"{name} of {type(of).__name__} is {value!r}"[:200],
-                hint=f"give a number from {least} to {most}",
+                f"{name} of {type(config).__name__} is {value!r}"[:200],
+                hint=f"give a number from {low} to {high}",
             )
 
 
@@ -375,7 +377,7 @@ def _expected(annotation: Any) -> str:
     ("one of 'adam', 'muon'", 'int | None')
     """
     choices: list[Any] = []
-    for arm in _arms(annotation):
+    for arm in _union_members(annotation):
         if get_origin(arm) is Literal:
             choices += get_args(arm)
         elif isinstance(arm, type) and issubclass(arm, Enum):
@@ -385,10 +387,10 @@ def _expected(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
-def _dotted(at: Keys) -> str:
+def _dotted_key(at: Keys) -> str:
     """Spell a place in a config as an override would.
 
-    >>> _dotted(("groups", "a.b", 0, "lr"))
+    >>> _dotted_key(("groups", "a.b", 0, "lr"))
     'groups."a.b"[0].lr'
     """
     parts = [f"[{key}]" if isinstance(key, int) else f".{_bare_or_quoted(key)}" for key in at]

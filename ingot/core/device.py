@@ -189,10 +189,10 @@ def isa_tiers(flags: Collection[str]) -> tuple[str, ...]:
     return tuple(tiers)
 
 
-def forced(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ...]:
+def limit_isa_tiers(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ...]:
     """Leave out the tiers above the one that is wanted (by INGOT_ISA): to test it, or to compare.
 
-    >>> forced(("avx512", "avx2", "portable"), "avx2")
+    >>> limit_isa_tiers(("avx512", "avx2", "portable"), "avx2")
     ('avx2', 'portable')
     """
     if not wanted:
@@ -207,7 +207,7 @@ def forced(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ...]:
     return tiers[tiers.index(wanted) :]
 
 
-def usable(
+def count_usable_cores(
     core_of: Mapping[int, tuple[str, str]], allowed: Iterable[int], quota: float | None
 ) -> tuple[int, int]:
     """Count the (cores, threads) for a process bound to some CPUs and a quota of CPU time.
@@ -231,7 +231,7 @@ def parse_size(text: str) -> int:
     return int(text.rstrip("KMG")) * units.get(text[-1:], 1)
 
 
-def data_caches(directory: Path) -> dict[str, int]:
+def read_data_caches(directory: Path) -> dict[str, int]:
     """Map level to bytes for one CPU's directory in /sys; empty where Linux does not tell."""
     indices = directory.glob("index*")
     data = [index for index in indices if _read(index / "type") in ("Data", "Unified")]
@@ -250,7 +250,7 @@ def cgroup_limits(root: Path, membership: str) -> tuple[float | None, int | None
     return min(quotas, default=None), min(memory, default=None)
 
 
-def amx_permitted() -> bool:
+def request_amx() -> bool:
     """Ask the kernel for the AMX tile registers; granted, they are the whole process's.
 
     It refuses if a thread has a signal stack (`sigaltstack`) too small to save them on.
@@ -383,18 +383,18 @@ def _detect_cpu(capabilities: Mapping[str, Any], quota: float | None) -> Cpu:
     cpuinfo = _read(Path("/proc/cpuinfo"))
     processor = parse_cpuinfo(cpuinfo) if cpuinfo else parse_capabilities(capabilities)
     allowed = os.sched_getaffinity(0) if sys.platform == "linux" else processor.core_of
-    cores, threads = usable(processor.core_of, allowed, quota)
+    cores, threads = count_usable_cores(processor.core_of, allowed, quota)
     flags = processor.flags
-    if "amx_tile" in flags and not amx_permitted():
+    if "amx_tile" in flags and not request_amx():
         flags = frozenset(flag for flag in flags if not flag.startswith("amx"))
     first = min(allowed, default=0)
-    caches = data_caches(Path(f"/sys/devices/system/cpu/cpu{first}/cache"))
+    caches = read_data_caches(Path(f"/sys/devices/system/cpu/cpu{first}/cache"))
     return Cpu(
         name=processor.name,
         architecture=platform.machine(),
         cores=cores,
         threads=threads,
-        isa=forced(isa_tiers(flags), os.environ.get("INGOT_ISA")),
+        isa=limit_isa_tiers(isa_tiers(flags), os.environ.get("INGOT_ISA")),
         int8=tuple(flag for flag in _INT8 if flag in flags),
         l1d=caches.get("1") or capabilities.get("l1d_cache_size"),
         l2=caches.get("2") or capabilities.get("l2_cache_size"),

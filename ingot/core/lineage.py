@@ -47,20 +47,20 @@ def read(directory: Path) -> Lineage:
     except FileNotFoundError:
         return Lineage()
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        raise _read_error(path, error.strerror or str(error)) from error
     if len(content) > MAX_BYTES:
-        raise _unreadable(path, f"it is larger than {MAX_BYTES:,} bytes")
+        raise _read_error(path, f"it is larger than {MAX_BYTES:,} bytes")
     try:
         found = msgspec.json.decode(content, type=Lineage)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise _unreadable(path, str(error)) from error
+        raise _read_error(path, str(error)) from error
     if found.format != FORMAT:
         raise IngotError(
             f"{path} has format {found.format}, this version of ingot knows {FORMAT}",
             hint="use the version of ingot that wrote it, or a newer one",
         )
-    if len(found.steps) > MAX_STEPS or not all(_named(step) for step in found.steps):
-        raise _unreadable(path, f"expected at most {MAX_STEPS} steps, each with its name")
+    if len(found.steps) > MAX_STEPS or not all(_has_name(step) for step in found.steps):
+        raise _read_error(path, f"expected at most {MAX_STEPS} steps, each with its name")
     return found
 
 
@@ -84,11 +84,11 @@ def append(directory: Path, step: str, **facts: Any) -> Lineage:
     return after
 
 
-def _named(step: dict[str, Any]) -> bool:
+def _has_name(step: dict[str, Any]) -> bool:
     return isinstance(step.get("step"), str)
 
 
-def _unreadable(path: Path, why: str) -> IngotError:
+def _read_error(path: Path, why: str) -> IngotError:
     return IngotError(
         f"cannot read the lineage in {path}: {why}",
         hint="restore the file, or delete it to go on without knowing where the model is from",

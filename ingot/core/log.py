@@ -87,7 +87,7 @@ def progress(
     A total of None is one that is not known. `in_bytes` is for work counted in bytes.
     """
     if not sys.stderr.isatty():
-        yield _Silent()
+        yield _NoProgress()
         return
     from rich import progress as rich_progress
 
@@ -101,10 +101,10 @@ def progress(
     # Left to itself, rich would send what is printed to a piped stdout to this stderr console.
     redirect = sys.stdout.isatty()
     with rich_progress.Progress(*columns, console=stderr(), redirect_stdout=redirect) as bar:
-        yield _Bar(bar, bar.add_task(description, total=total))
+        yield _ProgressBar(bar, bar.add_task(description, total=total))
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """A line of JSON for each message."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -123,7 +123,7 @@ class _Json(logging.Formatter):
 def _handler(json: bool) -> logging.Handler:
     if json:
         handler: logging.Handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_Json())
+        handler.setFormatter(_JsonFormatter())
     elif sys.stderr.isatty():
         from rich.logging import RichHandler
 
@@ -135,7 +135,7 @@ def _handler(json: bool) -> logging.Handler:
     return handler
 
 
-class _Silent:
+class _NoProgress:
     def advance(self, n: float = 1) -> None:
         pass
 
@@ -148,7 +148,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self, bar: RichProgress, task: TaskID) -> None:
         self._bar, self._task = bar, task
 

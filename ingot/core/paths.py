@@ -6,8 +6,8 @@ that holds a relative path, so we do.
 
 Several processes share these directories (ranks, trials, servers). These tools keep them from
 each other's way: `write_atomic` for a file that readers must never see half-written,
-`whole_directory` for a directory of which the same holds, `new_run` for a directory that nobody
-else has, `lock` for work that only one should do. `trusted` is for code: whoever can write where
+`atomic_directory` for a directory of which the same holds, `create_run_dir` for a directory that nobody
+else has, `lock` for work that only one should do. `ensure_trusted` is for code: whoever can write where
 it lies can run what he likes in our name.
 """
 
@@ -36,18 +36,22 @@ def runs() -> Path:
     return _xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "runs"
 
 
-def runs_named(name: str) -> list[Path]:
-    """Return the directories that `new_run` has made for this name, oldest first."""
-    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(_sanitise(name))}(-\d+)?")
-    found = runs().iterdir() if runs().is_dir() else iter(())
-    return sorted((p for p in found if pattern.fullmatch(p.name)), key=lambda p: p.stat().st_ctime)
+def find_runs(name: str) -> list[Path]:
+    """Return the directories that `create_run_dir` has created for this name, oldest first.
+
+    Their order is that of the date and the counter in their names, which survive copying.
+    """
+    pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(_sanitize(name))}(?:-(\d+))?")
+    paths = runs().iterdir() if runs().is_dir() else iter(())
+    matches = [(match, path) for path in paths if (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted(matches, key=lambda m: (m[0][1], int(m[0][2] or 0)))]
 
 
-def new_run(name: str) -> Path:
+def create_run_dir(name: str) -> Path:
     """Create a directory for one run, distinct from every other process's."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_sanitise(name)}"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_sanitize(name)}"
     parent = runs()
-    with _explained(parent):
+    with _os_errors_as_ingot_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
         counter = 0
         while True:
@@ -65,18 +69,18 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     Missing parent directories are created. After a power cut the file is whole too, though it
     may be the old one: the file is synced, the directory entry is not.
     """
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
-def replacing(path: Path) -> Generator[Path]:
+def atomic_file(path: Path) -> Generator[Path]:
     """A path to write a new file to, which replaces the one at `path` when the block ends.
 
     As `write_atomic`, for what is too large to be had in one piece. If the block fails, the old
     file stays.
     """
-    with _explained(path):
+    with _os_errors_as_ingot_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not tempfile: it makes files of mode 0600 whatever the umask says.
         temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
@@ -92,14 +96,14 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 @contextmanager
-def whole_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
+def atomic_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
     """Fill a directory that appears at `path` when all of it is there, or not at all.
 
     Yields a temporary directory beside `path`; at the end it is renamed, and if anything fails
     it is removed. What is at `path` already must be an empty directory. `num_bytes` is what
     will be written, if known: nothing is begun that cannot be finished.
     """
-    with _explained(path):
+    with _os_errors_as_ingot_errors(path):
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise IngotError(
                 f"{path} exists already",
@@ -121,12 +125,12 @@ def whole_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
             raise
 
 
-def trusted(directory: Path) -> Path:
+def ensure_trusted(directory: Path) -> Path:
     """Make the directory if it is missing; refuse one that another user can write to.
 
     Its owner must be this user or root. A group may write: many systems give each user one.
     """
-    with _explained(directory):
+    with _os_errors_as_ingot_errors(directory):
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         status = directory.stat()
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
@@ -147,7 +151,7 @@ def lock(path: Path) -> Generator[None]:
     import filelock
 
     guard = filelock.FileLock(f"{path}.lock")
-    with _explained(path):
+    with _os_errors_as_ingot_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         guard.acquire()
     try:
@@ -161,17 +165,17 @@ def _xdg(variable: str, default: str) -> Path:
     return path if path.is_absolute() else Path.home() / default
 
 
-def _sanitise(name: str) -> str:
+def _sanitize(name: str) -> str:
     """Make a name fit for a directory.
 
-    >>> _sanitise("../SmolLM2 135M (bf16)"), _sanitise("///")
+    >>> _sanitize("../SmolLM2 135M (bf16)"), _sanitize("///")
     ('SmolLM2-135M-bf16', 'run')
     """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64].strip("-.") or "run"
 
 
 @contextmanager
-def _explained(path: Path) -> Generator[None]:
+def _os_errors_as_ingot_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:

@@ -118,7 +118,7 @@ def prepare(
     wanted = _Wanted(source, vocab, tokenizer, validation)
     if (directory / NAME).exists():
         return wanted.found(Corpus(directory))
-    with paths.whole_directory(directory) as temporary:
+    with paths.atomic_directory(directory) as temporary:
         wanted.write(temporary)
     return Corpus(directory)
 

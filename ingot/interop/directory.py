@@ -66,7 +66,7 @@ def copy(source: Path, directory: Path, progress: Progress | None = None) -> Non
         )
     lineage.read(source)
     needed = sum(path.stat().st_size for path in chosen)
-    with paths.whole_directory(directory, needed) as temporary:
+    with paths.atomic_directory(directory, needed) as temporary:
         if progress:
             progress.describe("copying")
         hashes = {path.name: _copy(path, temporary / path.name, progress) for path in chosen}

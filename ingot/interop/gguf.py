@@ -123,7 +123,7 @@ def convert(source: Path, directory: Path, progress: Progress | None = None) -> 
         **gguf_vocabulary.documents(file, sizes.vocabulary),
     }
     needed = sum(target.num_bytes for target in targets)
-    with paths.whole_directory(directory, needed) as temporary:
+    with paths.atomic_directory(directory, needed) as temporary:
         digest = _sha256(file, progress)
         _write_weights(file, targets, temporary, progress)
         for document, content in documents.items():

@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
 from ingot.nn.dense import he
 from ingot.nn.dropout import Dropout
 
 
 def _widths(config: CNNConfig | ResNetConfig) -> None:
-    within(config, channels=(1, 2**16), classes=(1, 2**22), dropout=(0.0, 0.99))
+    check_bounds(config, channels=(1, 2**16), classes=(1, 2**22), dropout=(0.0, 0.99))
     if not (0 < len(config.widths) <= 64 and all(1 <= w <= 2**16 for w in config.widths)):
         raise ConfigError(
             f"widths is {config.widths}"[:200], hint="give the channels of each stage"
@@ -63,7 +63,7 @@ class ResNetConfig:
 
     def __post_init__(self) -> None:
         _widths(self)
-        within(self, blocks=(1, 2**10))
+        check_bounds(self, blocks=(1, 2**10))
 
 
 class ConvNorm(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot import ops
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
 from ingot.nn.dropout import Dropout
 from ingot.nn.linear import Linear
@@ -31,7 +31,7 @@ class DenseConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        within(self, inputs=(1, 2**24), outputs=(1, 2**22), dropout=(0.0, 0.99))
+        check_bounds(self, inputs=(1, 2**24), outputs=(1, 2**22), dropout=(0.0, 0.99))
         if not all(1 <= width <= 2**20 for width in self.hidden) or len(self.hidden) > 2**10:
             raise ConfigError(f"hidden is {self.hidden}"[:200], hint="give widths from 1 on")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.nn.linear import STD, Embedding
 from ingot.nn.norm import RMSNorm
 from ingot.nn.plan import Plan
@@ -36,7 +36,9 @@ class GRUConfig:
     """The longest sequence; a recurrence has no limit of its own."""
 
     def __post_init__(self) -> None:
-        within(self, vocab_size=(1, 2**22), dim=(1, 2**16), layers=(1, 2**8), context=(1, 2**27))
+        check_bounds(
+            self, vocab_size=(1, 2**22), dim=(1, 2**16), layers=(1, 2**8), context=(1, 2**27)
+        )
 
 
 class GRU(nn.Module):

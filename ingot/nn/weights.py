@@ -29,7 +29,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from ingot.core.errors import IngotError
-from ingot.core.paths import replacing, write_atomic
+from ingot.core.paths import atomic_file, write_atomic
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -327,7 +327,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in ready.items()
     }
     try:
-        with replacing(path) as temporary:
+        with atomic_file(path) as temporary:
             serialize_file(specs, temporary, metadata={"format": "pt"})
     except SafetensorError as error:
         raise WeightsError(f"cannot write {path}: {error}", hint="make room there") from error

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ingot.core.errors import IngotError
-from ingot.core.paths import replacing
+from ingot.core.paths import atomic_file
 from ingot.observe.history import Curve, History
 
 PIECES = 400
@@ -194,5 +194,5 @@ def _styled() -> Generator[None]:
 
 def _save(figure: Any, path: Path) -> None:
     kind = path.suffix.removeprefix(".")
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)

@@ -5,7 +5,7 @@
         checkpoint.json       the rest, and the SHA-256 of every other file
 
 A checkpoint is written beside its place and renamed there when it is complete
-(`paths.whole_directory`), so a process that is killed leaves the last one as it was. A disk may
+(`paths.atomic_directory`), so a process that is killed leaves the last one as it was. A disk may
 still lose what it has promised to keep: whoever reads compares the hashes first, and passes over
 a checkpoint that is torn.
 
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
-from ingot.core.paths import whole_directory
+from ingot.core.paths import atomic_directory
 from ingot.nn.weights import Weights, WeightsError, read_json, write
 
 NAME = "checkpoint.json"
@@ -152,7 +152,7 @@ class Checkpoints:
     def _write(self, step: int, staged: dict[str, Tensor], text: str) -> None:
         path = self.directory / f"step-{step:08}"
         size = sum(tensor.nbytes for tensor in staged.values())
-        with whole_directory(path, size) as temporary:
+        with atomic_directory(path, size) as temporary:
             write(temporary, staged)
             files = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
             content = json.dumps({**json.loads(text), "files": files}, indent=1)

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 
 _MOST = (1e-9, 1e9)
 
@@ -38,7 +38,7 @@ class Norm:
     most: float = 1.0
 
     def __post_init__(self) -> None:
-        within(self, most=_MOST)
+        check_bounds(self, most=_MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ZClip:
     warmup: int = 25
 
     def __post_init__(self) -> None:
-        within(self, most=_MOST, z=(0.1, 1e3), beta=(0.0, 1.0), warmup=(2, 10**6))
+        check_bounds(self, most=_MOST, z=(0.1, 1e3), beta=(0.0, 1.0), warmup=(2, 10**6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class AdaGC:
     warmup: int = 100
 
     def __post_init__(self) -> None:
-        within(self, most=_MOST, share=(1e-3, 1e3), beta=(0.0, 1.0), warmup=(1, 10**6))
+        check_bounds(self, most=_MOST, share=(1e-3, 1e3), beta=(0.0, 1.0), warmup=(1, 10**6))
 
 
 Config = Norm | ZClip | AdaGC

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ingot.core.paths import replacing
+from ingot.core.paths import atomic_file
 from ingot.data import TokenBatch
 from ingot.nn.loss import class_losses, token_logprobs, token_losses
 from ingot.training.step import Batch, counted
@@ -87,5 +87,5 @@ def save_logprobs(model: nn.Module, samples: Any, directory: Path, most: int = 8
             found[f"{index}.targets"] = piece.targets
             found[f"{index}.logprobs"] = token_logprobs(model, *rows)  # pyright: ignore
     model.train()
-    with replacing(directory / LOGPROBS) as temporary:
+    with atomic_file(directory / LOGPROBS) as temporary:
         save_file(found, temporary)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.errors import IngotError
 from ingot.core.paths import write_atomic
 
@@ -48,7 +48,7 @@ class Guard:
     patience: int = 5
 
     def __post_init__(self) -> None:
-        within(self, z=(1.0, 1e6), window=(_LEAST, 10**5), patience=(0, 10**5))
+        check_bounds(self, z=(1.0, 1e6), window=(_LEAST, 10**5), patience=(0, 10**5))
 
 
 class Diverged(IngotError):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.random import Purpose, philox_generator
 
 
@@ -35,7 +35,7 @@ class Mix:
     """Of the Beta distribution: near 0 little is blended, at 1 any share is as likely."""
 
     def __post_init__(self) -> None:
-        within(self, alpha=(1e-3, 1e3))
+        check_bounds(self, alpha=(1e-3, 1e3))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn import Embedding
 from ingot.training import adamw, lamb, lars, lion, soap
@@ -61,7 +61,7 @@ class AdamW:
     """What the moments are kept in."""
 
     def __post_init__(self) -> None:
-        within(self, lr=_LR, eps=_SHARE, weight_decay=_LR)
+        check_bounds(self, lr=_LR, eps=_SHARE, weight_decay=_LR)
         _betas(self)
         if self.moments == "bf16" and max(self.betas) > _LARGEST_BETA_IN_BF16:
             raise ConfigError(
@@ -82,7 +82,7 @@ class SGD:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        within(self, lr=_LR, momentum=_SHARE, weight_decay=_LR)
+        check_bounds(self, lr=_LR, momentum=_SHARE, weight_decay=_LR)
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov without momentum", hint="give a momentum above 0")
 
@@ -99,7 +99,7 @@ class Muon:
     """Of AdamW, for what is no hidden matrix."""
 
     def __post_init__(self) -> None:
-        within(self, lr=_LR, rest_lr=_LR, momentum=_SHARE, weight_decay=_LR)
+        check_bounds(self, lr=_LR, rest_lr=_LR, momentum=_SHARE, weight_decay=_LR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Lion:
     weight_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        within(self, lr=_LR, weight_decay=_LR)
+        check_bounds(self, lr=_LR, weight_decay=_LR)
         _betas(self)
 
 
@@ -127,7 +127,7 @@ class LAMB:
     weight_decay: float = 0.01
 
     def __post_init__(self) -> None:
-        within(self, lr=_LR, eps=_SHARE, weight_decay=_LR)
+        check_bounds(self, lr=_LR, eps=_SHARE, weight_decay=_LR)
         _betas(self)
 
 
@@ -142,7 +142,7 @@ class LARS:
     weight_decay: float = 1e-4
 
     def __post_init__(self) -> None:
-        within(self, lr=_LR, momentum=_SHARE, trust=_SHARE, weight_decay=_LR)
+        check_bounds(self, lr=_LR, momentum=_SHARE, trust=_SHARE, weight_decay=_LR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class SOAP:
     rest_lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        within(self, lr=_LR, rest_lr=_LR, eps=_SHARE, weight_decay=_LR, every=(1, 10**6))
+        check_bounds(self, lr=_LR, rest_lr=_LR, eps=_SHARE, weight_decay=_LR, every=(1, 10**6))
         _betas(self)
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from ingot import data
 from ingot.core import paths
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
 from ingot.nn import (
     CNN,
@@ -158,10 +158,10 @@ class Recipe:
     """Checkpoints that are kept besides the best."""
 
     def __post_init__(self) -> None:
-        within(self, steps=(1, 10**9), batch=(1, 2**24), seed=(0, 2**63 - 1), keep=(1, 10**4))
-        within(self, accumulate=(1, 2**20), checkpoint_every=(1, 10**9), ema=(0.0, 0.999999))
-        within(self, evaluate_every=(0, 10**9), evaluate_batches=(1, 10**9))
-        within(self, dropout=(0.0, 0.99), label_smoothing=(0.0, 0.99), z_loss=(0.0, 1.0))
+        check_bounds(self, steps=(1, 10**9), batch=(1, 2**24), seed=(0, 2**63 - 1), keep=(1, 10**4))
+        check_bounds(self, accumulate=(1, 2**20), checkpoint_every=(1, 10**9), ema=(0.0, 0.999999))
+        check_bounds(self, evaluate_every=(0, 10**9), evaluate_batches=(1, 10**9))
+        check_bounds(self, dropout=(0.0, 0.99), label_smoothing=(0.0, 0.99), z_loss=(0.0, 1.0))
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"a batch of {self.batch} in {self.accumulate} pieces",

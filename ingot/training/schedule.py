@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ingot.core.config import within
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
 
 
@@ -43,11 +43,11 @@ class Schedule:
     """Of `wsd`: in which share of the steps behind the warm-up it goes down; 0.2 if left out."""
 
     def __post_init__(self) -> None:
-        within(self, warmup=(0, 10**9), final=(0.0, 1.0))
+        check_bounds(self, warmup=(0, 10**9), final=(0.0, 1.0))
         for name, least, most, shape in (("power", 0, 100, "polynomial"), ("decay", 0, 1, "wsd")):
             if getattr(self, name) is None:
                 continue
-            within(self, **{name: (least, most)})
+            check_bounds(self, **{name: (least, most)})
             if self.shape != shape:
                 raise ConfigError(
                     f"{name} with the shape {self.shape}", hint=f"it belongs to {shape} alone"

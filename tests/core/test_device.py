@@ -150,7 +150,7 @@ def test_the_kernel_and_torch_agree_about_this_cpu() -> None:
     theirs = device.parse_capabilities(torch.cpu.get_capabilities())
     assert device.isa_tiers(ours.flags) == device.isa_tiers(theirs.flags)
     everything = range(os.cpu_count() or 1)
-    assert device.usable(ours.core_of, everything, None) == device.usable(
+    assert device.count_usable_cores(ours.core_of, everything, None) == device.count_usable_cores(
         theirs.core_of, everything, None
     )
 
@@ -197,7 +197,7 @@ def test_other_machines(
     processor = device.parse_cpuinfo(text)
     assert processor.name == name
     assert device.isa_tiers(processor.flags) == tiers
-    assert device.usable(processor.core_of, range(64), None) == counts
+    assert device.count_usable_cores(processor.core_of, range(64), None) == counts
 
 
 def test_a_tier_needs_all_below_it() -> None:
@@ -208,9 +208,9 @@ def test_a_tier_needs_all_below_it() -> None:
 
 def test_a_tier_can_be_forced() -> None:
     tiers = ("avx512", "avx2", "portable")
-    assert device.forced(tiers, None) == device.forced(tiers, "") == tiers
-    assert device.forced(tiers, "avx512") == tiers
-    assert device.forced(tiers, "portable") == ("portable",)
+    assert device.limit_isa_tiers(tiers, None) == device.limit_isa_tiers(tiers, "") == tiers
+    assert device.limit_isa_tiers(tiers, "avx512") == tiers
+    assert device.limit_isa_tiers(tiers, "portable") == ("portable",)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_tier_can_be_forced() -> None:
 )
 def test_a_tier_that_cannot_be_is_an_error_with_a_hint(wanted: str, what: str, hint: str) -> None:
     with pytest.raises(IngotError) as raised:
-        device.forced(("avx2", "portable"), wanted)
+        device.limit_isa_tiers(("avx2", "portable"), wanted)
     assert raised.value.message == what
     assert hint in raised.value.hint
 
@@ -254,7 +254,7 @@ def test_the_environment_forces_a_tier(tier: str) -> None:
 def test_affinity_and_quota_limit_the_counts(
     allowed: set[int], quota: float | None, counts: tuple[int, int]
 ) -> None:
-    assert device.usable(device.parse_cpuinfo(EPYC).core_of, allowed, quota) == counts
+    assert device.count_usable_cores(device.parse_cpuinfo(EPYC).core_of, allowed, quota) == counts
 
 
 def test_capabilities_without_names_and_counts_still_describe_a_cpu() -> None:
@@ -264,7 +264,7 @@ def test_capabilities_without_names_and_counts_still_describe_a_cpu() -> None:
     )  # fmt: skip
     assert (apple.name, apple.flags, len(apple.core_of)) == ("Apple M3", {"neon"}, 8)
     laptop = device.parse_capabilities({"num_physical_cores": 2, "num_logical_cores": 4})
-    assert device.usable(laptop.core_of, range(4), None) == (2, 4)
+    assert device.count_usable_cores(laptop.core_of, range(4), None) == (2, 4)
     assert device.parse_capabilities({}).core_of
 
 
@@ -281,8 +281,8 @@ def test_instruction_caches_do_not_count_as_data_caches(tmp_path: Path) -> None:
          ("2", "Unified", "1024K"), ("3", "Unified", "")]
     ):  # fmt: skip
         write(tmp_path / f"index{index}", {"level": level, "type": kind, "size": size})
-    assert device.data_caches(tmp_path) == {"1": 2**15, "2": 2**20}
-    assert device.data_caches(tmp_path / "absent") == {}
+    assert device.read_data_caches(tmp_path) == {"1": 2**15, "2": 2**20}
+    assert device.read_data_caches(tmp_path / "absent") == {}
 
 
 @pytest.mark.parametrize(
@@ -481,9 +481,9 @@ def test_an_unavailable_accelerator_is_an_error_with_a_hint(
 def test_a_privateuse1_backend_is_a_device_like_any_other() -> None:
     code = """if True:
         from ingot.core import device
-        from tests import far
+        from tests import fake_device
 
-        assert device.resolve("far") == device.resolve("far:0") == far.DEVICE
-        assert device.resolve() == far.DEVICE
+        assert device.resolve("fake") == device.resolve("fake:0") == fake_device.DEVICE
+        assert device.resolve() == fake_device.DEVICE
     """
     subprocess.run([sys.executable, "-c", code], check=True)

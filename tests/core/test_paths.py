@@ -72,14 +72,14 @@ def test_relative_xdg_variables_are_ignored(
 
 @pytest.mark.parametrize("name", ["smol", "../../etc", "a/b\0c", "", "...", "ä" * 300, "x" * 300])
 def test_a_run_stays_in_its_place_whatever_its_name(home: Path, name: str) -> None:
-    run = paths.new_run(name)
+    run = paths.create_run_dir(name)
     assert run.is_dir()
     assert run.resolve().parent == paths.runs().resolve()
     assert re.fullmatch(r"\d{8}-\d{6}-[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", run.name)
 
 
 def test_processes_that_start_runs_at_once_get_distinct_directories(home: Path) -> None:
-    script = "for _ in range(25): print(paths.new_run('same').name)"
+    script = "for _ in range(25): print(paths.create_run_dir('same').name)"
     processes = [start(script) for _ in range(4)]
     go(processes)
     names = [name for output in finish(processes) for name in output.split()]
@@ -125,9 +125,9 @@ except Exception as error:
 
 def test_a_block_that_fails_replaces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    with paths.replacing(path) as temporary:
+    with paths.atomic_file(path) as temporary:
         temporary.write_text("old")
-    with pytest.raises(TypeError), paths.replacing(path) as temporary:
+    with pytest.raises(TypeError), paths.atomic_file(path) as temporary:
         temporary.write_bytes("half")  # pyright: ignore[reportArgumentType]
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -146,7 +146,7 @@ def test_an_atomic_write_makes_parents_and_honours_the_umask(tmp_path: Path) -> 
 
 def test_a_directory_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "model"
-    with paths.whole_directory(path, num_bytes=3) as temporary:
+    with paths.atomic_directory(path, num_bytes=3) as temporary:
         (temporary / "part").write_text("one")
         assert not path.exists()
     assert [entry.name for entry in path.parent.iterdir()] == ["model"]
@@ -156,7 +156,7 @@ def test_a_directory_appears_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_a_directory_that_fails_does_not_appear(tmp_path: Path, error: type[BaseException]) -> None:
     def fail() -> None:
-        with paths.whole_directory(tmp_path / "model") as temporary:
+        with paths.atomic_directory(tmp_path / "model") as temporary:
             (temporary / "part").write_text("one")
             raise error
 
@@ -169,11 +169,11 @@ def test_a_directory_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    with paths.whole_directory(tmp_path / "empty") as temporary:
+    with paths.atomic_directory(tmp_path / "empty") as temporary:
         (temporary / "part").touch()
     assert (tmp_path / "empty" / "part").exists()
     for path in (tmp_path / "full", tmp_path / "full" / "mine"):
-        with pytest.raises(IngotError, match="exists already"), paths.whole_directory(path):
+        with pytest.raises(IngotError, match="exists already"), paths.atomic_directory(path):
             pass
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty", "full"]
 
@@ -181,7 +181,7 @@ def test_a_directory_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
 def test_a_directory_too_large_for_the_disk_is_not_begun(tmp_path: Path) -> None:
     with (
         pytest.raises(IngotError, match="more than is free there"),
-        paths.whole_directory(tmp_path / "model", num_bytes=1 << 60),
+        paths.atomic_directory(tmp_path / "model", num_bytes=1 << 60),
     ):
         pass
     assert not list(tmp_path.iterdir())
@@ -213,7 +213,7 @@ def test_an_unwritable_place_is_explained(home: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_DATA_HOME", str(home / "file"))
     inside = home / "file" / "x"
     with pytest.raises(IngotError, match=r"(?s)cannot write .*runs: .*XDG_DATA_HOME"):
-        paths.new_run("x")
+        paths.create_run_dir("x")
     with pytest.raises(IngotError, match=r"cannot write .*file/x: "):
         paths.write_atomic(inside, b"")
     with pytest.raises(IngotError, match=r"cannot write .*file/x: "), paths.lock(inside):
@@ -244,22 +244,22 @@ def test_code_is_trusted_where_only_its_owner_can_write(tmp_path: Path) -> None:
     directory = tmp_path / "deep" / "kernels"
     old = os.umask(0)
     try:
-        assert paths.trusted(directory) == directory
+        assert paths.ensure_trusted(directory) == directory
     finally:
         os.umask(old)
     assert directory.stat().st_mode & 0o777 == 0o755
     directory.chmod(0o775)  # a group of one, on many systems
-    assert paths.trusted(directory) == directory
+    assert paths.ensure_trusted(directory) == directory
 
 
 def test_code_is_not_trusted_where_others_can_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(IngotError, match=r"other users can write to .*(?s:.)*XDG_CACHE_HOME"):
-        paths.trusted(tmp_path)
+        paths.ensure_trusted(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
 def test_code_is_not_trusted_in_the_directory_of_another_user(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, -1)
     with pytest.raises(IngotError, match="other users can write"):
-        paths.trusted(tmp_path)
+        paths.ensure_trusted(tmp_path)

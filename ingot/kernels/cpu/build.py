@@ -183,7 +183,7 @@ def _built(family: str, device: Device) -> Built:
     """Find the library of a family, or compile it."""
     if device.compiler is None:
         raise BuildError("no C++ compiler", hint="install g++ 12 or newer, or set CXX")
-    home = paths.trusted(paths.cache("kernels"))
+    home = paths.ensure_trusted(paths.cache("kernels"))
     command = _command(device.compiler, device.cpu.isa[0])
     key = _key(family, command, device.compiler, device.torch)
     path = home / f"{family}-{device.cpu.isa[0]}-{key}.so"
