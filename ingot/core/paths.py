@@ -1,14 +1,16 @@
-"""Where ingot keeps its files, and how it writes them while others read.
+"""Directories of ingot's files, and atomic writes to them.
 
-Directories follow the XDG base directory specification: `$XDG_CACHE_HOME` for what can be
-made again, `$XDG_DATA_HOME` for what cannot. The specification says to ignore a variable
-that holds a relative path, so we do.
+Directories follow the XDG base directory specification: `$XDG_CACHE_HOME` for files that can be
+created again, `$XDG_DATA_HOME` for files that cannot. As the specification demands, a variable
+that holds a relative path is ignored.
 
-Several processes share these directories (ranks, trials, servers). These tools keep them from
-each other's way: `write_atomic` for a file that readers must never see half-written,
-`atomic_directory` for a directory of which the same holds, `create_run_dir` for a directory that nobody
-else has, `lock` for work that only one should do. `ensure_trusted` is for code: whoever can write where
-it lies can run what he likes in our name.
+Several processes share these directories (ranks, trials, servers):
+
+    write_atomic      replaces a file; a reader never sees half of it
+    atomic_directory  creates a directory that appears when it is complete
+    create_run_dir    creates a directory that no other process uses
+    lock              serializes work among processes
+    ensure_trusted    rejects a directory of code that other users can write to
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class EMA:
                 mean.lerp_(join(*halves), 1 - decay)
 
     @contextmanager
-    def check_bounds(self, model: nn.Module) -> Generator[None]:
+    def within(self, model: nn.Module) -> Generator[None]:
         """Lend the model the mean for the block, in its own dtype."""
         lent = {n: p for n, p in model.named_parameters() if n in self.weights}
         kept = {name: parameter.detach().clone() for name, parameter in lent.items()}
