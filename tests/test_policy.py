@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ingot import ops
 from ingot.cli import SUMMARIES
+from tools import prose, structure
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ingot"
@@ -137,6 +139,69 @@ def test_no_device_is_hard_coded() -> None:
                 assert not node.value.startswith("cuda"), f"{path} line {node.lineno}"
 
 
-def test_nobody_opens_a_room_for_leftovers() -> None:
+def test_no_folder_collects_leftovers() -> None:
     leftovers = {"utils", "util", "common", "helpers", "misc", "experimental"}
     assert leftovers.isdisjoint(path.stem for path in PACKAGE.rglob("*"))
+
+
+# Words: `tools/prose.py` has the list, `docs/glossary.md` the reasons.
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))
+CPP = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".h", ".cpp"))
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [path for path in DOCS if path.name not in ("log.md", "glossary.md")]
+
+CEILINGS: dict[str, tuple[int, Callable[[str], Iterator[prose.Passage]], Iterable[Path]]] = {
+    "documentation": (150, prose.markdown, DOCS),
+    "strings of the command line": (72, prose.strings, (PACKAGE / "cli").rglob("*.py")),
+    "errors, hints and logs": (44, prose.messages, FILES),
+    "strings in C++": (1, prose.cpp_strings, CPP),
+    "docstrings": (471, prose.docstrings, FILES),
+    "comments": (47, prose.comments, FILES),
+    "comments in C++": (39, prose.cpp_comments, CPP),
+    "names": (23, prose.names, FILES),
+    "docstrings of tests": (61, prose.docstrings, TESTS),
+    "comments in tests": (26, prose.comments, TESTS),
+    "names of tests": (143, prose.names, TESTS),
+    "docstrings of tools": (2, prose.docstrings, TOOLS),
+}
+"""The most words of the list that a kind of text may hold. These numbers only ever fall."""
+
+
+@pytest.mark.parametrize("kind", CEILINGS)
+def test_words_outside_the_vocabulary_do_not_come_back(kind: str) -> None:
+    ceiling, select, paths = CEILINGS[kind]
+    hits = [
+        hit
+        for path in sorted(paths)
+        for hit in prose.find_words(path.relative_to(ROOT), select(path.read_text()))
+    ]
+    listing = "\n".join(map(str, hits))
+    assert len(hits) <= ceiling, f"{len(hits)} in {kind}, more than {ceiling}:\n{listing}"
+
+
+# Structure: `tools/structure.py`.
+
+MAX_DUPLICATE_CLASSES, MAX_LONG_FUNCTIONS, MAX_LONG_FILES = 23, 4, 4
+"""These numbers only ever fall."""
+
+
+def test_class_names_are_unique() -> None:
+    sources = {path.relative_to(ROOT): path.read_text() for path in FILES}
+    found = structure.duplicate_classes(sources)
+    assert len(found) <= MAX_DUPLICATE_CLASSES, "\n".join(found)
+
+
+def test_functions_are_short() -> None:
+    found = [
+        line
+        for path in FILES
+        for line in structure.long_functions(path.relative_to(ROOT), path.read_text())
+    ]
+    assert len(found) <= MAX_LONG_FUNCTIONS, "\n".join(found)
+
+
+def test_files_are_short_or_say_why_not() -> None:
+    found = structure.long_files([*FILES, *CPP, *TESTS, *TOOLS])
+    assert len(found) <= MAX_LONG_FILES, "\n".join(found)
