@@ -36,6 +36,7 @@ SUMMARIES = {
     "info": "what a model directory holds: architecture, size, memory, lineage",
     "kernels": "GPU kernels as machine code, without a GPU: registers, spills",
     "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
+    "pull": "download a model from the Hugging Face hub",
     "runs": "what was trained: results, differences, curves beside each other",
     "serve": "a model behind OpenAI's API, for any client",
     "simulate": "how a server would do under a load: latencies, goodput, hits",

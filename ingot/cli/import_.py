@@ -49,15 +49,15 @@ def import_(
         raise IngotError(
             f"there is no file or directory {source}", hint="name a .gguf file or a directory"
         )
-    found = report(directory, time.monotonic() - start)
+    result = summary(directory, time.monotonic() - start)
     if json:
-        print(json_format.dumps(found, indent=2))  # noqa: T201
+        print(json_format.dumps(result, indent=2))  # noqa: T201
     else:
-        _print_lines(found)
+        print_summary(result)
 
 
-def report(directory: Path, seconds: float) -> dict[str, Any]:
-    """All of it, as `--json` prints it."""
+def summary(directory: Path, seconds: float) -> dict[str, Any]:
+    """Describe a model directory that was just written, as `--json` prints it."""
     from ingot.interop.directory import parameters
 
     config = json_format.loads((directory / "config.json").read_bytes())
@@ -78,27 +78,34 @@ def _settings(directory: Path) -> dict[str, Any]:
     return json_format.loads(path.read_bytes()) if path.exists() else {}
 
 
-def _print_lines(found: dict[str, Any]) -> None:
+def print_summary(result: dict[str, Any], name: str | None = None) -> None:
+    """Print what was written, and the command to try next with `name` or the directory."""
     from rich.table import Table
 
-    step = found["import"]
-    types = ", ".join(f"{count} {name}" for name, count in step["quantization"].items())
+    step = result["import"]
     table = Table.grid(padding=(0, 3))
-    hashed = step.get("sha256", "")[:16] or f"{len(step.get('files', {}))} files"
-    for name, value in (
-        ("from", f"{step['source']}, {size(step['size'])}, sha256 {hashed}"),
-        ("architecture", found["architecture"]),
-        ("parameters", f"{found['parameters'] / 1e6:,.1f} million"),
-        ("tensors", types + (" to bfloat16" if "sha256" in step else ", unchanged")),
-        ("written", f"{size(found['bytes'])} in {found['seconds']:.1f} s"),
-        ("lineage", f"{found['directory']}/{lineage.NAME}"),
-    ):
-        table.add_row(f"[bold]{name}[/]", plain(value))
+    rows = [("source", f"{step['source']}, {size(step['size'])}, {_hash(step)}")]
+    rows += [("architecture", result["architecture"])]
+    rows += [("parameters", f"{result['parameters'] / 1e6:,.1f} million")]
+    if "quantization" in step:
+        types = ", ".join(f"{count} {name}" for name, count in step["quantization"].items())
+        rows += [("tensors", types + (" to bfloat16" if "sha256" in step else ", unchanged"))]
+    rows += [("written", f"{size(result['bytes'])} in {result['seconds']:.1f} s")]
+    rows += [("lineage", f"{result['directory']}/{lineage.NAME}")]
+    for key, value in rows:
+        table.add_row(f"[bold]{key}[/]", plain(value))
     console = stdout()
     console.print(table, highlight=False)
-    verb = "chat" if found["chat"] else "generate"
-    prompt = "" if found["chat"] else ' "Once upon a time"'
-    console.print(f"\nnext: ingot {verb} {plain(found['directory'])}{prompt}", highlight=False)
+    verb = "chat" if result["chat"] else "generate"
+    prompt = "" if result["chat"] else ' "Once upon a time"'
+    model = plain(name or result["directory"])
+    console.print(f"\nnext: ingot {verb} {model}{prompt}", highlight=False)
+
+
+def _hash(step: dict[str, Any]) -> str:
+    if "commit" in step:
+        return f"commit {step['commit'][:12]}, {len(step['files'])} files, hashes checked"
+    return f"sha256 {step.get('sha256', '')[:16] or str(len(step.get('files', {}))) + ' files'}"
 
 
 def size(count: int) -> str:

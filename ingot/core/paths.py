@@ -38,6 +38,11 @@ def runs() -> Path:
     return _xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "runs"
 
 
+def models(*parts: str) -> Path:
+    """Return a path below the directory that holds downloaded models; nothing is created."""
+    return (_xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "models").joinpath(*parts)
+
+
 def find_runs(name: str) -> list[Path]:
     """Return the directories that `create_run_dir` has created for this name, oldest first.
 
