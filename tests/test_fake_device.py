@@ -137,14 +137,14 @@ machine = gpu.measure(str(fake_device.DEVICE), read=2**21, sizes=sizes)
 assert all(machine.matmul.values()), machine
 bench = Bench(machine, 0.001, 2**26, str(fake_device.DEVICE))
 first = {workload.op: workload for workload in reversed(WORKLOADS)}
-for op in ("rope_write", "cross_entropy", "uniform", "attention"):
+for op in ("rope_and_cache", "cross_entropy", "philox_uniform", "attention"):
     rows = bench.rows(first[op])
     assert all(row.p50_us > 0 and row.share_of_limit > 0 for row in rows), rows
     print(op, *(row.provider for row in rows))
 """
     lines = run_script(code).splitlines()
     assert [line.split()[0] for line in lines] == [
-        *("rope_write", "cross_entropy", "uniform", "attention"),
+        *("rope_and_cache", "cross_entropy", "philox_uniform", "attention"),
     ]
     assert lines[-1].endswith("sdpa")
 
@@ -169,11 +169,11 @@ def test_what_gpu_tests_are_given_and_compare_with_is_there() -> None:
     code = """
 from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors
-from ingot.ops.inputs import Make
+from ingot.ops.inputs import TensorMaker
 
-for op in ops.catalogue().values():
-    for sample in op.samples(Make(torch.float32, device=str(fake_device.DEVICE))):
-        args = op.complete(sample.args)
+for op in ops.registry().values():
+    for sample in op.samples(TensorMaker(torch.float32, device=str(fake_device.DEVICE))):
+        args = op.with_defaults(sample.args)
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         assert all(tensor.device == fake_device.DEVICE for tensor in tensors), (op, sample.name)
         if sample.name == "odd":
@@ -182,4 +182,4 @@ for op in ops.catalogue().values():
                 assert max(backward_errors(op, "reference", args).values()) <= 1
     print(op.name)
 """
-    assert len(run_script(code).splitlines()) == len(ops.catalogue())
+    assert len(run_script(code).splitlines()) == len(ops.registry())

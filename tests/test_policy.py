@@ -17,7 +17,7 @@ from tools import prose, structure
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ingot"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FAMILIES = {op.family for op in ops.catalogue().values()}
+FAMILIES = {op.family for op in ops.registry().values()}
 
 
 def modules_after(statement: str) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ingot.ops.description import family_doc
 from ingot.ops.description import page as page_of
-from ingot.ops.op import catalogue
+from ingot.ops.op import registry
 
 PLACE = "<!-- catalogue -->"
 
@@ -22,7 +22,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def render() -> str:
     """Every op, by family."""
-    ops = sorted(catalogue().values(), key=lambda op: op.family)
+    ops = sorted(registry().values(), key=lambda op: op.family)
     sections: list[str] = []
     for family, members in groupby(ops, key=lambda op: op.family):
         first, *rest = members

@@ -23,7 +23,7 @@ TRAIN_PLACE = "<!-- measured train -->"
 _MEANS = ("family", "shapes", "share of limit", "vs aten", "vs compile")
 _LINES = (
     *("op", "shape", "dtype", "provider", "p50, us", "limit", "share of limit"),
-    *("vs aten", "vs compile", "exact"),
+    *("vs aten", "vs compile", "batch-invariant"),
 )
 _PEERS = (
     *("system", "version", "dtype", "tokens/s", "share of limit", "ingot is"),
@@ -139,7 +139,7 @@ def _line(row: Row) -> tuple[str, ...]:
     return (
         *(row.op, row.shape, row.dtype, row.provider, f"{row.p50_us:,g}"),
         *(row.limit, _percent(row.share_of_limit), _times(row.vs_aten), _times(row.vs_compile)),
-        "yes" if row.exact else "no",
+        "yes" if row.batch_invariant else "no",
     )
 
 

@@ -48,7 +48,7 @@ from ingot.bench.timing import Timing, Turn, interleaved, queued, turn
 from ingot.bench.workloads import Args, Workload, arena_size, copies, filled
 from ingot.core.device import detect
 from ingot.core.log import logger
-from ingot.ops.op import Cost, Op, catalogue
+from ingot.ops.op import Cost, Op, registry
 
 Run: TypeAlias = Callable[[], object]
 
@@ -76,7 +76,7 @@ class Row:
     share_of_limit: float
     vs_aten: float | None
     vs_compile: float | None
-    exact: bool
+    batch_invariant: bool
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Bench:
 
     def rows(self, workload: Workload) -> list[Row]:
         """Time it: a row for each contender, first the op as it is called."""
-        op = catalogue()[workload.op]
+        op = registry()[workload.op]
         with torch.inference_mode():
             args = copies(workload, self._arena)
             cost = op.cost(*args[0])
@@ -149,8 +149,8 @@ def turns(place: str) -> Turn:
 
 def contenders(workload: Workload, args: list[Args], arena: Tensor) -> Iterator[tuple[str, Run]]:
     """Everybody who can do it, by name; the provider that serves the call first."""
-    op = catalogue()[workload.op]
-    complete = [op.complete(each) for each in args]
+    op = registry()[workload.op]
+    complete = [op.with_defaults(each) for each in args]
     others = copies(workload, arena, workload.sdpa) if workload.sdpa else args
     # One walk for all: each would else find in the L3 cache what the one before it has read.
     walk = cycle(zip(args, complete, others, strict=True))
@@ -216,7 +216,7 @@ def _rows(
             share_of_limit=_short(limit.seconds / timing.p50),
             vs_aten=aten and _short(aten.p50 / timing.p50),
             vs_compile=compiled and _short(compiled.p50 / timing.p50),
-            exact=name in op.providers and op.providers[name].exact,
+            batch_invariant=name in op.providers and op.providers[name].batch_invariant,
         )
         for name, timing in timings.items()
     ]

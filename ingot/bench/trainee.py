@@ -143,8 +143,8 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
     from ingot.training.step import Batch, Losses, Step
 
     class Timed(Step):
-        def _losses(self, piece: Batch, step: int, index: int, slope: float) -> Tensor:
-            found = super()._losses(piece, step, index, slope)
+        def _losses(self, piece: Batch, step: int, index: int, grad_output: float) -> Tensor:
+            found = super()._losses(piece, step, index, grad_output)
             clock.lap("forward")
             return found
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ingot.core.device import Device
 from ingot.core.errors import UnknownName
-from ingot.ops.op import catalogue
+from ingot.ops.op import registry
 from ingot.ops.rope import rope_frequencies
 
 Args: TypeAlias = tuple[Any, ...]
@@ -139,7 +139,7 @@ def copies(workload: Workload, arena: Tensor, draw: Draw | None = None) -> list[
     args = moved(workload.draw(views))
     if not views.taken:
         return [args]
-    read = min(views.taken, catalogue()[workload.op].cost(*args).bytes)
+    read = min(views.taken, registry()[workload.op].cost(*args).bytes)
     step = -(-max(read, _LEAST_STEP) // _LINE) * _LINE
     places = range(0, max(1, len(arena) - step), step)
     return [moved(draw(Views(arena, dtype, at))) for at in places]
@@ -169,7 +169,7 @@ def chosen(names: Iterable[str] = ()) -> list[Workload]:
     >>> {workload.op for workload in chosen(["rms_norm", "silu"])} == {"rms_norm", "silu"}
     True
     """
-    ops = catalogue()
+    ops = registry()
     families = {op.family for op in ops.values()}
     wanted = {name.lower() for name in names}
     for name in wanted - ops.keys() - families:
@@ -208,7 +208,7 @@ def _elementwise() -> Iterator[Workload]:
             yield Workload(op, _text(*hidden), dtype, floats(*shapes))
         yield Workload("rope", _text(tokens, HEADS[0], HEADS[2]), dtype, _rope(tokens))
         shape = _text(tokens, HEADS[0] + 2 * HEADS[1], HEADS[2])
-        yield Workload("rope_write", shape, dtype, _rope_write(tokens))
+        yield Workload("rope_and_cache", shape, dtype, _rope_and_cache(tokens))
         yield Workload("embedding", _text(*hidden), dtype, _embedding(tokens))
 
 
@@ -219,7 +219,7 @@ def _rope(tokens: int) -> Draw:
     return lambda new: (new(tokens, heads, width), positions, freqs)
 
 
-def _rope_write(tokens: int) -> Draw:
+def _rope_and_cache(tokens: int) -> Draw:
     """Queries, keys and values come side by side from one projection; slots are anywhere."""
     heads, kv_heads, width = HEADS
     freqs, _ = rope_frequencies(width)
@@ -248,7 +248,7 @@ def _vocabulary() -> Iterator[Workload]:
 
 
 def _linear_losses() -> Iterator[Workload]:
-    losses = ("linear_cross_entropy", "linear_cross_entropy_with_gradients")
+    losses = ("linear_cross_entropy", "linear_cross_entropy_fwd_bwd")
     for op, dtype in product(("linear_token_logprobs", *losses), ("bf16", "fp32")):
         draw = _with_targets((512, 768), (VOCABULARY, 768))
         yield Workload(op, _text(512, 768, VOCABULARY), dtype, draw)
@@ -360,10 +360,12 @@ def _sdpa(sequences: int, queries: int, keys: int) -> Draw:
 def _sampling() -> Iterator[Workload]:
     shape = (32, VOCABULARY)
     for dtype in ("bf16", "fp32"):
-        yield Workload("penalize", _text(*shape), dtype, _penalize)
-        yield Workload("truncate", _text(*shape), dtype, _truncate)
+        yield Workload("apply_penalties", _text(*shape), dtype, _apply_penalties)
+        yield Workload("sampling_logprobs", _text(*shape), dtype, _sampling_logprobs)
         yield Workload("sample", _text(*shape), dtype, _sample)
-    yield Workload("uniform", "32", "int64", lambda new: (new.ints(99, 32), new.ints(99, 32)))
+    yield Workload(
+        "philox_uniform", "32", "int64", lambda new: (new.ints(99, 32), new.ints(99, 32))
+    )
 
 
 @cache
@@ -374,18 +376,18 @@ def _seen() -> Args:
     return counts.roll(7, dims=1).bool(), counts
 
 
-def _penalize(new: Views) -> Args:
+def _apply_penalties(new: Views) -> Args:
     options = (torch.full((32,), value) for value in (1.3, 0.5, 0.2))
     return new(32, VOCABULARY), *_seen(), *options
 
 
-def _truncate(new: Views) -> Args:
+def _sampling_logprobs(new: Views) -> Args:
     temperature, top_p, min_p = (torch.full((32,), value) for value in (0.8, 0.95, 0.0))
     return new(32, VOCABULARY), temperature, torch.full((32,), 50), top_p, min_p
 
 
 def _sample(new: Views) -> Args:
-    return *_truncate(new), new.ints(2**40, 32), new.ints(4096, 32)
+    return *_sampling_logprobs(new), new.ints(2**40, 32), new.ints(4096, 32)
 
 
 WORKLOADS: tuple[Workload, ...] = tuple(

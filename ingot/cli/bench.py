@@ -168,8 +168,9 @@ def _print_tables(rows: list[Row], machine: Peaks, run: Run) -> None:
     console.print(_means_table(means(rows)))
     console.print(
         "Times in us. limit: share of what memory or matmul would allow. aten, compile: so many "
-        "times faster than PyTorch's function, and than the compiled reference. exact: the bits of "
-        "a row do not depend on the batch. The first line of a shape is the op as it is called.",
+        "times faster than PyTorch's function, and than the compiled reference. invariant: the "
+        "bits of a row do not depend on the batch. The first line of a shape is the op as it is "
+        "called.",
         highlight=False,
     )
     matmul = ", ".join(
@@ -234,7 +235,7 @@ def _peer_cells(row: PeerRow) -> tuple[str, ...]:
 def _table(rows: list[Row]) -> Table:
     """Rows by op and shape, at most 100 columns wide."""
     table = _new_table("op, shape", "dtype", "provider")
-    for heading in ("p20", "p50", "p80", "rate", "limit", "aten", "compile", "exact"):
+    for heading in ("p20", "p50", "p80", "rate", "limit", "aten", "compile", "invariant"):
         table.add_column(heading, justify="right", no_wrap=True)
     for op, of_op in groupby(rows, key=lambda row: row.op):
         table.add_section()
@@ -256,7 +257,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.share_of_limit:.0%}",
         times(row.vs_aten),
         times(row.vs_compile),
-        "yes" if row.exact else "-",
+        "yes" if row.batch_invariant else "-",
     )
 
 

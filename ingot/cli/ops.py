@@ -26,17 +26,17 @@ def ops(
         json: Print JSON instead of a table.
     """
     from ingot.ops.description import page, row, rows
-    from ingot.ops.op import catalogue
+    from ingot.ops.op import registry
 
     name = name and name.lower()
     shown = [row for row in rows() if name in (None, row["op"], row["family"])]
     if name and not shown:
-        raise UnknownName("op", name, {*catalogue(), *(row["family"] for row in rows())})
+        raise UnknownName("op", name, {*registry(), *(row["family"] for row in rows())})
     if json:
-        found = row(catalogue()[name]) if name in catalogue() else shown
+        found = row(registry()[name]) if name in registry() else shown
         print(json_format.dumps(found, indent=2))  # noqa: T201
-    elif name in catalogue():
-        _print_markdown(page(catalogue()[name], with_family=True))
+    elif name in registry():
+        _print_markdown(page(registry()[name], with_family=True))
     else:
         _print_table(shown)
 
@@ -71,7 +71,7 @@ def _print_table(catalogue_rows: list[dict[str, Any]]) -> None:
 def providers(row: dict[str, Any]) -> str:
     """The providers besides the reference in order of preference, exact ones marked."""
     marked = [
-        f"{p['name']}{'=' if p['exact'] else ''}{'^' if p['ahead'] else ''}"
+        f"{p['name']}{'=' if p['batch_invariant'] else ''}{'^' if p['preferred_for'] else ''}"
         for p in row["providers"]
     ]
     return " ".join(name for name in marked if name != "reference") or "-"

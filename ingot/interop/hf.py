@@ -298,27 +298,11 @@ def _divided(dim: Any, heads: Any) -> int:
     return dim // heads
 
 
-_ROPES: dict[str, tuple[type | None, dict[str, str]]] = {
-    "default": (None, {}),
-    "linear": (LinearScaling, {"factor": "factor"}),
-    "llama3": (
-        Llama3Scaling,
-        {
-            "factor": "factor",
-            "low": "low_freq_factor",
-            "high": "high_freq_factor",
-            "context": "original_max_position_embeddings",
-        },
-    ),
-    "yarn": (
-        YarnScaling,
-        {
-            "factor": "factor",
-            "context": "original_max_position_embeddings",
-            "fast": "beta_fast",
-            "slow": "beta_slow",
-        },
-    ),
+_ROPES: dict[str, type | None] = {
+    "default": None,
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
 }
 _ROPE_ONLY = {"partial_rotary_factor": (None, 1.0), "truncate": (None, True)}
 
@@ -333,26 +317,32 @@ def _read_rope(raw: Raw) -> dict[str, Any]:
     if not (isinstance(kind, str) and kind in _ROPES):
         raise UnknownName("rope_type in config.json:", str(kind)[:100], _ROPES)
     said.pop("type", None)
-    scaling, keys = _ROPES[kind]
+    scaling = _ROPES[kind]
+    keys = _scaling_keys(scaling)
     for key, value in said.items():
-        known = key in keys.values() or key == "original_max_position_embeddings"
+        known = key in keys or key == "original_max_position_embeddings"
         if not known and value not in _ROPE_ONLY.get(key, (None,)):
             raise ConfigError(
                 f"config.json: {key} of the rotary positions is {value!r}"[:300],
-                hint=f"rope_type {kind} is supported with {', '.join(keys.values()) or 'no key'}",
+                hint=f"rope_type {kind} is supported with {', '.join(keys) or 'no key'}",
             )
     if scaling is None:
         return {"rope": Rope(theta=theta)}
-    values = {f: _number(key, said[key]) for f, key in keys.items() if said.get(key) is not None}
-    if "context" in values:
-        values["context"] = int(values["context"])
+    values = {key: _number(key, said[key]) for key in keys if said.get(key) is not None}
+    if (original := "original_max_position_embeddings") in values:
+        values[original] = int(values[original])
     required = {f.name for f in dataclasses.fields(scaling) if f.default is dataclasses.MISSING}
     if missing := sorted(required - values.keys()):
         raise ConfigError(
-            f"config.json: the rotary positions have no {keys[missing[0]]}",
-            hint=f"rope_type {kind} needs {', '.join(keys[name] for name in sorted(required))}",
+            f"config.json: the rotary positions have no {missing[0]}",
+            hint=f"rope_type {kind} needs {', '.join(sorted(required))}",
         )
     return {"rope": Rope(theta=theta, scaling=scaling(**values))}
+
+
+def _scaling_keys(scaling: type | None) -> list[str]:
+    """Keys of config.json for a RoPE scaling: the fields of its class."""
+    return [field.name for field in dataclasses.fields(scaling)] if scaling else []
 
 
 def _number(key: str, value: Any) -> float:
@@ -365,10 +355,10 @@ def _write_rope(config: DecoderConfig) -> Raw:
     if config.rope is None:
         return {}
     said: Raw = {"rope_theta": config.rope.theta, "rope_type": "default"}
-    for kind, (scaling, keys) in _ROPES.items():
+    for kind, scaling in _ROPES.items():
         if scaling and isinstance(config.rope.scaling, scaling):
             said["rope_type"] = kind
-            said |= {key: getattr(config.rope.scaling, field) for field, key in keys.items()}
+            said |= dataclasses.asdict(config.rope.scaling)
     return {"rope_parameters": said}
 
 

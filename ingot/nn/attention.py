@@ -1,7 +1,8 @@
 """Attention with its projections: the layer that reads the plan and keeps state.
 
 Queries, keys and values come out of one weight, `qkv`: the rows of q, then of k, then of v. A
-decode step reads it in one pass; then `rope_write` turns q and k and puts k and v into the pool.
+decode step reads it in one pass; then `rope_and_cache` turns q and k and puts k and v into the
+pool.
 
 Legend: T tokens, D channels, N query heads, G key-value heads, H channels of a head.
 """
@@ -106,7 +107,7 @@ class Attention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """`ops.rope` and `ops.rope_write` with their frequencies; without a rope, nothing turns.
+    """`ops.rope` and `ops.rope_and_cache` with their frequencies; without a rope, nothing turns.
 
     They stay in float32 when the module is converted, and real when it is made on `meta`: a
     frequency in bfloat16 is off by whole turns at a position of hundreds.
@@ -153,6 +154,6 @@ class Rotary(nn.Module):
             )
         assert slots_T is not None
         turn = positions_T, self.freqs
-        return ops.rope_write(
+        return ops.rope_and_cache(
             q_TNH, k_TGH, v_TGH, *turn, k_pool, v_pool, slots_T, False, self.scale
         )

@@ -123,10 +123,16 @@ class Rope:
         for name, value in vars(self.scaling).items():
             _positive(name, value, 1e9)
         match self.scaling:
-            case Llama3Scaling(low=low, high=high) if not low < high:
-                raise ConfigError(f"low is {low}, high {high}", hint="give a low below the high")
-            case YarnScaling(slow=slow, fast=fast) if not slow < fast:
-                raise ConfigError(f"slow is {slow}, fast {fast}", hint="give a slow below the fast")
+            case Llama3Scaling(low_freq_factor=low, high_freq_factor=high) if not low < high:
+                raise ConfigError(
+                    f"low_freq_factor {low} is not below high_freq_factor {high}",
+                    hint="give a low_freq_factor below high_freq_factor",
+                )
+            case YarnScaling(beta_slow=slow, beta_fast=fast) if not slow < fast:
+                raise ConfigError(
+                    f"beta_slow {slow} is not below beta_fast {fast}",
+                    hint="give a beta_slow below beta_fast",
+                )
             case YarnScaling() if self.theta <= 1:
                 raise ConfigError(f"theta is {self.theta}", hint="give one above 1")
             case _:

@@ -40,13 +40,13 @@ def token_losses(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    slope: float | None = None,
+    grad_output: float | None = None,
 ) -> Tensor:
     """The loss of each token's target, (T,); sequences of these lengths, one after another.
 
-    Who knows what each loss will be multiplied by before it is differentiated says so as `slope`:
-    the gradients of head and states are then computed together with the losses, by three products
-    instead of four. If it is something else after all, they are computed again.
+    If the factor that each loss is multiplied by before backward is known, pass it as
+    `grad_output`: the gradients of head and states are then computed together with the losses,
+    in three matmuls instead of four. If it is something else after all, they are computed again.
 
     >>> import torch
     >>> from ingot.nn import Decoder, preset
@@ -58,26 +58,28 @@ def token_losses(
     hidden_TD = model(tokens_T, plan.positions(), plan)
     args = (hidden_TD, model.head_weight, targets_T, IGNORED, label_smoothing, z_loss)
     trained = hidden_TD.requires_grad and model.head_weight.requires_grad
-    if slope is None or not (trained and torch.is_grad_enabled()):
+    if grad_output is None or not (trained and torch.is_grad_enabled()):
         return ops.linear_cross_entropy(*args)
-    return _WithGradients.apply(slope, *args)  # pyright: ignore
+    return _WithGradients.apply(grad_output, *args)  # pyright: ignore
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slope: float, *args: Any) -> Tensor:
+    def forward(ctx: Any, grad_output: float, *args: Any) -> Tensor:
         hidden_TD, weight_VD, targets_T, *ctx.options = args
-        found = ops.linear_cross_entropy_with_gradients(*args, slope)  # pyright: ignore
+        found = ops.linear_cross_entropy_fwd_bwd(*args, grad_output)  # pyright: ignore
         losses_T, of_hidden, of_weight = found
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, of_hidden, of_weight)
-        ctx.slope = slope
+        ctx.grad_output = grad_output
         return losses_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         *args, of_hidden, of_weight = ctx.saved_tensors
-        others_T = (grads_T != torch.tensor(ctx.slope, dtype=grads_T.dtype)) & (args[2] != IGNORED)
+        others_T = (grads_T != torch.tensor(ctx.grad_output, dtype=grads_T.dtype)) & (
+            args[2] != IGNORED
+        )
         if others_T.any():
             with torch.enable_grad():
                 leaves = [arg.detach().requires_grad_() for arg in args[:2]]

@@ -25,7 +25,7 @@ from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import KVPool, Plan
-from ingot.ops.replay import record
+from ingot.ops.replay import capture
 
 PAGE = 128
 CHUNK = 512  # tokens of a prompt in one forward
@@ -181,7 +181,7 @@ class _Step:
             mine.copy_(given)
         if self._replay is not None:
             return self._replay()
-        drawn, self._replay = record(self._compute)
+        drawn, self._replay = capture(self._compute)
         return drawn
 
     def _compute(self) -> Tensor:

@@ -28,12 +28,12 @@ from ingot.ops.linear import (
 from ingot.ops.loss import (
     cross_entropy,
     linear_cross_entropy,
-    linear_cross_entropy_with_gradients,
+    linear_cross_entropy_fwd_bwd,
     linear_token_logprobs,
     token_logprobs,
 )
 from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ingot.ops.op import Ahead, Cost, Op, Provider, Tolerance, catalogue, exact, prefer
+from ingot.ops.op import Cost, Op, Override, Provider, Tolerance, batch_invariant, prefer, registry
 from ingot.ops.quantized import linear_int4, linear_int8, linear_int8_dynamic
 from ingot.ops.rope import (
     LinearScaling,
@@ -41,30 +41,30 @@ from ingot.ops.rope import (
     NtkScaling,
     YarnScaling,
     rope,
+    rope_and_cache,
     rope_frequencies,
-    rope_write,
 )
-from ingot.ops.sample import penalize, sample, truncate, uniform
+from ingot.ops.sample import apply_penalties, philox_uniform, sample, sampling_logprobs
 from ingot.ops.softmax import log_softmax, softmax
 
 __all__ = [
-    "Ahead",
     "Cost",
     "LinearScaling",
     "Llama3Scaling",
     "NtkScaling",
     "Op",
+    "Override",
     "Provider",
     "Tolerance",
     "YarnScaling",
     "adamw",
     "add_layer_norm",
     "add_rms_norm",
+    "apply_penalties",
     "attention",
-    "catalogue",
+    "batch_invariant",
     "cross_entropy",
     "embedding",
-    "exact",
     "geglu",
     "geglu_tanh",
     "gelu",
@@ -74,7 +74,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
-    "linear_cross_entropy_with_gradients",
+    "linear_cross_entropy_fwd_bwd",
     "linear_gelu",
     "linear_gelu_tanh",
     "linear_int4",
@@ -86,18 +86,18 @@ __all__ = [
     "linear_swiglu",
     "linear_token_logprobs",
     "log_softmax",
-    "penalize",
+    "philox_uniform",
     "prefer",
+    "registry",
     "relu_squared",
     "rms_norm",
     "rope",
+    "rope_and_cache",
     "rope_frequencies",
-    "rope_write",
     "sample",
+    "sampling_logprobs",
     "silu",
     "softmax",
     "swiglu",
     "token_logprobs",
-    "truncate",
-    "uniform",
 ]

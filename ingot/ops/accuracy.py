@@ -4,9 +4,9 @@ The oracle is an op's reference in float64. The error of a row is its largest de
 the oracle over its largest magnitude, and the error of a result that of its worst row. The
 gradient of an argument that has no row for each token, such as a weight, is measured whole.
 
-The yardstick is plain PyTorch at the same precision: the same reference, run in the dtype of
+The baseline is plain PyTorch at the same precision: the same reference, run in the dtype of
 the result with every step rounded. A provider may err `Tolerance.forward` times as much, a
-gradient `Tolerance.backward` times (the rule of FlashAttention's tests). Where the yardstick
+gradient `Tolerance.backward` times (the rule of FlashAttention's tests). Where the baseline
 happens to be nearly right, or is lost (it overflowed, or cancelled to nothing), rounding is the
 measure: the one rounding of the result where it is narrower than the arithmetic, else a handful.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ingot.ops.gradient import as_tuple, differentiate
-from ingot.ops.op import Op, each, prefer, wide
+from ingot.ops.op import Op, accum_dtype, map_tensors, prefer
 
-_LOST = 0.25  # a yardstick off by more than this measures nothing
+_MAX_BASELINE_ERROR = 0.25  # a baseline off by more than this measures nothing
 
 
 def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> list[float]:
@@ -34,12 +34,13 @@ def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> li
     True
     """
     with prefer(provider):
-        results = outcome(op, op, args)
-    oracle = outcome(op, op.reference, _widened(args, torch.float64))
-    plain = outcome(op, op.reference, _widened(args, results[0].dtype))
+        results = run_and_collect(op, op, args)
+    oracle = run_and_collect(op, op.reference, _promote(args, torch.float64))
+    baselines = run_and_collect(op, op.reference, _promote(args, results[0].dtype))
     return [
-        error(result, truth) / _bound(result, error(yardstick, truth), op.tolerance.forward)
-        for result, truth, yardstick in zip(results, oracle, plain, strict=True)
+        relative_error(result, truth)
+        / _error_bound(result, relative_error(baseline, truth), op.tolerance.forward)
+        for result, truth, baseline in zip(results, oracle, baselines, strict=True)
     ]
 
 
@@ -47,39 +48,43 @@ def backward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> d
     """The same for the gradient of each argument that has one, by name."""
     cotangents = _cotangents(op, args)
     with prefer(provider):
-        results = _gradients(op, op, args, cotangents)
-    oracle = _gradients(op, op.reference, _widened(args, torch.float64), cotangents)
-    plain = _gradients(op, op.reference, args, cotangents)
+        results = _compute_gradients(op, op, args, cotangents)
+    oracle = _compute_gradients(op, op.reference, _promote(args, torch.float64), cotangents)
+    baselines = _compute_gradients(op, op.reference, args, cotangents)
     return {
-        name: error(result, oracle[name], name in op.rows)
-        / _bound(result, error(plain[name], oracle[name], name in op.rows), op.tolerance.backward)
+        name: relative_error(result, oracle[name], name in op.row_args)
+        / _error_bound(
+            result,
+            relative_error(baselines[name], oracle[name], name in op.row_args),
+            op.tolerance.backward,
+        )
         for name, result in results.items()
     }
 
 
-def outcome(
+def run_and_collect(
     op: Op[..., Any], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """What a call returns and then what it has written into; the arguments themselves stay.
 
     >>> from ingot import ops
-    >>> outcome(ops.silu, ops.silu, (torch.zeros(1),))
+    >>> run_and_collect(ops.silu, ops.silu, (torch.zeros(1),))
     (tensor([0.]),)
     """
     names = op.signature.parameters
     args = tuple(
-        each(torch.clone, arg) if name in op.mutates else arg
+        map_tensors(torch.clone, arg) if name in op.mutates else arg
         for name, arg in zip(names, args, strict=True)
     )
     returned = as_tuple(function(*args))
-    return returned + (op.meaning(*args) if op.meaning else op.written(args))
+    return returned + (op.decode_outputs(*args) if op.decode_outputs else op.mutated_tensors(args))
 
 
-def error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:
+def relative_error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:
     """The worst row's largest deviation over its largest magnitude; inf where a value is NaN
     or infinite and should not be, or the other way round, or an integer differs.
 
-    >>> error(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
+    >>> relative_error(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
     0.25
     """
     if not actual.numel():
@@ -100,12 +105,12 @@ def error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:
     return float(shares.nan_to_num(torch.inf).max())
 
 
-def _bound(result: Tensor, yardstick: float, factor: float) -> float:
+def _error_bound(result: Tensor, baseline: float, factor: float) -> float:
     if not result.is_floating_point():
         return 1.0
     eps = torch.finfo(result.dtype).eps
-    roundings = 1 if result.dtype != wide(result.dtype) else 4
-    return factor * max(roundings * eps / 2, yardstick if yardstick < _LOST else 0.0)
+    roundings = 1 if result.dtype != accum_dtype(result.dtype) else 4
+    return factor * max(roundings * eps / 2, baseline if baseline < _MAX_BASELINE_ERROR else 0.0)
 
 
 def _cotangents(op: Op[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
@@ -115,7 +120,7 @@ def _cotangents(op: Op[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
     return [torch.randn(o.shape, generator=random).to(o.device, o.dtype) for o in outputs]
 
 
-def _gradients(
+def _compute_gradients(
     op: Op[..., Any],
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -134,9 +139,9 @@ def _gradients(
     }
 
 
-def _widened(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    def widened(arg: Any) -> Any:
+def _promote(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    def promote(arg: Any) -> Any:
         floating = isinstance(arg, Tensor) and arg.is_floating_point()
         return arg.to(torch.promote_types(arg.dtype, dtype)) if floating else arg
 
-    return tuple(each(widened, arg) for arg in args)
+    return tuple(map_tensors(promote, arg) for arg in args)

@@ -19,34 +19,34 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ingot.ops.check import same_dtype, same_shape
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.check import check_same_dtype, check_same_shape
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, fake_like, op
 
 
-def _samples(make: Make) -> Iterator[Sample]:
-    yield Sample("typical", (make(6, 64),))
-    yield Sample("large", (make(67, 1031),))
-    yield Sample("odd", (make(5, 37),))
-    yield Sample("one_row", (make(1, 48),))
-    yield Sample("strided", (make.strided(4, 24),))
-    yield Sample("extreme", (make.spread(4, 33, low=-12, high=6),))
-    yield Sample("zero", (make(2, 8) * 0,))
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield SampleInput("typical", (make(6, 64),))
+    yield SampleInput("large", (make(67, 1031),))
+    yield SampleInput("odd", (make(5, 37),))
+    yield SampleInput("one_row", (make(1, 48),))
+    yield SampleInput("strided", (make.strided(4, 24),))
+    yield SampleInput("extreme", (make.spread(4, 33, low=-12, high=6),))
+    yield SampleInput("zero", (make(2, 8) * 0,))
 
 
-def _gated_samples(make: Make) -> Iterator[Sample]:
+def _gated_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for sample in _samples(make):
         (x,) = sample.args
-        yield Sample(sample.name, (x, make(*x.shape)))
-    yield Sample("halves_of_one", make(3, 40).chunk(2, dim=-1))
+        yield SampleInput(sample.name, (x, make(*x.shape)))
+    yield SampleInput("halves_of_one", make(3, 40).chunk(2, dim=-1))
 
 
 def _check(x: Tensor) -> None:
-    same_dtype("activation", x=x)
+    check_same_dtype("activation", x=x)
 
 
 def _check_gated(gate: Tensor, up: Tensor) -> None:
-    same_shape("gate and up", gate=gate, up=up)
+    check_same_shape("gate and up", gate=gate, up=up)
 
 
 def _cost(x: Tensor) -> Cost:
@@ -59,21 +59,21 @@ def _gated_cost(gate: Tensor, up: Tensor) -> Cost:
 
 _unary = op(
     check=_check,
-    fake=like,
+    fake=fake_like,
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 
 
 _gated = op(
     check=_check_gated,
-    fake=like,
+    fake=fake_like,
     samples=_gated_samples,
     tolerance=Tolerance(),
     cost=_gated_cost,
-    rows=("gate", "up"),
+    row_args=("gate", "up"),
 )
 
 

@@ -1,24 +1,24 @@
 """The update of AdamW (Loshchilov & Hutter 2017) of many tensors at once.
 
-    g = factor g
+    g = grad_scale g
     m = b1 m + (1 - b1) g               v = b2 v + (1 - b2) g^2
-    p = p - lr ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay p)
+    p = p - lr ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p)
 
 Tensors are written into: parameters, first and second moments. `step` is t, and counts from 1. A
-gradient has the dtype of its parameter or is in float32, and is multiplied by `factor`: what
+gradient has the dtype of its parameter or is in float32, and is multiplied by `grad_scale`: what
 clipping and the scale of a loss come to. The arithmetic is in float32 (float64 of float64), and so
 are the moments; or all of these are in bfloat16, rounded to nearest at each step, as DeepSeek-V3
 was trained.
 
 A step is often smaller than half a unit of a bfloat16 parameter, and would be lost. So it has a
-master in float32: 32 bits, of which the parameter has the upper 16, rounded. `low` has those that
-are missing and no more, as int16:
+master in float32: 32 bits, of which the parameter has the upper 16, rounded. `master_lo` holds
+the missing 16 bits as int16:
 
     bits = high * 65536 + low,    high = (bits + 0x8000) >> 16,    low = int16(bits)
 
-The parameter is the master rounded to nearest, ties away from 0; the two together are the master,
-to the bit, whatever it is; and the master is what is updated. Without `low` a parameter in bfloat16
-is rounded at each step.
+The parameter is the master rounded to nearest, ties away from 0. The two parts together are
+bitwise the master weight, and the master weight is what is updated. Without `master_lo`, a
+bfloat16 parameter is rounded at each step.
 
 A model has hundreds of tensors, most of them small. A kernel for each would take longer to launch
 than to run, so one call takes them all.
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, op, wide
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, accum_dtype, op
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,38 +58,40 @@ def join(high: Tensor, low: Tensor) -> Tensor:
     return ((high.view(torch.int16).int() << 16) + low).view(torch.float32)
 
 
-def _samples(make: Make) -> Iterator[Sample]:
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     def state(params: list[Tensor], scale: float = 1.0) -> tuple[list[Tensor], ...]:
         """Gradients and moments: second ones are not negative."""
         grads = [make(*p.shape, scale=scale) for p in params]
-        dtype = wide(make.dtype)
-        first = [make(*p.shape, scale=scale).to(dtype) for p in params]
-        return grads, first, [(make(*p.shape, scale=scale) ** 2).to(dtype) for p in params]
+        dtype = accum_dtype(make.dtype)
+        exp_avgs = [make(*p.shape, scale=scale).to(dtype) for p in params]
+        return grads, exp_avgs, [(make(*p.shape, scale=scale) ** 2).to(dtype) for p in params]
 
     params = [make(6, 16), make(16), make(3, 4, 5)]
-    yield Sample("typical", (params, *state(params), [], 3, 1e-2))
+    yield SampleInput("typical", (params, *state(params), [], 3, 1e-2))
     params = [make(67, 131), make(5000), make(3)]
-    yield Sample("large", (params, *state(params), [], 100, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    yield SampleInput("large", (params, *state(params), [], 100, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     params = [make(7), make(1), make(0), make(3, 5)]
-    yield Sample("odd", (params, *state(params), [], 2, 0.1, 0.8, 0.95, 1e-6, 0.0))
+    yield SampleInput("odd", (params, *state(params), [], 2, 0.1, 0.8, 0.95, 1e-6, 0.0))
     params = [make(1)]
-    yield Sample("one_row", (params, *state(params), [], 1, 1e-2))
+    yield SampleInput("one_row", (params, *state(params), [], 1, 1e-2))
     params = [make.strided(3, 5), make(4, 6).T]
-    grads, first, second = state(params)
-    grads[0], first[1] = make(5, 3).T, first[1].T.contiguous().T
-    yield Sample("strided", (params, grads, first, second, [], 5, 1e-2))
+    grads, exp_avgs, exp_avg_sqs = state(params)
+    grads[0], exp_avgs[1] = make(5, 3).T, exp_avgs[1].T.contiguous().T
+    yield SampleInput("strided", (params, grads, exp_avgs, exp_avg_sqs, [], 5, 1e-2))
     params = [make.spread(4, 33), make(8, 8) * 0]
-    yield Sample("extreme", (params, *state(params, 2.0**-6), [], 10**6, 1e-2))
+    yield SampleInput("extreme", (params, *state(params, 2.0**-6), [], 10**6, 1e-2))
     params = [make(5, 7), make(40)]
     grads, *moments = state(params)
-    grads[1] = grads[1].to(wide(make.dtype))
+    grads[1] = grads[1].to(accum_dtype(make.dtype))
     rest = (1e-2, 0.9, 0.95, 1e-8, 0.1, 0.3)
-    yield Sample("scaled", (params, grads, *moments, [], 4, *rest))
+    yield SampleInput("scaled", (params, grads, *moments, [], 4, *rest))
     if make.dtype == torch.bfloat16:
         yield from _split_samples(make, state)
 
 
-def _split_samples(make: Make, state: Callable[..., tuple[list[Tensor], ...]]) -> Iterator[Sample]:
+def _split_samples(
+    make: TensorMaker, state: Callable[..., tuple[list[Tensor], ...]]
+) -> Iterator[SampleInput]:
     """What there is in bfloat16 only: masters in two parts, and moments of 16 bits."""
 
     def bits(*shape: int) -> Tensor:
@@ -102,50 +104,51 @@ def _split_samples(make: Make, state: Callable[..., tuple[list[Tensor], ...]]) -
         "split_odd": ((7,), (1,), (0,), (3, 5)),
     }.items():
         params = [make(*shape) for shape in shapes]
-        yield Sample(name, (params, *state(params), [bits(*shape) for shape in shapes], *rest))
+        yield SampleInput(name, (params, *state(params), [bits(*shape) for shape in shapes], *rest))
     params = [make.strided(3, 5), make(4, 6).T]
     grads, *moments = state(params)
     grads[0] = grads[0].float()
-    yield Sample("split_strided", (params, grads, *moments, [bits(5, 3).T, bits(6, 4)], *rest))
+    yield SampleInput("split_strided", (params, grads, *moments, [bits(5, 3).T, bits(6, 4)], *rest))
     params = [make(9, 13), make(50)]
     grads, *moments = state(params)
     short = [[m.bfloat16() for m in some] for some in moments]
-    yield Sample("short_moments", (params, grads, *short, [], *rest))
+    yield SampleInput("short_moments", (params, grads, *short, [], *rest))
     low = [bits(9, 13), bits(50)]
-    yield Sample("split_short_moments", ([p + 1 for p in params], grads, *short, low, *rest))
+    yield SampleInput("split_short_moments", ([p + 1 for p in params], grads, *short, low, *rest))
 
 
 def _check(
     params: list[Tensor],
     grads: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    low: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    master_lo: list[Tensor],
     step: int,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
-    decay: float,
-    factor: float,
+    weight_decay: float,
+    grad_scale: float,
 ) -> None:
-    counts = [len(params), len(grads), len(first), len(second), len(low or params)]
+    counts = [len(params), len(grads), len(exp_avgs), len(exp_avg_sqs), len(master_lo or params)]
     if len(set(counts)) != 1 or not params:
         raise OpError(
-            f"adamw: {counts[:4]} parameters, gradients, first and second moments; {len(low)} low",
-            hint="give as many of each, one at least; of `low` as many, or none",
+            f"adamw: {counts[:4]} params, grads, exp_avgs and exp_avg_sqs; "
+            f"{len(master_lo)} master_lo",
+            hint="pass equally many of each, at least one; `master_lo` may be empty",
         )
-    for place, (p, *others) in enumerate(
-        zip(params, grads, first, second, low or params, strict=True)
+    for index, (p, *others) in enumerate(
+        zip(params, grads, exp_avgs, exp_avg_sqs, master_lo or params, strict=True)
     ):
         if any(other.shape != p.shape for other in others):
             raise OpError(
-                f"adamw: parameter {place} is {tuple(p.shape)}, what belongs to it "
+                f"adamw: parameter {index} is {tuple(p.shape)}, what belongs to it "
                 f"{[tuple(other.shape) for other in others]}",
                 hint="give them one shape",
             )
-    _check_dtypes(params, grads, [*first, *second], low)
-    devices = {t.device for t in (*params, *grads, *first, *second, *low)}
+    _check_dtypes(params, grads, [*exp_avgs, *exp_avg_sqs], master_lo)
+    devices = {t.device for t in (*params, *grads, *exp_avgs, *exp_avg_sqs, *master_lo)}
     if len(devices) != 1:
         raise OpError(
             f"adamw: tensors on {sorted(map(str, devices))}",
@@ -159,7 +162,7 @@ def _check(
 
 
 def _check_dtypes(
-    params: list[Tensor], grads: list[Tensor], moments: list[Tensor], low: list[Tensor]
+    params: list[Tensor], grads: list[Tensor], moments: list[Tensor], master_lo: list[Tensor]
 ) -> None:
     dtype = params[0].dtype
     if {p.dtype for p in params} != {dtype} or not dtype.is_floating_point:
@@ -172,14 +175,14 @@ def _check_dtypes(
             f"adamw: gradients are {_dtypes(grads)}",
             hint=f"give each in {dtype}, as parameters are, or in torch.float32",
         )
-    if {m.dtype for m in moments} not in ({wide(dtype)}, {torch.bfloat16}):
+    if {m.dtype for m in moments} not in ({accum_dtype(dtype)}, {torch.bfloat16}):
         raise OpError(
             f"adamw: moments are {_dtypes(moments)}",
-            hint=f"give all of them in {wide(dtype)}, or all in torch.bfloat16",
+            hint=f"give all of them in {accum_dtype(dtype)}, or all in torch.bfloat16",
         )
-    if low and (dtype != torch.bfloat16 or {t.dtype for t in low} != {torch.int16}):
+    if master_lo and (dtype != torch.bfloat16 or {t.dtype for t in master_lo} != {torch.int16}):
         raise OpError(
-            f"adamw: `low` is {_dtypes(low)}, of parameters in {dtype}",
+            f"adamw: `master_lo` is {_dtypes(master_lo)}, of parameters in {dtype}",
             hint="give torch.int16 with parameters in torch.bfloat16, else an empty list",
         )
 
@@ -195,26 +198,28 @@ def _fake(*_: object) -> None:
 def _cost(
     params: list[Tensor],
     grads: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    low: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    master_lo: list[Tensor],
     *_: object,
 ) -> Cost:
-    read, written = (sum(t.nbytes for t in ts) for ts in (grads, (*params, *first, *second, *low)))
+    read, written = (
+        sum(t.nbytes for t in ts) for ts in (grads, (*params, *exp_avgs, *exp_avg_sqs, *master_lo))
+    )
     return Cost(bytes=read + 2 * written, flops=15 * sum(p.numel() for p in params))
 
 
 def _masters(
     params: list[Tensor],
     grads: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    low: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    master_lo: list[Tensor],
     *_: object,
 ) -> tuple[Tensor, ...]:
     """What is written: of a parameter in two parts, the number that they are."""
-    masters = map(join, (p.bfloat16() for p in params), low) if low else params
-    return *masters, *first, *second
+    masters = map(join, (p.bfloat16() for p in params), master_lo) if master_lo else params
+    return *masters, *exp_avgs, *exp_avg_sqs
 
 
 @op(
@@ -223,39 +228,39 @@ def _masters(
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=(),
-    mutates=("params", "first", "second", "low"),
-    meaning=_masters,
+    row_args=(),
+    mutates=("params", "exp_avgs", "exp_avg_sqs", "master_lo"),
+    decode_outputs=_masters,
 )
 def adamw(
     params: list[Tensor],
     grads: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    low: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    master_lo: list[Tensor],
     step: int,
     lr: float,
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
-    decay: float = 0.01,
-    factor: float = 1.0,
+    weight_decay: float = 0.01,
+    grad_scale: float = 1.0,
 ) -> None:
-    """Update all parameters and their moments in place; `low` is empty, or what bfloat16 lacks.
+    """Update all parameters and their moments in place; `master_lo` may be empty.
 
     >>> p, g, m, v = (torch.full((2,), value) for value in (1.0, 0.5, 0.0, 0.0))
-    >>> adamw([p], [g], [m], [v], [], step=1, lr=0.1, decay=0.0)
+    >>> adamw([p], [g], [m], [v], [], step=1, lr=0.1, weight_decay=0.0)
     >>> p, m
     (tensor([0.9000, 0.9000]), tensor([0.0500, 0.0500]))
     """
-    for place, (p, m, v) in enumerate(zip(params, first, second, strict=True)):
-        g = factor * grads[place]
+    for index, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True)):
+        g = grad_scale * grads[index]
         m.copy_(beta1 * m + (1 - beta1) * g)
         v.copy_(beta2 * v + (1 - beta2) * g * g)
         mean, variance = m / (1 - beta1**step), v / (1 - beta2**step)
-        master = join(p.bfloat16(), low[place]).to(wide(p.dtype)) if low else p
-        master = master - lr * (mean / (variance.sqrt() + eps) + decay * master)
-        if low:
+        master = join(p.bfloat16(), master_lo[index]).to(accum_dtype(p.dtype)) if master_lo else p
+        master = master - lr * (mean / (variance.sqrt() + eps) + weight_decay * master)
+        if master_lo:
             master, rest = split(master.float())
-            low[place].copy_(rest)
+            master_lo[index].copy_(rest)
         p.copy_(master)

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import same_dtype, same_shape
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.check import check_same_dtype, check_same_shape
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, fake_like, op
 from ingot.ops.softmax import softmax
 
 
@@ -102,17 +102,19 @@ def visible(num_queries: int, num_keys: int, causal: bool, window: int | None) -
     return seen if window is None else seen & ((query - key).abs() < window)
 
 
-def _samples(make: Make) -> Iterator[Sample]:
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     def packed(lengths: list[int]) -> Tensor:
         return make.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], torch.int32)
 
     def int32(values: list[int] | list[list[int]]) -> Tensor:
         return make.tensor(values, torch.int32)
 
-    def training(name: str, lengths: list[int], n: int, g: int, h: int, *rest: object) -> Sample:
+    def training(
+        name: str, lengths: list[int], n: int, g: int, h: int, *rest: object
+    ) -> SampleInput:
         total = sum(lengths)
         q, k, v = make(total, n, h), make(total, g, h), make(total, g, h)
-        return Sample(name, (q, k, v, packed(lengths), None, None, *rest))
+        return SampleInput(name, (q, k, v, packed(lengths), None, None, *rest))
 
     yield training("typical", [9, 4], 4, 2, 16, True, None, None)
     yield training("odd", [7, 1, 5], 3, 1, 11, True, None, None)
@@ -123,20 +125,20 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield training("empty_sequence", [3, 0, 2], 2, 2, 8, True, None, None)
 
     q, k, v = make(8, 3, 2, 8).unbind(1)
-    yield Sample("strided", (q, k, v, packed([5, 3]), None, None, True, None, None))
+    yield SampleInput("strided", (q, k, v, packed([5, 3]), None, None, True, None, None))
     q, k, v = make.spread(6, 2, 8), make.spread(6, 2, 8), make.spread(6, 2, 8)
-    yield Sample("extreme", (q, k, v, packed([6]), None, None, True, None, None))
+    yield SampleInput("extreme", (q, k, v, packed([6]), None, None, True, None, None))
 
     q, k, v = make(1, 4, 8), make(6, 2, 8), make(6, 2, 8)
-    yield Sample("one_row", (q, k, v, packed([1]), int32([6]), None, True, None, None))
+    yield SampleInput("one_row", (q, k, v, packed([1]), int32([6]), None, True, None, None))
     q, k, v = make(6, 4, 8), make(15, 2, 8), make(15, 2, 8)
     chunk = packed([3, 1, 2]), int32([8, 5, 2]), None
-    yield Sample("chunk", (q, k, v, *chunk, True, None, None))
-    yield Sample("chunk_not_causal", (q, k, v, *chunk, False, None, None))
+    yield SampleInput("chunk", (q, k, v, *chunk, True, None, None))
+    yield SampleInput("chunk_not_causal", (q, k, v, *chunk, False, None, None))
     q, k, v = make(6, 4, 8), make(7, 4, 2, 8), make(7, 4, 2, 8)
     paged = packed([1, 4, 1]), int32([5, 9, 1]), int32([[3, 1, 0], [5, 0, 2], [4, 0, 0]])
-    yield Sample("paged", (q, k, v, *paged, True, None, None))
-    yield Sample("paged_window", (q, k, v, *paged, True, 2, None))
+    yield SampleInput("paged", (q, k, v, *paged, True, None, None))
+    yield SampleInput("paged_window", (q, k, v, *paged, True, 2, None))
 
 
 def _check(
@@ -150,8 +152,8 @@ def _check(
     window: int | None,
     scale: float | None,
 ) -> None:
-    same_dtype("attention", q=q, k=k, v=v)
-    same_shape("attention", k=k, v=v)
+    check_same_dtype("attention", q=q, k=k, v=v)
+    check_same_shape("attention", k=k, v=v)
     paged = block_table is not None
     if q.dim() != 3 or k.dim() != 3 + paged:
         raise OpError(
@@ -197,7 +199,7 @@ def _cost(
     )
 
 
-@op(check=_check, fake=like, samples=_samples, tolerance=Tolerance(), cost=_cost, rows=())
+@op(check=_check, fake=fake_like, samples=_samples, tolerance=Tolerance(), cost=_cost, row_args=())
 def attention(
     q: Tensor,
     k: Tensor,

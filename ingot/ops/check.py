@@ -11,10 +11,10 @@ from torch import Tensor
 from ingot.core.errors import OpError
 
 
-def same_dtype(op: str, **tensors: Tensor | None) -> None:
+def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
     """Require that the tensors that are given have one floating dtype.
 
-    >>> same_dtype("linear", x=Tensor([1.0]), bias=None)
+    >>> check_same_dtype("linear", x=Tensor([1.0]), bias=None)
     """
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor is not None}
     if not (len(dtypes) == 1 and next(iter(dtypes)).is_floating_point):
@@ -24,12 +24,12 @@ def same_dtype(op: str, **tensors: Tensor | None) -> None:
         )
 
 
-def same_shape(op: str, **tensors: Tensor) -> None:
+def check_same_shape(op: str, **tensors: Tensor) -> None:
     """Require that the tensors have one shape and one floating dtype.
 
-    >>> same_shape("swiglu", gate=Tensor([1.0]), up=Tensor([2.0]))
+    >>> check_same_shape("swiglu", gate=Tensor([1.0]), up=Tensor([2.0]))
     """
-    same_dtype(op, **tensors)
+    check_same_dtype(op, **tensors)
     first, *rest = tensors.values()
     if not (all(first.shape == tensor.shape for tensor in rest)):
         raise OpError(
@@ -38,10 +38,10 @@ def same_shape(op: str, **tensors: Tensor) -> None:
         )
 
 
-def integral(tensor: Tensor) -> bool:
+def is_integral(tensor: Tensor) -> bool:
     """Whether a tensor holds integers: ids, positions, seeds. Bools are 0 and 1.
 
-    >>> integral(Tensor([3.0])), integral(Tensor([3.0]).int())
+    >>> is_integral(Tensor([3.0])), is_integral(Tensor([3.0]).int())
     (False, True)
     """
     return not (tensor.is_floating_point() or tensor.is_complex())

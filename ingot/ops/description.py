@@ -8,7 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
-from ingot.ops.op import Op, catalogue
+from ingot.ops.op import Op, registry
 
 
 def rows() -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def rows() -> list[dict[str, Any]]:
     >>> next(row for row in rows() if row["op"] == "silu")["tolerance"]
     {'forward': 2.0, 'backward': 3.0, 'reason': ''}
     """
-    return [row(op) for op in sorted(catalogue().values(), key=lambda op: op.family)]
+    return [row(op) for op in sorted(registry().values(), key=lambda op: op.family)]
 
 
 def row(op: Op[..., Any]) -> dict[str, Any]:
@@ -29,7 +29,11 @@ def row(op: Op[..., Any]) -> dict[str, Any]:
         "summary": (op.__doc__ or "").strip().partition("\n")[0],
         "schema": str(op.overload._schema),
         "providers": [
-            {"name": p.name, "exact": p.exact, "ahead": p.ahead.reason if p.ahead else ""}
+            {
+                "name": p.name,
+                "batch_invariant": p.batch_invariant,
+                "preferred_for": p.preferred_for.reason if p.preferred_for else "",
+            }
             for p in op.providers.values()
         ],
         "differentiable": op.gradient is not None,
@@ -45,7 +49,7 @@ def row(op: Op[..., Any]) -> dict[str, Any]:
 def cost_formula(op: Op[..., Any]) -> dict[str, str]:
     """The expressions for bytes and FLOPs, read from the cost function itself.
 
-    >>> cost_formula(catalogue()["rms_norm"])
+    >>> cost_formula(registry()["rms_norm"])
     {'bytes': '2 * x.nbytes + weight.nbytes', 'flops': '4 * x.numel()'}
     """
     for node in ast.walk(ast.parse(source(op.cost))):
@@ -57,7 +61,7 @@ def cost_formula(op: Op[..., Any]) -> dict[str, str]:
 def source(function: Any) -> str:
     """The source of a reference or a cost, without its decorator and docstring.
 
-    >>> print(source(catalogue()["silu"].reference))
+    >>> print(source(registry()["silu"].reference))
     def silu(x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)
     """
@@ -75,19 +79,21 @@ def source(function: Any) -> str:
 def page(op: Op[..., Any], with_family: bool = False) -> str:
     """One op as Markdown, for the terminal and for the docs; if asked, with what its family is.
 
-    >>> page(catalogue()["silu"]).splitlines()[0]
+    >>> page(registry()["silu"]).splitlines()[0]
     '### silu'
     """
     facts = row(op)
     tolerance, cost = facts["tolerance"], facts["cost"]
     providers = ", ".join(
-        f"{p['name']} ({'exact' if p['exact'] else 'not exact'})" for p in facts["providers"]
+        f"{p['name']} ({'batch-invariant' if p['batch_invariant'] else 'not batch-invariant'})"
+        for p in facts["providers"]
     )
     backward = f", backward {tolerance['backward']:g}x" if op.gradient else ""
     ahead = [
-        f"- **on a GPU**: {p['name']} first for {p['ahead']}; not where exactness is asked for"
+        f"- **on a GPU**: {p['name']} is preferred for {p['preferred_for']}"
+        "; not in `ops.batch_invariant()`"
         for p in facts["providers"]
-        if p["ahead"]
+        if p["preferred_for"]
     ]
     bullets = (
         f"- **providers**: {providers}",
@@ -115,7 +121,7 @@ def page(op: Op[..., Any], with_family: bool = False) -> str:
 def family_doc(op: Op[..., Any]) -> str:
     """What the op's family is: formulas, shapes, papers.
 
-    >>> family_doc(catalogue()["silu"]).splitlines()[0]
+    >>> family_doc(registry()["silu"]).splitlines()[0]
     'Activations, alone and gated.'
     """
     return sys.modules[op.reference.__module__].__doc__ or ""

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import integral
-from ingot.ops.inputs import Make, Sample
+from ingot.ops.check import is_integral
+from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import Cost, Tolerance, op
 
 
-def _samples(make: Make) -> Iterator[Sample]:
-    yield Sample("typical", (make.ints(50, 16), make(50, 32)))
-    yield Sample("odd", (make.ints(11, 7), make(11, 13)))
-    yield Sample("one_row", (make.ints(11, 1), make(11, 13)))
-    yield Sample("strided", (make.ints(11, 5), make(13, 11).T))
-    yield Sample("extreme", (make.ints(11, 5), make.spread(11, 9, low=-14, high=12)))
-    yield Sample("large", (make.ints(103, 67), make(103, 257)))
-    yield Sample("int32", (make.ints(11, 5, dtype=torch.int32), make(11, 8)))
-    yield Sample("repeated", (make.tensor([3, 3, 3, 0]), make(5, 8)))
-    yield Sample("batched", (make.ints(11, 2, 3), make(11, 8)))
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield SampleInput("typical", (make.ints(50, 16), make(50, 32)))
+    yield SampleInput("odd", (make.ints(11, 7), make(11, 13)))
+    yield SampleInput("one_row", (make.ints(11, 1), make(11, 13)))
+    yield SampleInput("strided", (make.ints(11, 5), make(13, 11).T))
+    yield SampleInput("extreme", (make.ints(11, 5), make.spread(11, 9, low=-14, high=12)))
+    yield SampleInput("large", (make.ints(103, 67), make(103, 257)))
+    yield SampleInput("int32", (make.ints(11, 5, dtype=torch.int32), make(11, 8)))
+    yield SampleInput("repeated", (make.tensor([3, 3, 3, 0]), make(5, 8)))
+    yield SampleInput("batched", (make.ints(11, 2, 3), make(11, 8)))
 
 
 def _check(tokens: Tensor, weight: Tensor) -> None:
-    if not integral(tokens) or tokens.dtype == torch.bool:
+    if not is_integral(tokens) or tokens.dtype == torch.bool:
         raise OpError(
             f"embedding: tokens are {tokens.dtype}",
             hint="give token ids, int32 or int64; the table comes second",
@@ -50,7 +50,7 @@ def _cost(tokens: Tensor, weight: Tensor) -> Cost:
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=("tokens",),
+    row_args=("tokens",),
 )
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """The row of `weight` for each token.

@@ -41,17 +41,17 @@ def differentiate(forward: Callable[..., Any]) -> Backward:
                 arg.detach().requires_grad_() if needed else arg
                 for arg, needed in zip(args, needs, strict=True)
             ]
-            return pull_back(as_tuple(forward(*leaves)), grads, leaves, needs)
+            return vjp(as_tuple(forward(*leaves)), grads, leaves, needs)
 
     return backward
 
 
-def pull_back(
+def vjp(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     args: Sequence[Any],
     needs: Sequence[bool],
-    again: bool = False,
+    create_graph: bool = False,
 ) -> list[Tensor | None]:
     """Autograd's gradient of each argument that needs one; `again` if it will be differentiated."""
     # An output may have nothing to do with what is needed: the sum of add_rms_norm with its weight.
@@ -61,7 +61,7 @@ def pull_back(
         [output for output, _ in pairs],
         wanted,
         [grad for _, grad in pairs],
-        create_graph=again,
+        create_graph=create_graph,
         allow_unused=True,
     )
     rest = iter(found)

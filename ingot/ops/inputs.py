@@ -1,10 +1,10 @@
 """Inputs to try an op on: realistic ones and nasty ones.
 
-A record's `samples` is a generator that is handed a `Make` and yields `Sample`s. `Make`
-fixes dtype, device and random stream, so that one generator serves every dtype and the
-same sample has the same numbers in each of them (up to rounding).
+A record's `samples` is a generator that takes a `TensorMaker` and yields `SampleInput`s.
+`TensorMaker` fixes dtype, device and random stream, so that one generator serves every dtype and
+the same sample has the same numbers in each of them (up to rounding).
 
-Every record has at least the samples in `REQUIRED`: the shapes at which kernels break.
+Every record has at least the samples in `REQUIRED_SAMPLES`: the shapes at which kernels break.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REQUIRED = {
+REQUIRED_SAMPLES = {
     "typical": "a shape from a real model, made small",
     "large": "several tiles of any kernel, and a rest",
     "odd": "sizes that are no multiple of any vector or tile",
@@ -27,10 +27,10 @@ REQUIRED = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleInput:
     """One call of an op: a name and its positional arguments.
 
-    >>> Sample("one_row", (torch.ones(1, 4),)).name
+    >>> SampleInput("one_row", (torch.ones(1, 4),)).name
     'one_row'
     """
 
@@ -38,10 +38,10 @@ class Sample:
     args: tuple[Any, ...]
 
 
-class Make:
+class TensorMaker:
     """Makes tensors of one dtype on one device from one random stream.
 
-    >>> make = Make(torch.float32)
+    >>> make = TensorMaker(torch.float32)
     >>> make(2, 3).shape, make.ints(10, 2, 3).dtype
     (torch.Size([2, 3]), torch.int64)
     """

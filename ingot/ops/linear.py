@@ -25,65 +25,67 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops import activation
-from ingot.ops.check import same_dtype, same_shape
-from ingot.ops.inputs import Make, Sample
+from ingot.ops.check import check_same_dtype, check_same_shape
+from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import Cost, Tolerance, op
 
 
-def _samples(make: Make) -> Iterator[Sample]:
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     def weight(out: int, width: int) -> Tensor:
         return make(out, width, scale=width**-0.5)
 
-    yield Sample("typical", (make(6, 64), weight(48, 64), make(48)))
-    yield Sample("large", (make(67, 259), weight(131, 259), make(131)))
-    yield Sample("odd", (make(5, 37), weight(19, 37), None))
-    yield Sample("one_row", (make(1, 48), weight(32, 48), make(32)))
-    yield Sample("strided", (make.strided(4, 24), weight(24, 17).T, make(17)))
-    yield Sample("extreme", (make.spread(4, 33), weight(9, 33), make(9)))
-    yield Sample("batched", (make(2, 3, 16), weight(8, 16), None))
-    yield Sample("vector", (make(16), weight(8, 16), make(8)))
+    yield SampleInput("typical", (make(6, 64), weight(48, 64), make(48)))
+    yield SampleInput("large", (make(67, 259), weight(131, 259), make(131)))
+    yield SampleInput("odd", (make(5, 37), weight(19, 37), None))
+    yield SampleInput("one_row", (make(1, 48), weight(32, 48), make(32)))
+    yield SampleInput("strided", (make.strided(4, 24), weight(24, 17).T, make(17)))
+    yield SampleInput("extreme", (make.spread(4, 33), weight(9, 33), make(9)))
+    yield SampleInput("batched", (make(2, 3, 16), weight(8, 16), None))
+    yield SampleInput("vector", (make(16), weight(8, 16), make(8)))
     # Positive: a lone result that cancelled would have no row to be small against.
-    yield Sample("one_column", (make(3, 8).abs(), weight(1, 8).abs(), make(1).abs()))
+    yield SampleInput("one_column", (make(3, 8).abs(), weight(1, 8).abs(), make(1).abs()))
 
 
-def _swiglu_samples(make: Make) -> Iterator[Sample]:
+def _swiglu_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for sample in _samples(make):
         x, weight, _ = sample.args
         up_weight = make(*weight.shape, scale=x.shape[-1] ** -0.5)
-        yield Sample(sample.name, (x, weight, up_weight.abs() if len(weight) == 1 else up_weight))
+        yield SampleInput(
+            sample.name, (x, weight, up_weight.abs() if len(weight) == 1 else up_weight)
+        )
 
 
-def _residual_samples(make: Make) -> Iterator[Sample]:
+def _residual_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for sample in _samples(make):
         x, weight, bias = sample.args
-        yield Sample(sample.name, (x, weight, make(*x.shape[:-1], weight.shape[0]), bias))
+        yield SampleInput(sample.name, (x, weight, make(*x.shape[:-1], weight.shape[0]), bias))
 
 
-def _grouped_samples(make: Make) -> Iterator[Sample]:
-    def grouped(name: str, x: Tensor, out: int, *ends: int) -> Sample:
+def _grouped_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    def grouped(name: str, x: Tensor, out: int, *ends: int) -> SampleInput:
         weight = make(len(ends), out, x.shape[1], scale=x.shape[1] ** -0.5)
-        return Sample(name, (x, weight, make.tensor([0, *ends])))
+        return SampleInput(name, (x, weight, make.tensor([0, *ends])))
 
     yield grouped("typical", make(6, 64), 48, 2, 5, 6)
     yield grouped("large", make(67, 259), 131, 40, 41, 67)
     yield grouped("odd", make(5, 37), 19, 0, 3, 3, 5)
     yield grouped("one_row", make(1, 48), 32, 0, 1)
     x, weight, offsets = grouped("strided", make.strided(4, 24), 17, 3, 4).args
-    yield Sample("strided", (x, weight.transpose(0, 1).contiguous().transpose(0, 1), offsets))
+    yield SampleInput("strided", (x, weight.transpose(0, 1).contiguous().transpose(0, 1), offsets))
     yield grouped("extreme", make.spread(4, 33), 9, 1, 4)
     x, weight, offsets = grouped("int32", make(4, 16), 8, 2, 4).args
-    yield Sample("int32", (x, weight, offsets.int()))
+    yield SampleInput("int32", (x, weight, offsets.int()))
 
 
-def _grouped_swiglu_samples(make: Make) -> Iterator[Sample]:
+def _grouped_swiglu_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for sample in _grouped_samples(make):
         x, weight, offsets = sample.args
         up_weight = make(*weight.shape, scale=x.shape[-1] ** -0.5)
-        yield Sample(sample.name, (x, weight, up_weight, offsets))
+        yield SampleInput(sample.name, (x, weight, up_weight, offsets))
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    same_dtype("linear", x=x, weight=weight, bias=bias)
+    check_same_dtype("linear", x=x, weight=weight, bias=bias)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise OpError(
             f"linear: x has {x.shape[-1]} channels, weight is {tuple(weight.shape)}",
@@ -97,13 +99,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
 
 
 def _check_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> None:
-    same_shape("linear_swiglu", gate_weight=gate_weight, up_weight=up_weight)
+    check_same_shape("linear_swiglu", gate_weight=gate_weight, up_weight=up_weight)
     _check(x, gate_weight)
 
 
 def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None:
     _check(x, weight, bias)
-    same_dtype("linear_residual", x=x, residual=residual)
+    check_same_dtype("linear_residual", x=x, residual=residual)
     shape = (*x.shape[:-1], weight.shape[0])
     if residual.shape != shape:
         raise OpError(
@@ -113,7 +115,7 @@ def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | 
 
 
 def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
-    same_dtype("grouped", x=x, weight=weight)
+    check_same_dtype("grouped", x=x, weight=weight)
     if not (x.dim() == 2 and weight.dim() == 3 and weight.shape[2] == x.shape[1]):
         raise OpError(
             f"grouped: x is {tuple(x.shape)}, weight {tuple(weight.shape)}",
@@ -129,7 +131,7 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
 def _check_grouped_swiglu(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor
 ) -> None:
-    same_shape("grouped_swiglu", gate_weight=gate_weight, up_weight=up_weight)
+    check_same_shape("grouped_swiglu", gate_weight=gate_weight, up_weight=up_weight)
     _check_grouped(x, gate_weight, offsets)
 
 
@@ -194,7 +196,7 @@ _with_bias = op(
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 
 
@@ -255,7 +257,7 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     samples=_swiglu_samples,
     tolerance=Tolerance(),
     cost=_swiglu_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     """`swiglu(linear(x, gate_weight), linear(x, up_weight))`.
@@ -272,7 +274,7 @@ def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     samples=_residual_samples,
     tolerance=Tolerance(),
     cost=_residual_cost,
-    rows=("x", "residual"),
+    row_args=("x", "residual"),
 )
 def linear_residual(
     x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
@@ -291,7 +293,7 @@ def linear_residual(
     samples=_grouped_samples,
     tolerance=Tolerance(),
     cost=_grouped_cost,
-    rows=(),
+    row_args=(),
 )
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Rows (T, in), each by the weight of its group out of (E, out, in); offsets (E + 1).
@@ -310,7 +312,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     samples=_grouped_swiglu_samples,
     tolerance=Tolerance(),
     cost=_grouped_swiglu_cost,
-    rows=(),
+    row_args=(),
 )
 def grouped_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) -> Tensor:
     """`swiglu(grouped_linear(x, gate_weight, offsets), grouped_linear(x, up_weight, offsets))`.

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import integral, same_dtype
+from ingot.ops.check import check_same_dtype, is_integral
 from ingot.ops.gradient import Backward, differentiate
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, op, wide
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, accum_dtype, op
 
 CHUNK = 256  # tokens whose logits exist at one time
 
@@ -41,12 +41,13 @@ def by_chunks(forward: Callable[..., Any]) -> Backward:
 
     def chunked(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
         hidden, weight, targets, *options = args
-        weight = weight.to(wide(weight.dtype))  # so that its gradient is rounded once, at the end
+        # Accumulate the weight gradient in float32 and round it once, at the end.
+        weight = weight.to(accum_dtype(weight.dtype))
         hidden_grad, weight_grad = torch.zeros_like(hidden), torch.zeros_like(weight)
         for total, h, t, g in _chunks(hidden_grad, hidden, targets, grads[0]):
-            of_hidden, of_weight, *_ = backward(needs, [g], h, weight, t, *options)
-            total += 0 if of_hidden is None else of_hidden
-            weight_grad += 0 if of_weight is None else of_weight
+            dhidden, dweight, *_ = backward(needs, [g], h, weight, t, *options)
+            total += 0 if dhidden is None else dhidden
+            weight_grad += 0 if dweight is None else dweight
         return [hidden_grad, weight_grad.to(args[1].dtype), *(None for _ in args[2:])]
 
     return chunked
@@ -65,7 +66,7 @@ _LOSS_ONLY = {
 }
 
 
-def _rows(make: Make) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _rows(make: TensorMaker) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, rows and targets; the rows are logits or hidden states."""
     yield "typical", make(6, 64), make.ints(11, 6)
     yield "large", make(67, 1031), make.ints(11, 67)
@@ -80,37 +81,37 @@ def _rows(make: Make) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "int32", make(4, 16), make.ints(11, 4, dtype=torch.int32)
 
 
-def _logprob_samples(make: Make) -> Iterator[Sample]:
+def _logprob_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, logits, targets in _rows(make):
         if name not in _LOSS_ONLY:
-            yield Sample(name, (logits, targets))
+            yield SampleInput(name, (logits, targets))
 
 
-def _loss_samples(make: Make) -> Iterator[Sample]:
+def _loss_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, logits, targets in _rows(make):
-        yield Sample(name, (logits, targets, *_LOSS_ONLY.get(name, (-100, 0.0, 0.0))))
+        yield SampleInput(name, (logits, targets, *_LOSS_ONLY.get(name, (-100, 0.0, 0.0))))
 
 
-def _with_weight(make: Make, samples: Iterator[Sample]) -> Iterator[Sample]:
+def _with_weight(make: TensorMaker, samples: Iterator[SampleInput]) -> Iterator[SampleInput]:
     for sample in samples:
         hidden, targets, *options = sample.args
         weight = make(11, hidden.shape[-1], scale=hidden.shape[-1] ** -0.5)
-        yield Sample(sample.name, (hidden, weight, targets, *options))
+        yield SampleInput(sample.name, (hidden, weight, targets, *options))
     rows = CHUNK + 3
-    yield Sample("chunks", (make(rows, 5), make(11, 5), make.ints(11, rows)))
+    yield SampleInput("chunks", (make(rows, 5), make(11, 5), make.ints(11, rows)))
 
 
-def _linear_logprob_samples(make: Make) -> Iterator[Sample]:
+def _linear_logprob_samples(make: TensorMaker) -> Iterator[SampleInput]:
     return _with_weight(make, _logprob_samples(make))
 
 
-def _linear_loss_samples(make: Make) -> Iterator[Sample]:
+def _linear_loss_samples(make: TensorMaker) -> Iterator[SampleInput]:
     return _with_weight(make, _loss_samples(make))
 
 
 def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
-    same_dtype("loss", rows=logits)
-    if targets.shape != logits.shape[:-1] or not integral(targets):
+    check_same_dtype("loss", rows=logits)
+    if targets.shape != logits.shape[:-1] or not is_integral(targets):
         raise OpError(
             f"loss: rows are {tuple(logits.shape)}, targets {targets.dtype} {tuple(targets.shape)}",
             hint="give one token id for each row",
@@ -119,7 +120,7 @@ def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
 
 def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> None:
     _check(hidden, targets)
-    same_dtype("loss", hidden=hidden, weight=weight)
+    check_same_dtype("loss", hidden=hidden, weight=weight)
     if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
         raise OpError(
             f"loss: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
@@ -128,7 +129,7 @@ def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -
 
 
 def _fake(logits: Tensor, targets: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(targets.shape, dtype=wide(logits.dtype))
+    return logits.new_empty(targets.shape, dtype=accum_dtype(logits.dtype))
 
 
 def _linear_fake(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Tensor:
@@ -154,7 +155,7 @@ def _linear_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) ->
     samples=_logprob_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=("logits", "targets"),
+    row_args=("logits", "targets"),
 )
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """The log-probability of each token's target, from logits (T, V) and targets (T).
@@ -172,7 +173,7 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     samples=_loss_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=("logits", "targets"),
+    row_args=("logits", "targets"),
 )
 def cross_entropy(
     logits: Tensor,
@@ -201,7 +202,7 @@ def cross_entropy(
     samples=_linear_logprob_samples,
     tolerance=Tolerance(),
     cost=_linear_cost,
-    rows=("hidden", "targets"),
+    row_args=("hidden", "targets"),
     gradient=by_chunks,
 )
 def linear_token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -221,7 +222,7 @@ def linear_token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Te
     samples=_linear_loss_samples,
     tolerance=Tolerance(),
     cost=_linear_cost,
-    rows=("hidden", "targets"),
+    row_args=("hidden", "targets"),
     gradient=by_chunks,
 )
 def linear_cross_entropy(
@@ -243,19 +244,19 @@ def linear_cross_entropy(
     )
 
 
-def _with_gradients_fake(
+def _fwd_bwd_fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _fake(hidden, targets), hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
 
 
-def _with_gradients_samples(make: Make) -> Iterator[Sample]:
-    for slope, sample in zip(cycle((1.0, -0.3)), _linear_loss_samples(make)):
+def _fwd_bwd_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    for grad_output, sample in zip(cycle((1.0, -0.3)), _linear_loss_samples(make)):
         options = (*sample.args, -100, 0.0, 0.0)[:6]
-        yield Sample(sample.name, (*options, slope))
+        yield SampleInput(sample.name, (*options, grad_output))
 
 
-def _with_gradients_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Cost:
+def _fwd_bwd_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Cost:
     once = _linear_cost(hidden, weight, targets)
     products = 4 * targets.numel() * weight.numel()
     return Cost(bytes=once.bytes + hidden.nbytes + weight.nbytes, flops=once.flops + products)
@@ -263,46 +264,46 @@ def _with_gradients_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: ob
 
 @op(
     check=_check_linear,
-    fake=_with_gradients_fake,
-    samples=_with_gradients_samples,
+    fake=_fwd_bwd_fake,
+    samples=_fwd_bwd_samples,
     tolerance=Tolerance(
         forward=4.0,
         reason="gradients: the yardstick is in float32, as losses are, and each word is measured",
     ),
-    cost=_with_gradients_cost,
-    rows=(),
+    cost=_fwd_bwd_cost,
+    row_args=(),
     gradient=None,
 )
-def linear_cross_entropy_with_gradients(
+def linear_cross_entropy_fwd_bwd(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    slope: float = 1.0,
+    grad_output: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_cross_entropy`, and the gradients of `slope` times the sum of all losses.
+    """`linear_cross_entropy`, and the gradients of `grad_output` times the sum of all losses.
 
     What a step of training needs of its loss, in three products: computed one after the other,
     loss and gradients take four, as the second begins with the logits again.
 
     >>> ones, zeros = torch.ones(1, 4), torch.zeros(2, 4)
-    >>> _, _, of_weight = linear_cross_entropy_with_gradients(ones, zeros, torch.tensor([0]))
-    >>> of_weight[:, 0]
+    >>> _, _, weight_grad = linear_cross_entropy_fwd_bwd(ones, zeros, torch.tensor([0]))
+    >>> weight_grad[:, 0]
     tensor([-0.5000,  0.5000])
     """
     options = (ignore_index, label_smoothing, z_loss)
-    losses, of_hidden, of_weight = [], [], torch.zeros_like(weight)
+    losses, hidden_grads, weight_grad = [], [], torch.zeros_like(weight)
     for h, t in _chunks(hidden, targets):
         logits = h @ weight.T
         losses.append(cross_entropy.reference(logits, t, *options))
         ignored, lse = (t == ignore_index)[:, None], logits.logsumexp(-1, keepdim=True)
-        slopes = (logits - lse).exp() * (1 + 2 * z_loss * lse) - label_smoothing / len(weight)
+        dlogits = (logits - lse).exp() * (1 + 2 * z_loss * lse) - label_smoothing / len(weight)
         chosen = t.long()[:, None].masked_fill(ignored, 0)
-        ones = torch.ones_like(chosen, dtype=slopes.dtype)
-        slopes = slopes.scatter_add(1, chosen, (label_smoothing - 1) * ones)
-        slopes = slope * slopes.masked_fill(ignored, 0.0)
-        of_hidden.append(slopes @ weight)
-        of_weight += slopes.T @ h
-    return torch.cat(losses), torch.cat(of_hidden), of_weight
+        ones = torch.ones_like(chosen, dtype=dlogits.dtype)
+        dlogits = dlogits.scatter_add(1, chosen, (label_smoothing - 1) * ones)
+        dlogits = grad_output * dlogits.masked_fill(ignored, 0.0)
+        hidden_grads.append(dlogits @ weight)
+        weight_grad += dlogits.T @ h
+    return torch.cat(losses), torch.cat(hidden_grads), weight_grad

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import same_dtype, same_shape
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.check import check_same_dtype, check_same_shape
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, fake_like, op
 
 
-def _shapes(make: Make) -> Iterator[tuple[str, Tensor]]:
+def _shapes(make: TensorMaker) -> Iterator[tuple[str, Tensor]]:
     yield "typical", make(6, 64)
     yield "large", make(67, 1031)
     yield "odd", make(5, 37)
@@ -35,33 +35,33 @@ def _shapes(make: Make) -> Iterator[tuple[str, Tensor]]:
     yield "constant", make(3, 16) * 0 + 1.5
 
 
-def _rms_samples(make: Make) -> Iterator[Sample]:
+def _rms_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, x in _shapes(make):
-        yield Sample(name, (x, make(x.shape[-1]), 1e-5))
+        yield SampleInput(name, (x, make(x.shape[-1]), 1e-5))
 
 
-def _layer_samples(make: Make) -> Iterator[Sample]:
+def _layer_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, x in _shapes(make):
         bias = None if name == "odd" else make(x.shape[-1])
-        yield Sample(name, (x, make(x.shape[-1]), bias, 1e-5))
+        yield SampleInput(name, (x, make(x.shape[-1]), bias, 1e-5))
 
 
-def _add_rms_samples(make: Make) -> Iterator[Sample]:
+def _add_rms_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for sample in _rms_samples(make):
         x, *rest = sample.args
-        yield Sample(sample.name, (x, make(*x.shape), *rest))
+        yield SampleInput(sample.name, (x, make(*x.shape), *rest))
 
 
-def _add_layer_samples(make: Make) -> Iterator[Sample]:
+def _add_layer_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for sample in _layer_samples(make):
         x, *rest = sample.args
-        yield Sample(sample.name, (x, make(*x.shape), *rest))
+        yield SampleInput(sample.name, (x, make(*x.shape), *rest))
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     if not eps >= 0:
         raise OpError(f"norm: eps is {eps}", hint="give 0 or more, 1e-5 as a rule")
-    same_dtype("norm", x=x, weight=weight, bias=bias)
+    check_same_dtype("norm", x=x, weight=weight, bias=bias)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and vector.shape != x.shape[-1:]:
             raise OpError(
@@ -79,14 +79,14 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> 
 
 
 def _check_add_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    same_shape("add_rms_norm", x=x, residual=residual)
+    check_same_shape("add_rms_norm", x=x, residual=residual)
     _check(x, weight, None, eps)
 
 
 def _check_add_layer(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> None:
-    same_shape("add_layer_norm", x=x, residual=residual)
+    check_same_shape("add_layer_norm", x=x, residual=residual)
     _check(x, weight, bias, eps)
 
 
@@ -111,16 +111,16 @@ def _add_layer_cost(
 
 
 def _twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return like(x), like(x)
+    return fake_like(x), fake_like(x)
 
 
 @op(
     check=_check_rms,
-    fake=like,
+    fake=fake_like,
     samples=_rms_samples,
     tolerance=Tolerance(),
     cost=_rms_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale each row to unit root mean square, then by `weight`.
@@ -133,11 +133,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 @op(
     check=_check_layer,
-    fake=like,
+    fake=fake_like,
     samples=_layer_samples,
     tolerance=Tolerance(),
     cost=_layer_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Shift each row to mean 0, scale it to variance 1, then by `weight` and `bias`.
@@ -156,7 +156,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     samples=_add_rms_samples,
     tolerance=Tolerance(),
     cost=_add_rms_cost,
-    rows=("x", "residual"),
+    row_args=("x", "residual"),
 )
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
@@ -177,7 +177,7 @@ def add_rms_norm(
     samples=_add_layer_samples,
     tolerance=Tolerance(),
     cost=_add_layer_cost,
-    rows=("x", "residual"),
+    row_args=("x", "residual"),
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5

@@ -2,7 +2,7 @@
 
 An op is a plain PyTorch function, its `reference`, with a record around it:
 
-    @op(fake=like, samples=..., tolerance=Tolerance(), cost=..., rows=("x",))
+    @op(fake=fake_like, samples=..., tolerance=Tolerance(), cost=..., row_args=("x",))
     def silu(x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)
 
@@ -42,26 +42,26 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError, UnknownName
-from ingot.ops.gradient import Backward, Gradient, as_tuple, differentiate, pull_back
-from ingot.ops.inputs import Make, Sample
+from ingot.ops.gradient import Backward, Gradient, as_tuple, differentiate, vjp
+from ingot.ops.inputs import SampleInput, TensorMaker
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Tensor | tuple[Tensor, ...] | None)
 
-PREFERENCE = ("cpu", "triton", "aten", "reference")  # first that supports the call wins
+PROVIDER_PRIORITY = ("cpu", "triton", "aten", "reference")  # first that supports the call wins
 
 # How many `prefer` are active, in all threads: C++ kernels read it, and ask Python unless it is 0.
-PREFERRING = ctypes.c_int(0)
+PREFER_DEPTH = ctypes.c_int(0)
 
 _UNFIT = "unfit: "  # how C++ kernels begin what they refuse a call for
 
 _LIBRARY = torch.library.Library("ingot", "DEF")
 # The same ops without their C++ kernels, which come here when they do not know what to do.
 _PYTHON = torch.library.Library("ingot_python", "DEF")
-_CATALOGUE: dict[str, Op[..., Any]] = {}
-_counting = threading.Lock()
+_REGISTRY: dict[str, Op[..., Any]] = {}
+_depth_lock = threading.Lock()
 _preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
-_exact: ContextVar[bool] = ContextVar("exact", default=False)
+_batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,12 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
-    """Calls for which a provider comes before all others, and why, unless `exact` is asked for.
+class Override:
+    """Calls for which a provider comes before all others, and why.
 
-    >>> Ahead(when=lambda x: x.is_cuda, reason="cuBLAS").reason
+    It has no effect in `batch_invariant()`.
+
+    >>> Override(when=lambda x: x.is_cuda, reason="cuBLAS").reason
     'cuBLAS'
     """
 
@@ -111,15 +113,15 @@ class Provider:
 
     `supports` takes the op's arguments. `backward` takes which arguments need a gradient, the
     gradients of the outputs, and the arguments; without one, the next provider's is used.
-    `exact`: a row's bits do not depend on the other rows of the call.
+    `batch_invariant`: a row's bits do not depend on the other rows of the call.
     """
 
     name: str
     forward: Callable[..., Any]
-    exact: bool
+    batch_invariant: bool
     supports: Callable[..., bool]
     backward: Backward | None
-    ahead: Ahead | None = None
+    preferred_for: Override | None = None
 
 
 def always(*args: object) -> bool:
@@ -132,53 +134,55 @@ def prefer(provider: str) -> Generator[None]:
     """Use this provider wherever it supports the call: to find out which kernel is wrong.
 
     >>> with prefer("reference"):
-    ...     catalogue()["silu"](torch.zeros(1))
+    ...     registry()["silu"](torch.zeros(1))
     tensor([0.])
     """
-    if provider not in PREFERENCE:
-        raise UnknownName("provider", provider, PREFERENCE)
-    with _preferring(provider):
+    if provider not in PROVIDER_PRIORITY:
+        raise UnknownName("provider", provider, PROVIDER_PRIORITY)
+    with _set_preferred(provider):
         yield
 
 
 @contextmanager
-def _preferring(provider: str | None) -> Generator[None]:
+def _set_preferred(provider: str | None) -> Generator[None]:
     token = _preferred.set(provider)
-    _count(1 if provider else 0)
+    _add_depth(1 if provider else 0)
     try:
         yield
     finally:
-        _count(-1 if provider else 0)
+        _add_depth(-1 if provider else 0)
         _preferred.reset(token)
 
 
 @contextmanager
-def exact() -> Generator[None]:
-    """Have exact providers come first, also where another is said to be faster; for the backward of
-    what was computed in it too. In `torch.inference_mode`, as all serving is, they always do.
+def batch_invariant() -> Generator[None]:
+    """Prefer batch-invariant providers, even where another provider is declared faster.
 
-    On a CPU nothing changes: there the exact ones are first in any case.
+    This includes the backward of ops called in the context. Inference mode, which all serving
+    uses, implies it.
 
-    >>> with exact():
-    ...     catalogue()["silu"](torch.zeros(1))
+    On a CPU nothing changes: there the batch-invariant ones are first in any case.
+
+    >>> with batch_invariant():
+    ...     registry()["silu"](torch.zeros(1))
     tensor([0.])
     """
-    with _exacting(True):
+    with _set_batch_invariant(True):
         yield
 
 
 @contextmanager
-def _exacting(asked: bool) -> Generator[None]:
-    token = _exact.set(asked)
+def _set_batch_invariant(asked: bool) -> Generator[None]:
+    token = _batch_invariant.set(asked)
     try:
         yield
     finally:
-        _exact.reset(token)
+        _batch_invariant.reset(token)
 
 
-def _count(change: int) -> None:
-    with _counting:
-        PREFERRING.value += change
+def _add_depth(change: int) -> None:
+    with _depth_lock:
+        PREFER_DEPTH.value += change
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -193,13 +197,13 @@ class Op(Generic[P, R]):
     reference: Callable[P, R]
     check: Callable[..., None]
     fake: Callable[..., R]
-    samples: Callable[[Make], Iterator[Sample]]
+    samples: Callable[[TensorMaker], Iterator[SampleInput]]
     tolerance: Tolerance
     cost: Callable[..., Cost]
-    rows: tuple[str, ...]
+    row_args: tuple[str, ...]
     gradient: Gradient | None
     mutates: tuple[str, ...]
-    meaning: Callable[..., tuple[Tensor, ...]] | None
+    decode_outputs: Callable[..., tuple[Tensor, ...]] | None
     # The torch ops. Plain attributes: Dynamo cannot trace the lock of a cached_property.
     overload: Any = field(init=False)
     backward_overload: Any = field(init=False)
@@ -231,55 +235,59 @@ class Op(Generic[P, R]):
     @cached_property
     def providers(self) -> dict[str, Provider]:
         """All providers, best first. Imports their modules at the first call."""
-        for name in PREFERENCE:
+        for name in PROVIDER_PRIORITY:
             if name != "reference" and _can_run(name):
                 module = f"ingot.kernels.{name}.{self.family}"
                 if importlib.util.find_spec(module):
                     importlib.import_module(module)
         backward = self.gradient and self.gradient(self.fallback)
-        self.provide("reference", self.fallback, exact=False, backward=backward)
-        return {name: self._registered[name] for name in PREFERENCE if name in self._registered}
+        self.provide("reference", self.fallback, batch_invariant=False, backward=backward)
+        return {
+            name: self._registered[name] for name in PROVIDER_PRIORITY if name in self._registered
+        }
 
     def provide(
         self,
         name: str,
         forward: Callable[..., Any],
         *,
-        exact: bool,
+        batch_invariant: bool,
         supports: Callable[..., bool] = always,
         backward: Backward | None = None,
-        ahead: Ahead | None = None,
+        preferred_for: Override | None = None,
     ) -> None:
         """Register a provider: called by the modules under `ingot.kernels`."""
-        if name not in PREFERENCE:
-            raise UnknownName("provider", name, PREFERENCE)
+        if name not in PROVIDER_PRIORITY:
+            raise UnknownName("provider", name, PROVIDER_PRIORITY)
         self._registered[name] = Provider(
             name=name,
             forward=forward,
-            exact=exact,
+            batch_invariant=batch_invariant,
             supports=supports,
             backward=backward,
-            ahead=ahead,
+            preferred_for=preferred_for,
         )
 
     def select(self, *args: Any) -> Provider:
         """The provider that serves this call."""
-        return next(self._candidates(self.complete(args)))
+        return next(self._candidates(self.with_defaults(args)))
 
     def fallback(self, *args: Any) -> Any:
         """The reference as a provider: in float32 at least, rounded once."""
-        widened = tuple(each(_widen, arg) for arg in args)
+        widened = tuple(map_tensors(_widen, arg) for arg in args)
         outputs = _fill(self.fake(*args), self.reference(*widened))  # pyright: ignore
-        for arg, written in zip(self.written(args), self.written(widened), strict=True):
+        for arg, written in zip(
+            self.mutated_tensors(args), self.mutated_tensors(widened), strict=True
+        ):
             arg.copy_(written)
         return outputs
 
-    def written(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def mutated_tensors(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Those of the arguments that the op writes into; of lists, what is in them."""
         names = self.signature.parameters
         return tensors(arg for name, arg in zip(names, args, strict=False) if name in self.mutates)
 
-    def complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def with_defaults(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with defaults: torch's dispatcher drops those that equal them."""
         return args + self._defaults[len(args) :]
 
@@ -293,13 +301,13 @@ class Op(Generic[P, R]):
         if first and first.supports(*args):
             yield first
         able = [p for p in self.providers.values() if p.supports(*args)]
-        if _exact.get() or torch.is_inference_mode_enabled():
-            yield from (p for p in able if p.exact)
-        yield from (p for p in able if p.ahead and p.ahead.when(*args))
+        if _batch_invariant.get() or torch.is_inference_mode_enabled():
+            yield from (p for p in able if p.batch_invariant)
+        yield from (p for p in able if p.preferred_for and p.preferred_for.when(*args))
         yield from able
 
     def _forward_kernel(self, *args: Any) -> Any:
-        args = self.complete(args)
+        args = self.with_defaults(args)
         self.check(*args)
         return _outside_autocast(next(self._candidates(args)).forward, *args)
 
@@ -321,7 +329,7 @@ class Op(Generic[P, R]):
         )
 
     def _forward_fake(self, *args: Any) -> Any:
-        args = self.complete(args)
+        args = self.with_defaults(args)
         devices = {tensor.device.type for tensor in tensors(args)}
         if len(devices) > 1 and "meta" in devices:
             # torch comes here for a single weight without memory; a fake has no values to return.
@@ -333,7 +341,7 @@ class Op(Generic[P, R]):
         return self.fake(*args)
 
     def _backward_kernel(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
-        args = self.complete(args)
+        args = self.with_defaults(args)
         backward = next(p.backward for p in self._candidates(args) if p.backward)
         found = _outside_autocast(backward, needs, grads, *args)
         taken = {grad.untyped_storage().data_ptr() for grad in grads}
@@ -345,7 +353,9 @@ class Op(Generic[P, R]):
 
     def _backward_fake(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
         return [
-            _empty(arg) for arg, needed in zip(self.complete(args), needs, strict=True) if needed
+            _empty(arg)
+            for arg, needed in zip(self.with_defaults(args), needs, strict=True)
+            if needed
         ]
 
 
@@ -353,13 +363,13 @@ def op(
     *,
     check: Callable[..., None],
     fake: Callable[..., R],
-    samples: Callable[[Make], Iterator[Sample]],
+    samples: Callable[[TensorMaker], Iterator[SampleInput]],
     tolerance: Tolerance,
     cost: Callable[..., Cost],
-    rows: tuple[str, ...],
+    row_args: tuple[str, ...],
     gradient: Gradient | None = differentiate,
     mutates: tuple[str, ...] = (),
-    meaning: Callable[..., tuple[Tensor, ...]] | None = None,
+    decode_outputs: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make the decorated function, the reference, an op.
 
@@ -367,13 +377,13 @@ def op(
     - `fake` allocates the outputs: their shapes and dtypes, contiguous, values unset.
     - `samples` yields the inputs it is tested on; `tolerance` bounds the error on them.
     - `cost` counts bytes and FLOPs of a call.
-    - `rows` names the arguments whose first dimension is the tokens, where each row of the
+    - `row_args` names the arguments whose first dimension is the tokens, where each row of the
       outputs depends only on the same row of these; () where that does not hold.
     - `gradient` makes the backward out of the reference; None where there is none, as with
       integer outputs.
     - `mutates` names the arguments that are written into, as a cache is. Then there is no gradient.
-    - `meaning` gives the numbers that were written, where one lies in several arguments: their
-      error is measured, not that of its parts.
+    - `decode_outputs` reassembles values that are stored across several arguments, so that their
+      error is measured and not that of the parts.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
@@ -386,10 +396,10 @@ def op(
             samples=samples,
             tolerance=tolerance,
             cost=cost,
-            rows=rows,
+            row_args=row_args,
             gradient=None if mutates else gradient,
             mutates=mutates,
-            meaning=meaning,
+            decode_outputs=decode_outputs,
         )
         _register(record)
         return record
@@ -397,16 +407,16 @@ def op(
     return declare
 
 
-def catalogue() -> dict[str, Op[..., Any]]:
+def registry() -> dict[str, Op[..., Any]]:
     """Every op by name, in the order of declaration.
 
-    >>> sorted(catalogue())[:2]
+    >>> sorted(registry())[:2]
     ['adamw', 'add_layer_norm']
     """
-    return dict(_CATALOGUE)
+    return dict(_REGISTRY)
 
 
-def like(x: Tensor, *_: object) -> Tensor:
+def fake_like(x: Tensor, *_: object) -> Tensor:
     """The fake of an op whose output looks like its first argument."""
     return _empty(x)
 
@@ -421,16 +431,16 @@ def tensors(args: Iterable[Any]) -> tuple[Tensor, ...]:
     return tuple(value for values in inside for value in values if isinstance(value, Tensor))
 
 
-def each(change: Callable[[Any], Any], arg: Any) -> Any:
+def map_tensors(change: Callable[[Any], Any], arg: Any) -> Any:
     """An argument changed; of a list, each of its elements.
 
-    >>> each(abs, [-1, 2]), each(abs, -3)
+    >>> map_tensors(abs, [-1, 2]), map_tensors(abs, -3)
     ([1, 2], 3)
     """
     return [change(value) for value in arg] if isinstance(arg, list | tuple) else change(arg)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype arithmetic is done in: float32, or float64 where the input is."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -442,7 +452,7 @@ def _can_run(provider: str) -> bool:
 
 
 def _by_name(name: str) -> Op[..., Any]:
-    return _CATALOGUE[name]
+    return _REGISTRY[name]
 
 
 def _outside_autocast(function: Callable[..., Any], *args: Any) -> Any:
@@ -468,7 +478,7 @@ def _register(record: Op[..., Any]) -> None:
     object.__setattr__(record, "overload", forward)
     if not record.mutates:  # autograd takes no formula for an op that writes into its arguments
         _register_backward(record, schema)
-    _CATALOGUE[name] = record
+    _REGISTRY[name] = record
 
 
 def _register_backward(record: Op[..., Any], schema: str) -> None:
@@ -495,7 +505,7 @@ def _join(record: Op[..., Any]) -> None:
     """Tell autograd that the backward op is the gradient of the op."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.preferred, ctx.exact = _preferred.get(), _exact.get()
+        ctx.preferred, ctx.batch_invariant = _preferred.get(), _batch_invariant.get()
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
@@ -515,9 +525,9 @@ def _join(record: Op[..., Any]) -> None:
         needs = [*given, *(False for _ in args[len(given) :])]
         if torch.is_grad_enabled():  # create_graph=True: what follows is differentiated again
             outputs = as_tuple(record.fallback(*args))
-            return tuple(pull_back(outputs, grads, args, needs, again=True)[: len(given)])
+            return tuple(vjp(outputs, grads, args, needs, create_graph=True)[: len(given)])
         # Backward may run in another thread, and after the `with prefer(...)` has ended.
-        with _preferring(ctx.preferred), _exacting(ctx.exact):
+        with _set_preferred(ctx.preferred), _set_batch_invariant(ctx.batch_invariant):
             found = iter(record.backward_overload(needs, [g.contiguous() for g in grads], *args))
         return tuple(next(found) if needed else None for needed in given)
 
@@ -528,7 +538,7 @@ def _join(record: Op[..., Any]) -> None:
 
 def _widen(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(wide(value.dtype))
+        return value.to(accum_dtype(value.dtype))
     return value
 
 

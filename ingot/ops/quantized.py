@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import same_dtype
-from ingot.ops.inputs import Make, Sample
+from ingot.ops.check import check_same_dtype
+from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import Cost, Tolerance, op
 
 GROUPS = (32, 64, 128)
@@ -69,52 +69,54 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / step[..., None]).round().to(torch.int8), step
 
 
-def _int8(make: Make, out: int, width: int) -> tuple[Tensor, Tensor]:
+def _int8(make: TensorMaker, out: int, width: int) -> tuple[Tensor, Tensor]:
     """A weight that stands for one of the usual size, and its scales."""
     weight = (make.ints(256, out, width) - 128).to(torch.int8)
     return weight, (make(out).float().abs() + 0.5) / (90 * width**0.5)
 
 
-def _int8_samples(make: Make) -> Iterator[Sample]:
-    yield Sample("typical", (make(6, 64), *_int8(make, 48, 64), make(48)))
-    yield Sample("large", (make(67, 260), *_int8(make, 131, 260), make(131)))
-    yield Sample("odd", (make(5, 37), *_int8(make, 19, 37), None))
-    yield Sample("one_row", (make(1, 48), *_int8(make, 32, 48), make(32)))
+def _int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield SampleInput("typical", (make(6, 64), *_int8(make, 48, 64), make(48)))
+    yield SampleInput("large", (make(67, 260), *_int8(make, 131, 260), make(131)))
+    yield SampleInput("odd", (make(5, 37), *_int8(make, 19, 37), None))
+    yield SampleInput("one_row", (make(1, 48), *_int8(make, 32, 48), make(32)))
     weight, scale = _int8(make, 24, 17)
-    yield Sample("strided", (make.strided(4, 24), weight.T, make.strided(17).float().abs() / 400))
-    yield Sample("extreme", (make.spread(4, 33), *_int8(make, 9, 33), make(9)))
-    yield Sample("long_rows", (make(2, 4100), *_int8(make, 5, 4100), None))
+    yield SampleInput(
+        "strided", (make.strided(4, 24), weight.T, make.strided(17).float().abs() / 400)
+    )
+    yield SampleInput("extreme", (make.spread(4, 33), *_int8(make, 9, 33), make(9)))
+    yield SampleInput("long_rows", (make(2, 4100), *_int8(make, 5, 4100), None))
     x = make(2, 3, 16)
     x[1, 1] = 0
-    yield Sample("batched", (x, *_int8(make, 8, 16), None))
+    yield SampleInput("batched", (x, *_int8(make, 8, 16), None))
     weight, scale = _int8(make, 8, 16)
-    yield Sample("half_scales", (make(3, 16), weight, scale.to(make.dtype), None))
+    yield SampleInput("half_scales", (make(3, 16), weight, scale.to(make.dtype), None))
 
 
-def _int4(make: Make, out: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _int4(make: TensorMaker, out: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     packed = make.ints(256, out, width // 2, dtype=torch.uint8)
     scale = (make(out, width // group).float().abs() + 0.5) / (6 * width**0.5)
     return packed, scale, 7 + make(out, width // group).float()
 
 
-def _int4_samples(make: Make) -> Iterator[Sample]:
-    yield Sample("typical", (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
-    yield Sample("large", (make(67, 384), *_int4(make, 131, 384, 128), make(131)))
-    yield Sample("odd", (make(5, 96), *_int4(make, 19, 96, 32), None))
+def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield SampleInput("typical", (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
+    yield SampleInput("large", (make(67, 384), *_int4(make, 131, 384, 128), make(131)))
+    yield SampleInput("odd", (make(5, 96), *_int4(make, 19, 96, 32), None))
     packed, scale, _ = _int4(make, 32, 128, 64)
-    yield Sample("one_row", (make(1, 128), packed, scale, None, make(32)))
+    yield SampleInput("one_row", (make(1, 128), packed, scale, None, make(32)))
     packed, scale, _ = _int4(make, 32, 34, 32)
     turned = packed.T, make.strided(17, 2).float().abs() / 40, make.strided(17, 2).float()
-    yield Sample("strided", (make.strided(4, 64), *turned, make.strided(17)))
-    yield Sample("extreme", (make.spread(4, 64), *_int4(make, 9, 64, 64), make(9)))
-    yield Sample("batched", (make(2, 3, 64), *_int4(make, 8, 64, 64), None))
+    yield SampleInput("strided", (make.strided(4, 64), *turned, make.strided(17)))
+    yield SampleInput("extreme", (make.spread(4, 64), *_int4(make, 9, 64, 64), make(9)))
+    yield SampleInput("batched", (make(2, 3, 64), *_int4(make, 8, 64, 64), None))
     packed, scale, zero = _int4(make, 8, 64, 32)
     halves = scale.to(make.dtype), zero.to(make.dtype)
-    yield Sample("half_scales", (make(3, 64), packed, *halves, None))
+    yield SampleInput("half_scales", (make(3, 64), packed, *halves, None))
 
 
 def _check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    same_dtype("linear_int", x=x, bias=bias)
+    check_same_dtype("linear_int", x=x, bias=bias)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise OpError(
             f"linear_int: weight has {weight.shape[0]} rows, bias is {tuple(bias.shape)}",
@@ -164,7 +166,7 @@ def _check_int4(
             f"{tuple(scale.shape)}",
             hint="give a scale for each row and 32, 64 or 128 channels",
         )
-    same_dtype("linear_int4", scale=scale, zero=zero)
+    check_same_dtype("linear_int4", scale=scale, zero=zero)
     if zero is not None and zero.shape != scale.shape:
         raise OpError(
             f"linear_int4: scale is {tuple(scale.shape)}, zero {tuple(zero.shape)}",
@@ -208,7 +210,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     samples=_int8_samples,
     tolerance=Tolerance(),
     cost=_int8_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` with a weight of int8 and a scale for each of its rows (W8A16).
@@ -226,7 +228,7 @@ def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     samples=_int8_samples,
     tolerance=Tolerance(),
     cost=_int8_cost,
-    rows=("x",),
+    row_args=("x",),
     gradient=None,
 )
 def linear_int8_dynamic(
@@ -249,7 +251,7 @@ def linear_int8_dynamic(
     samples=_int4_samples,
     tolerance=Tolerance(),
     cost=_int4_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 def linear_int4(
     x: Tensor,

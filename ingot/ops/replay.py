@@ -4,7 +4,7 @@ A decode step of a small model is hundreds of calls that take microseconds each,
 time would be Python between them: modules, attributes, views. So a step is recorded as it runs,
 and C++ repeats the list (`kernels/cpu/replay.cpp`):
 
-    token, step = record(lambda: one_step())     # runs it, and says what it did
+    token, step = capture(lambda: one_step())     # runs it, and says what it did
     token = step()                               # the same calls on the same tensors
 
 What was a tensor in the function is the same tensor again: its inputs are those that somebody
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.ops.gradient import as_tuple
 
-_KINDS = {
+_ARGUMENT_CODES = {
     "Tensor": "t",
     "Optional[Tensor]": "T",
     "int": "i",
@@ -42,13 +42,13 @@ _KINDS = {
 }
 
 
-def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+def capture(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
     """Run a function, and return its result and what does the same again, quicker if possible.
 
     >>> from ingot import ops
     >>> x = torch.zeros(1, 4)
     >>> with torch.inference_mode():
-    ...     result, again = record(lambda: ops.silu(x[:, :2]))
+    ...     result, again = capture(lambda: ops.silu(x[:, :2]))
     ...     _ = x.fill_(1.0)
     ...     bool((again() > 0.7).all())
     True
@@ -58,11 +58,11 @@ def record(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]
         result = function()
     try:
         return result, Replay(recorder.calls, result)
-    except _NotRecordable:
+    except _NotCapturable:
         return result, function
 
 
-class _NotRecordable(Exception):
+class _NotCapturable(Exception):
     pass
 
 
@@ -77,11 +77,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.calls.append((func, _complete(func, args, kwargs or {}), result))
+        self.calls.append((func, _with_defaults(func, args, kwargs or {}), result))
         return result
 
 
-def _complete(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _with_defaults(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments in the order of the schema."""
     rest = func._schema.arguments[len(args) :]
     return (*args, *(kwargs.get(a.name, a.default_value) for a in rest))
@@ -92,7 +92,7 @@ class Replay:
 
     def __init__(self, calls: list[tuple[Any, tuple[Any, ...], Any]], result: Tensor) -> None:
         if not importlib.import_module("ingot.kernels.cpu.replay").available:
-            raise _NotRecordable
+            raise _NotCapturable
         program = _Program(calls, result)
         ops = torch.ops.ingot_replay
         self._number = ops.make(program.text, program.constants)
@@ -117,19 +117,19 @@ class _Program:
         for call in calls:
             lines += self._lines(*call)
         if id(result) not in self._register:
-            raise _NotRecordable
+            raise _NotCapturable
         lines.append(f"give {self._register[id(result)]}")
         self.text = "\n".join(_with_frees(lines, len(self.constants)))
 
     def _lines(self, func: Any, args: tuple[Any, ...], results: Any) -> list[str]:
         outputs = _tensors(results)
         if not outputs or (func._schema.is_mutable and func.namespace != "ingot"):
-            raise _NotRecordable
+            raise _NotCapturable
         bases = [base for out in outputs if (base := self._base(out, args)) is not None]
         if len(bases) == len(outputs):
             return [self._view(out, base) for out, base in zip(outputs, bases, strict=True)]
         if bases:
-            raise _NotRecordable
+            raise _NotCapturable
         arguments = [
             self._argument(str(declared.type), arg)
             for declared, arg in zip(func._schema.arguments, args, strict=True)
@@ -155,9 +155,9 @@ class _Program:
         return f"view {register} {out.dim()} {' '.join(map(str, numbers))} {self._new(out)}"
 
     def _argument(self, declared: str, value: Any) -> str:
-        kind = _KINDS.get(declared)
+        kind = _ARGUMENT_CODES.get(declared)
         if kind is None:
-            raise _NotRecordable
+            raise _NotCapturable
         if value is None:
             return "n 0"
         if isinstance(value, Tensor):
@@ -174,7 +174,7 @@ def _tensors(results: Any) -> tuple[Tensor, ...]:
     """The tensors a call returned; anything else was read out of one."""
     found = as_tuple(results) if isinstance(results, Tensor | tuple | list) else (results,)
     if not all(isinstance(out, Tensor) for out in found):
-        raise _NotRecordable
+        raise _NotCapturable
     return found
 
 

@@ -13,7 +13,7 @@ With F frequencies the first 2F channels turn and the rest pass through (partial
 The frequencies are data, made once by `rope_frequencies`. Models that stretch their context
 change only them, and some scale the rotated result; each scaling is a class here.
 
-When serving, keys and values go into a pool of pages and stay there. `rope_write` turns queries
+When serving, keys and values go into a pool of pages and stay there. `rope_and_cache` turns queries
 and keys and writes keys and values where they belong, in one pass. What it writes has the bits of
 what `rope` returns.
 
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import integral, same_dtype, same_shape
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, wide
+from ingot.ops.check import check_same_dtype, check_same_shape, is_integral
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, accum_dtype, fake_like, op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class Llama3Scaling:
     """Slow pairs divided by `factor`, fast ones left, a ramp in between (Llama 3.1)."""
 
     factor: float
-    low: float
-    high: float
-    context: int
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +69,16 @@ class YarnScaling:
     (Peng et al. 2023)."""
 
     factor: float
-    context: int
-    fast: float = 32.0
-    slow: float = 1.0
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
 
-Scaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
+RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
 
 
 def rope_frequencies(
-    width: int, theta: float = 10000.0, scaling: Scaling | None = None
+    width: int, theta: float = 10000.0, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, float]:
     """The frequencies for `width` rotated channels, and the scale of the result.
 
@@ -108,8 +108,10 @@ def _plain(width: int, theta: float) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    turns = scaling.context * plain / (2 * math.pi)
-    keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    keep = (
+        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ).clamp(0, 1)
     return keep * plain + (1 - keep) * plain / scaling.factor
 
 
@@ -117,43 +119,51 @@ def _yarn(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     width = 2 * len(plain)
 
     def pair_that_turns(times: float) -> float:
-        return width * math.log(scaling.context / (times * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            width
+            * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
-    first = max(math.floor(pair_that_turns(scaling.fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.slow)), width - 1)
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), width - 1)
     pairs = torch.arange(len(plain), dtype=torch.float64)
     stretch = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return (1 - stretch) * plain + stretch * plain / scaling.factor
 
 
-def _samples(make: Make) -> Iterator[Sample]:
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     def turned(width: int) -> Tensor:
         return rope_frequencies(width)[0].to(make.device)
 
-    yield Sample("typical", (make(6, 4, 16), make.ints(100, 6), turned(16), False, 1.0))
-    yield Sample("large", (make(67, 5, 66), make.ints(4096, 67), turned(66), False, 1.0))
-    yield Sample("int32", (make(4, 2, 8), make.ints(9, 4, dtype=torch.int32), turned(8)))
-    yield Sample("odd", (make(5, 3, 14), make.ints(7, 5), turned(14), False, 1.0))
-    yield Sample("one_row", (make(1, 2, 8), make.tensor([4095]), turned(8), False, 1.0))
-    yield Sample("strided", (make(5, 4, 48)[..., ::3], make.ints(9, 5), turned(16), False, 1.0))
-    yield Sample("extreme", (make.spread(4, 2, 8), make.tensor([0, 1, 131071, 7]), turned(8)))
-    yield Sample("partial", (make(5, 2, 20), make.ints(50, 5), turned(8), False, 1.0))
-    yield Sample("interleaved", (make(5, 2, 16), make.ints(50, 5), turned(16), True, 1.0))
-    yield Sample("nothing_turns", (make(3, 2, 7), make.ints(50, 3), make.floats([])))
-    yield Sample("interleaved_partial", (make(3, 2, 11), make.ints(50, 3), turned(6), True, 1.2))
+    yield SampleInput("typical", (make(6, 4, 16), make.ints(100, 6), turned(16), False, 1.0))
+    yield SampleInput("large", (make(67, 5, 66), make.ints(4096, 67), turned(66), False, 1.0))
+    yield SampleInput("int32", (make(4, 2, 8), make.ints(9, 4, dtype=torch.int32), turned(8)))
+    yield SampleInput("odd", (make(5, 3, 14), make.ints(7, 5), turned(14), False, 1.0))
+    yield SampleInput("one_row", (make(1, 2, 8), make.tensor([4095]), turned(8), False, 1.0))
+    yield SampleInput(
+        "strided", (make(5, 4, 48)[..., ::3], make.ints(9, 5), turned(16), False, 1.0)
+    )
+    yield SampleInput("extreme", (make.spread(4, 2, 8), make.tensor([0, 1, 131071, 7]), turned(8)))
+    yield SampleInput("partial", (make(5, 2, 20), make.ints(50, 5), turned(8), False, 1.0))
+    yield SampleInput("interleaved", (make(5, 2, 16), make.ints(50, 5), turned(16), True, 1.0))
+    yield SampleInput("nothing_turns", (make(3, 2, 7), make.ints(50, 3), make.floats([])))
+    yield SampleInput(
+        "interleaved_partial", (make(3, 2, 11), make.ints(50, 3), turned(6), True, 1.2)
+    )
 
 
 def _check(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> None:
-    same_dtype("rope", x=x)
+    check_same_dtype("rope", x=x)
     if x.dim() != 3:
         raise OpError(f"rope: x is {tuple(x.shape)}", hint="give (tokens, heads, channels)")
-    if positions.shape != x.shape[:1] or not integral(positions):
+    if positions.shape != x.shape[:1] or not is_integral(positions):
         raise OpError(
             f"rope: {x.shape[0]} tokens, but positions {positions.dtype} {tuple(positions.shape)}",
             hint="give one integer for each token",
         )
-    same_dtype("rope", freqs=freqs)
-    if freqs.dtype != wide(freqs.dtype):
+    check_same_dtype("rope", freqs=freqs)
+    if freqs.dtype != accum_dtype(freqs.dtype):
         raise OpError(
             f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",
             hint="keep them in float32, out of the reach of `module.to(torch.bfloat16)`",
@@ -178,11 +188,11 @@ def _cost(
 
 @op(
     check=_check,
-    fake=like,
+    fake=fake_like,
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=("x", "positions"),
+    row_args=("x", "positions"),
 )
 def rope(
     x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool = False, scale: float = 1.0
@@ -208,16 +218,16 @@ def rope(
     return torch.cat((rotated.flatten(-2), x[..., turned:]), dim=-1)
 
 
-def _write_samples(make: Make) -> Iterator[Sample]:
+def _write_samples(make: TensorMaker) -> Iterator[SampleInput]:
     def sample(
         name: str, t: int, n: int, g: int, h: int, turned: int, page: int, *rest: object
-    ) -> Sample:
+    ) -> SampleInput:
         freqs = rope_frequencies(turned)[0].to(make.device) if turned else make.floats([])
         pages = -(-t // page) + 2
         q, k, v = make(t, n + 2 * g, h).split([n, g, g], dim=1)
         pools = make(pages, page, g, h), make(pages, page, g, h)
         slots = make.tensor(list(range(pages * page))[::-1][:t])
-        return Sample(name, (q, k, v, make.ints(100, t), freqs, *pools, slots, *rest))
+        return SampleInput(name, (q, k, v, make.ints(100, t), freqs, *pools, slots, *rest))
 
     yield sample("typical", 6, 4, 2, 16, 16, 4, False, 1.0)
     yield sample("large", 67, 5, 5, 66, 66, 16, False, 1.0)
@@ -229,10 +239,10 @@ def _write_samples(make: Make) -> Iterator[Sample]:
     q, k, v = make(5, 4, 24)[..., ::3], make(5, 2, 16)[..., ::2], make(2, 5, 8).transpose(0, 1)
     pools = make(3, 2, 4, 8).transpose(1, 2), make(3, 4, 2, 16)[..., 3:11]
     slots = make.tensor([11, 0, 4, 5, 1], torch.int32)
-    yield Sample("strided", (q, k, v, make.ints(9, 5), freqs, *pools, slots))
+    yield SampleInput("strided", (q, k, v, make.ints(9, 5), freqs, *pools, slots))
     q, k, v = make.spread(4, 2, 8), make.spread(4, 2, 8), make.spread(4, 2, 8)
     pools, slots = (make(1, 4, 2, 8), make(1, 4, 2, 8)), make.tensor([3, 2, 1, 0])
-    yield Sample("extreme", (q, k, v, make.tensor([0, 1, 131071, 7]), freqs, *pools, slots))
+    yield SampleInput("extreme", (q, k, v, make.tensor([0, 1, 131071, 7]), freqs, *pools, slots))
 
 
 def _write_check(
@@ -248,23 +258,23 @@ def _write_check(
     scale: float,
 ) -> None:
     _check(q, positions, freqs, interleaved, scale)
-    same_dtype("rope_write", q=q, k=k, v=v, k_pool=k_pool, v_pool=v_pool)
-    same_shape("rope_write", k=k, v=v)
-    same_shape("rope_write", k_pool=k_pool, v_pool=v_pool)
+    check_same_dtype("rope_and_cache", q=q, k=k, v=v, k_pool=k_pool, v_pool=v_pool)
+    check_same_shape("rope_and_cache", k=k, v=v)
+    check_same_shape("rope_and_cache", k_pool=k_pool, v_pool=v_pool)
     if k.dim() != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
         raise OpError(
-            f"rope_write: q is {tuple(q.shape)}, k {tuple(k.shape)}",
+            f"rope_and_cache: q is {tuple(q.shape)}, k {tuple(k.shape)}",
             hint="give (tokens, heads, channels), as many tokens and channels for both",
         )
     fits = k_pool.dim() == 4 and k_pool.shape[2:] == k.shape[1:]
     if not fits or k_pool.stride(3) != 1 or v_pool.stride(3) != 1:
         raise OpError(
-            f"rope_write: k is {tuple(k.shape)}, its pool {tuple(k_pool.shape)}",
+            f"rope_and_cache: k is {tuple(k.shape)}, its pool {tuple(k_pool.shape)}",
             hint="give pools of (pages, slots, key-value heads, channels), channels side by side",
         )
-    if slots.shape != positions.shape or not integral(slots):
+    if slots.shape != positions.shape or not is_integral(slots):
         raise OpError(
-            f"rope_write: {q.shape[0]} tokens, but slots {slots.dtype} {tuple(slots.shape)}",
+            f"rope_and_cache: {q.shape[0]} tokens, but slots {slots.dtype} {tuple(slots.shape)}",
             hint="give one integer for each token: page * slots of a page + place in the page",
         )
 
@@ -288,14 +298,14 @@ def _write_cost(
 
 @op(
     check=_write_check,
-    fake=like,
+    fake=fake_like,
     samples=_write_samples,
     tolerance=Tolerance(),
     cost=_write_cost,
-    rows=(),
+    row_args=(),
     mutates=("k_pool", "v_pool"),
 )
-def rope_write(
+def rope_and_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -314,7 +324,7 @@ def rope_write(
     >>> q = k = v = torch.ones(1, 1, 4)
     >>> k_pool, v_pool = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)
     >>> slots = torch.tensor([3])
-    >>> rope_write(q, k, v, torch.tensor([0]), freqs, k_pool, v_pool, slots).shape
+    >>> rope_and_cache(q, k, v, torch.tensor([0]), freqs, k_pool, v_pool, slots).shape
     torch.Size([1, 1, 4])
     >>> k_pool[1, 1]
     tensor([[1., 1., 1., 1.]])
@@ -322,7 +332,7 @@ def rope_write(
     num_pages, page = k_pool.shape[:2]
     if len(slots) and not (0 <= int(slots.min()) <= int(slots.max()) < num_pages * page):
         raise OpError(
-            f"rope_write: slots from {int(slots.min())} to {int(slots.max())}",
+            f"rope_and_cache: slots from {int(slots.min())} to {int(slots.max())}",
             hint=f"name slots of the pool: 0 to {num_pages * page - 1}",
         )
     where = (slots // page).long(), (slots % page).long()

@@ -5,10 +5,10 @@ restarted. So the random number is a pure function of the request's seed and the
 position: Philox4x32-10 (Salmon et al. 2011), the counter-based generator that CUDA, Triton
 and PyTorch use too, with the seed as its key and the position as its counter.
 
-    penalize   lower the logits of tokens that were there already
-    truncate   temperature, then top-k, top-p and min-p: log-probabilities, -inf where cut
-    uniform    the random number of a (seed, position)
-    sample     truncate, then the first token whose cumulative probability exceeds `uniform`
+    apply_penalties    lower the logits of tokens that occurred before
+    sampling_logprobs  temperature, then top-k, top-p and min-p: log-probabilities, -inf if cut
+    philox_uniform     the random number of a (seed, position)
+    sample             the first token whose cumulative probability exceeds that number
 
 Options are per token (T), since a batch mixes requests. An option that does nothing is the
 natural one: temperature 1, top_k of the vocabulary's size or more, top_p 1, min_p 0. At
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import integral, same_dtype
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op, wide
+from ingot.ops.check import check_same_dtype, is_integral
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, accum_dtype, fake_like, op
 from ingot.ops.softmax import log_softmax
 
 _WORD = 0xFFFFFFFF
@@ -60,7 +60,7 @@ def _multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
     return (high >> 16) & _WORD, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def _logits(make: Make) -> Iterator[tuple[str, Tensor]]:
+def _logits(make: TensorMaker) -> Iterator[tuple[str, Tensor]]:
     yield "typical", make(6, 64, scale=3.0)
     yield "large", make(67, 1031)
     yield "odd", make(5, 37)
@@ -70,7 +70,9 @@ def _logits(make: Make) -> Iterator[tuple[str, Tensor]]:
     yield "ties", (make.ints(3, 4, 16) + 1).to(make.dtype)
 
 
-def _options(make: Make, rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _options(
+    make: TensorMaker, rows: int, vocabulary: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Every row another mix: all off, each alone, all on, greedy."""
 
     def cycle(*values: float) -> list[float]:
@@ -84,37 +86,39 @@ def _options(make: Make, rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Te
     )
 
 
-def _penalize_samples(make: Make) -> Iterator[Sample]:
+def _penalties_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, logits in _logits(make):
         rows = len(logits)
         prompt = make.bools(*logits.shape)
         counts = make.ints(3, *logits.shape, dtype=torch.int32)
         options = (make.floats([value] * rows) for value in (1.3, 0.5, 0.2))
-        yield Sample(name, (logits, prompt, counts, *options))
+        yield SampleInput(name, (logits, prompt, counts, *options))
 
 
-def _truncate_samples(make: Make) -> Iterator[Sample]:
+def _logprobs_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, logits in _logits(make):
-        yield Sample(name, (logits, *_options(make, *logits.shape)))
+        yield SampleInput(name, (logits, *_options(make, *logits.shape)))
 
 
-def _uniform_samples(make: Make) -> Iterator[Sample]:
+def _uniform_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, rows in (("typical", 6), ("large", 1031), ("odd", 37), ("one_row", 1)):
-        yield Sample(name, (make.ints(1 << 40, rows), make.ints(1 << 20, rows)))
-    yield Sample("strided", (make.ints(99, 8)[::2], make.ints(99, 8)[::2]))
-    yield Sample("int32", tuple(make.ints(99, 8, dtype=torch.int32) for _ in range(2)))
-    yield Sample("extreme", (make.tensor([0, 2**63 - 1, -(2**63)]), make.tensor([0, 2**40, 1])))
+        yield SampleInput(name, (make.ints(1 << 40, rows), make.ints(1 << 20, rows)))
+    yield SampleInput("strided", (make.ints(99, 8)[::2], make.ints(99, 8)[::2]))
+    yield SampleInput("int32", tuple(make.ints(99, 8, dtype=torch.int32) for _ in range(2)))
+    yield SampleInput(
+        "extreme", (make.tensor([0, 2**63 - 1, -(2**63)]), make.tensor([0, 2**40, 1]))
+    )
 
 
-def _sample_samples(make: Make) -> Iterator[Sample]:
+def _sample_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, logits in _logits(make):
         rows = len(logits)
         draw = make.ints(1 << 40, rows), make.ints(1 << 20, rows)
-        yield Sample(name, (logits, *_options(make, *logits.shape), *draw))
+        yield SampleInput(name, (logits, *_options(make, *logits.shape), *draw))
 
 
 def _check(logits: Tensor, *options: Tensor) -> None:
-    same_dtype("sampling", logits=logits)
+    check_same_dtype("sampling", logits=logits)
     if logits.dim() != 2:
         raise OpError(f"sampling: logits are {tuple(logits.shape)}", hint="give (T, V)")
     for option in options:
@@ -125,12 +129,12 @@ def _check(logits: Tensor, *options: Tensor) -> None:
             )
 
 
-def _check_penalize(logits: Tensor, prompt: Tensor, counts: Tensor, *options: Tensor) -> None:
+def _check_penalties(logits: Tensor, prompt: Tensor, counts: Tensor, *options: Tensor) -> None:
     _check(logits, *options)
     fits = prompt.shape == counts.shape == logits.shape
     if not fits or prompt.dtype != torch.bool or counts.is_complex():
         raise OpError(
-            f"penalize: logits are {tuple(logits.shape)}, prompt {prompt.dtype} "
+            f"apply_penalties: logits are {tuple(logits.shape)}, prompt {prompt.dtype} "
             f"{tuple(prompt.shape)}, counts {counts.dtype} {tuple(counts.shape)}",
             hint="give prompt as bools and counts as integers, both shaped as the logits",
         )
@@ -142,9 +146,9 @@ def _check_sample(logits: Tensor, *options: Tensor) -> None:
 
 
 def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
-    if not (integral(seeds) and integral(positions)) or seeds.shape != positions.shape:
+    if not (is_integral(seeds) and is_integral(positions)) or seeds.shape != positions.shape:
         raise OpError(
-            f"uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, "
+            f"philox_uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, "
             f"positions {positions.dtype} {tuple(positions.shape)}",
             hint="give an integer seed and an integer position for each number",
         )
@@ -154,15 +158,15 @@ def _uniform_fake(seeds: Tensor, positions: Tensor) -> Tensor:
     return seeds.new_empty(seeds.shape, dtype=torch.float32)
 
 
-def _truncate_fake(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape, dtype=wide(logits.dtype))
+def _logprobs_fake(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=accum_dtype(logits.dtype))
 
 
 def _sample_fake(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-def _penalize_cost(logits: Tensor, prompt: Tensor, counts: Tensor, *_: object) -> Cost:
+def _penalties_cost(logits: Tensor, prompt: Tensor, counts: Tensor, *_: object) -> Cost:
     return Cost(bytes=2 * logits.nbytes + prompt.nbytes + counts.nbytes, flops=4 * logits.numel())
 
 
@@ -170,7 +174,7 @@ def _uniform_cost(seeds: Tensor, positions: Tensor) -> Cost:
     return Cost(bytes=seeds.nbytes + positions.nbytes + 4 * seeds.numel(), flops=0)
 
 
-def _truncate_cost(logits: Tensor, *_: object) -> Cost:
+def _logprobs_cost(logits: Tensor, *_: object) -> Cost:
     return Cost(bytes=logits.nbytes + 4 * logits.numel(), flops=8 * logits.numel())
 
 
@@ -179,14 +183,14 @@ def _sample_cost(logits: Tensor, *_: object) -> Cost:
 
 
 @op(
-    check=_check_penalize,
-    fake=like,
-    samples=_penalize_samples,
+    check=_check_penalties,
+    fake=fake_like,
+    samples=_penalties_samples,
     tolerance=Tolerance(),
-    cost=_penalize_cost,
-    rows=("logits", "prompt", "counts", "repetition", "presence", "frequency"),
+    cost=_penalties_cost,
+    row_args=("logits", "prompt", "counts", "repetition", "presence", "frequency"),
 )
-def penalize(
+def apply_penalties(
     logits: Tensor,
     prompt: Tensor,
     counts: Tensor,
@@ -202,7 +206,7 @@ def penalize(
 
     >>> one = torch.ones(1)
     >>> seen = torch.tensor([[2, 0]], dtype=torch.int32)
-    >>> penalize(torch.zeros(1, 2), seen > 9, seen, one, one * 0.5, one * 0.1)
+    >>> apply_penalties(torch.zeros(1, 2), seen > 9, seen, one, one * 0.5, one * 0.1)
     tensor([[-0.7000,  0.0000]])
     """
     generated = counts > 0
@@ -215,14 +219,14 @@ def penalize(
 
 @op(
     check=_check,
-    fake=_truncate_fake,
-    samples=_truncate_samples,
+    fake=_logprobs_fake,
+    samples=_logprobs_samples,
     tolerance=Tolerance(),
-    cost=_truncate_cost,
-    rows=("logits", "temperature", "top_k", "top_p", "min_p"),
+    cost=_logprobs_cost,
+    row_args=("logits", "temperature", "top_k", "top_p", "min_p"),
     gradient=None,
 )
-def truncate(
+def sampling_logprobs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
     """The log-probabilities (T, V) a token is drawn from; -inf where it can't be.
@@ -231,7 +235,7 @@ def truncate(
     those at least p times as likely as the likeliest. Of equals the first comes first.
 
     >>> one, zero = torch.ones(1), torch.zeros(1)
-    >>> truncate(torch.tensor([[2.0, 1.0, 0.0]]), one, torch.tensor([2]), one, zero).exp()
+    >>> sampling_logprobs(torch.tensor([[2.0, 1.0, 0.0]]), one, torch.tensor([2]), one, zero).exp()
     tensor([[0.7311, 0.2689, 0.0000]])
     """
     greedy = (temperature <= 0)[:, None]
@@ -257,13 +261,13 @@ def truncate(
     samples=_uniform_samples,
     tolerance=Tolerance(),
     cost=_uniform_cost,
-    rows=("seeds", "positions"),
+    row_args=("seeds", "positions"),
     gradient=None,
 )
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """A random number in [0, 1) for each seed and position: 24 bits, exact in float32.
 
-    >>> uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
+    >>> philox_uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
     tensor([0.9546, 0.4070, 0.5105])
     """
     seeds, positions = seeds.long(), positions.long()
@@ -279,7 +283,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     samples=_sample_samples,
     tolerance=Tolerance(),
     cost=_sample_cost,
-    rows=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions"),
+    row_args=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions"),
     gradient=None,
 )
 def sample(
@@ -298,9 +302,9 @@ def sample(
     >>> sample(torch.zeros(1, 3), one, top_k, one, zero, seed, position)
     tensor([2])
     """
-    p = truncate.reference(logits, temperature, top_k, top_p, min_p).exp()
+    p = sampling_logprobs.reference(logits, temperature, top_k, top_p, min_p).exp()
     cumulative = p.cumsum(-1)
-    threshold = uniform.reference(seeds, positions).to(p.dtype) * cumulative[:, -1]
+    threshold = philox_uniform.reference(seeds, positions).to(p.dtype) * cumulative[:, -1]
     reached = cumulative > threshold[:, None]
     # Rounding may leave nothing above the threshold: then it is the last token with any chance.
     last = p.shape[-1] - 1 - (p > 0).int().flip(-1).argmax(-1)

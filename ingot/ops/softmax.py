@@ -17,29 +17,29 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.check import same_dtype
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Cost, Tolerance, like, op
+from ingot.ops.check import check_same_dtype
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Tolerance, fake_like, op
 
 
-def _samples(make: Make) -> Iterator[Sample]:
-    yield Sample("typical", (make(6, 64), 1.0, None))
-    yield Sample("large", (make(67, 1031), 1.0, None))
-    yield Sample("odd", (make(5, 37), 0.125, None))
-    yield Sample("one_row", (make(1, 48), 1.0, None))
-    yield Sample("strided", (make.strided(4, 24), 2.0, None))
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield SampleInput("typical", (make(6, 64), 1.0, None))
+    yield SampleInput("large", (make(67, 1031), 1.0, None))
+    yield SampleInput("odd", (make(5, 37), 0.125, None))
+    yield SampleInput("one_row", (make(1, 48), 1.0, None))
+    yield SampleInput("strided", (make.strided(4, 24), 2.0, None))
     # Not so large that a row is one-hot: its gradient is what is left of a cancellation.
-    yield Sample("extreme", (make.spread(4, 33, low=-8, high=1), 1.0, None))
-    yield Sample("one_column", (make(3, 1), 1.0, None))
-    yield Sample("masked", (make(5, 19), 0.5, make.bools(5, 19)))
+    yield SampleInput("extreme", (make.spread(4, 33, low=-8, high=1), 1.0, None))
+    yield SampleInput("one_column", (make(3, 1), 1.0, None))
+    yield SampleInput("masked", (make(5, 19), 0.5, make.bools(5, 19)))
     padded = make.tensor([True] * 9 + [False] * 7, torch.bool)
-    yield Sample("mask_broadcast", (make(2, 3, 16), 0.5, padded))
+    yield SampleInput("mask_broadcast", (make(2, 3, 16), 0.5, padded))
     second_row_masked = make.tensor([[True], [False], [True]], torch.bool)
-    yield Sample("nothing_left", (make(3, 8), 1.0, second_row_masked))
+    yield SampleInput("nothing_left", (make(3, 8), 1.0, second_row_masked))
 
 
 def _check(x: Tensor, scale: float, mask: Tensor | None) -> None:
-    same_dtype("softmax", x=x)
+    check_same_dtype("softmax", x=x)
     if mask is None:
         return
     if mask.dtype != torch.bool:
@@ -59,11 +59,11 @@ def _cost(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Cost:
 
 _op = op(
     check=_check,
-    fake=like,
+    fake=fake_like,
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    rows=("x",),
+    row_args=("x",),
 )
 
 

@@ -96,12 +96,12 @@ class Step:
         self.masters.grads.clear()
         self.model.train()
         count, rows, total = sum(map(counted, pieces)), 0, 0.0
-        slope = self.masters.scale / max(count, 1)
+        grad_output = self.masters.scale / max(count, 1)
         for index, piece in enumerate(pieces):
             dropout.begin(self.model, seed=self.losses.seed, step=step, row=rows)
-            lost = self._losses(piece, step, index, slope).sum()
+            lost = self._losses(piece, step, index, grad_output).sum()
             total += float(lost.detach())
-            (lost * slope).backward()
+            (lost * grad_output).backward()
             rows += size(piece)
         grads = [self.masters.grads.get(name, torch.zeros(())) for name in self.masters.weights]
         self._norms = norms(grads)
@@ -120,8 +120,8 @@ class Step:
         self.masters.publish()
         return float(factors.min())
 
-    def _losses(self, piece: Batch, step: int, index: int, slope: float) -> Tensor:
-        """The loss of each row, in training; `slope` is what it will be multiplied by."""
+    def _losses(self, piece: Batch, step: int, index: int, grad_output: float) -> Tensor:
+        """The loss of each row, in training; `grad_output` is what it will be multiplied by."""
         options, smoothing = self.losses, self.losses.label_smoothing
         if isinstance(piece, TokenBatch):
             return token_losses(
@@ -131,7 +131,7 @@ class Step:
                 piece.lengths,
                 label_smoothing=smoothing,
                 z_loss=options.z_loss,
-                slope=slope,
+                grad_output=grad_output,
             )
         if options.mix is None:
             return class_losses(self.model(piece.x), piece.y, smoothing)

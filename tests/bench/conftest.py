@@ -27,11 +27,11 @@ def generate(prompts, new):
 
 serve(load)
 """
-Make = Callable[..., System]
+TensorMaker = Callable[..., System]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path: Path) -> TensorMaker:
     """Makes a system that counts upwards from the first token of a prompt.
 
     `load` and `generate` are statements it runs before it does its work.

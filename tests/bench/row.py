@@ -22,5 +22,5 @@ ROW = Row(
     share_of_limit=0.25,
     vs_aten=2.0,
     vs_compile=None,
-    exact=True,
+    batch_invariant=True,
 )

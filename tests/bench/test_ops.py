@@ -17,7 +17,7 @@ from ingot.bench.ops import Bench, Row, contenders, reader
 from ingot.bench.peaks import Peak, Peaks
 from ingot.bench.timing import Timing
 from ingot.bench.workloads import Workload, copies, filled, floats
-from ingot.ops import catalogue
+from ingot.ops import registry
 
 SIZE = 2**22
 PEAKS = Peaks(
@@ -72,7 +72,7 @@ def by_provider(rows: list[Row]) -> dict[str, Row]:
 @pytest.mark.parametrize("workload", [SILU, LINEAR, ROPE, ATTENTION], ids=lambda w: w.op)
 def test_rows_are_complete(bench: Bench, workload: Workload) -> None:
     rows = bench.rows(workload)
-    op = catalogue()[workload.op]
+    op = registry()[workload.op]
     args = copies(workload, filled(SIZE))[0]
     assert rows[0].provider == op.select(*args).name
     assert {row.provider for row in rows} - {"compile", "sdpa"} == set(op.providers)
@@ -83,13 +83,15 @@ def test_rows_are_complete(bench: Bench, workload: Workload) -> None:
         assert row.gflops > 0
         assert row.read_gbs > 0
         assert row.share_of_limit > 0
-        assert row.exact == (row.provider in op.providers and op.providers[row.provider].exact)
+        assert row.batch_invariant == (
+            row.provider in op.providers and op.providers[row.provider].batch_invariant
+        )
 
 
 def test_a_row_has_what_the_documentation_promises() -> None:
     promised = (
         "op shape dtype provider p20_us p50_us p80_us gbs gflops limit share_of_limit "
-        "vs_aten vs_compile exact"
+        "vs_aten vs_compile batch_invariant"
     )
     assert set(promised.split()) <= {field.name for field in fields(Row)}
 
@@ -116,7 +118,7 @@ def test_ratios_say_how_many_times_faster(bench: Bench, given: dict[str, float])
 
 def test_what_does_not_exist_has_no_ratio(bench: Bench, given: dict[str, float]) -> None:
     row = bench.rows(ROPE)[0]
-    if "aten" not in catalogue()["rope"].providers:
+    if "aten" not in registry()["rope"].providers:
         assert row.vs_aten is None
     assert row.vs_compile is not None
 

@@ -15,10 +15,10 @@ import pytest
 from ingot.bench import peer
 from ingot.bench.peer import Failure, Process
 
-from .conftest import Make
+from .conftest import TensorMaker
 
 
-def run(make: Make, tmp_path: Path, load: str = "pass", generate: str = "pass") -> Process:
+def run(make: TensorMaker, tmp_path: Path, load: str = "pass", generate: str = "pass") -> Process:
     return make("fake", load, generate).start(tmp_path, tmp_path)
 
 
@@ -44,7 +44,7 @@ def wait_for_end(pid: int) -> None:
     assert ended, "it still runs"
 
 
-def test_it_says_hello_and_answers(make: Make, tmp_path: Path) -> None:
+def test_it_says_hello_and_answers(make: TensorMaker, tmp_path: Path) -> None:
     with run(make, tmp_path) as process:
         hello = process.start()
         assert (hello.version, hello.dtype) == ("1.0", "bf16")
@@ -58,7 +58,7 @@ def test_it_says_hello_and_answers(make: Make, tmp_path: Path) -> None:
 
 
 def test_what_we_set_for_our_own_threads_is_not_for_others(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: TensorMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     monkeypatch.setenv("PASSED_ON", "1")
@@ -69,7 +69,7 @@ def test_what_we_set_for_our_own_threads_is_not_for_others(
     assert "GOMP_SPINCOUNT" not in known
 
 
-def test_what_its_libraries_print_does_not_disturb(make: Make, tmp_path: Path) -> None:
+def test_what_its_libraries_print_does_not_disturb(make: TensorMaker, tmp_path: Path) -> None:
     chatter = "print('INFO loading'); os.system('echo INFO from C')"
     with run(make, tmp_path, load=chatter, generate=chatter) as process:
         process.start()
@@ -86,7 +86,7 @@ def test_what_its_libraries_print_does_not_disturb(make: Make, tmp_path: Path) -
         ("time.sleep(60)", "no answer within 2 s"),
     ],
 )
-def test_a_start_that_fails(make: Make, tmp_path: Path, load: str, reason: str) -> None:
+def test_a_start_that_fails(make: TensorMaker, tmp_path: Path, load: str, reason: str) -> None:
     with run(make, tmp_path, load=load) as process, pytest.raises(Failure, match=reason):
         process.start(timeout=2)
 
@@ -108,14 +108,16 @@ def test_a_start_that_fails(make: Make, tmp_path: Path, load: str, reason: str) 
         ("os.write(3, b'hello\\n'); [os.write(i, b'x\\n') for i in range(3, 9)]", "protocol"),
     ],
 )
-def test_an_answer_that_fails(make: Make, tmp_path: Path, generate: str, reason: str) -> None:
+def test_an_answer_that_fails(
+    make: TensorMaker, tmp_path: Path, generate: str, reason: str
+) -> None:
     with run(make, tmp_path, generate=generate) as process:
         process.start()
         with pytest.raises(Failure, match=reason):
             process.ask([[1, 1]], new=3, timeout=2)
 
 
-def test_a_process_that_died_meanwhile(make: Make, tmp_path: Path) -> None:
+def test_a_process_that_died_meanwhile(make: TensorMaker, tmp_path: Path) -> None:
     with run(make, tmp_path) as process:
         process.start()
         os.kill(process.pid, signal.SIGKILL)
@@ -123,7 +125,9 @@ def test_a_process_that_died_meanwhile(make: Make, tmp_path: Path) -> None:
             process.ask([[1]], new=1)
 
 
-def test_a_line_without_end(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end(
+    make: TensorMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peer, "_LONGEST_LINE", 1000)
     with run(make, tmp_path) as process:
         process.start()
@@ -131,7 +135,7 @@ def test_a_line_without_end(make: Make, tmp_path: Path, monkeypatch: pytest.Monk
             process.ask([[1]], new=10_000)
 
 
-def test_it_sleeps_unless_it_is_asked(make: Make, tmp_path: Path) -> None:
+def test_it_sleeps_unless_it_is_asked(make: TensorMaker, tmp_path: Path) -> None:
     child = tmp_path / "child"
     start = f"c = subprocess.Popen(['sleep', '600']); open({str(child)!r}, 'w').write(str(c.pid))"
     with run(make, tmp_path, load=start) as process:
@@ -143,7 +147,7 @@ def test_it_sleeps_unless_it_is_asked(make: Make, tmp_path: Path) -> None:
     wait_for_end(int(child.read_text()))
 
 
-def test_nobody_stays_behind_when_we_are_killed(make: Make, tmp_path: Path) -> None:
+def test_nobody_stays_behind_when_we_are_killed(make: TensorMaker, tmp_path: Path) -> None:
     system = make("fake")
     code = f"""
 from pathlib import Path

@@ -18,7 +18,7 @@ from ingot.interop import hf
 from ingot.nn import Decoder, preset
 from ingot.ops.op import Cost
 
-from .conftest import Make
+from .conftest import TensorMaker
 
 PEAK = Peak(value=4.0, low=1.0, typical=2.0, high=3.0)
 PEAKS = Peaks(
@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("cache")
-def test_all_take_turns_and_those_that_fail_are_named(make: Make, tmp_path: Path) -> None:
+def test_all_take_turns_and_those_that_fail_are_named(make: TensorMaker, tmp_path: Path) -> None:
     order = tmp_path / "order"
     note = f"open({str(order)!r}, 'a').write(__spec__.name[-1])"
     late = f"{note}; open({str(order)!r}).read().count('d') < 3 or os._exit(9)"
@@ -184,7 +184,7 @@ def test_every_peer_is_found_and_says_why_it_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_ours_imports_this_ingot(make: Make, tmp_path: Path) -> None:
+def test_ours_imports_this_ingot(make: TensorMaker, tmp_path: Path) -> None:
     load = f"import ingot; open({str(tmp_path / 'file')!r}, 'w').write(ingot.__file__)"
     system: System = make(peers.OURS, load=load)
     with system.start(tmp_path, tmp_path) as process:

@@ -18,7 +18,7 @@ from ingot.bench.results import (
 from ingot.core.errors import IngotError
 from tests.bench.row import ROW, RUN
 
-ATEN = replace(ROW, provider="aten", share_of_limit=0.125, vs_aten=1.0, exact=False)
+ATEN = replace(ROW, provider="aten", share_of_limit=0.125, vs_aten=1.0, batch_invariant=False)
 
 
 def test_what_is_appended_is_read_back_under_one_heading(tmp_path: Path) -> None:

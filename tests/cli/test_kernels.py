@@ -33,10 +33,10 @@ def test_tables_for_people(ready: Run) -> None:
 
 
 def test_errors_of_the_kernels_in_the_interpreter(ready: Run) -> None:
-    result = ready("kernels", "uniform", "--numbers", "--json")
+    result = ready("kernels", "philox_uniform", "--numbers", "--json")
     assert result.returncode == 0, result.stderr
     (row,) = json.loads(result.stdout)
-    assert row["op"] == "uniform"
+    assert row["op"] == "philox_uniform"
     assert float(row["forward"]) <= 1
     assert row["cases"] > 10
 

@@ -13,9 +13,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 def test_json_has_a_row_for_every_op(ingot: Run) -> None:
     rows = json.loads(ingot("ops", "--json").stdout)
-    assert len(rows) == len(ops.catalogue()) >= 25
+    assert len(rows) == len(ops.registry()) >= 25
     for row in rows:
-        assert {p["name"] for p in row["providers"]} == set(ops.catalogue()[row["op"]].providers)
+        assert {p["name"] for p in row["providers"]} == set(ops.registry()[row["op"]].providers)
         assert row["tolerance"]["forward"] > 0
         assert row["cost"]["bytes"]
         assert row["cost"]["flops"]
@@ -26,7 +26,7 @@ def test_the_table_fits_a_terminal_and_names_every_op(ingot: Run) -> None:
     assert result.returncode == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert {line.split()[0] for line in result.stdout.splitlines() if line.strip()} >= set(
-        ops.catalogue()
+        ops.registry()
     )
 
 

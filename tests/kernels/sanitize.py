@@ -34,8 +34,8 @@ from ingot import ops
 from ingot.core import paths
 from ingot.core.device import detect
 from ingot.ops.gradient import as_tuple
-from ingot.ops.inputs import Make
-from ingot.ops.op import Op, each, prefer
+from ingot.ops.inputs import TensorMaker
+from ingot.ops.op import Op, map_tensors, prefer
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 OPTIONS = {
@@ -74,7 +74,7 @@ def main() -> None:
 def watched() -> None:
     """Call every kernel on every sample, as it comes and in guarded memory."""
     start, calls = time.monotonic(), 0
-    for op in ops.catalogue().values():
+    for op in ops.registry().values():
         if "cpu" in op.providers:
             calls += sum(1 for args in _calls(op) for _ in _run(op, args))
     assert calls, "no kernel was called"
@@ -84,11 +84,11 @@ def watched() -> None:
 
 def _calls(op: Op[..., Any]) -> Iterator[tuple[Any, ...]]:
     for dtype in DTYPES:
-        for sample in op.samples(Make(dtype)):
-            args = op.complete(sample.args)
+        for sample in op.samples(TensorMaker(dtype)):
+            args = op.with_defaults(sample.args)
             yield args
-            yield tuple(each(_tight, arg) for arg in args)
-            yield tuple(each(_guarded, arg) for arg in args)
+            yield tuple(map_tensors(_tight, arg) for arg in args)
+            yield tuple(map_tensors(_guarded, arg) for arg in args)
 
 
 def _run(op: Op[..., Any], args: tuple[Any, ...]) -> Iterator[None]:

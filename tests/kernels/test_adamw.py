@@ -13,7 +13,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.adamw import join, split
-from ingot.ops.op import each, prefer
+from ingot.ops.op import map_tensors, prefer
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 
@@ -86,7 +86,7 @@ def test_bits_depend_on_the_element_alone(
     wanted = made(form, parts)
     run(wanted, threads=1)
     for threads in (1, 2, 3):
-        again = [each(change, some) for some in made(form, parts)]
+        again = [map_tensors(change, some) for some in made(form, parts)]
         run(again, threads)
         assert_bits(again, wanted)
     one_by_one = made(form, parts)
@@ -103,7 +103,12 @@ def test_bits_depend_on_the_element_alone(
 def test_a_split_parameter_has_the_bits_of_a_float32(form: str) -> None:
     ours = made(form, True)
     masters = [join(*both) for both in zip(ours[0], ours[4], strict=True)]
-    theirs = [masters, [g.float() for g in ours[1]], *(each(torch.clone, m) for m in ours[2:4]), []]
+    theirs = [
+        masters,
+        [g.float() for g in ours[1]],
+        *(map_tensors(torch.clone, m) for m in ours[2:4]),
+        [],
+    ]
     run(ours)
     run(theirs)
     joined = [join(*both) for both in zip(ours[0], ours[4], strict=True)]
@@ -141,7 +146,7 @@ def test_moments_that_nothing_adds_to_become_0() -> None:
     """Subnormal ones would stay, and each takes as long as ten others."""
     p, g, m, v = torch.ones(20), torch.zeros(20), torch.full((20,), 1e-39), torch.full((20,), 1e-40)
     p[:10] = 1e-39
-    ops.adamw([p], [g], [m], [v], [], 1000, 1e-2, decay=0.0)
+    ops.adamw([p], [g], [m], [v], [], 1000, 1e-2, weight_decay=0.0)
     assert not m.any()
     assert not v.any()
     assert torch.equal(p[10:], torch.ones(10))

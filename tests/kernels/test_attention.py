@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.device import detect
-from ingot.ops.inputs import Make
+from ingot.ops.inputs import TensorMaker
 
 KIND = "schedules"
 BITS = {2: torch.int16, 4: torch.int32}
@@ -91,7 +91,7 @@ class Engine:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.random = torch.Generator().manual_seed(schedule.seed)
-        self.make = Make(schedule.dtype, seed=schedule.seed)
+        self.make = TensorMaker(schedule.dtype, seed=schedule.seed)
         heads = schedule.kv_heads * schedule.group, schedule.kv_heads, schedule.kv_heads
         self.sequences = [
             tuple(self.make.spread(n, h, schedule.width, low=-6, high=2) for h in heads)

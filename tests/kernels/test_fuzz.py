@@ -20,11 +20,11 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.gradient import as_tuple
-from ingot.ops.inputs import Make
+from ingot.ops.inputs import TensorMaker
 from ingot.ops.op import Op, prefer
 
 KIND = "strange calls"
-OPS = [op for op in ops.catalogue().values() if "cpu" in op.providers]
+OPS = [op for op in ops.registry().values() if "cpu" in op.providers]
 WILD = (-(2**63), -(2**31), -1, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
@@ -125,8 +125,8 @@ class Strange:
     preferred: bool
 
     def unchanged(self, op: Op[..., Any]) -> list[Any]:
-        samples = list(op.samples(Make(self.dtype)))
-        return list(op.complete(samples[self.sample % len(samples)].args))
+        samples = list(op.samples(TensorMaker(self.dtype)))
+        return list(op.with_defaults(samples[self.sample % len(samples)].args))
 
     def args(self, op: Op[..., Any]) -> list[Any]:
         args = self.unchanged(op)
@@ -258,7 +258,7 @@ def test_many_strange_calls_are_computed_or_refused(op: Op[..., Any], explore: A
 @each_op
 def test_samples_are_among_what_is_computed(op: Op[..., Any]) -> None:
     """Or the tests above would prove little."""
-    for sample in op.samples(Make(torch.float32)):
+    for sample in op.samples(TensorMaker(torch.float32)):
         assert op.select(*sample.args).name == "cpu"
     assert all(
         p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in op.signature.parameters.values()

@@ -19,7 +19,7 @@ from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.accuracy import backward_errors
 from ingot.ops.gradient import as_tuple
-from ingot.ops.inputs import Make
+from ingot.ops.inputs import TensorMaker
 from ingot.ops.op import Op
 
 KIND = "gradients"
@@ -69,32 +69,32 @@ calls = st.builds(
 )
 
 
-def linear(make: Make, call: Call, *, residual: bool = False) -> tuple[Any, ...]:
+def linear(make: TensorMaker, call: Call, *, residual: bool = False) -> tuple[Any, ...]:
     weight = make(call.out, call.width, scale=call.width**-0.5)
     bias = make(call.out) if call.bias else None
     between = (make(call.rows, call.out),) if residual else ()
     return make(call.rows, call.width), weight, *between, bias
 
 
-def swiglu(make: Make, call: Call) -> tuple[Any, ...]:
+def swiglu(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     weights = make(2, call.out, call.width, scale=call.width**-0.5)
     return make(call.rows, call.width), *weights.unbind(0)
 
 
-def norm(make: Make, call: Call, *, residual: bool, bias: bool) -> tuple[Any, ...]:
+def norm(make: TensorMaker, call: Call, *, residual: bool, bias: bool) -> tuple[Any, ...]:
     between = (make(call.rows, call.width),) if residual else ()
     last = (make(call.width) if call.bias else None,) if bias else ()
     return make(call.rows, call.width), *between, make(call.width), *last, 1e-5
 
 
-def loss(make: Make, call: Call, *, options: bool) -> tuple[Any, ...]:
+def loss(make: TensorMaker, call: Call, *, options: bool) -> tuple[Any, ...]:
     targets = make.ints(call.out, call.rows)
     weight = make(call.out, call.width, scale=call.width**-0.5)
     rest = (0, call.smooth, call.smooth * 1e-2) if options else ()
     return make(call.rows, call.width), weight, targets, *rest
 
 
-def attention(make: Make, call: Call) -> tuple[Any, ...]:
+def attention(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     kv_heads, group = call.heads
     total, width = sum(call.lengths), 1 + call.width % 80
     q, k, v = (make(total, n, width) for n in (kv_heads * group, kv_heads, kv_heads))
@@ -102,11 +102,11 @@ def attention(make: Make, call: Call) -> tuple[Any, ...]:
     return q, k, v, cu_seqlens, None, None, call.causal, call.window, None
 
 
-def embedding(make: Make, call: Call) -> tuple[Any, ...]:
+def embedding(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     return make.ints(call.out, call.rows), make(call.out, call.width)
 
 
-ARGUMENTS: dict[str, Callable[[Make, Call], tuple[Any, ...]]] = {
+ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear": linear,
     "linear_gelu": linear,
     "linear_gelu_tanh": linear,
@@ -123,14 +123,14 @@ ARGUMENTS: dict[str, Callable[[Make, Call], tuple[Any, ...]]] = {
     "attention": attention,
     "embedding": embedding,
 }
-OPS = [op for op in ops.catalogue().values() if op.name in ARGUMENTS]
+OPS = [op for op in ops.registry().values() if op.name in ARGUMENTS]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
 def arguments(op: Op[..., Any], call: Call) -> tuple[Any, ...]:
     # Gradients that are GEMMs are MKL's in float32, whose bits depend on the threads.
     dtype = torch.bfloat16 if op.family in ("linear", "loss") else call.dtype
-    args = ARGUMENTS[op.name](Make(dtype, seed=call.seed), call)
+    args = ARGUMENTS[op.name](TensorMaker(dtype, seed=call.seed), call)
     return tuple(map(apart, args)) if call.strided else args
 
 
@@ -147,8 +147,8 @@ def gradients(op: Op[..., Any], args: tuple[Any, ...], threads: int) -> list[Ten
 
 
 def test_every_gradient_in_cpp_is_tested_here() -> None:
-    found = {op.name for op in ops.catalogue().values() if "cpu" in op.providers}
-    assert {n for n in found if ops.catalogue()[n].providers["cpu"].backward} == set(ARGUMENTS)
+    found = {op.name for op in ops.registry().values() if "cpu" in op.providers}
+    assert {n for n in found if ops.registry()[n].providers["cpu"].backward} == set(ARGUMENTS)
 
 
 @each_op
@@ -172,7 +172,7 @@ def test_gradients_have_the_same_bits_on_any_threads(op: Op[..., Any], explore: 
 
 @pytest.mark.parametrize("rows", [3071, 3073, 6200])
 def test_many_rows_are_added_up_in_slices(rows: int) -> None:
-    make = Make(torch.bfloat16)
+    make = TensorMaker(torch.bfloat16)
     args = make(rows, 24), make(17, 24, scale=0.2), make(17)
     errors = backward_errors(ops.linear, "cpu", args)
     assert max(errors.values()) <= 1, errors
@@ -180,7 +180,7 @@ def test_many_rows_are_added_up_in_slices(rows: int) -> None:
 
 @pytest.mark.parametrize("words", [3071, 3073, 6200])
 def test_many_words_become_gradients_some_at_a_time(words: int) -> None:
-    make = Make(torch.bfloat16)
+    make = TensorMaker(torch.bfloat16)
     targets = torch.tensor([0, words - 1, 3070, -100, 300])
     args = make(5, 24), make(words, 24, scale=0.2), targets, -100, 0.1, 1e-3
     errors = backward_errors(ops.linear_cross_entropy, "cpu", args)
@@ -189,7 +189,7 @@ def test_many_words_become_gradients_some_at_a_time(words: int) -> None:
 
 def test_a_vocabulary_of_many_words_takes_its_tokens_in_turns() -> None:
     """Beyond 256 MB of logits the weight's gradient is added up in float32."""
-    make, rows, words = Make(torch.bfloat16), 258, 530_000
+    make, rows, words = TensorMaker(torch.bfloat16), 258, 530_000
     hidden, weight, targets = make(rows, 4), make(words, 4), make.ints(words, rows)
     grads = torch.ones(rows)
     kernel = ops.linear_token_logprobs.backward_overload

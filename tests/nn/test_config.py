@@ -54,8 +54,13 @@ def test_rope_has_bounds(theta: float) -> None:
     "scaling",
     [
         LinearScaling(factor=0.0),
-        Llama3Scaling(factor=8.0, low=4.0, high=4.0, context=32),
-        YarnScaling(factor=4.0, context=32, fast=1.0, slow=1.0),
+        Llama3Scaling(
+            factor=8.0,
+            low_freq_factor=4.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+        YarnScaling(factor=4.0, original_max_position_embeddings=32, beta_fast=1.0, beta_slow=1.0),
     ],
 )
 def test_scalings_have_bounds(scaling: Any) -> None:
@@ -90,8 +95,13 @@ def test_a_preset_survives_toml(name: str, tmp_path: Any) -> None:
     "scaling",
     [
         LinearScaling(factor=2.0),
-        Llama3Scaling(factor=8.0, low=1.0, high=4.0, context=32),
-        YarnScaling(factor=4.0, context=32),
+        Llama3Scaling(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+        YarnScaling(factor=4.0, original_max_position_embeddings=32),
     ],
 )
 def test_a_scaling_survives_toml(scaling: Any, tmp_path: Any) -> None:

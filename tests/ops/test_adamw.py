@@ -34,7 +34,7 @@ def test_it_is_the_update_of_torchs_optimizer() -> None:
         optimizer.step()
         with prefer("reference"):
             betas = {"beta1": 0.8, "beta2": 0.95}
-            ops.adamw(ours, grads, first, second, [], step, decay=0.1, **betas, **options)
+            ops.adamw(ours, grads, first, second, [], step, weight_decay=0.1, **betas, **options)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=2e-6, atol=2e-6)
 
@@ -42,21 +42,21 @@ def test_it_is_the_update_of_torchs_optimizer() -> None:
 def test_decay_is_apart_from_the_gradient() -> None:
     """Without gradients and moments a parameter shrinks by lr * decay, whatever the step."""
     (p,) = tensors(2.0)
-    ops.adamw([p], tensors(0.0), tensors(0.0), tensors(0.0), [], 7, 0.1, decay=0.5)
+    ops.adamw([p], tensors(0.0), tensors(0.0), tensors(0.0), [], 7, 0.1, weight_decay=0.5)
     torch.testing.assert_close(p, torch.full((3,), 2.0 * (1 - 0.05)))
 
 
 def test_the_first_step_is_as_long_as_the_learning_rate() -> None:
     params = tensors(1.0, 1.0)
     state = tensors(0.0, 0.0), tensors(0.0, 0.0)
-    ops.adamw(params, tensors(1e-3, -50.0), *state, [], 1, 0.1, decay=0.0)
+    ops.adamw(params, tensors(1e-3, -50.0), *state, [], 1, 0.1, weight_decay=0.0)
     torch.testing.assert_close(torch.stack(params)[:, 0], torch.tensor([0.9, 1.1]))
 
 
 def test_a_factor_is_of_the_gradients() -> None:
     one = [tensors(1.0), tensors(0.5), tensors(0.5)]
     other = [[t.clone() for t in some] for some in one]
-    ops.adamw(one[0], tensors(2.0), one[1], one[2], [], 3, 0.1, factor=0.25)
+    ops.adamw(one[0], tensors(2.0), one[1], one[2], [], 3, 0.1, grad_scale=0.25)
     ops.adamw(other[0], tensors(0.5), other[1], other[2], [], 3, 0.1)
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a[0], b[0])
@@ -158,7 +158,7 @@ def test_a_decay_that_is_small_is_not_rounded_away(provider: str) -> None:
     zeros, after = torch.zeros(10**5), before.clone()
     with prefer(provider):
         state = [after], [zeros], [zeros.clone()], [zeros.clone()], []
-        ops.adamw(*state, 1, 1e-5, decay=0.1)
+        ops.adamw(*state, 1, 1e-5, weight_decay=0.1)
     lost = (before.double() - after.double()).sum() / before.double().sum()
     assert lost.item() == pytest.approx(1e-6, rel=0.004)
 
@@ -169,7 +169,7 @@ def test_without_a_lower_half_small_steps_are_lost() -> None:
     for params, lower in (([alone], []), ([weight], [low])):
         m, v = torch.zeros(4), torch.zeros(4)
         for step in range(1, 101):
-            ops.adamw(params, [torch.ones(4)], [m], [v], lower, step, 1e-4, decay=0.0)
+            ops.adamw(params, [torch.ones(4)], [m], [v], lower, step, 1e-4, weight_decay=0.0)
     assert torch.equal(alone, torch.ones(4).bfloat16())
     torch.testing.assert_close(join(weight, low), torch.full((4,), 0.99))
 
@@ -184,21 +184,30 @@ def test_without_a_lower_half_small_steps_are_lost() -> None:
         ({"grads": [torch.ones(4)]}, "parameter 0 is (3,)"),
         ({"grads": [torch.ones(3).bfloat16()]}, "gradients are torch.bfloat16"),
         ({"params": [torch.ones(3).int()]}, "parameters are torch.int32"),
-        ({"first": [torch.ones(3).bfloat16()]}, "moments are torch.bfloat16, torch.float32"),
-        ({"second": [torch.ones(3).double()]}, "moments are torch.float32, torch.float64"),
-        ({"low": [torch.ones(3).short()]}, "`low` is torch.int16, of parameters in torch.float32"),
-        ({"low": [torch.ones(3)], "params": [torch.ones(3).bfloat16()]}, "`low` is torch.float32"),
-        ({"low": [torch.ones(4).short()], "params": [torch.ones(3).bfloat16()]}, "[(3,), (3,), (3"),
-        ({"low": [torch.ones(3).short()] * 2}, "2 low"),
-        ({"second": [torch.ones(3, device="meta")]}, "meta"),
+        ({"exp_avgs": [torch.ones(3).bfloat16()]}, "moments are torch.bfloat16, torch.float32"),
+        ({"exp_avg_sqs": [torch.ones(3).double()]}, "moments are torch.float32, torch.float64"),
+        (
+            {"master_lo": [torch.ones(3).short()]},
+            "`master_lo` is torch.int16, of parameters in torch.float32",
+        ),
+        (
+            {"master_lo": [torch.ones(3)], "params": [torch.ones(3).bfloat16()]},
+            "`master_lo` is torch.float32",
+        ),
+        (
+            {"master_lo": [torch.ones(4).short()], "params": [torch.ones(3).bfloat16()]},
+            "[(3,), (3,), (3",
+        ),
+        ({"master_lo": [torch.ones(3).short()] * 2}, "2 master_lo"),
+        ({"exp_avg_sqs": [torch.ones(3, device="meta")]}, "meta"),
         ({"step": 0}, "step 0"),
         ({"beta2": 1.0}, "betas"),
     ],
 )
 def test_what_does_not_fit_is_named(changed: dict[str, Any], message: str) -> None:
-    names = ("params", "grads", "first", "second")
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
     args: dict[str, Any] = {name: tensors(1.0) for name in names}
-    args |= {"low": [], "step": 1, "lr": 0.1}
+    args |= {"master_lo": [], "step": 1, "lr": 0.1}
     with pytest.raises(OpError) as caught:
         ops.adamw(**(args | changed))
     assert message in str(caught.value)

@@ -19,12 +19,12 @@ from ingot import ops
 from ingot.core.device import detect
 from ingot.core.errors import OpError, UnknownName
 from ingot.ops import op as record
-from ingot.ops.inputs import Make, Sample
-from ingot.ops.op import Ahead, Cost, Op, Tolerance, exact, like, op, prefer
+from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.op import Cost, Op, Override, Tolerance, batch_invariant, fake_like, op, prefer
 
 
-def samples(make: Make) -> Iterator[Sample]:
-    yield Sample("typical", (make(3, 4),))
+def samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield SampleInput("typical", (make(3, 4),))
 
 
 def cost(x: Tensor) -> Cost:
@@ -37,24 +37,24 @@ def check(x: Tensor) -> None:
 
 RECORD: dict[str, Any] = {
     "check": check,
-    "fake": like,
+    "fake": fake_like,
     "samples": samples,
     "tolerance": Tolerance(),
     "cost": cost,
-    "rows": ("x",),
+    "row_args": ("x",),
 }
 
 
 @pytest.fixture(scope="module")
 def made_up() -> Iterator[Op[..., Any]]:
-    """An op in the catalogue while this file runs; torch knows its name for good."""
+    """An op in the registry while this file runs; torch knows its name for good."""
 
     @op(**RECORD)
     def made_up_double(x: Tensor) -> Tensor:
         return 2 * x
 
     yield made_up_double
-    del record._CATALOGUE["made_up_double"]
+    del record._REGISTRY["made_up_double"]
 
 
 @pytest.mark.parametrize("missing", RECORD)
@@ -90,7 +90,7 @@ def test_a_declared_op_is_whole(made_up: Op[..., Any]) -> None:
     x = torch.randn(3, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(made_up(x).sum(), x)
     assert torch.equal(grad, torch.full((3, 4), 2.0))
-    assert ops.catalogue()["made_up_double"] is made_up
+    assert ops.registry()["made_up_double"] is made_up
     assert list(made_up.providers) == ["reference"]
 
 
@@ -128,14 +128,16 @@ def test_a_provider_is_ahead_for_its_calls_unless_exactness_is_asked_for(
         return [2 * grads[0]]
 
     chosen: list[str] = []
-    ahead = Ahead(when=lambda x: len(x) > 2, reason="many rows")
-    made_up.provide("triton", forward, exact=True)
-    made_up.provide("aten", forward, exact=False, backward=backward, ahead=ahead)
+    preferred_for = Override(when=lambda x: len(x) > 2, reason="many rows")
+    made_up.provide("triton", forward, batch_invariant=True)
+    made_up.provide(
+        "aten", forward, batch_invariant=False, backward=backward, preferred_for=preferred_for
+    )
     made_up.__dict__.pop("providers", None)
     try:
         many, few = torch.ones(3, 4), torch.ones(2, 4)
         assert [made_up.select(x).name for x in (many, few)] == ["aten", "triton"]
-        with exact():
+        with batch_invariant():
             assert made_up.select(many).name == "triton"
             with prefer("aten"):  # asked for by name
                 assert made_up.select(many).name == "aten"
@@ -145,9 +147,11 @@ def test_a_provider_is_ahead_for_its_calls_unless_exactness_is_asked_for(
         x = torch.ones(3, 4, requires_grad=True)
         made_up(x).sum().backward()
         assert chosen == ["aten"]
-        with exact():
+        with batch_invariant():
             y = made_up(x)
-        made_up.provide("triton", forward, exact=True, backward=lambda n, g, x: [2 * g[0]])
+        made_up.provide(
+            "triton", forward, batch_invariant=True, backward=lambda n, g, x: [2 * g[0]]
+        )
         made_up.__dict__.pop("providers", None)
         y.sum().backward()  # outside, and still exact
         assert chosen == ["aten"]
@@ -161,7 +165,7 @@ def test_an_unknown_provider_is_named() -> None:
     with pytest.raises(UnknownName, match="did you mean 'aten'"), prefer("atten"):
         pass
     with pytest.raises(UnknownName, match="unknown provider"):
-        ops.silu.provide("mps", lambda x: x, exact=False)
+        ops.silu.provide("mps", lambda x: x, batch_invariant=False)
 
 
 def test_half_precision_is_rounded_once_by_the_reference() -> None:
@@ -173,7 +177,7 @@ def test_half_precision_is_rounded_once_by_the_reference() -> None:
 def test_an_op_without_a_gradient_says_so() -> None:
     logits = torch.randn(1, 4, requires_grad=True)
     one, zero = torch.ones(1), torch.zeros(1)
-    result = ops.truncate(logits, one, torch.tensor([4]), one, zero)
+    result = ops.sampling_logprobs(logits, one, torch.tensor([4]), one, zero)
     with pytest.raises(OpError, match="no gradient"):
         result.sum().backward()
 

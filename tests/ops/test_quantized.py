@@ -105,5 +105,5 @@ WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=to
 )
 def test_what_does_not_fit_is_named(op: str, args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(OpError) as caught:
-        ops.catalogue()[op](*args)
+        ops.registry()[op](*args)
     assert message in str(caught.value)

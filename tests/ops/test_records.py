@@ -18,8 +18,8 @@ from torch import Tensor
 from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
-from ingot.ops.inputs import REQUIRED, Make
-from ingot.ops.op import Op, each, prefer, tensors
+from ingot.ops.inputs import REQUIRED_SAMPLES, TensorMaker
+from ingot.ops.op import Op, map_tensors, prefer, tensors
 
 DTYPES = {
     "fp64": torch.float64,
@@ -27,7 +27,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-OPS = list(ops.catalogue().values())
+OPS = list(ops.registry().values())
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Case:
     @property
     def args(self) -> tuple[Any, ...]:
         """New tensors at each call, so that no test sees what another did to them."""
-        samples = self.op.samples(Make(DTYPES[self.dtype]))
-        return next(self.op.complete(s.args) for s in samples if s.name == self.sample)
+        samples = self.op.samples(TensorMaker(DTYPES[self.dtype]))
+        return next(self.op.with_defaults(s.args) for s in samples if s.name == self.sample)
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -74,9 +74,9 @@ def cases(*dtypes: str, where: Callable[[Case], bool] = lambda case: True) -> py
         Case(op, dtype, sample.name, provider.name)
         for op in OPS
         for dtype in dtypes
-        for sample in op.samples(Make(DTYPES[dtype]))
+        for sample in op.samples(TensorMaker(DTYPES[dtype]))
         for provider in op.providers.values()
-        if provider.supports(*op.complete(sample.args))
+        if provider.supports(*op.with_defaults(sample.args))
     ]
     return pytest.mark.parametrize("case", [case for case in found if where(case)], ids=str)
 
@@ -92,7 +92,7 @@ def differentiable(case: Case) -> bool:
 
 def exact_in_python(case: Case) -> bool:
     """The C++ kernels have tests of their own, tests/kernels/test_exact.py."""
-    return case.op.providers[case.provider].exact and case.provider != "cpu"
+    return case.op.providers[case.provider].batch_invariant and case.provider != "cpu"
 
 
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -100,10 +100,10 @@ each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 @each_op
 def test_record_is_complete(op: Op[..., Any]) -> None:
-    names = [sample.name for sample in op.samples(Make(torch.float32))]
-    assert set(REQUIRED) <= set(names)
+    names = [sample.name for sample in op.samples(TensorMaker(torch.float32))]
+    assert set(REQUIRED_SAMPLES) <= set(names)
     assert len(names) == len(set(names))
-    assert set(op.rows) <= set(op.signature.parameters)
+    assert set(op.row_args) <= set(op.signature.parameters)
     assert "reference" in op.providers
 
 
@@ -132,7 +132,7 @@ def test_backward_error_is_within_bound(case: Case) -> None:
 def test_fake_and_real_agree(case: Case) -> None:
     with prefer(case.provider):
         real = as_tuple(case.op(*case.args))
-    fake = as_tuple(case.op(*(each(on_meta, arg) for arg in case.args)))
+    fake = as_tuple(case.op(*(map_tensors(on_meta, arg) for arg in case.args)))
     assert [(t.shape, t.dtype, t.stride()) for t in real] == [
         (t.shape, t.dtype, t.stride()) for t in fake
     ]
@@ -208,14 +208,14 @@ def test_exports(case: Case) -> None:
 @cases("fp32", "bf16", "fp16", where=exact_in_python)
 def test_rows_do_not_depend_on_the_batch(case: Case) -> None:
     names = list(case.op.signature.parameters)
-    rows = len(case.args[names.index(case.op.rows[0])])
+    rows = len(case.args[names.index(case.op.row_args[0])])
     with prefer(case.provider):
         whole = as_tuple(case.op(*case.args))
         for row in range(rows):
             alone = as_tuple(
                 case.op(
                     *(
-                        arg[row : row + 1] if name in case.op.rows else arg
+                        arg[row : row + 1] if name in case.op.row_args else arg
                         for name, arg in zip(names, case.args, strict=True)
                     )
                 )
@@ -228,7 +228,7 @@ def test_cost_lies_between_the_least_and_all_that_could_move(case: Case) -> None
     cost = case.op.cost(*case.args)
     outputs = sum(out.nbytes for out in as_tuple(case.op(*case.args)))
     inputs = sum(tensor.nbytes for tensor in tensors(case.args))
-    written = sum(tensor.nbytes for tensor in case.op.written(case.args))
+    written = sum(tensor.nbytes for tensor in case.op.mutated_tensors(case.args))
     assert outputs < cost.bytes <= inputs + outputs + written
     assert cost.flops >= 0
 

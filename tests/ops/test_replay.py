@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.device import detect
-from ingot.ops.inputs import Make
-from ingot.ops.replay import Replay, record
+from ingot.ops.inputs import TensorMaker
+from ingot.ops.replay import Replay, capture
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 
-MAKE = Make(torch.bfloat16)
+MAKE = TensorMaker(torch.bfloat16)
 X, RESIDUAL = MAKE(3, 32), MAKE(3, 24)
 WEIGHT, BACK, NORM, BIAS = MAKE(24, 32), MAKE(32, 24), MAKE(24), MAKE(24)
 
@@ -44,11 +44,11 @@ def test_it_does_the_same_on_new_values(which: int, seed: int) -> None:
         return ops.gelu(views(y)[which])
 
     with torch.inference_mode():
-        first, again = record(function)
+        first, again = capture(function)
         assert isinstance(again, Replay)
         assert torch.equal(first, function())
         for step in range(2):
-            x.copy_(Make(torch.bfloat16, seed=seed + step)(3, 32))
+            x.copy_(TensorMaker(torch.bfloat16, seed=seed + step)(3, 32))
             assert torch.equal(again(), function())
 
 
@@ -58,7 +58,7 @@ def test_what_is_written_is_written_again() -> None:
     position, slot = torch.tensor([3]), torch.tensor([5])
     freqs = ops.rope_frequencies(8)[0]
     with torch.inference_mode():
-        _, again = record(lambda: ops.rope_write(q, k, v, position, freqs, *pools, slot))
+        _, again = capture(lambda: ops.rope_and_cache(q, k, v, position, freqs, *pools, slot))
         assert isinstance(again, Replay)
         slot.fill_(2)
         again()
@@ -85,7 +85,7 @@ def computes_nothing() -> Tensor:
 @pytest.mark.parametrize("function", [reads_a_value, adds, writes_in_place, computes_nothing])
 def test_what_cannot_be_recorded_is_run_as_it_is(function: Callable[[], Tensor]) -> None:
     with torch.inference_mode():
-        first, again = record(function)
+        first, again = capture(function)
     assert again is function
     assert torch.equal(first, function())
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_recorded_is_run_as_it_is(function: Callable[[], Tensor])
 def test_errors_come_out_as_they_are() -> None:
     tokens = torch.tensor([1])
     with torch.inference_mode():
-        _, again = record(lambda: ops.embedding(tokens, WEIGHT))
+        _, again = capture(lambda: ops.embedding(tokens, WEIGHT))
         assert isinstance(again, Replay)
         tokens.fill_(99)
         with pytest.raises(RuntimeError):
@@ -121,14 +121,14 @@ def test_errors_come_out_as_they_are() -> None:
     ],
 )
 def test_programs_that_cannot_be_are_refused(text: str) -> None:
-    record(lambda: ops.silu(X))  # loads it
+    capture(lambda: ops.silu(X))  # loads it
     with pytest.raises(RuntimeError, match="unfit"):
         torch.ops.ingot_replay.make(text, [X])
 
 
 def test_a_program_that_is_dropped_is_gone() -> None:
     with torch.inference_mode():
-        _, again = record(lambda: ops.silu(X))
+        _, again = capture(lambda: ops.silu(X))
     assert isinstance(again, Replay)
     number = again._number  # pyright: ignore[reportPrivateUsage]
     del again

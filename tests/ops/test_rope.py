@@ -18,7 +18,7 @@ from ingot.ops import (
     YarnScaling,
     rope_frequencies,
 )
-from ingot.ops.inputs import Make
+from ingot.ops.inputs import TensorMaker
 
 RANDOM = torch.Generator().manual_seed(0)
 Q, K = (torch.randn(1, 2, 16, generator=RANDOM).double() for _ in range(2))
@@ -71,7 +71,9 @@ def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest() -> None:
 
 def test_llama3_scaling_by_wavelength_as_its_authors_wrote_it() -> None:
     plain, _ = rope_frequencies(128, theta=500000.0)
-    scaling = Llama3Scaling(factor=8.0, low=1.0, high=4.0, context=8192)
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     scaled, _ = rope_frequencies(128, theta=500000.0, scaling=scaling)
     for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
         wavelength = 2 * math.pi / before
@@ -87,7 +89,9 @@ def test_llama3_scaling_by_wavelength_as_its_authors_wrote_it() -> None:
 
 def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_the_result() -> None:
     plain, _ = rope_frequencies(128)
-    scaled, scale = rope_frequencies(128, scaling=YarnScaling(factor=4.0, context=4096))
+    scaled, scale = rope_frequencies(
+        128, scaling=YarnScaling(factor=4.0, original_max_position_embeddings=4096)
+    )
     torch.testing.assert_close(scaled[:20], plain[:20])  # turn over 32 times in the context
     torch.testing.assert_close(scaled[-15:], plain[-15:] / 4)  # less than once
     assert scale == pytest.approx(0.1 * math.log(4) + 1)
@@ -96,7 +100,12 @@ def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_the_result() -> None
 
 
 def test_yarn_that_does_not_stretch_does_not_scale() -> None:
-    assert rope_frequencies(16, scaling=YarnScaling(factor=0.5, context=4096))[1] == 1.0
+    assert (
+        rope_frequencies(
+            16, scaling=YarnScaling(factor=0.5, original_max_position_embeddings=4096)
+        )[1]
+        == 1.0
+    )
 
 
 @pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
@@ -144,7 +153,7 @@ def test_what_is_written_has_the_bits_of_rope(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    (n, g), make = heads, Make(dtype, seed=seed)
+    (n, g), make = heads, TensorMaker(dtype, seed=seed)
     q, k, v = make(tokens, n + 2 * g, width).split([n, g, g], dim=1)
     turn = make.ints(5000, tokens), rope_frequencies(max(4, width // 4 * 2))[0]
     options = interleaved, 1.25
@@ -155,7 +164,7 @@ def test_what_is_written_has_the_bits_of_rope(
     expected = [k_pool.clone(), v_pool.clone()]
     expected[0].flatten(0, 1)[slots] = ops.rope(k, *turn, *options)
     expected[1].flatten(0, 1)[slots] = v
-    turned_q = ops.rope_write(q, k, v, *turn, k_pool, v_pool, slots, *options)
+    turned_q = ops.rope_and_cache(q, k, v, *turn, k_pool, v_pool, slots, *options)
     assert torch.equal(turned_q, ops.rope(q, *turn, *options))
     assert torch.equal(k_pool, expected[0])
     assert torch.equal(v_pool, expected[1])
@@ -168,5 +177,5 @@ def test_a_slot_outside_of_the_pool_is_refused(slot: int, provider: str) -> None
     pool = torch.zeros(2, 2, 1, 4)
     freqs, slots = rope_frequencies(4)[0], torch.tensor([slot])
     with ops.prefer(provider), pytest.raises(OpError, match="slots of the pool: 0 to 3"):
-        ops.rope_write(k, k, k, torch.tensor([0]), freqs, pool, pool.clone(), slots)
+        ops.rope_and_cache(k, k, k, torch.tensor([0]), freqs, pool, pool.clone(), slots)
     assert not pool.any()

@@ -21,7 +21,9 @@ def truncated(
 ) -> Tensor:
     rows = len(logits)
     top_k = torch.full((rows,), k)
-    return ops.truncate(logits, row(temperature, rows), top_k, row(p, rows), row(min_p, rows)).exp()
+    return ops.sampling_logprobs(
+        logits, row(temperature, rows), top_k, row(p, rows), row(min_p, rows)
+    ).exp()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_uniform_is_uniform_over_positions_and_over_seeds() -> None:
     count, bins = 40_000, 50
     index, same = torch.arange(count), torch.full((count,), 7)
     for seeds, positions in ((same, index), (index, same)):
-        drawn = ops.uniform(seeds, positions)
+        drawn = ops.philox_uniform(seeds, positions)
         assert drawn.min() >= 0
         assert drawn.max() < 1
         observed = torch.histc(drawn, bins, 0, 1)
@@ -60,7 +62,7 @@ def test_uniform_is_uniform_over_positions_and_over_seeds() -> None:
 def test_high_bits_of_seed_and_position_count() -> None:
     seeds = torch.tensor([5, 5 + 2**32, 5 + 2**62, 5])
     positions = torch.tensor([1, 1, 1, 1 + 2**32])
-    assert ops.uniform(seeds, positions).unique().numel() == 4
+    assert ops.philox_uniform(seeds, positions).unique().numel() == 4
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -107,7 +109,7 @@ def test_penalties_in_their_signs() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, 2.0]])
     prompt = torch.tensor([[True, True, False, False]])
     counts = torch.tensor([[0, 0, 3, 0]], dtype=torch.int32)
-    result = ops.penalize(logits, prompt, counts, row(2.0), row(0.5), row(0.1))
+    result = ops.apply_penalties(logits, prompt, counts, row(2.0), row(0.5), row(0.1))
     torch.testing.assert_close(result, torch.tensor([[1.0, -4.0, 1.0 - 0.5 - 0.3, 2.0]]))
 
 

@@ -24,7 +24,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_shows_the_op_as_it_is_called_and_where(results: Path) -> None:
     prepare(results)
-    append(results, RUN, [ROW, replace(ROW, provider="aten", vs_aten=1.0, exact=False)])
+    append(results, RUN, [ROW, replace(ROW, provider="aten", vs_aten=1.0, batch_invariant=False)])
     text = measured.on_page_markdown(f"# Bench\n{measured.PLACE}", PAGE)
     assert "Measured 2026-11-15 on Xeon, 2 cores (amx), torch 2, ingot 0.1." in text
     assert "| **activation** | 1 | 25% | 2.00x | - |" in text

@@ -24,7 +24,7 @@ def test_the_readme_has_commands_of_both_kinds() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_number_of_ops_is_right(page: str) -> None:
-    assert f"{len(ops.catalogue())} ops" in (readme.README.parent / page).read_text()
+    assert f"{len(ops.registry())} ops" in (readme.README.parent / page).read_text()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ingot.ops.gradient import Backward, differentiate
-from ingot.ops.op import Ahead, Op, always
+from ingot.ops.op import Op, Override, always
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,10 +41,10 @@ def capable(index: int | None) -> bool:
 def aten(
     op: Op[..., Any],
     *,
-    exact: bool = False,
+    batch_invariant: bool = False,
     supports: Callable[..., bool] = always,
     backward: Backward | None = None,
-    ahead: Ahead | None = None,
+    preferred_for: Override | None = None,
 ) -> Callable[[F], F]:
     """Register the decorated function for an op: `@aten(ops.silu)`.
 
@@ -56,10 +56,10 @@ def aten(
         op.provide(
             "aten",
             forward,
-            exact=exact,
+            batch_invariant=batch_invariant,
             supports=supports,
             backward=backward or derived,
-            ahead=ahead,
+            preferred_for=preferred_for,
         )
         return forward
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.kernels.aten import aten, on_gpu
 from ingot.ops.attention import sequences, visible
-from ingot.ops.op import Ahead
+from ingot.ops.op import Override
 
 
 def flash(
@@ -56,7 +56,7 @@ def _varlen(
 
 @aten(
     ops.attention,
-    ahead=Ahead(
+    preferred_for=Override(
         when=flash,
         reason="packed sequences in half precision: FlashAttention (`torch.nn.attention.varlen`) "
         "holds one result in registers where the exact kernel holds two",

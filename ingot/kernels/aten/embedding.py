@@ -9,7 +9,7 @@ from ingot import ops
 from ingot.kernels.aten import aten
 
 
-@aten(ops.embedding, exact=True)
+@aten(ops.embedding, batch_invariant=True)
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """One fused call."""
     return F.embedding(tokens, weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.aten import aten, on_gpu
-from ingot.ops.op import Ahead
+from ingot.ops.op import Override
 
 
 def linear_backward(
@@ -101,10 +101,14 @@ def _here(x: Tensor, *_: object) -> bool:
     return on_gpu(x)
 
 
-_AHEAD = Ahead(
+_PREFERRED = Override(
     when=_here,
     reason="bfloat16, sizes in multiples of 8: `grouped_mm` is CUTLASS's, written for each "
     "generation; gradients are Triton's",
 )
-ops.grouped_linear.provide("aten", grouped_linear, exact=False, supports=_groups, ahead=_AHEAD)
-ops.grouped_swiglu.provide("aten", grouped_swiglu, exact=False, supports=_both, ahead=_AHEAD)
+ops.grouped_linear.provide(
+    "aten", grouped_linear, batch_invariant=False, supports=_groups, preferred_for=_PREFERRED
+)
+ops.grouped_swiglu.provide(
+    "aten", grouped_swiglu, batch_invariant=False, supports=_both, preferred_for=_PREFERRED
+)

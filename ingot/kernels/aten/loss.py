@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.aten import aten
-from ingot.ops.op import wide
+from ingot.ops.op import accum_dtype
 
 
 def _supports(
@@ -23,7 +23,7 @@ def cross_entropy(
 ) -> Tensor:
     """One fused call."""
     return F.cross_entropy(
-        logits.to(wide(logits.dtype)),
+        logits.to(accum_dtype(logits.dtype)),
         targets,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,

@@ -42,7 +42,7 @@ def _multiplies(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     return x.device.type == "cpu" or (rows > 16 and even)
 
 
-@aten(ops.linear_int8_dynamic, exact=True, supports=_multiplies)
+@aten(ops.linear_int8_dynamic, batch_invariant=True, supports=_multiplies)
 def linear_int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Rounding, a GEMM of integers, and the scales on its sums in float32."""
     q, step = quantize_rows(x.reshape(-1, x.shape[-1]))

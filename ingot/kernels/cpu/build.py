@@ -45,7 +45,7 @@ from ingot.core.device import Compiler, Device, detect
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.ops.gradient import Backward
-from ingot.ops.op import PREFERRING, Op, tensors
+from ingot.ops.op import PREFER_DEPTH, Op, tensors
 
 HERE = Path(__file__).parent
 FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
@@ -115,7 +115,7 @@ def library(family: str) -> ctypes.CDLL | None:
     except (IngotError, OSError) as error:
         _warn(str(error))
         return None
-    loaded.ingot_join(ctypes.byref(PREFERRING), _pool(loaded))
+    loaded.ingot_join(ctypes.byref(PREFER_DEPTH), _pool(loaded))
     return loaded
 
 
@@ -140,7 +140,7 @@ def cpu(op: Op[..., Any], *, backward: Callable[..., bool] | None = None) -> Non
         return _takes(args) and library(op.family) is not None
 
     gradient = _gradient(op, backward) if backward else None
-    op.provide("cpu", kernel, exact=True, supports=supports, backward=gradient)
+    op.provide("cpu", kernel, batch_invariant=True, supports=supports, backward=gradient)
 
 
 def in_bf16(x: Tensor, *_: object) -> bool:

@@ -400,7 +400,7 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
   return by_hidden(hidden, weight, targets, ignore_index, CrossEntropy{label_smoothing, z_loss});
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients(
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(
     const Tensor& hidden, const Tensor& weight, const Tensor& targets, int64_t ignore_index,
     double label_smoothing, double z_loss, double slope) {
   return with_gradients(hidden, weight, targets, ignore_index, CrossEntropy{label_smoothing, z_loss},
@@ -424,7 +424,7 @@ OP(token_logprobs)
 OP(cross_entropy)
 OP(linear_token_logprobs)
 OP(linear_cross_entropy)
-OP(linear_cross_entropy_with_gradients)
+OP(linear_cross_entropy_fwd_bwd)
 
 BACKWARD(linear_token_logprobs)
 BACKWARD(linear_cross_entropy)

@@ -162,7 +162,7 @@ struct Slots {
   }
 };
 
-Tensor rope_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
+Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
                   const Tensor& freqs, const Tensor& k_pool, const Tensor& v_pool,
                   const Tensor& slots, bool interleaved, double scale) {
   return with_dtype(q, [&](auto tag) {
@@ -196,4 +196,4 @@ Tensor rope_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
 }  // namespace ingot::kernels
 
 OP(rope)
-OP(rope_write)
+OP(rope_and_cache)

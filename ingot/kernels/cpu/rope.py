@@ -6,4 +6,4 @@ from ingot import ops
 from ingot.kernels.cpu.build import cpu
 
 cpu(ops.rope)
-cpu(ops.rope_write)
+cpu(ops.rope_and_cache)

@@ -253,7 +253,7 @@ void need_logits(const Tensor& logits) {
   need(logits.size(1) < std::numeric_limits<int32_t>::max(), "a vocabulary of fewer than 2^31");
 }
 
-Tensor truncate(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
+Tensor sampling_logprobs(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                 const Tensor& top_p, const Tensor& min_p) {
   return with_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
@@ -296,7 +296,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   });
 }
 
-Tensor uniform(const Tensor& seeds, const Tensor& positions) {
+Tensor philox_uniform(const Tensor& seeds, const Tensor& positions) {
   need(std::ranges::equal(seeds.sizes(), positions.sizes()), "one shape");
   Integers seed(seeds), position(positions);
   Tensor y = made({seeds.sizes().data(), size_t(seeds.dim())}, ScalarType::Float);
@@ -340,7 +340,7 @@ Tensor penalized(const Tensor& logits, const Tensor& prompt, const Tensor& count
   return y;
 }
 
-Tensor penalize(const Tensor& logits, const Tensor& prompt, const Tensor& counts,
+Tensor apply_penalties(const Tensor& logits, const Tensor& prompt, const Tensor& counts,
                 const Tensor& repetition, const Tensor& presence, const Tensor& frequency) {
   return with_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
@@ -368,7 +368,7 @@ Tensor penalize(const Tensor& logits, const Tensor& prompt, const Tensor& counts
 
 }  // namespace ingot::kernels
 
-OP(truncate)
+OP(sampling_logprobs)
 OP(sample)
-OP(uniform)
-OP(penalize)
+OP(philox_uniform)
+OP(apply_penalties)

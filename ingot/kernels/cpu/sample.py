@@ -5,7 +5,7 @@ from __future__ import annotations
 from ingot import ops
 from ingot.kernels.cpu.build import cpu
 
-cpu(ops.penalize)
-cpu(ops.truncate)
-cpu(ops.uniform)
+cpu(ops.apply_penalties)
+cpu(ops.sampling_logprobs)
+cpu(ops.philox_uniform)
 cpu(ops.sample)

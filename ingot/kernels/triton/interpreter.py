@@ -82,13 +82,13 @@ def samples() -> list[tuple[str, str, str]]:
     import torch
 
     from ingot.kernels.triton.provider import provided
-    from ingot.ops.inputs import Make
+    from ingot.ops.inputs import TensorMaker
 
     return [
         (name, sample.name, dtype)
         for name, one in provided().items()
         for dtype in DTYPES
-        for sample in one.op.samples(Make(getattr(torch, dtype)))
+        for sample in one.op.samples(TensorMaker(getattr(torch, dtype)))
     ]
 
 
@@ -121,7 +121,7 @@ def plant(family: str, old: str, new: str, op: str) -> None:
     """Change the source of an op's kernels, for as long as this process runs: so tests plant
     faults, and see whether they are noticed."""
     from ingot.kernels.triton.provider import HERE, provided
-    from ingot.ops.op import catalogue
+    from ingot.ops.op import registry
 
     provided()
     text = (HERE / f"{family}.py").read_text()
@@ -135,7 +135,7 @@ def plant(family: str, old: str, new: str, op: str) -> None:
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    catalogue()[op].__dict__.pop("providers", None)
+    registry()[op].__dict__.pop("providers", None)
 
 
 def differing(op: str, sample: str, dtype: str) -> list[str]:
@@ -145,7 +145,7 @@ def differing(op: str, sample: str, dtype: str) -> list[str]:
 
     record, args = _arguments(op, sample, dtype)
     names = list(record.signature.parameters)
-    rows = len(args[names.index(record.rows[0])])
+    rows = len(args[names.index(record.row_args[0])])
     found: list[str] = []
     with ops.prefer("triton"):
         whole = as_tuple(record(*args))
@@ -155,7 +155,7 @@ def differing(op: str, sample: str, dtype: str) -> list[str]:
             if part.start == part.stop:
                 continue
             taken = [
-                arg[part] if name in record.rows else arg
+                arg[part] if name in record.row_args else arg
                 for name, arg in zip(names, args, strict=True)
             ]
             for one, other in zip(as_tuple(record(*taken)), whole, strict=True):
@@ -173,11 +173,11 @@ def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
 
     from ingot import ops
     from ingot.kernels.triton import attention
-    from ingot.ops.inputs import Make
+    from ingot.ops.inputs import TensorMaker
 
     attention.SPLIT = split
     attend: Any = ops.attention
-    make = Make(getattr(torch, dtype))
+    make = TensorMaker(getattr(torch, dtype))
     length, page = 150, 16
     q, k, v = make(length, 4, 32), make(length, 2, 32), make(length, 2, 32)
     found: list[str] = []
@@ -219,9 +219,9 @@ def traffic(op: str) -> dict[str, float]:
     """
     from ingot import ops
     from ingot.kernels.triton import norm
-    from ingot.ops.op import catalogue
+    from ingot.ops.op import registry
 
-    record, args = catalogue()[op], _small_example(op)
+    record, args = registry()[op], _small_example(op)
     with (
         ops.prefer("triton"),
         mock.patch.object(norm, "PARTS", norm.PARTS * len(args[0]) // 8192),
@@ -237,10 +237,10 @@ def _small_example(op: str) -> tuple[Any, ...]:
     import torch
 
     from ingot.kernels.triton.provider import Meta, provided
-    from ingot.ops.op import each, tensors
+    from ingot.ops.op import map_tensors, tensors
 
     one = provided()[op]
-    args = one.op.complete(one.example(Meta(torch.float16)))
+    args = one.op.with_defaults(one.example(Meta(torch.float16)))
     random = torch.Generator().manual_seed(0)
     widest = max(tensor[0].numel() for tensor in tensors(args))
     rows = max(8, min(128, 2**19 // widest))
@@ -258,7 +258,7 @@ def _small_example(op: str) -> tuple[Any, ...]:
             else arg.new_ones(shape, device="cpu")
         )
 
-    return tuple(each(real, arg) for arg in args)
+    return tuple(map_tensors(real, arg) for arg in args)
 
 
 @contextmanager
@@ -287,12 +287,12 @@ def _counted() -> Generator[list[int]]:
 def _arguments(op: str, sample: str, dtype: str) -> tuple[Any, tuple[Any, ...]]:
     import torch
 
-    from ingot.ops.inputs import Make
-    from ingot.ops.op import catalogue
+    from ingot.ops.inputs import TensorMaker
+    from ingot.ops.op import registry
 
-    record = catalogue()[op]
-    found = record.samples(Make(getattr(torch, dtype)))
-    return record, next(record.complete(s.args) for s in found if s.name == sample)
+    record = registry()[op]
+    found = record.samples(TensorMaker(getattr(torch, dtype)))
+    return record, next(record.with_defaults(s.args) for s in found if s.name == sample)
 
 
 def _same_bits(one: Any, other: Any) -> bool:

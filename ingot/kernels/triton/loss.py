@@ -457,7 +457,7 @@ for _op, _linear_op, _logprob, _some in (
     )
 
 provide(
-    ops.linear_cross_entropy_with_gradients,
+    ops.linear_cross_entropy_fwd_bwd,
     _with_gradients,
     example=_linear_example((-100, 0.0, 0.0, 1.0)),
     supports=_fits,

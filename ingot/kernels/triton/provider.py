@@ -74,7 +74,7 @@ class Provided:
     def calls(self, direction: str, make: Meta) -> list[tuple[Any, ...]]:
         """Arguments of the representative calls in that direction."""
         examples = (self.example, *self.also) if direction == "forward" else (self.example,)
-        return [self.op.complete(example(make)) for example in examples]
+        return [self.op.with_defaults(example(make)) for example in examples]
 
     def run(self, direction: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
         """Make the launches of a call whose tensors are of that dtype."""
@@ -91,7 +91,7 @@ def provide(
     forward: Callable[..., Any],
     *,
     example: Example,
-    exact: bool = True,
+    batch_invariant: bool = True,
     supports: Callable[..., bool] = always,
     backward: Backward | None = None,
     also: tuple[Example, ...] = (),
@@ -103,7 +103,7 @@ def provide(
     what the roofline is drawn for.
     """
     if cost is None:
-        found = op.cost(*op.complete(example(Meta())))
+        found = op.cost(*op.with_defaults(example(Meta())))
         cost = found.bytes, found.flops
     PROVIDED[op.name] = Provided(
         op=op, forward=forward, backward=backward, example=example, also=also, cost=cost
@@ -112,7 +112,7 @@ def provide(
     def able(*args: Any) -> bool:
         return takes(args) and supports(*args)
 
-    op.provide("triton", forward, exact=exact, supports=able, backward=backward)
+    op.provide("triton", forward, batch_invariant=batch_invariant, supports=able, backward=backward)
 
 
 def takes(args: tuple[Any, ...]) -> bool:

@@ -1,8 +1,8 @@
 """`rope` on GPUs: a token's heads in one program, for they turn by the same angles.
 
-Turning back by the same angles is the gradient. `rope_write` turns queries and keys and writes keys
-and values into their pool in one launch. A slot that is not in the pool is not written: a kernel
-cannot raise.
+Turning back by the same angles is the gradient. `rope_and_cache` turns queries and keys and
+writes keys and values into their pool in one launch. A slot that is not in the pool is not
+written: a kernel cannot raise.
 
 Angles are position times frequency in float32, which is what the reference does too. Sine and
 cosine are computed here: of an angle that may be large, NVIDIA's library computes them through
@@ -121,7 +121,7 @@ def _rope(
 
 @kernel(space=_space, bound="bandwidth", scalars=2)
 @triton.jit
-def _rope_write(
+def _rope_and_cache(
     q, k, v, positions, freqs, k_pool, v_pool, slots, y,
     heads, key_heads, pairs, width, num_slots, page,
     q_token, q_head, k_token, k_head, v_token, v_head,
@@ -214,7 +214,7 @@ def _backward(
     return [of_x, None, of_freqs, None, None]
 
 
-def rope_write(
+def rope_and_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -233,7 +233,7 @@ def rope_write(
     tile = _tile(max(heads, key_heads), len(freqs), width)
     parts = triton.cdiv(heads, tile["HEADS"]) + 2 * triton.cdiv(key_heads, tile["HEADS"])
     pages, page = k_pool.shape[:2]
-    _rope_write.launch(
+    _rope_and_cache.launch(
         (tokens, parts),
         *(q, k, v, positions.contiguous(), freqs.contiguous(), k_pool, v_pool),
         *(slots.contiguous(), y, heads, key_heads, len(freqs), width, pages * page, page),
@@ -263,4 +263,4 @@ def _write_example(make: Meta) -> tuple[Any, ...]:
 
 
 provide(ops.rope, rope, example=_example, supports=_fits, backward=_backward)
-provide(ops.rope_write, rope_write, example=_write_example, supports=_fits)
+provide(ops.rope_and_cache, rope_and_cache, example=_write_example, supports=_fits)

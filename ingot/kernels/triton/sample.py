@@ -55,7 +55,7 @@ def _small_space(target: Target, **_: object) -> Iterator[Config]:
 
 @kernel(space=_space, bound="bandwidth", scalars=3)
 @triton.jit
-def _penalize(
+def _apply_penalties(
     logits, prompt, counts, repetition, presence, frequency, y, width,
     logits_row, prompt_row, counts_row, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def _draw(seed, position):
 
 @kernel(space=_small_space, bound="latency")
 @triton.jit
-def _uniform(seeds, positions, y, size, TILE: tl.constexpr):
+def _philox_uniform(seeds, positions, y, size, TILE: tl.constexpr):
     """Some random numbers."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < size
@@ -238,7 +238,7 @@ def _sample(
             tl.store(y + row * width + column, values, column < width)
 
 
-def penalize(
+def apply_penalties(
     logits: Tensor,
     prompt: Tensor,
     counts: Tensor,
@@ -251,7 +251,7 @@ def penalize(
     logits, prompt, counts = as_rows(logits), as_rows(prompt), as_rows(counts)
     width = logits.shape[1]
     tile = min(_WIDEST, triton.next_power_of_2(width))
-    _penalize.launch(
+    _apply_penalties.launch(
         (len(logits), triton.cdiv(width, tile)),
         *(logits, prompt, counts),
         *(option.contiguous() for option in (repetition, presence, frequency)),
@@ -261,11 +261,11 @@ def penalize(
     return y
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """One kernel."""
     y = seeds.new_empty(seeds.shape, dtype=torch.float32)
     tile = 512
-    _uniform.launch(
+    _philox_uniform.launch(
         (triton.cdiv(seeds.numel(), tile),),
         *(seeds.contiguous(), positions.contiguous(), y, seeds.numel()),
         TILE=tile,
@@ -285,7 +285,7 @@ def _launch(y: Tensor, logits: Tensor, *options: Tensor | None) -> Tensor:
     return y
 
 
-def truncate(
+def sampling_logprobs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
     """One kernel."""
@@ -311,29 +311,34 @@ def _fits(x: Tensor, *_: object) -> bool:
     return x.numel() > 0
 
 
-def _penalize_example(make: Meta) -> tuple[Any, ...]:
+def _penalties_example(make: Meta) -> tuple[Any, ...]:
     logits = make(256, 131072)
     seen, counts = make.ints(256, 131072).bool(), make.ints(256, 131072, dtype=torch.int32)
     option = make(256, dtype=torch.float32).sigmoid()
     return logits, seen, counts, option, option, option
 
 
-def _truncate_example(make: Meta) -> tuple[Any, ...]:
+def _logprobs_example(make: Meta) -> tuple[Any, ...]:
     option, top_k = make(256, dtype=torch.float32).sigmoid(), make.ints(256, below=50) + 1
     return make(256, 131072), option, top_k, option, option
 
 
 def _sample_example(make: Meta) -> tuple[Any, ...]:
-    return *_truncate_example(make), make.ints(256), make.ints(256)
+    return *_logprobs_example(make), make.ints(256), make.ints(256)
 
 
 provide(
-    ops.penalize,
-    penalize,
-    example=_penalize_example,
+    ops.apply_penalties,
+    apply_penalties,
+    example=_penalties_example,
     supports=_fits,
-    backward=differentiate(ops.penalize.fallback),
+    backward=differentiate(ops.apply_penalties.fallback),
 )
-provide(ops.uniform, uniform, example=lambda make: (make.ints(256), make.ints(256)), supports=_fits)
-provide(ops.truncate, truncate, example=_truncate_example, supports=_fits)
+provide(
+    ops.philox_uniform,
+    philox_uniform,
+    example=lambda make: (make.ints(256), make.ints(256)),
+    supports=_fits,
+)
+provide(ops.sampling_logprobs, sampling_logprobs, example=_logprobs_example, supports=_fits)
 provide(ops.sample, sample, example=_sample_example, supports=_fits)

@@ -156,7 +156,7 @@ def _calls(
 ) -> list[tuple[Any, ...]]:
     """The arguments of the calls, the first rows of them where the op is one of rows."""
     one = provided()[place.op]
-    by_row = [name in one.op.rows for name in one.op.signature.parameters]
+    by_row = [name in one.op.row_args for name in one.op.signature.parameters]
     return [
         tuple(a[:rows] if cut else a for a, cut in zip(args, by_row, strict=True))
         for args in one.calls(place.direction, Meta(dtype, device))

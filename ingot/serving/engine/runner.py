@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ingot.nn import Decoder, KVPool, Plan
-from ingot.ops.replay import record
+from ingot.ops.replay import capture
 from ingot.serving.engine.scheduler import Limits, Work
 
 RECORDED = 64  # tokens of the largest step that is recorded: beyond, kernels outlast Python
@@ -82,7 +82,7 @@ class Runner:
         if shape not in self._seen:
             self._seen.add(shape)
             return self._forward(*shape)
-        hidden_TD, self._recordings[shape] = record(lambda: self._forward(*shape))
+        hidden_TD, self._recordings[shape] = capture(lambda: self._forward(*shape))
         if len(self._recordings) > KEPT:
             self._recordings.popitem(last=False)
         return hidden_TD

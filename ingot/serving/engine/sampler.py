@@ -148,7 +148,9 @@ class Sampler:
             torch.tensor([o.presence_penalty for o in options]),
             torch.tensor([o.frequency_penalty for o in options]),
         )
-        return ops.penalize(logits_SV, *(argument.to(self._device) for argument in arguments))
+        return ops.apply_penalties(
+            logits_SV, *(argument.to(self._device) for argument in arguments)
+        )
 
     # What is told
 
@@ -166,7 +168,7 @@ class Sampler:
             if of_drawn:
                 logits = torch.stack([processed.get(row, logits_RV[row]).float() for row in rows])
                 options = [option[some] for option in batch.options[:4]]
-                scored = _drawn(ops.truncate(logits, *options), wanted, top)
+                scored = _drawn(ops.sampling_logprobs(logits, *options), wanted, top)
             else:
                 scored = self._scored(hidden_RD[some], logits_RV[some], wanted, top)
             found |= zip(rows, scored, strict=True)

@@ -111,7 +111,7 @@ def test_the_hidden_states_of_a_loss_never_meet_logits_in_memory() -> None:
     hidden, weight, targets = make(rows, width), make(vocabulary, width), make.ints(rows)
     one = provided()["linear_cross_entropy"]
     with recording() as launches:
-        one.forward(*one.op.complete((hidden, weight, targets)))
+        one.forward(*one.op.with_defaults((hidden, weight, targets)))
     assert launches
     for launch in launches:
         sizes = [arg.numel() for arg in launch.args if isinstance(arg, torch.Tensor)]

@@ -20,8 +20,8 @@ from ingot.kernels.triton.tune import on_gpu, tasks, tune
 from ingot.nn import Decoder, preset
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
-from ingot.ops.inputs import Make
-from ingot.ops.op import Op, each
+from ingot.ops.inputs import TensorMaker
+from ingot.ops.op import Op, map_tensors
 from ingot.serving.verify import verify
 
 pytestmark = [
@@ -31,16 +31,16 @@ pytestmark = [
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASES = [
     pytest.param(op, dtype, sample.name, id=f"{op.name}-{sample.name}-{dtype}")
-    for op in ops.catalogue().values()
+    for op in ops.registry().values()
     for dtype in DTYPES
-    for sample in op.samples(Make(DTYPES[dtype]))
+    for sample in op.samples(TensorMaker(DTYPES[dtype]))
 ]
 each_case = pytest.mark.parametrize(("op", "dtype", "sample"), CASES)
 
 
 def arguments(op: Op[..., Any], dtype: str, sample: str) -> tuple[Any, ...]:
-    found = op.samples(Make(DTYPES[dtype], device="cuda"))
-    args = next(op.complete(s.args) for s in found if s.name == sample)
+    found = op.samples(TensorMaker(DTYPES[dtype], device="cuda"))
+    args = next(op.with_defaults(s.args) for s in found if s.name == sample)
     with ops.prefer("triton"):
         assert op.select(*args).name == "triton"
     return args
@@ -64,15 +64,17 @@ def test_backward(op: Op[..., Any], dtype: str, sample: str) -> None:
 
 @each_case
 def test_rows_do_not_depend_on_the_batch(op: Op[..., Any], dtype: str, sample: str) -> None:
-    if not op.rows:
+    if not op.row_args:
         return
     args, names = arguments(op, dtype, sample), list(op.signature.parameters)
-    rows = len(args[names.index(op.rows[0])])
+    rows = len(args[names.index(op.row_args[0])])
     with ops.prefer("triton"):
         whole = as_tuple(op(*args))
         for row in range(rows):
             part = slice(row, row + 1)
-            taken = [a[part] if name in op.rows else a for name, a in zip(names, args, strict=True)]
+            taken = [
+                a[part] if name in op.row_args else a for name, a in zip(names, args, strict=True)
+            ]
             for one, other in zip(as_tuple(op(*taken)), whole, strict=True):
                 torch.testing.assert_close(one, other[part], rtol=0, atol=0, equal_nan=True)
 
@@ -83,8 +85,8 @@ def test_results_are_the_same_every_time(op: Op[..., Any], dtype: str, sample: s
     args = arguments(op, dtype, sample)
 
     def run() -> tuple[Tensor, ...]:
-        fresh = tuple(each(cloned, arg) for arg in args)
-        return as_tuple(op(*fresh)) + op.written(fresh)
+        fresh = tuple(map_tensors(cloned, arg) for arg in args)
+        return as_tuple(op(*fresh)) + op.mutated_tensors(fresh)
 
     with ops.prefer("triton"):
         first = run()

@@ -15,7 +15,7 @@ from ingot.kernels.triton.interpreter import Interpreter, samples, streaming
 from ingot.kernels.triton.provider import provided
 
 CASES = samples()
-SLOW_OPS = ("truncate", "sample")  # they read their rows dozens of times
+SLOW_OPS = ("sampling_logprobs", "sample")  # they read their rows dozens of times
 FAST = [
     (op, sample, dtype)
     for op, sample, dtype in CASES
@@ -24,7 +24,7 @@ FAST = [
     and (op not in SLOW_OPS or sample in ("typical", "ties"))
 ]
 STREAMING = streaming()
-BY_ROWS = [name for name, one in provided().items() if one.op.rows]
+BY_ROWS = [name for name, one in provided().items() if one.op.row_args]
 
 
 def check(interpreter: Interpreter, op: str, sample: str, dtype: str) -> None:
@@ -48,7 +48,7 @@ def test_the_other_errors_are_within_bounds(
 
 
 def test_every_op_has_kernels() -> None:
-    assert set(provided()) == set(ops.catalogue())
+    assert set(provided()) == set(ops.registry())
 
 
 @pytest.mark.parametrize("op", BY_ROWS)
@@ -70,9 +70,9 @@ def test_many_rows_do_not_depend_on_the_batch(
 def _samples(op: str) -> Any:
     import torch
 
-    from ingot.ops.inputs import Make
+    from ingot.ops.inputs import TensorMaker
 
-    return ops.catalogue()[op].samples(Make(torch.float32))
+    return ops.registry()[op].samples(TensorMaker(torch.float32))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from ingot.nn.plan import Plan
 from ingot.nn.presets import preset
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
-from ingot.ops.inputs import Make
-from ingot.ops.op import each, tensors
+from ingot.ops.inputs import TensorMaker
+from ingot.ops.op import map_tensors, tensors
 
 
 def test_without_a_gpu_nobody_imports_triton() -> None:
@@ -41,7 +41,7 @@ def test_without_a_gpu_nobody_imports_triton() -> None:
 def test_where_there_is_a_gpu_its_kernels_come_before_aten() -> None:
     code = (
         "import torch\ntorch.cuda.is_available = lambda: True\nfrom ingot import ops\n"
-        "for op in ops.catalogue().values():\n"
+        "for op in ops.registry().values():\n"
         "    names = list(op.providers)\n"
         "    assert 'triton' in names, op\n"
         "    assert 'aten' not in names or names.index('triton') < names.index('aten'), op\n"
@@ -91,19 +91,19 @@ FACTS = (
 
 def test_pytorch_comes_first_on_a_gpu_where_the_record_says_so() -> None:
     """The device is pretended, the tensors have no memory: nothing runs."""
-    exact = [fact.replace("'aten'", "'triton'") for fact in FACTS]
+    invariant = [fact.replace("'aten'", "'triton'") for fact in FACTS]
 
     def assertions(facts: Sequence[str]) -> str:
         return "".join(f"        assert {fact}\n" for fact in facts)
 
     code = (
         f"{PRETENDED}    if True:\n{assertions(FACTS)}"
-        f"    with ops.exact():\n{assertions(exact)}"
-        f"    with torch.inference_mode():\n{assertions(exact)}"
-        f"    with ops.prefer('triton'):\n{assertions(exact)}"
+        f"    with ops.batch_invariant():\n{assertions(invariant)}"
+        f"    with torch.inference_mode():\n{assertions(invariant)}"
+        f"    with ops.prefer('triton'):\n{assertions(invariant)}"
         "    torch.cuda.get_device_capability = lambda index: (7, 5)\n"
         "    from ingot.kernels import aten\n"
-        f"    aten.capable.cache_clear()\n    if True:\n{assertions(exact)}"
+        f"    aten.capable.cache_clear()\n    if True:\n{assertions(invariant)}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -148,8 +148,8 @@ def test_flash_attention_is_asked_for_what_the_op_means(
 
     monkeypatch.setattr(attention, "on_gpu", lambda q: True)
     monkeypatch.setattr(varlen, "varlen_attn", called)
-    for sample in ops.attention.samples(Make(dtype)):
-        args = ops.attention.complete(sample.args)
+    for sample in ops.attention.samples(TensorMaker(dtype)):
+        args = ops.attention.with_defaults(sample.args)
         assert max(forward_errors(ops.attention, "aten", args)) <= 1, sample.name
         assert max(backward_errors(ops.attention, "aten", args).values()) <= 1, sample.name
     windows = {"typical", "not_causal", "window", "window_not_causal", "strided"}
@@ -207,7 +207,7 @@ def test_the_interpreter_does_not_take_bfloat16(monkeypatch: pytest.MonkeyPatch)
 def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
     """On tensors without memory, where no kernel runs: shapes, dtypes, strides."""
     one = provided()[name]
-    args = one.op.complete(one.example(Meta()))
+    args = one.op.with_defaults(one.example(Meta()))
     with recording():
         real = as_tuple(one.forward(*args))
         for result, fake in zip(real, as_tuple(one.op.fake(*args)), strict=True):
@@ -337,7 +337,9 @@ def on_a_gpu(arg: Any) -> Any:
 def test_every_op_has_a_fake_on_a_gpu_forward_and_backward(name: str) -> None:
     one = provided()[name]
     with FakeTensorMode(), torch.no_grad():
-        args = tuple(each(on_a_gpu, arg) for arg in one.op.complete(one.example(Meta())))
+        args = tuple(
+            map_tensors(on_a_gpu, arg) for arg in one.op.with_defaults(one.example(Meta()))
+        )
         outputs = as_tuple(one.op(*args))
         assert all(out.device.type == "cuda" for out in outputs)
         if one.op.gradient:

@@ -26,11 +26,11 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.gradient import as_tuple
-from ingot.ops.inputs import Make
+from ingot.ops.inputs import TensorMaker
 from ingot.ops.op import Op
 
 KIND = "schedules"
-OPS = [op for op in ops.catalogue().values() if op.rows and "cpu" in op.providers]
+OPS = [op for op in ops.registry().values() if op.row_args and "cpu" in op.providers]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_PRODUCTS = 1 << 24  # of a matrix product, so that a schedule takes milliseconds
 
@@ -133,7 +133,7 @@ schedules = st.builds(
 )
 
 
-class Inputs(Make):
+class Inputs(TensorMaker):
     """Makes what a schedule asks for, from its seed."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -258,8 +258,8 @@ def by_rows(op: Op[..., Any], args: dict[str, Any], rows: int) -> set[str]:
     """The arguments with a row for each token: those of the record, and a mask that has one."""
     mask = args.get("mask")
     if isinstance(mask, Tensor) and mask.dim() == args["x"].dim() and len(mask) == rows:
-        return {*op.rows, "mask"}
-    return set(op.rows)
+        return {*op.row_args, "mask"}
+    return set(op.row_args)
 
 
 def bits(x: Tensor) -> Tensor:
