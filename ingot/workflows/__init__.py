@@ -1,0 +1,1 @@
+"""Whole tasks in one call: generate text, train, serve. The command line parses and prints."""
