@@ -82,8 +82,10 @@ def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
     headers = {"tensor", "vector", "amx", "matmul", "turned", "threads", "attention_gradient"}
     builders = {"build", "replay"}
     # What Triton kernels are declared with, compiled by, proved by and made of.
-    frame = {"kernel", "provider", "target", "tune", "tuned", "defaults", "packed", "reduce"}
-    proof = {"compiler", "code", "gate", "interpreter", "report", "ceiling", "plain"}
+    frame = {"kernel", "launch", "provider", "target", "autotune", "config_store", "defaults"}
+    frame |= {"packed", "reduce"}
+    proof = {"compiler", "disassembly", "codegen_checks", "interpreter", "report", "ceiling"}
+    proof |= {"tutorial_kernels"}
     for provider in providers:
         assert basenames(provider) - headers - builders - frame - proof <= FAMILIES, provider
 

@@ -13,7 +13,7 @@ from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import progress, stdout
 
 if TYPE_CHECKING:
-    from ingot.kernels.triton.compiler import Fact
+    from ingot.kernels.triton.compiler import CompiledKernel
 
 
 def kernels(
@@ -77,15 +77,15 @@ def kernels(
 
 def compiled(
     names: tuple[str, ...], targets: tuple[str, ...], quick: bool
-) -> tuple[list[Fact], float]:
+) -> tuple[list[CompiledKernel], float]:
     """The facts about these kernels, and how long it took."""
     from ingot.kernels.triton.compiler import compile_all, jobs
-    from ingot.kernels.triton.provider import provided
+    from ingot.kernels.triton.provider import triton_ops
     from ingot.kernels.triton.target import TARGETS
 
     for name in names:
-        if name not in provided():
-            raise UnknownName("op with GPU kernels", name, provided())
+        if name not in triton_ops():
+            raise UnknownName("op with GPU kernels", name, triton_ops())
     for target in targets:
         if target not in TARGETS:
             raise UnknownName("GPU target", target, TARGETS)

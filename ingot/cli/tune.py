@@ -13,7 +13,7 @@ from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import logger, progress, stdout
 
 if TYPE_CHECKING:
-    from ingot.kernels.triton.tune import Result
+    from ingot.kernels.triton.autotune import TuneResult
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -50,28 +50,28 @@ def tune(
         _print_table(results)
 
 
-def _tuned(names: tuple[str, ...], dtype: str, device: str) -> list[Result]:
+def _tuned(names: tuple[str, ...], dtype: str, device: str) -> list[TuneResult]:
     import torch
 
-    from ingot.kernels.triton import tune as tuning
-    from ingot.kernels.triton.provider import provided
+    from ingot.kernels.triton import autotune
+    from ingot.kernels.triton.provider import triton_ops
 
     for name in names:
-        if name not in provided():
-            raise UnknownName("op with GPU kernels", name, provided())
-    wanted = tuning.tasks(names, getattr(torch, _DTYPES[dtype]))
-    results: list[Result] = []
+        if name not in triton_ops():
+            raise UnknownName("op with GPU kernels", name, triton_ops())
+    wanted = autotune.tasks(names, getattr(torch, _DTYPES[dtype]))
+    results: list[TuneResult] = []
     with progress("tuning", len(wanted)) as bar:
         for task in wanted:
             bar.describe(task.name)
-            results.append(tuning.tune(task, tuning.on_gpu, device))
+            results.append(autotune.tune(task, autotune.time_on_gpu, device))
             for reason in results[-1].wrong:
                 logger(__name__).warning("%s does not take %s", task.name, reason)
             bar.advance()
     return results
 
 
-def as_row(result: Result) -> dict[str, Any]:
+def as_row(result: TuneResult) -> dict[str, Any]:
     """A result as `--json` prints it; times in microseconds, None where there is none."""
 
     def microseconds(seconds: float) -> float | None:
@@ -88,11 +88,11 @@ def as_row(result: Result) -> dict[str, Any]:
     }
 
 
-def _print_table(results: list[Result]) -> None:
+def _print_table(results: list[TuneResult]) -> None:
     from rich import box
     from rich.table import Table
 
-    from ingot.kernels.triton.tuned import here, store
+    from ingot.kernels.triton.config_store import current_target, database_path
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("kernel", "fastest", "us", "before", "us", "faster", "tried", "wrong"):
@@ -111,4 +111,6 @@ def _print_table(results: list[Result]) -> None:
             str(len(row["wrong"])),
         )
     stdout().print(table)
-    stdout().print(f"kept for {here()[1]} in {store()}", highlight=False, markup=False)
+    stdout().print(
+        f"kept for {current_target()[1]} in {database_path()}", highlight=False, markup=False
+    )

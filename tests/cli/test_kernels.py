@@ -28,7 +28,7 @@ def test_tables_for_people(ready: Run) -> None:
     result = ready("kernels", "silu", "--target", "sm_90", "--quick", COLUMNS="200")
     assert result.returncode == 0, result.stderr
     assert "silu.forward.activation.0" in result.stdout
-    assert "0 spill, 0 faults" in result.stdout
+    assert "0 spill, 0 violations" in result.stdout
     assert "H100" in result.stdout
 
 

@@ -16,14 +16,13 @@ from ingot.cli import tune as verb
 from ingot.core import log
 from ingot.core.errors import IngotError, UnknownName
 from ingot.kernels import triton as package
-from ingot.kernels.triton import tune as tuning
-from ingot.kernels.triton import tuned
-from ingot.kernels.triton.kernel import Config
+from ingot.kernels.triton import autotune, config_store
+from ingot.kernels.triton.autotune import TuneResult, TuneTask
+from ingot.kernels.triton.launch import KernelConfig
 from ingot.kernels.triton.target import TARGETS
-from ingot.kernels.triton.tune import Result, Task
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-PLAIN, QUICK = Config.of(4), Config.of(8)
+PLAIN, QUICK = KernelConfig.of(4), KernelConfig.of(8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -40,21 +39,21 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose kernels take as long as a test says."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(verb, "resolve", lambda device: None)
-    monkeypatch.setattr(tuned, "here", lambda: (TARGETS["sm_90"], "H100"))
+    monkeypatch.setattr(config_store, "current_target", lambda: (TARGETS["sm_90"], "H100"))
 
-    def tune(task: Task, timer: Any, device: str) -> Result:
-        backward = task.places[0].direction == "backward"
-        return Result(
+    def tune(task: TuneTask, timer: Any, device: str) -> TuneResult:
+        backward = task.sites[0].direction == "backward"
+        return TuneResult(
             name=task.name,
             config=None if backward else QUICK,
             seconds=math.nan if backward else 2e-6,
             before=PLAIN,
             before_seconds=math.nan if backward else 3e-6,
             tried=3,
-            wrong=("warps=2 stages=1: 7.00 times the error that is allowed",),
+            wrong=("num_warps=2 num_stages=1: 7.00 times the error that is allowed",),
         )
 
-    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setattr(autotune, "tune", tune)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -66,8 +65,8 @@ def test_a_table_for_people(
     verb.tune(("silu",))
     first, second, *_, last = capsys.readouterr().out.splitlines()[3:]
     assert first.split() == [
-        *("silu.forward.activation", "warps=8", "stages=1", "2.0"),
-        *("warps=4", "stages=1", "3.0", "1.50x", "3", "1"),
+        *("silu.forward.activation", "num_warps=8", "num_stages=1", "2.0"),
+        *("num_warps=4", "num_stages=1", "3.0", "1.50x", "3", "1"),
     ]
     assert "none is right" in second
     assert last.startswith("kept for H100 in ")
@@ -77,7 +76,11 @@ def test_a_table_for_people(
 def test_rows_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     verb.tune(("silu",), json=True)
     forward, backward = json.loads(capsys.readouterr().out)
-    assert (forward["config"], forward["us"], forward["before_us"]) == ("warps=8 stages=1", 2.0, 3)
+    assert (forward["config"], forward["us"], forward["before_us"]) == (
+        "num_warps=8 num_stages=1",
+        2.0,
+        3,
+    )
     assert (backward["config"], backward["us"]) == (None, None)
     assert len(forward["wrong"]) == 1
 

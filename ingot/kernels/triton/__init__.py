@@ -11,7 +11,7 @@ compilation, the table and dispatch are made from these two declarations.
 
 Arithmetic is in float32, storage in float32, float16 or bfloat16. Exact means here that a row's
 configuration never depends on how many rows there are, and that nothing is split along what is
-added up, or at places that are fixed.
+added up, or at sites that are fixed.
 
 Triton is imported by the modules in here, not by this one.
 """

@@ -14,7 +14,7 @@ Backward runs the forward once more for its statistics, then one kernel walks al
 gradient of the queries, and one along the queries for those of keys and values. No atomics: each
 gradient is added up in one order. Paged keys have no gradient here.
 
-The host never reads a length: nothing waits for the GPU. Lengths, pages and places that lie outside
+The host never reads a length: nothing waits for the GPU. Lengths, pages and sites that lie outside
 are not read and not written.
 """
 
@@ -32,32 +32,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, kernel
-from ingot.kernels.triton.linear import itemsize, precision
-from ingot.kernels.triton.packed import owner, tiles
-from ingot.kernels.triton.provider import Meta, provide
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.kernel import kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.linear import input_precision, itemsize
+from ingot.kernels.triton.packed import find_sequence, max_tiles
+from ingot.kernels.triton.provider import ExampleInputs, provide
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import differentiate
 
-SPLIT = 1024  # keys of a piece
-_FEW = 256  # programs: with fewer, pieces get programs of their own
+SPLIT_SIZE = 1024  # keys of a piece
+_MIN_PROGRAMS = 256  # programs: with fewer, pieces get programs of their own
 _LOG2E = 1.4426950408889634
 
 # Rows, keys, warps, stages.
 _TILES = ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2))
-_QUERY_TILES = ((64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 1))
-_KEY_TILES = ((32, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))
+_DQ_TILES = ((64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 1))
+_DKV_TILES = ((32, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))
 
 
-def _fitting(
-    target: Target,
+def _config_if_it_fits(
+    target: TargetSpec,
     tile: tuple[int, ...],
-    width: int,
-    precision: str,
-    results: int,
-    scores: int,
-    by_keys: bool = False,
-) -> Iterator[Config]:
+    head_dim: int,
+    input_precision: str,
+    num_accs: int,
+    num_scores: int,
+    acc_per_key: bool = False,
+) -> Iterator[KernelConfig]:
     """A tile, if its operands fit shared memory, and its results and scores registers.
 
     Results have the tile's rows, or its keys. Forward has two of them, those of a piece and of all
@@ -66,408 +67,470 @@ def _fitting(
     twice. On gfx942 eight warps may have 256 registers each, four have 512: backward spilled with
     eight.
     """
-    rows, keys, warps, stages = tile
-    size, amd = itemsize(precision), target.backend == "hip"
-    if size == 4:
-        rows, keys, warps, stages = 16, 16, 8, 1  # of 32, sm_80 and sm_90 spilled
-    stages = 1 if amd else stages
-    long = keys if by_keys else rows
-    held = (results * long * width + scores * rows * keys) // (warps * target.lanes)
-    if target.tile_registers < 128:
-        held += rows * width // 2 // (warps * target.lanes)
-    shared = (2 * rows + 2 * keys * stages) * width * size
-    twice = target.arch == 90 and long < 16 * warps
-    if target.arch == 100 and results == 2 and not by_keys:
-        twice = long < 16 * warps  # 64 rows in 8 warps spilled there when decoding
-    crowded = amd and warps > 4 and (by_keys or results == 1)
-    fits = shared <= target.shared_program and held <= target.tile_registers
-    if size == 4 or (fits and not twice and not crowded):
-        yield Config.of(warps, stages, ROWS=rows, KEYS=keys)
+    block_m, block_kv, num_warps, num_stages = tile
+    element_size, is_hip = itemsize(input_precision), target.backend == "hip"
+    if element_size == 4:
+        block_m, block_kv, num_warps, num_stages = 16, 16, 8, 1  # of 32, sm_80 and sm_90 spilled
+    num_stages = 1 if is_hip else num_stages
+    acc_rows = block_kv if acc_per_key else block_m
+    registers = (num_accs * acc_rows * head_dim + num_scores * block_m * block_kv) // (
+        num_warps * target.warp_size
+    )
+    if target.max_tile_registers < 128:
+        registers += block_m * head_dim // 2 // (num_warps * target.warp_size)
+    shared_bytes = (2 * block_m + 2 * block_kv * num_stages) * head_dim * element_size
+    redundant = target.arch == 90 and acc_rows < 16 * num_warps
+    if target.arch == 100 and num_accs == 2 and not acc_per_key:
+        redundant = acc_rows < 16 * num_warps  # 64 rows in 8 warps spilled there when decoding
+    register_limited = is_hip and num_warps > 4 and (acc_per_key or num_accs == 1)
+    fits = shared_bytes <= target.max_shared_bytes and registers <= target.max_tile_registers
+    if element_size == 4 or (fits and not redundant and not register_limited):
+        yield KernelConfig.of(num_warps, num_stages, BLOCK_M=block_m, BLOCK_KV=block_kv)
 
 
-def _space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
-    found = (_fitting(target, tile, WIDTH, PRECISION, 2, 2) for tile in _TILES)
-    yield from dict.fromkeys(chain.from_iterable(found))
+def _space(
+    target: TargetSpec, BLOCK_D: int, INPUT_PRECISION: str, **_: object
+) -> Iterator[KernelConfig]:
+    configs = (_config_if_it_fits(target, tile, BLOCK_D, INPUT_PRECISION, 2, 2) for tile in _TILES)
+    yield from dict.fromkeys(chain.from_iterable(configs))
 
 
-def _query_space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
-    found = (_fitting(target, tile, WIDTH, PRECISION, 1, 3) for tile in _QUERY_TILES)
-    yield from dict.fromkeys(chain.from_iterable(found))
+def _dq_space(
+    target: TargetSpec, BLOCK_D: int, INPUT_PRECISION: str, **_: object
+) -> Iterator[KernelConfig]:
+    configs = (
+        _config_if_it_fits(target, tile, BLOCK_D, INPUT_PRECISION, 1, 3) for tile in _DQ_TILES
+    )
+    yield from dict.fromkeys(chain.from_iterable(configs))
 
 
-def _key_space(target: Target, WIDTH: int, PRECISION: str, **_: object) -> Iterator[Config]:
-    found = (_fitting(target, tile, WIDTH, PRECISION, 2, 2, True) for tile in _KEY_TILES)
-    yield from dict.fromkeys(chain.from_iterable(found))
+def _dkv_space(
+    target: TargetSpec, BLOCK_D: int, INPUT_PRECISION: str, **_: object
+) -> Iterator[KernelConfig]:
+    configs = (
+        _config_if_it_fits(target, tile, BLOCK_D, INPUT_PRECISION, 2, 2, True)
+        for tile in _DKV_TILES
+    )
+    yield from dict.fromkeys(chain.from_iterable(configs))
 
 
 @triton.jit
-def _sees(position, key, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _visible(position, offs_kv, kv_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Whether queries at positions (rows) see keys (columns)."""
-    seen = (key < num_keys) & (position >= 0)
+    visible = (offs_kv < kv_len) & (position >= 0)
     if CAUSAL:
-        seen = seen & (key <= position)
+        visible = visible & (offs_kv <= position)
     if WINDOW:
-        apart = tl.where(position > key, position - key, key - position)
-        seen = seen & (apart < window)
-    return seen
+        distance = tl.where(position > offs_kv, position - offs_kv, offs_kv - position)
+        visible = visible & (distance < window)
+    return visible
 
 
 @triton.jit
-def _first_key(lowest, window, WINDOW: tl.constexpr, KEYS: tl.constexpr):
+def _first_kv_block(min_position, window, WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Where the block of the first key begins that a query at this position sees."""
-    first = 0
+    kv_start = 0
     if WINDOW:
-        first = tl.maximum(lowest - window + 1, 0) // KEYS * KEYS
-    return first
+        kv_start = tl.maximum(min_position - window + 1, 0) // BLOCK_KV * BLOCK_KV
+    return kv_start
 
 
 @triton.jit
-def _last_key(highest, num_keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _kv_end(max_position, kv_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Behind the last key that a query at this position sees."""
-    last = num_keys
+    kv_end = kv_len
     if CAUSAL:
-        last = tl.minimum(last, highest + 1)
+        kv_end = tl.minimum(kv_end, max_position + 1)
     elif WINDOW:
-        last = tl.minimum(last, highest + window)
-    return last
+        kv_end = tl.minimum(kv_end, max_position + window)
+    return kv_end
 
 
 @triton.jit
-def _tile(starts, contexts, sequences, tile, EACH: tl.constexpr, ROWS: tl.constexpr):
+def _query_tile(
+    cu_seqlens, context_lens, num_seqs, tile, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """A tile of queries: its sequence, that one's first token, its first row, numbers of queries
     and keys."""
-    sequence = owner(starts, sequences, tile, EACH, ROWS)
-    start = tl.load(starts + sequence).to(tl.int32)
-    num_queries = tl.load(starts + sequence + 1).to(tl.int32) - start
-    first = (tile - start * EACH // ROWS - sequence) * ROWS
-    num_keys = num_queries
-    if contexts is not None:
-        num_keys = tl.load(contexts + sequence).to(tl.int32)
-    return sequence, start, first, num_queries, num_keys
+    seq = find_sequence(cu_seqlens, num_seqs, tile, GROUP_SIZE, BLOCK_M)
+    q_start = tl.load(cu_seqlens + seq).to(tl.int32)
+    q_len = tl.load(cu_seqlens + seq + 1).to(tl.int32) - q_start
+    start_m = (tile - q_start * GROUP_SIZE // BLOCK_M - seq) * BLOCK_M
+    kv_len = q_len
+    if context_lens is not None:
+        kv_len = tl.load(context_lens + seq).to(tl.int32)
+    return seq, q_start, start_m, q_len, kv_len
 
 
 @triton.jit
-def _rows(
-    start, first, num_queries, num_keys, tokens, key_head, EACH: tl.constexpr, ROWS: tl.constexpr
+def _row_offsets(
+    q_start,
+    start_m,
+    q_len,
+    kv_len,
+    num_tokens,
+    kv_head,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """Token, head and position of each row of a tile; the position is -1 where there is no row."""
-    row = first + tl.arange(0, ROWS)
-    token = start + row // EACH
-    inside = (row < num_queries * EACH) & (token >= 0) & (token < tokens)
-    position = tl.where(inside, num_keys - num_queries + row // EACH, -1)
-    return token.to(tl.int64), key_head * EACH + row % EACH, inside, position
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    token = q_start + offs_m // GROUP_SIZE
+    mask = (offs_m < q_len * GROUP_SIZE) & (token >= 0) & (token < num_tokens)
+    position = tl.where(mask, kv_len - q_len + offs_m // GROUP_SIZE, -1)
+    return token.to(tl.int64), kv_head * GROUP_SIZE + offs_m % GROUP_SIZE, mask, position
 
 
 @triton.jit
-def _places(
-    key, base, num_keys, table, pages, total, page_stride, token_stride, PAGE: tl.constexpr
+def _kv_offsets(
+    offs_kv,
+    kv_base,
+    kv_len,
+    block_table,
+    num_blocks,
+    kv_rows,
+    stride_b,
+    stride_t,
+    KV_BLOCK_SIZE: tl.constexpr,
 ):
     """Where keys lie, and which of them lie anywhere."""
-    if PAGE > 0:
-        page = tl.load(table + key // PAGE, key < num_keys, other=-1).to(tl.int64)
-        there = (key < num_keys) & (page >= 0) & (page < pages)
-        place = page * page_stride + (key % PAGE).to(tl.int64) * token_stride
+    if KV_BLOCK_SIZE > 0:
+        block = tl.load(block_table + offs_kv // KV_BLOCK_SIZE, offs_kv < kv_len, other=-1).to(
+            tl.int64
+        )
+        mask = (offs_kv < kv_len) & (block >= 0) & (block < num_blocks)
+        offs = block * stride_b + (offs_kv % KV_BLOCK_SIZE).to(tl.int64) * stride_t
     else:
-        there = (key < num_keys) & (base + key < total)
-        place = (base + key).to(tl.int64) * token_stride
-    return place, there
+        mask = (offs_kv < kv_len) & (kv_base + offs_kv < kv_rows)
+        offs = (kv_base + offs_kv).to(tl.int64) * stride_t
+    return offs, mask
 
 
 @triton.jit
-def _merge(largest, total, result, more_largest, more_total, more):
+def _merge(row_max, row_sum, acc, split_max, split_sum, split_acc):
     """Two pieces' maximum, sum and weighted values as one's. Fused multiply-adds are written out,
     so that no compiler makes one where another does not."""
-    now = tl.maximum(largest, more_largest)
-    base = tl.where(now == float("-inf"), 0.0, now)
-    one, other = tl.exp2(largest - base), tl.exp2(more_largest - base)
-    total = tl.fma(total, one, more_total * other)
-    one = tl.broadcast_to(one[:, None], result.shape)
-    result = tl.fma(result, one, more * other[:, None])
-    return now, total, result
+    new_max = tl.maximum(row_max, split_max)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    alpha, beta = tl.exp2(row_max - safe_max), tl.exp2(split_max - safe_max)
+    row_sum = tl.fma(row_sum, alpha, split_sum * beta)
+    alpha = tl.broadcast_to(alpha[:, None], acc.shape)
+    acc = tl.fma(acc, alpha, split_acc * beta[:, None])
+    return new_max, row_sum, acc
 
 
 @triton.jit
-def _finish(largest, total, result):
+def _finalize(row_max, row_sum, acc):
     """The mean of the values, and the logarithm of the sum; 0 and -inf where nothing is seen."""
-    nothing = total == 0.0
-    mean = result / tl.where(nothing, 1.0, total)[:, None]
-    return mean, tl.where(nothing, float("-inf"), largest + tl.log2(total))
+    empty = row_sum == 0.0
+    out = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    return out, tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
 
 
 @triton.jit
-def _piece(
-    q, k, v, low, high, position, base, num_keys, table, pages, keys_total, key_head, width,
-    k_page, k_token, k_head, v_page, v_token, v_head, scale, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _attend_range(
+    q, k, v, kv_start, kv_end, position, kv_base, kv_len, block_table, num_blocks, kv_rows, kv_head,
+    head_dim, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, scale, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of the keys from `low` to `high`."""
-    channel = tl.arange(0, WIDTH)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    result = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(low, high, KEYS):
-        key = first + tl.arange(0, KEYS)
-        place, there = _places(key, base, num_keys, table, pages, keys_total, k_page, k_token, PAGE)
-        at = k + place[None, :] + key_head * k_head + channel[:, None]
-        keys = tl.load(at, there[None, :] & (channel < width)[:, None], other=0.0)
-        scores = tl.dot(q, keys, input_precision=PRECISION) * scale
-        seen = _sees(position[:, None], key[None, :], num_keys, window, CAUSAL, WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        now = tl.maximum(largest, tl.max(scores, 1))
-        relative = tl.where(now == float("-inf"), 0.0, now)
-        p = tl.exp2(scores - relative[:, None])
-        shrunk = tl.exp2(largest - relative)
-        total = tl.fma(total, shrunk, tl.sum(p, 1))
-        largest = now
-        place, there = _places(key, base, num_keys, table, pages, keys_total, v_page, v_token, PAGE)
-        at = v + place[:, None] + key_head * v_head + channel[None, :]
-        values = tl.load(at, there[:, None] & (channel < width)[None, :], other=0.0)
-        result = result * shrunk[:, None]
-        result = tl.dot(p.to(values.dtype), values, result, input_precision=PRECISION)
-    return largest, total, result
+    offs_d = tl.arange(0, BLOCK_D)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start_kv in range(kv_start, kv_end, BLOCK_KV):
+        offs_kv = start_kv + tl.arange(0, BLOCK_KV)
+        kv_offs, kv_mask = _kv_offsets(
+            offs_kv,
+            kv_base,
+            kv_len,
+            block_table,
+            num_blocks,
+            kv_rows,
+            stride_kb,
+            stride_kt,
+            KV_BLOCK_SIZE,
+        )
+        ptrs = k + kv_offs[None, :] + kv_head * stride_kh + offs_d[:, None]
+        k_tile = tl.load(ptrs, kv_mask[None, :] & (offs_d < head_dim)[:, None], other=0.0)
+        scores = tl.dot(q, k_tile, input_precision=INPUT_PRECISION) * scale
+        visible = _visible(position[:, None], offs_kv[None, :], kv_len, window, CAUSAL, WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(scores - safe_max[:, None])
+        alpha = tl.exp2(row_max - safe_max)
+        row_sum = tl.fma(row_sum, alpha, tl.sum(p, 1))
+        row_max = new_max
+        kv_offs, kv_mask = _kv_offsets(
+            offs_kv,
+            kv_base,
+            kv_len,
+            block_table,
+            num_blocks,
+            kv_rows,
+            stride_vb,
+            stride_vt,
+            KV_BLOCK_SIZE,
+        )
+        ptrs = v + kv_offs[:, None] + kv_head * stride_vh + offs_d[None, :]
+        v_tile = tl.load(ptrs, kv_mask[:, None] & (offs_d < head_dim)[None, :], other=0.0)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=INPUT_PRECISION)
+    return row_max, row_sum, acc
 
 
 # Trained, prefilled in chunks or decoded: one configuration, or the bits would not be the same.
-@kernel(space=_space, bound="tensor cores", keys=("WIDTH", "PRECISION"))
+@kernel(space=_space, bound_by="tensor cores", config_keys=("BLOCK_D", "INPUT_PRECISION"))
 @triton.jit
 def _attention(
-    q, k, v, y, lse, pieces, piece_sums, starts, contexts, key_starts, table,
-    sequences, tokens, heads, pages, keys_total, width, num_pieces,
-    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_row, scale, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, EACH: tl.constexpr,
-    MANY: tl.constexpr, APART: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, y, lse, partial_acc, partial_stats, cu_seqlens, context_lens, cu_kv_lens, block_table,
+    num_seqs, num_tokens, num_heads, num_blocks, kv_rows, head_dim, num_splits, stride_qt,
+    stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_bt, scale,
+    window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, MULTI_SPLIT: tl.constexpr, SPLIT_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT_SIZE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries; with `APART`, one piece of its keys alone."""
-    key_head = tl.program_id(1)
-    sequence, start, first, num_queries, num_keys = _tile(
-        starts, contexts, sequences, tl.program_id(0), EACH, ROWS
+    kv_head = tl.program_id(1)
+    seq, q_start, start_m, q_len, kv_len = _query_tile(
+        cu_seqlens, context_lens, num_seqs, tl.program_id(0), GROUP_SIZE, BLOCK_M
     )
-    if first < num_queries * EACH:
-        token, head, inside, position = _rows(
-            start, first, num_queries, num_keys, tokens, key_head, EACH, ROWS
+    if start_m < q_len * GROUP_SIZE:
+        token, head, mask_m, position = _row_offsets(
+            q_start, start_m, q_len, kv_len, num_tokens, kv_head, GROUP_SIZE, BLOCK_M
         )
-        channel = tl.arange(0, WIDTH)
-        within = inside[:, None] & (channel < width)[None, :]
-        at = token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
-        queries = tl.load(q + at, within, other=0.0)
-        base = 0
-        if PAGE > 0:
-            table += sequence.to(tl.int64) * table_row
+        offs_d = tl.arange(0, BLOCK_D)
+        q_mask = mask_m[:, None] & (offs_d < head_dim)[None, :]
+        offs = token[:, None] * stride_qt + head[:, None] * stride_qh + offs_d[None, :]
+        q_tile = tl.load(q + offs, q_mask, other=0.0)
+        kv_base = 0
+        if KV_BLOCK_SIZE > 0:
+            block_table += seq.to(tl.int64) * stride_bt
         else:
-            base = tl.load(key_starts + sequence).to(tl.int32)
-        before = num_keys - num_queries
-        ends = tl.minimum(first + ROWS, num_queries * EACH) - 1
-        low = _first_key(before + first // EACH, window, WINDOW, KEYS)
-        high = _last_key(before + ends // EACH, num_keys, window, CAUSAL, WINDOW)
-        if APART:
-            piece = tl.program_id(2)
-            from_key = tl.maximum(low, piece * SPLIT)
-            to_key = tl.minimum(high, (piece + 1) * SPLIT)
-            if piece * SPLIT < num_keys:
-                largest, total, result = _piece(
-                    queries, k, v, from_key, to_key, position, base, num_keys, table, pages,
-                    keys_total, key_head, width, k_page, k_token, k_head, v_page, v_token, v_head,
-                    scale, window, CAUSAL, WINDOW, PAGE, WIDTH, PRECISION, ROWS, KEYS,
+            kv_base = tl.load(cu_kv_lens + seq).to(tl.int32)
+        num_context = kv_len - q_len
+        last_row = tl.minimum(start_m + BLOCK_M, q_len * GROUP_SIZE) - 1
+        kv_start = _first_kv_block(num_context + start_m // GROUP_SIZE, window, WINDOW, BLOCK_KV)
+        kv_end = _kv_end(num_context + last_row // GROUP_SIZE, kv_len, window, CAUSAL, WINDOW)
+        if SPLIT_KV:
+            split = tl.program_id(2)
+            split_start = tl.maximum(kv_start, split * SPLIT_SIZE)
+            split_end = tl.minimum(kv_end, (split + 1) * SPLIT_SIZE)
+            if split * SPLIT_SIZE < kv_len:
+                row_max, row_sum, acc = _attend_range(
+                    q_tile, k, v, split_start, split_end, position, kv_base, kv_len, block_table,
+                    num_blocks, kv_rows, kv_head, head_dim, stride_kb, stride_kt, stride_kh,
+                    stride_vb, stride_vt, stride_vh, scale, window,
+                    CAUSAL, WINDOW, KV_BLOCK_SIZE, BLOCK_D, INPUT_PRECISION, BLOCK_M, BLOCK_KV,
                 )  # fmt: skip
-                place = (token * heads + head) * num_pieces + piece
+                split_offs = (token * num_heads + head) * num_splits + split
                 tl.store(
-                    pieces + place[:, None] * WIDTH + channel[None, :], result, inside[:, None]
+                    partial_acc + split_offs[:, None] * BLOCK_D + offs_d[None, :],
+                    acc,
+                    mask_m[:, None],
                 )
-                tl.store(piece_sums + place * 2, largest, inside)
-                tl.store(piece_sums + place * 2 + 1, total, inside)
+                tl.store(partial_stats + split_offs * 2, row_max, mask_m)
+                tl.store(partial_stats + split_offs * 2 + 1, row_sum, mask_m)
         else:
-            if MANY:
-                largest = tl.full([ROWS], float("-inf"), tl.float32)
-                total = tl.zeros([ROWS], tl.float32)
-                result = tl.zeros([ROWS, WIDTH], tl.float32)
-                for piece in range(low // SPLIT, tl.cdiv(high, SPLIT)):
-                    from_key = tl.maximum(low, piece * SPLIT)
-                    to_key = tl.minimum(high, (piece + 1) * SPLIT)
-                    more_largest, more_total, more = _piece(
-                        queries, k, v, from_key, to_key, position, base, num_keys, table, pages,
-                        keys_total, key_head, width, k_page, k_token, k_head, v_page, v_token,
-                        v_head, scale, window, CAUSAL, WINDOW, PAGE, WIDTH, PRECISION, ROWS, KEYS,
+            if MULTI_SPLIT:
+                row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                row_sum = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                for split in range(kv_start // SPLIT_SIZE, tl.cdiv(kv_end, SPLIT_SIZE)):
+                    split_start = tl.maximum(kv_start, split * SPLIT_SIZE)
+                    split_end = tl.minimum(kv_end, (split + 1) * SPLIT_SIZE)
+                    split_max, split_sum, split_acc = _attend_range(
+                        q_tile, k, v, split_start, split_end, position, kv_base, kv_len,
+                        block_table, num_blocks, kv_rows, kv_head, head_dim, stride_kb, stride_kt,
+                        stride_kh, stride_vb, stride_vt, stride_vh, scale, window,
+                        CAUSAL, WINDOW, KV_BLOCK_SIZE, BLOCK_D, INPUT_PRECISION, BLOCK_M, BLOCK_KV,
                     )  # fmt: skip
-                    largest, total, result = _merge(
-                        largest, total, result, more_largest, more_total, more
+                    row_max, row_sum, acc = _merge(
+                        row_max, row_sum, acc, split_max, split_sum, split_acc
                     )
             else:
-                largest, total, result = _piece(
-                    queries, k, v, low, high, position, base, num_keys, table, pages, keys_total,
-                    key_head, width, k_page, k_token, k_head, v_page, v_token, v_head, scale,
-                    window, CAUSAL, WINDOW, PAGE, WIDTH, PRECISION, ROWS, KEYS,
+                row_max, row_sum, acc = _attend_range(
+                    q_tile, k, v, kv_start, kv_end, position, kv_base, kv_len, block_table,
+                    num_blocks, kv_rows, kv_head, head_dim, stride_kb, stride_kt, stride_kh,
+                    stride_vb, stride_vt, stride_vh, scale, window,
+                    CAUSAL, WINDOW, KV_BLOCK_SIZE, BLOCK_D, INPUT_PRECISION, BLOCK_M, BLOCK_KV,
                 )  # fmt: skip
-            mean, log = _finish(largest, total, result)
-            at = (token * heads + head)[:, None] * width + channel[None, :]
-            tl.store(y + at, mean.to(y.dtype.element_ty), within)
+            out, row_lse = _finalize(row_max, row_sum, acc)
+            offs = (token * num_heads + head)[:, None] * head_dim + offs_d[None, :]
+            tl.store(y + offs, out.to(y.dtype.element_ty), q_mask)
             if lse is not None:
-                tl.store(lse + token * heads + head, log, inside)
+                tl.store(lse + token * num_heads + head, row_lse, mask_m)
 
 
-def _merge_space(target: Target, **_: object) -> Iterator[Config]:
-    yield Config.of(1)
-    yield Config.of(2)
+def _merge_space(target: TargetSpec, **_: object) -> Iterator[KernelConfig]:
+    yield KernelConfig.of(1)
+    yield KernelConfig.of(2)
 
 
-@kernel(space=_merge_space, bound="latency")
+@kernel(space=_merge_space, bound_by="latency")
 @triton.jit
-def _merge_pieces(
-    pieces, piece_sums, y, starts, contexts, sequences, heads, width, num_pieces,
-    SPLIT: tl.constexpr, WIDTH: tl.constexpr,
+def _merge_splits(
+    partial_acc, partial_stats, y, cu_seqlens, context_lens, num_seqs, num_heads, head_dim,
+    num_splits,
+    SPLIT_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of one query and head, in order."""
     token, head = tl.program_id(0), tl.program_id(1)
     low = 0
-    high = sequences
+    high = num_seqs
     while low < high:  # the last sequence that begins at this token or before
         middle = (low + high) // 2
-        if tl.load(starts + middle).to(tl.int32) <= token:
+        if tl.load(cu_seqlens + middle).to(tl.int32) <= token:
             low = middle + 1
         else:
             high = middle
-    sequence = low - 1
-    num_keys = tl.load(contexts + sequence).to(tl.int32)
-    place = (token.to(tl.int64) * heads + head) * num_pieces
-    channel = tl.arange(0, WIDTH)[None, :]
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    result = tl.zeros([1, WIDTH], tl.float32)
-    one = tl.arange(0, 1)
-    for piece in range(0, tl.minimum(tl.cdiv(num_keys, SPLIT), num_pieces)):
-        more = tl.load(pieces + (place + piece) * WIDTH + channel)
-        more_largest = tl.load(piece_sums + (place + piece) * 2 + one)
-        more_total = tl.load(piece_sums + (place + piece) * 2 + 1 + one)
-        largest, total, result = _merge(largest, total, result, more_largest, more_total, more)
-    mean, _ = _finish(largest, total, result)
-    at = y + (token.to(tl.int64) * heads + head) * width + channel
-    tl.store(at, mean.to(y.dtype.element_ty), channel < width)
+    seq = low - 1
+    kv_len = tl.load(context_lens + seq).to(tl.int32)
+    split_offs = (token.to(tl.int64) * num_heads + head) * num_splits
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    zero = tl.arange(0, 1)
+    for split in range(0, tl.minimum(tl.cdiv(kv_len, SPLIT_SIZE), num_splits)):
+        split_acc = tl.load(partial_acc + (split_offs + split) * BLOCK_D + offs_d)
+        split_max = tl.load(partial_stats + (split_offs + split) * 2 + zero)
+        split_sum = tl.load(partial_stats + (split_offs + split) * 2 + 1 + zero)
+        row_max, row_sum, acc = _merge(row_max, row_sum, acc, split_max, split_sum, split_acc)
+    out, _ = _finalize(row_max, row_sum, acc)
+    ptrs = y + (token.to(tl.int64) * num_heads + head) * head_dim + offs_d
+    tl.store(ptrs, out.to(y.dtype.element_ty), offs_d < head_dim)
 
 
-@kernel(space=_query_space, bound="tensor cores")
+@kernel(space=_dq_space, bound_by="tensor cores")
 @triton.jit
-def _attention_queries(
-    q, k, v, y, grad, lse, delta, q_grad, starts, contexts, key_starts,
-    sequences, tokens, heads, keys_total, width,
-    q_token, q_head, k_token, k_head, v_token, v_head, scale, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _attention_dq(
+    q, k, v, y, grad_output, lse, delta, grad_q, cu_seqlens, context_lens, cu_kv_lens,
+    num_seqs, num_tokens, num_heads, kv_rows, head_dim,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, scale, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of queries; each row's product of result and gradient is stored."""
-    key_head = tl.program_id(1)
-    sequence, start, first, num_queries, num_keys = _tile(
-        starts, contexts, sequences, tl.program_id(0), EACH, ROWS
+    kv_head = tl.program_id(1)
+    seq, q_start, start_m, q_len, kv_len = _query_tile(
+        cu_seqlens, context_lens, num_seqs, tl.program_id(0), GROUP_SIZE, BLOCK_M
     )
-    if first < num_queries * EACH:
-        token, head, inside, position = _rows(
-            start, first, num_queries, num_keys, tokens, key_head, EACH, ROWS
+    if start_m < q_len * GROUP_SIZE:
+        token, head, mask_m, position = _row_offsets(
+            q_start, start_m, q_len, kv_len, num_tokens, kv_head, GROUP_SIZE, BLOCK_M
         )
-        channel = tl.arange(0, WIDTH)
-        within = inside[:, None] & (channel < width)[None, :]
-        at = token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
-        queries = tl.load(q + at, within, other=0.0)
-        at = (token * heads + head)[:, None] * width + channel[None, :]
-        given = tl.load(grad + at, within, other=0.0)
-        means = tl.load(y + at, within, other=0.0)
-        inner = tl.sum(given.to(tl.float32) * means.to(tl.float32), 1)
-        tl.store(delta + token * heads + head, inner, inside)
-        log = tl.load(lse + token * heads + head, inside, other=0.0)
-        log = tl.where(log == float("-inf"), 0.0, log)
-        base = tl.load(key_starts + sequence).to(tl.int32)
-        before = num_keys - num_queries
-        ends = tl.minimum(first + ROWS, num_queries * EACH) - 1
-        low = _first_key(before + first // EACH, window, WINDOW, KEYS)
-        high = _last_key(before + ends // EACH, num_keys, window, CAUSAL, WINDOW)
-        total = tl.zeros([ROWS, WIDTH], tl.float32)
-        for first_key in range(low, high, KEYS):
-            key = first_key + tl.arange(0, KEYS)
-            there = ((key < num_keys) & (base + key < keys_total))[:, None]
-            there = there & (channel < width)[None, :]
-            place = (base + key).to(tl.int64)[:, None]
-            k_at = place * k_token + key_head * k_head + channel[None, :]
-            keys = tl.load(k + k_at, there, other=0.0)
-            v_at = place * v_token + key_head * v_head + channel[None, :]
-            values = tl.load(v + v_at, there, other=0.0)
-            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            seen = _sees(position[:, None], key[None, :], num_keys, window, CAUSAL, WINDOW)
-            p = tl.exp2(scores * (scale * 1.4426950408889634) - log[:, None])
-            p = tl.where(seen, p, 0.0)
-            of_p = tl.dot(given, tl.trans(values), input_precision=PRECISION)
-            of_scores = (p * (of_p - inner[:, None])).to(keys.dtype)
-            total = tl.dot(of_scores, keys, total, input_precision=PRECISION)
-        at = (token * heads + head)[:, None] * width + channel[None, :]
-        tl.store(q_grad + at, (total * scale).to(q_grad.dtype.element_ty), within)
+        offs_d = tl.arange(0, BLOCK_D)
+        q_mask = mask_m[:, None] & (offs_d < head_dim)[None, :]
+        offs = token[:, None] * stride_qt + head[:, None] * stride_qh + offs_d[None, :]
+        q_tile = tl.load(q + offs, q_mask, other=0.0)
+        offs = (token * num_heads + head)[:, None] * head_dim + offs_d[None, :]
+        do = tl.load(grad_output + offs, q_mask, other=0.0)
+        y_tile = tl.load(y + offs, q_mask, other=0.0)
+        row_delta = tl.sum(do.to(tl.float32) * y_tile.to(tl.float32), 1)
+        tl.store(delta + token * num_heads + head, row_delta, mask_m)
+        row_lse = tl.load(lse + token * num_heads + head, mask_m, other=0.0)
+        row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+        kv_base = tl.load(cu_kv_lens + seq).to(tl.int32)
+        num_context = kv_len - q_len
+        last_row = tl.minimum(start_m + BLOCK_M, q_len * GROUP_SIZE) - 1
+        kv_start = _first_kv_block(num_context + start_m // GROUP_SIZE, window, WINDOW, BLOCK_KV)
+        kv_end = _kv_end(num_context + last_row // GROUP_SIZE, kv_len, window, CAUSAL, WINDOW)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start_kv in range(kv_start, kv_end, BLOCK_KV):
+            offs_kv = start_kv + tl.arange(0, BLOCK_KV)
+            kv_mask = ((offs_kv < kv_len) & (kv_base + offs_kv < kv_rows))[:, None]
+            kv_mask = kv_mask & (offs_d < head_dim)[None, :]
+            kv_offs = (kv_base + offs_kv).to(tl.int64)[:, None]
+            k_offs = kv_offs * stride_kt + kv_head * stride_kh + offs_d[None, :]
+            k_tile = tl.load(k + k_offs, kv_mask, other=0.0)
+            v_offs = kv_offs * stride_vt + kv_head * stride_vh + offs_d[None, :]
+            v_tile = tl.load(v + v_offs, kv_mask, other=0.0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=INPUT_PRECISION)
+            visible = _visible(position[:, None], offs_kv[None, :], kv_len, window, CAUSAL, WINDOW)
+            p = tl.exp2(scores * (scale * 1.4426950408889634) - row_lse[:, None])
+            p = tl.where(visible, p, 0.0)
+            dp = tl.dot(do, tl.trans(v_tile), input_precision=INPUT_PRECISION)
+            ds = (p * (dp - row_delta[:, None])).to(k_tile.dtype)
+            dq = tl.dot(ds, k_tile, dq, input_precision=INPUT_PRECISION)
+        offs = (token * num_heads + head)[:, None] * head_dim + offs_d[None, :]
+        tl.store(grad_q + offs, (dq * scale).to(grad_q.dtype.element_ty), q_mask)
 
 
-@kernel(space=_key_space, bound="tensor cores")
+@kernel(space=_dkv_space, bound_by="tensor cores")
 @triton.jit
-def _attention_keys(
-    q, k, v, grad, lse, delta, k_grad, v_grad, starts, contexts, key_starts,
-    sequences, tokens, heads, keys_total, width,
-    q_token, q_head, k_token, k_head, v_token, v_head, scale, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _attention_dkv(
+    q, k, v, grad_output, lse, delta, grad_k, grad_v, cu_seqlens, context_lens, cu_kv_lens,
+    num_seqs, num_tokens, num_heads, kv_rows, head_dim,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, scale, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values, over all queries of all heads that share them."""
-    key_head = tl.program_id(1)
-    sequence = owner(key_starts, sequences, tl.program_id(0), 1, KEYS)
-    base = tl.load(key_starts + sequence).to(tl.int32)
-    num_keys = tl.load(key_starts + sequence + 1).to(tl.int32) - base
-    first = (tl.program_id(0) - base // KEYS - sequence) * KEYS
-    if first < num_keys:
-        start = tl.load(starts + sequence).to(tl.int32)
-        num_queries = tl.load(starts + sequence + 1).to(tl.int32) - start
-        before = num_keys - num_queries
-        key = first + tl.arange(0, KEYS)
-        channel = tl.arange(0, WIDTH)
-        there = ((key < num_keys) & (base + key < keys_total))[:, None]
-        there = there & (channel < width)[None, :]
-        place = (base + key).to(tl.int64)[:, None]
-        at = place * k_token + key_head * k_head + channel[None, :]
-        keys = tl.load(k + at, there, other=0.0)
-        at = place * v_token + key_head * v_head + channel[None, :]
-        values = tl.load(v + at, there, other=0.0)
-        of_keys = tl.zeros([KEYS, WIDTH], tl.float32)
-        of_values = tl.zeros([KEYS, WIDTH], tl.float32)
-        low = 0
-        high = num_queries
+    kv_head = tl.program_id(1)
+    seq = find_sequence(cu_kv_lens, num_seqs, tl.program_id(0), 1, BLOCK_KV)
+    kv_base = tl.load(cu_kv_lens + seq).to(tl.int32)
+    kv_len = tl.load(cu_kv_lens + seq + 1).to(tl.int32) - kv_base
+    start_kv = (tl.program_id(0) - kv_base // BLOCK_KV - seq) * BLOCK_KV
+    if start_kv < kv_len:
+        q_start = tl.load(cu_seqlens + seq).to(tl.int32)
+        q_len = tl.load(cu_seqlens + seq + 1).to(tl.int32) - q_start
+        num_context = kv_len - q_len
+        offs_kv = start_kv + tl.arange(0, BLOCK_KV)
+        offs_d = tl.arange(0, BLOCK_D)
+        kv_mask = ((offs_kv < kv_len) & (kv_base + offs_kv < kv_rows))[:, None]
+        kv_mask = kv_mask & (offs_d < head_dim)[None, :]
+        kv_offs = (kv_base + offs_kv).to(tl.int64)[:, None]
+        offs = kv_offs * stride_kt + kv_head * stride_kh + offs_d[None, :]
+        k_tile = tl.load(k + offs, kv_mask, other=0.0)
+        offs = kv_offs * stride_vt + kv_head * stride_vh + offs_d[None, :]
+        v_tile = tl.load(v + offs, kv_mask, other=0.0)
+        dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+        q_start_row = 0
+        q_end_row = q_len
         if CAUSAL:
-            low = tl.maximum(first - before, 0)
+            q_start_row = tl.maximum(start_kv - num_context, 0)
         elif WINDOW:
-            low = tl.maximum(first - window + 1 - before, 0)
+            q_start_row = tl.maximum(start_kv - window + 1 - num_context, 0)
         if WINDOW:
-            high = tl.minimum(high, first + KEYS - 1 + window - before)
-        for row in range(low * EACH // ROWS * ROWS, high * EACH, ROWS):
-            token, head, inside, position = _rows(
-                start, row, num_queries, num_keys, tokens, key_head, EACH, ROWS
+            q_end_row = tl.minimum(q_end_row, start_kv + BLOCK_KV - 1 + window - num_context)
+        for start_m in range(
+            q_start_row * GROUP_SIZE // BLOCK_M * BLOCK_M, q_end_row * GROUP_SIZE, BLOCK_M
+        ):
+            token, head, mask_m, position = _row_offsets(
+                q_start, start_m, q_len, kv_len, num_tokens, kv_head, GROUP_SIZE, BLOCK_M
             )
-            within = inside[:, None] & (channel < width)[None, :]
-            q_at = token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
-            queries = tl.load(q + q_at, within, other=0.0)
-            grad_at = (token * heads + head)[:, None] * width + channel[None, :]
-            given = tl.load(grad + grad_at, within, other=0.0)
-            log = tl.load(lse + token * heads + head, inside, other=0.0)
-            log = tl.where(log == float("-inf"), 0.0, log)
-            inner = tl.load(delta + token * heads + head, inside, other=0.0)
-            scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-            seen = _sees(position[None, :], key[:, None], num_keys, window, CAUSAL, WINDOW)
-            p = tl.exp2(scores * (scale * 1.4426950408889634) - log[None, :])
-            p = tl.where(seen, p, 0.0)
-            of_values = tl.dot(p.to(given.dtype), given, of_values, input_precision=PRECISION)
-            of_p = tl.dot(values, tl.trans(given), input_precision=PRECISION)
-            of_scores = (p * (of_p - inner[None, :])).to(queries.dtype)
-            of_keys = tl.dot(of_scores, queries, of_keys, input_precision=PRECISION)
-        at = (place * tl.num_programs(1) + key_head) * width + channel[None, :]
-        tl.store(k_grad + at, (of_keys * scale).to(k_grad.dtype.element_ty), there)
-        tl.store(v_grad + at, of_values.to(v_grad.dtype.element_ty), there)
+            q_mask = mask_m[:, None] & (offs_d < head_dim)[None, :]
+            q_offs = token[:, None] * stride_qt + head[:, None] * stride_qh + offs_d[None, :]
+            q_tile = tl.load(q + q_offs, q_mask, other=0.0)
+            do_offs = (token * num_heads + head)[:, None] * head_dim + offs_d[None, :]
+            do = tl.load(grad_output + do_offs, q_mask, other=0.0)
+            row_lse = tl.load(lse + token * num_heads + head, mask_m, other=0.0)
+            row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)
+            row_delta = tl.load(delta + token * num_heads + head, mask_m, other=0.0)
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=INPUT_PRECISION)
+            visible = _visible(position[None, :], offs_kv[:, None], kv_len, window, CAUSAL, WINDOW)
+            p = tl.exp2(scores * (scale * 1.4426950408889634) - row_lse[None, :])
+            p = tl.where(visible, p, 0.0)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=INPUT_PRECISION)
+            dp = tl.dot(v_tile, tl.trans(do), input_precision=INPUT_PRECISION)
+            ds = (p * (dp - row_delta[None, :])).to(q_tile.dtype)
+            dk = tl.dot(ds, q_tile, dk, input_precision=INPUT_PRECISION)
+        offs = (kv_offs * tl.num_programs(1) + kv_head) * head_dim + offs_d[None, :]
+        tl.store(grad_k + offs, (dk * scale).to(grad_k.dtype.element_ty), kv_mask)
+        tl.store(grad_v + offs, dv.to(grad_v.dtype.element_ty), kv_mask)
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _key_starts(cu_seqlens: Tensor, context_lens: Tensor | None) -> Tensor:
+def _cu_kv_lens(cu_seqlens: Tensor, context_lens: Tensor | None) -> Tensor:
     """Where each sequence's keys begin among packed ones."""
     if context_lens is None:
         return cu_seqlens
@@ -478,9 +541,9 @@ def _constants(q: Tensor, k: Tensor, causal: bool, window: int | None) -> dict[s
     return {
         "CAUSAL": causal,
         "WINDOW": window is not None,
-        "EACH": q.shape[1] // k.shape[-2],
-        "WIDTH": max(16, triton.next_power_of_2(q.shape[2])),
-        "PRECISION": precision(q.dtype),
+        "GROUP_SIZE": q.shape[1] // k.shape[-2],
+        "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
+        "INPUT_PRECISION": input_precision(q.dtype),
     }
 
 
@@ -496,52 +559,62 @@ def _forward(
     scale: float | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
-    (tokens, heads, width), key_heads = q.shape, k.shape[-2]
-    sequences = len(cu_seqlens) - 1
+    q, k, v = _with_unit_stride(q), _with_unit_stride(k), _with_unit_stride(v)
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[-2]
+    num_seqs = len(cu_seqlens) - 1
     constants = _constants(q, k, causal, window)
     paged = block_table is not None
-    page = k.shape[1] if paged else 0
-    most_keys = block_table.shape[1] * page if paged else len(k)
-    num_pieces = triton.cdiv(most_keys, SPLIT)
-    rows = tokens * constants["EACH"]
-    few = tiles(rows, sequences, 64) * key_heads < _FEW
-    apart = few and num_pieces > 1 and context_lens is not None and not with_lse
+    kv_block_size = k.shape[1] if paged else 0
+    max_kv_len = block_table.shape[1] * kv_block_size if paged else len(k)
+    num_splits = triton.cdiv(max_kv_len, SPLIT_SIZE)
+    num_rows = num_tokens * constants["GROUP_SIZE"]
+    underfilled = max_tiles(num_rows, num_seqs, 64) * num_kv_heads < _MIN_PROGRAMS
+    split_kv = underfilled and num_splits > 1 and context_lens is not None and not with_lse
     y = q.new_empty(q.shape)
-    lse = q.new_empty((tokens, heads), dtype=torch.float32) if with_lse else None
-    pieces = sums = None
-    if apart:
-        shape = tokens, heads, num_pieces
-        pieces = q.new_empty((*shape, constants["WIDTH"]), dtype=torch.float32)
-        sums = q.new_empty((*shape, 2), dtype=torch.float32)
-    starts = cu_seqlens.contiguous()
-    contexts = None if context_lens is None else context_lens.contiguous()
+    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32) if with_lse else None
+    partial_acc = partial_stats = None
+    if split_kv:
+        shape = num_tokens, num_heads, num_splits
+        partial_acc = q.new_empty((*shape, constants["BLOCK_D"]), dtype=torch.float32)
+        partial_stats = q.new_empty((*shape, 2), dtype=torch.float32)
+    cu_seqlens = cu_seqlens.contiguous()
+    context_lens = None if context_lens is None else context_lens.contiguous()
     _attention.launch(
         lambda all: (
-            tiles(rows, sequences, all["ROWS"]),
-            key_heads,
-            num_pieces if apart else 1,
+            max_tiles(num_rows, num_seqs, all["BLOCK_M"]),
+            num_kv_heads,
+            num_splits if split_kv else 1,
         ),
-        *(q, k, v, y, lse, pieces, sums, starts, contexts),
-        None if paged else _key_starts(starts, contexts),
-        _side_by_side(block_table) if paged else None,
-        *(sequences, tokens, heads, len(k), len(k), width, num_pieces),
+        *(q, k, v, y, lse, partial_acc, partial_stats, cu_seqlens, context_lens),
+        None if paged else _cu_kv_lens(cu_seqlens, context_lens),
+        _with_unit_stride(block_table) if paged else None,
+        *(num_seqs, num_tokens, num_heads, len(k), len(k), head_dim, num_splits),
         *(*q.stride()[:2], *(0, *k.stride()[:-1])[-3:], *(0, *v.stride()[:-1])[-3:]),
         block_table.stride(0) if paged else 0,
-        (width**-0.5 if scale is None else scale) * _LOG2E,
+        (head_dim**-0.5 if scale is None else scale) * _LOG2E,
         window or 0,
-        PAGE=page,
-        MANY=num_pieces > 1 and not apart,
-        APART=apart,
-        SPLIT=SPLIT,
+        KV_BLOCK_SIZE=kv_block_size,
+        MULTI_SPLIT=num_splits > 1 and not split_kv,
+        SPLIT_KV=split_kv,
+        SPLIT_SIZE=SPLIT_SIZE,
         **constants,
     )
-    if apart:
-        _merge_pieces.launch(
-            (tokens, heads),
-            *(pieces, sums, y, starts, contexts, sequences, heads, width, num_pieces),
-            SPLIT=SPLIT,
-            WIDTH=constants["WIDTH"],
+    if split_kv:
+        _merge_splits.launch(
+            (num_tokens, num_heads),
+            *(
+                partial_acc,
+                partial_stats,
+                y,
+                cu_seqlens,
+                context_lens,
+                num_seqs,
+                num_heads,
+                head_dim,
+                num_splits,
+            ),
+            SPLIT_SIZE=SPLIT_SIZE,
+            BLOCK_D=constants["BLOCK_D"],
         )
     return y, lse
 
@@ -579,49 +652,49 @@ def _backward(
     if block_table is not None:  # nobody trains through pages: as the reference has it
         return differentiate(ops.attention.fallback)(needs, grads, *args)
     y, lse = _forward(*args, with_lse=True)
-    q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
-    (tokens, heads, width), key_heads = q.shape, k.shape[1]
-    starts, sequences = cu_seqlens.contiguous(), len(cu_seqlens) - 1
-    contexts = None if context_lens is None else context_lens.contiguous()
-    key_starts = _key_starts(starts, contexts)
-    of_q, of_k, of_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q, k, v = _with_unit_stride(q), _with_unit_stride(k), _with_unit_stride(v)
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    cu_seqlens, num_seqs = cu_seqlens.contiguous(), len(cu_seqlens) - 1
+    context_lens = None if context_lens is None else context_lens.contiguous()
+    cu_kv_lens = _cu_kv_lens(cu_seqlens, context_lens)
+    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta = torch.empty_like(lse)
-    grad = grads[0].contiguous()
-    sizes = sequences, tokens, heads, len(k), width
-    numbers = (
+    grad_output = grads[0].contiguous()
+    sizes = num_seqs, num_tokens, num_heads, len(k), head_dim
+    scalars = (
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
-        *(width**-0.5 if scale is None else scale, window or 0),
+        *(head_dim**-0.5 if scale is None else scale, window or 0),
     )
-    where = starts, contexts, key_starts
+    lengths = cu_seqlens, context_lens, cu_kv_lens
     constants = _constants(q, k, causal, window)
-    rows = tokens * constants["EACH"]
-    _attention_queries.launch(
-        lambda all: (tiles(rows, sequences, all["ROWS"]), key_heads),
-        *(q, k, v, y, grad, lse, delta, of_q, *where, *sizes, *numbers),
+    num_rows = num_tokens * constants["GROUP_SIZE"]
+    _attention_dq.launch(
+        lambda all: (max_tiles(num_rows, num_seqs, all["BLOCK_M"]), num_kv_heads),
+        *(q, k, v, y, grad_output, lse, delta, grad_q, *lengths, *sizes, *scalars),
         **constants,
     )
-    _attention_keys.launch(
-        lambda all: (tiles(len(k), sequences, all["KEYS"]), key_heads),
-        *(q, k, v, grad, lse, delta, of_k, of_v, *where, *sizes, *numbers),
+    _attention_dkv.launch(
+        lambda all: (max_tiles(len(k), num_seqs, all["BLOCK_KV"]), num_kv_heads),
+        *(q, k, v, grad_output, lse, delta, grad_k, grad_v, *lengths, *sizes, *scalars),
         **constants,
     )
-    return [of_q, of_k, of_v, *(None for _ in needs[3:])]
+    return [grad_q, grad_k, grad_v, *(None for _ in needs[3:])]
 
 
-def _fits(q: Tensor, k: Tensor, *_: object) -> bool:
+def _supported(q: Tensor, k: Tensor, *_: object) -> bool:
     return q.numel() > 0 and k.numel() > 0 and q.shape[2] <= 128
 
 
-def _example(make: Meta) -> tuple[Any, ...]:
+def _example(make: ExampleInputs) -> tuple[Any, ...]:
     q, k, v = make(8192, 32, 128), make(8192, 8, 128), make(8192, 8, 128)
-    return q, k, v, make.starts(4, 8192, torch.int32), None, None, True, None, None
+    return q, k, v, make.offsets(4, 8192, torch.int32), None, None, True, None, None
 
 
-def _decode_example(make: Meta) -> tuple[Any, ...]:
+def _decode_example(make: ExampleInputs) -> tuple[Any, ...]:
     q, pool = make(16, 32, 128), make(8192, 16, 8, 128)
     contexts = torch.full((16,), 8192, dtype=torch.int32, device=make.device)
     table = make.ints(16, 512, dtype=torch.int32, below=8192)
-    return q, pool, pool, make.starts(16, 16, torch.int32), contexts, table, True, None, None
+    return q, pool, pool, make.offsets(16, 16, torch.int32), contexts, table, True, None, None
 
 
 # Four sequences of 2048 tokens.
@@ -631,8 +704,8 @@ provide(
     ops.attention,
     attention,
     example=_example,
-    supports=_fits,
+    supports=_supported,
     backward=_backward,
-    also=(_decode_example,),
+    extra_examples=(_decode_example,),
     cost=(_BYTES, 4 * _PAIRS * 32 * 128),
 )

@@ -14,7 +14,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 
-from ingot.kernels.triton.code import _tool as tool  # pyright: ignore[reportPrivateUsage]
+from ingot.kernels.triton.disassembly import _tool as tool  # pyright: ignore[reportPrivateUsage]
 
 _MULTIPLY_ADDS = 2048  # a clock and multiprocessor
 _SHARED_BYTES = 128  # a clock and multiprocessor
@@ -30,7 +30,7 @@ class Ceiling:
 
     products: int
     """Instructions of the tensor cores that a warp group issues in an iteration."""
-    copies: int
+    async_copies: int
     """Asynchronous copies that a thread starts in an iteration."""
     share: float
     """Of the peak."""
@@ -61,17 +61,19 @@ def ceiling(sass: str, warps: int, needed: int) -> Ceiling:
     groups = warps // _GROUP
     share = needed / (clocks * groups * _MULTIPLY_ADDS) if clocks else 0.0
     return Ceiling(
-        products=len(products), copies=len(re.findall(r"\bLDGSTS\b", body)), share=min(share, 1.0)
+        products=len(products),
+        async_copies=len(re.findall(r"\bLDGSTS\b", body)),
+        share=min(share, 1.0),
     )
 
 
 def _loops(sass: str) -> list[str]:
     """The text of each loop: from a label to the branch back to it, the innermost ones."""
-    places = {match[1]: match.start() for match in _LABEL.finditer(sass)}
+    sites = {match[1]: match.start() for match in _LABEL.finditer(sass)}
     spans = [
-        (places[match[1]], match.end())
+        (sites[match[1]], match.end())
         for match in _BRANCH.finditer(sass)
-        if places.get(match[1], len(sass)) < match.start()
+        if sites.get(match[1], len(sass)) < match.start()
     ]
     return [
         sass[a:b]

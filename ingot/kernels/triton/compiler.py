@@ -32,16 +32,16 @@ from triton.runtime.jit import create_function_from_signature
 from ingot.core import paths
 from ingot.core.device import detect
 from ingot.core.errors import IngotError
-from ingot.kernels.triton import code, interpreting
-from ingot.kernels.triton.code import Code
-from ingot.kernels.triton.kernel import PINNED, Config, Launch
-from ingot.kernels.triton.provider import provided
-from ingot.kernels.triton.target import TARGETS, Target
-from ingot.kernels.triton.tuned import default
+from ingot.kernels.triton import disassembly, interpreting
+from ingot.kernels.triton.config_store import default_config
+from ingot.kernels.triton.disassembly import CodeStats
+from ingot.kernels.triton.launch import PINNED_OPTIONS, KernelConfig, Launch
+from ingot.kernels.triton.provider import triton_ops
+from ingot.kernels.triton.target import TARGETS, TargetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class CompileJob:
     """One kernel to compile: which launch of which op, how, and what for."""
 
     op: str
@@ -49,7 +49,7 @@ class Job:
     index: int
     """Among the launches of the op's representative call in that direction."""
     kernel: str
-    config: Config
+    config: KernelConfig
     target: str
     key: str
     """Hash of all that goes into it."""
@@ -61,43 +61,43 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fact:
+class CompiledKernel:
     """What came out of a job."""
 
     name: str
     kernel: str
-    bound: str
-    scalars: int
+    bound_by: str
+    scalar_loads: int
     target: str
     config: str
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
     shared_bytes: int
     occupancy: float
-    code: Code
+    stats: CodeStats
 
     @property
     def tensor_core(self) -> bool:
         """Whether there are instructions of the tensor cores."""
-        return bool(self.code.tensor)
+        return bool(self.stats.tensor_ops)
 
     @property
     def row(self) -> dict[str, Any]:
         """As `ingot kernels --json` prints it."""
         return {
             "kernel": self.name,
-            "bound": self.bound,
+            "bound": self.bound_by,
             "target": self.target,
             "config": self.config,
-            "registers": self.code.registers,
-            "spills": self.code.spills,
+            "registers": self.stats.registers,
+            "spills": self.stats.spills,
             "shared_bytes": self.shared_bytes,
             "occupancy": self.occupancy,
             "tensor_core": self.tensor_core,
-            "tensor_instructions": self.code.tensor,
-            "load_bits": self.code.loads,
-            "store_bits": self.code.stores,
-            "async_copies": self.code.copies,
+            "tensor_instructions": self.stats.tensor_ops,
+            "load_bits": self.stats.loads,
+            "store_bits": self.stats.stores,
+            "async_copies": self.stats.async_copies,
         }
 
 
@@ -105,7 +105,7 @@ def jobs(
     names: Sequence[str] = (),
     targets: Sequence[str] = tuple(TARGETS),
     every_config: bool = True,
-) -> list[Job]:
+) -> list[CompileJob]:
     """All there is to compile for these ops, all if none is named; every launch once.
 
     Without `every_config` it is the one that dispatch takes.
@@ -114,17 +114,17 @@ def jobs(
         raise IngotError(
             "kernels cannot be compiled while TRITON_INTERPRET is set", hint="unset it"
         )
-    found: dict[str, Job] = {}
-    for name, one in provided().items():
+    found: dict[str, CompileJob] = {}
+    for name, one in triton_ops().items():
         if names and name not in names:
             continue
         for direction in ("forward", "backward"):
             for index, launch in enumerate(one.launches(direction)):
                 for target in targets:
                     configs = launch.configs(TARGETS[target])
-                    for config in configs if every_config else [default(launch, target)]:
+                    for config in configs if every_config else [default_config(launch, target)]:
                         key = _key(launch, config, TARGETS[target])
-                        job = Job(
+                        job = CompileJob(
                             op=name,
                             direction=direction,
                             index=index,
@@ -137,14 +137,16 @@ def jobs(
     return list(found.values())
 
 
-def compile_all(wanted: Sequence[Job], done: Callable[[], object] = lambda: None) -> list[Fact]:
+def compile_all(
+    wanted: Sequence[CompileJob], done: Callable[[], object] = lambda: None
+) -> list[CompiledKernel]:
     """Compile them; what is known already is not compiled again. `done` hears of each."""
     known = {job.key: fact for job in wanted if (fact := _load(job)) is not None}
     for _ in known:
         done()
     missing = [job for job in wanted if job.key not in known]
     if len(missing) < 4:
-        new: Iterable[Fact] = map(compile_one, missing)
+        new: Iterable[CompiledKernel] = map(compile_one, missing)
         known |= _collect(missing, new, done)
     else:
         with (
@@ -161,9 +163,9 @@ def compile_all(wanted: Sequence[Job], done: Callable[[], object] = lambda: None
 
 
 def _collect(
-    wanted: Sequence[Job], facts: Iterable[Fact], done: Callable[[], object]
-) -> dict[str, Fact]:
-    found: dict[str, Fact] = {}
+    wanted: Sequence[CompileJob], facts: Iterable[CompiledKernel], done: Callable[[], object]
+) -> dict[str, CompiledKernel]:
+    found: dict[str, CompiledKernel] = {}
     for job, fact in zip(wanted, facts, strict=True):
         found[job.key] = fact
         paths.write_atomic(_path(job), msgspec.json.encode(fact))
@@ -176,47 +178,51 @@ def _start(scratch: str) -> None:
     os.nice(5)
 
 
-def compile_one(job: Job) -> Fact:
+def compile_one(job: CompileJob) -> CompiledKernel:
     """Compile one and read its code."""
-    launch = provided()[job.op].launches(job.direction)[job.index]
+    launch = triton_ops()[job.op].launches(job.direction)[job.index]
     compiled = compile_launch(launch, job.config, TARGETS[job.target])
-    return fact_of(job.name, launch, job.config, TARGETS[job.target], compiled)
+    return inspect_binary(job.name, launch, job.config, TARGETS[job.target], compiled)
 
 
-def fact_of(name: str, launch: Launch, config: Config, target: Target, compiled: Any) -> Fact:
+def inspect_binary(
+    name: str, launch: Launch, config: KernelConfig, target: TargetSpec, compiled: Any
+) -> CompiledKernel:
     """What came out of the compiler."""
     if target.backend == "cuda":
-        found = code.read_cubin(compiled.asm["cubin"])
+        found = disassembly.read_cubin(compiled.asm["cubin"])
     else:
-        found = code.parse_gcn(compiled.asm["amdgcn"])
+        found = disassembly.parse_gcn(compiled.asm["amdgcn"])
     shared = compiled.metadata.shared
-    return Fact(
+    return CompiledKernel(
         name=name,
         kernel=launch.kernel.name,
-        bound=launch.kernel.bound,
-        scalars=launch.kernel.scalars,
+        bound_by=launch.kernel.bound_by,
+        scalar_loads=launch.kernel.scalar_loads,
         target=target.name,
         config=str(config),
-        warps=config.warps,
-        stages=config.stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         shared_bytes=shared,
-        occupancy=target.occupancy(found.registers, shared, config.warps),
-        code=found,
+        occupancy=target.occupancy(found.registers, shared, config.num_warps),
+        stats=found,
     )
 
 
-def compile_launch(launch: Launch, config: Config, target: Target) -> Any:
+def compile_launch(launch: Launch, config: KernelConfig, target: TargetSpec) -> Any:
     """The binary of a launch, and all stages before it."""
     source, options, gpu = _source(launch, config, target)
     return triton.compile(source, target=gpu, options=options)
 
 
-def _source(launch: Launch, config: Config, target: Target) -> tuple[ASTSource, Any, GPUTarget]:
+def _source(
+    launch: Launch, config: KernelConfig, target: TargetSpec
+) -> tuple[ASTSource, Any, GPUTarget]:
     """What Triton's just-in-time compiler would compile for these arguments."""
-    gpu = GPUTarget(target.backend, target.arch, target.lanes)
+    gpu = GPUTarget(target.backend, target.arch, target.warp_size)
     backend = make_backend(gpu)
     function = launch.kernel.function
-    constants = {**launch.constants, **config.options, **PINNED}
+    constants = {**launch.constants, **config.options, **PINNED_OPTIONS}
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialization, options = bind(*launch.args, **constants)
     options, signature, constexprs, attributes = function._pack_args(
@@ -225,7 +231,7 @@ def _source(launch: Launch, config: Config, target: Target) -> tuple[ASTSource, 
     return ASTSource(function, signature, constexprs, attributes), options.__dict__, gpu
 
 
-def _key(launch: Launch, config: Config, target: Target) -> str:
+def _key(launch: Launch, config: KernelConfig, target: TargetSpec) -> str:
     source, options, _ = _source(launch, config, target)
     facts = (source.hash(), sorted(map(str, options.items())), target, triton.__version__)
     return hashlib.sha256(f"{facts}{_reader()}".encode()).hexdigest()[:32]
@@ -235,17 +241,17 @@ def _key(launch: Launch, config: Config, target: Target) -> str:
 def _reader() -> str:
     """What reads the code goes into the key: facts that were read otherwise are read again."""
     here = Path(__file__).parent
-    texts = [(here / name).read_bytes() for name in ("code.py", "compiler.py", "target.py")]
+    texts = [(here / name).read_bytes() for name in ("disassembly.py", "compiler.py", "target.py")]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def _path(job: Job) -> Path:
+def _path(job: CompileJob) -> Path:
     return paths.cache("triton", f"{job.key}.json")
 
 
-def _load(job: Job) -> Fact | None:
+def _load(job: CompileJob) -> CompiledKernel | None:
     try:
-        fact = msgspec.json.decode(_path(job).read_bytes(), type=Fact)
+        fact = msgspec.json.decode(_path(job).read_bytes(), type=CompiledKernel)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError):
         return None
-    return msgspec.convert({**asdict(fact), "name": job.name}, Fact)
+    return msgspec.convert({**asdict(fact), "name": job.name}, CompiledKernel)

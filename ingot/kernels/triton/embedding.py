@@ -18,71 +18,70 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, by_elements, kernel
-from ingot.kernels.triton.provider import Meta, as_rows, provide
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.kernel import elementwise_space, kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
+from ingot.kernels.triton.target import TargetSpec
 
 
-def _space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
-    yield from by_elements(target, WIDTH)
+def _space(target: TargetSpec, BLOCK_D: int, **_: object) -> Iterator[KernelConfig]:
+    yield from elementwise_space(target, BLOCK_D)
 
 
-@kernel(space=_space, bound="bandwidth", scalars=1)
+@kernel(space=_space, bound_by="bandwidth", scalar_loads=1)
 @triton.jit
-def _embedding(
-    tokens, weight, y, vocabulary, width, weight_row, weight_column, WIDTH: tl.constexpr
-):
+def _embedding(tokens, weight, y, vocab_size, D, stride_wv, stride_wd, BLOCK_D: tl.constexpr):
     """A piece of the row of a token."""
-    place = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    token = tl.load(tokens + place).to(tl.int64)
-    readable = tl.where((token >= 0) & (token < vocabulary), width, 0)
-    at = weight + token * weight_row + column * weight_column
-    values = tl.load(at, column < readable, other=0.0)
-    tl.store(y + place * width + column, values, column < width)
+    position = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    token = tl.load(tokens + position).to(tl.int64)
+    bound_d = tl.where((token >= 0) & (token < vocab_size), D, 0)
+    ptrs = weight + token * stride_wv + offs_d * stride_wd
+    values = tl.load(ptrs, offs_d < bound_d, other=0.0)
+    tl.store(y + position * D + offs_d, values, offs_d < D)
 
 
-@kernel(space=_space, bound="bandwidth", scalars=4)
+@kernel(space=_space, bound_by="bandwidth", scalar_loads=4)
 @triton.jit
 def _embedding_backward(
-    tokens, order, grad, weight_grad, vocabulary, width, grad_row, WIDTH: tl.constexpr
+    tokens, order, grad_output, grad_weight, vocab_size, D, stride_gt, BLOCK_D: tl.constexpr
 ):
     """A piece of a row: the sum over the run of equal tokens that begins at this program's.
 
     Behind the sorted tokens stands one that is none of them.
     """
-    place = tl.program_id(0)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    token = tl.load(tokens + place).to(tl.int64)
-    before = tl.load(tokens + tl.maximum(place - 1, 0)).to(tl.int64)
-    begins = (place == 0) | (token != before)
-    if begins & (token >= 0) & (token < vocabulary):
-        total = tl.zeros([WIDTH], tl.float32)
-        following = token
-        while following == token:
-            row = tl.load(order + place).to(tl.int64)
-            total += tl.load(grad + row * grad_row + column, column < width, other=0.0).to(
+    position = tl.program_id(0)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    token = tl.load(tokens + position).to(tl.int64)
+    previous = tl.load(tokens + tl.maximum(position - 1, 0)).to(tl.int64)
+    starts_run = (position == 0) | (token != previous)
+    if starts_run & (token >= 0) & (token < vocab_size):
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        next_token = token
+        while next_token == token:
+            row = tl.load(order + position).to(tl.int64)
+            acc += tl.load(grad_output + row * stride_gt + offs_d, offs_d < D, other=0.0).to(
                 tl.float32
             )
-            place += 1
-            following = tl.load(tokens + place).to(tl.int64)
-        at = weight_grad + token * width + column
-        tl.store(at, total.to(weight_grad.dtype.element_ty), column < width)
+            position += 1
+            next_token = tl.load(tokens + position).to(tl.int64)
+        ptrs = grad_weight + token * D + offs_d
+        tl.store(ptrs, acc.to(grad_weight.dtype.element_ty), offs_d < D)
 
 
-def _tile(width: int) -> int:
+def _block_d(width: int) -> int:
     return min(2048, triton.next_power_of_2(width))
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """One kernel."""
-    vocabulary, width = weight.shape
-    y = weight.new_empty((*tokens.shape, width))
-    tile = _tile(width)
+    vocab_size, D = weight.shape
+    y = weight.new_empty((*tokens.shape, D))
+    block_d = _block_d(D)
     _embedding.launch(
-        (tokens.numel(), triton.cdiv(width, tile)),
-        *(tokens.contiguous(), weight, y, vocabulary, width, *weight.stride()),
-        WIDTH=tile,
+        (tokens.numel(), triton.cdiv(D, block_d)),
+        *(tokens.contiguous(), weight, y, vocab_size, D, *weight.stride()),
+        BLOCK_D=block_d,
     )
     return y
 
@@ -90,26 +89,31 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 def _backward(
     needs: list[bool], grads: list[Tensor], tokens: Tensor, weight: Tensor
 ) -> list[Tensor | None]:
-    vocabulary, width = weight.shape
-    of_weight = weight.new_zeros(weight.shape)
-    grad = as_rows(grads[0])
-    ranked, order = tokens.flatten().sort(stable=True)
-    tile = _tile(width)
+    vocab_size, D = weight.shape
+    grad_weight = weight.new_zeros(weight.shape)
+    grad_output = as_rows(grads[0])
+    sorted_tokens, order = tokens.flatten().sort(stable=True)
+    block_d = _block_d(D)
     _embedding_backward.launch(
-        (tokens.numel(), triton.cdiv(width, tile)),
-        *(torch.cat((ranked, ranked.new_full((1,), -1))), order, grad, of_weight),
-        *(vocabulary, width, grad.stride(0)),
-        WIDTH=tile,
+        (tokens.numel(), triton.cdiv(D, block_d)),
+        *(
+            torch.cat((sorted_tokens, sorted_tokens.new_full((1,), -1))),
+            order,
+            grad_output,
+            grad_weight,
+        ),
+        *(vocab_size, D, grad_output.stride(0)),
+        BLOCK_D=block_d,
     )
-    return [None, of_weight]
+    return [None, grad_weight]
 
 
-def _fits(tokens: Tensor, weight: Tensor) -> bool:
+def _supported(tokens: Tensor, weight: Tensor) -> bool:
     return tokens.numel() > 0 and weight.numel() > 0 and tokens.dtype != torch.uint8
 
 
-def _example(make: Meta) -> tuple[Any, ...]:
+def _example(make: ExampleInputs) -> tuple[Any, ...]:
     return make.ints(8192, below=131072), make(131072, 4096)
 
 
-provide(ops.embedding, embedding, example=_example, supports=_fits, backward=_backward)
+provide(ops.embedding, embedding, example=_example, supports=_supported, backward=_backward)

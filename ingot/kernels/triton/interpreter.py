@@ -6,7 +6,7 @@ compiled in this one, they are interpreted in another, which is asked by lines o
     with Interpreter() as interpreter:
         interpreter.call("errors", op="silu", sample="odd", dtype="float16")
 
-The interpreter is right for float32 and float16. In bfloat16 its casts truncate and its products
+The interpreter is right for float32 and float16. In bfloat16 its casts sampling_logprobs and its products
 are of bit patterns, so bfloat16 is not asked for. It runs programs one after another: a race would
 not show.
 """
@@ -81,12 +81,12 @@ def samples() -> list[tuple[str, str, str]]:
     """Every op with kernels, sample of it and dtype."""
     import torch
 
-    from ingot.kernels.triton.provider import provided
+    from ingot.kernels.triton.provider import triton_ops
     from ingot.ops.inputs import TensorMaker
 
     return [
         (name, sample.name, dtype)
-        for name, one in provided().items()
+        for name, one in triton_ops().items()
         for dtype in DTYPES
         for sample in one.op.samples(TensorMaker(getattr(torch, dtype)))
     ]
@@ -94,12 +94,12 @@ def samples() -> list[tuple[str, str, str]]:
 
 def streaming() -> list[str]:
     """Ops that memory bounds, in all their kernels of a forward."""
-    from ingot.kernels.triton.provider import provided
+    from ingot.kernels.triton.provider import triton_ops
 
     return [
         name
-        for name, one in provided().items()
-        if {launch.kernel.bound for launch in one.launches("forward")} == {"bandwidth"}
+        for name, one in triton_ops().items()
+        if {launch.kernel.bound_by for launch in one.launches("forward")} == {"bandwidth"}
     ]
 
 
@@ -119,11 +119,11 @@ def errors(op: str, sample: str, dtype: str) -> dict[str, float]:
 
 def plant(family: str, old: str, new: str, op: str) -> None:
     """Change the source of an op's kernels, for as long as this process runs: so tests plant
-    faults, and see whether they are noticed."""
-    from ingot.kernels.triton.provider import HERE, provided
+    violations, and see whether they are noticed."""
+    from ingot.kernels.triton.provider import HERE, triton_ops
     from ingot.ops.op import registry
 
-    provided()
+    triton_ops()
     text = (HERE / f"{family}.py").read_text()
     assert old in text, "nothing to change"
     name = f"ingot.kernels.triton.{family}"
@@ -175,7 +175,7 @@ def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
     from ingot.kernels.triton import attention
     from ingot.ops.inputs import TensorMaker
 
-    attention.SPLIT = split
+    attention.SPLIT_SIZE = split
     attend: Any = ops.attention
     make = TensorMaker(getattr(torch, dtype))
     length, page = 150, 16
@@ -224,7 +224,7 @@ def traffic(op: str) -> dict[str, float]:
     record, args = registry()[op], _small_example(op)
     with (
         ops.prefer("triton"),
-        mock.patch.object(norm, "PARTS", norm.PARTS * len(args[0]) // 8192),
+        mock.patch.object(norm, "MAX_PARTIALS", norm.MAX_PARTIALS * len(args[0]) // 8192),
         _counted() as moved,
     ):
         assert record.select(*args).name == "triton", "the kernels do not take this call"
@@ -236,11 +236,11 @@ def _small_example(op: str) -> tuple[Any, ...]:
     """The representative call with at most 128 rows, 8 of long ones, in float16, with values."""
     import torch
 
-    from ingot.kernels.triton.provider import Meta, provided
+    from ingot.kernels.triton.provider import ExampleInputs, triton_ops
     from ingot.ops.op import map_tensors, tensors
 
-    one = provided()[op]
-    args = one.op.with_defaults(one.example(Meta(torch.float16)))
+    one = triton_ops()[op]
+    args = one.op.with_defaults(one.example(ExampleInputs(torch.float16)))
     random = torch.Generator().manual_seed(0)
     widest = max(tensor[0].numel() for tensor in tensors(args))
     rows = max(8, min(128, 2**19 // widest))

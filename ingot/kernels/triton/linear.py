@@ -1,19 +1,18 @@
-"""`linear` on GPUs: one kernel for every product, with its epilogue on the sums in registers.
+"""`linear` on GPUs: one GEMM kernel for all variants, with the epilogue fused in registers.
 
-A program computes a tile of the result on the tensor cores, in float32, walking along the inner
-dimension from its beginning to its end. Nothing is split along it, and tiles do not depend on the
-number of rows: so a row's bits do not depend on it either. Programs that run together are given
-tiles that lie together, `GROUP` rows of tiles down before one across, so that they find what they
-read in L2.
+Each program computes one tile of the output on the tensor cores with float32 accumulation, looping
+over K from start to end. There is no split-K and the block sizes do not depend on M, so the bits of
+a row do not depend on the number of rows. Programs that run concurrently work on neighbouring
+tiles, `GROUP_M` rows of tiles before the next column, so that they share operands in L2.
 
-Gradients are products too: of x by the weight as it is, of the weight by views that are turned.
-With an epilogue, the kernel computes the product once more and multiplies the incoming gradient by
-the epilogue's derivative before it stores it (`BACKWARD`).
+The gradients are GEMMs as well: grad_input with the weight as it is, grad_weight with transposed
+views. With an epilogue, the kernel recomputes the pre-activation and multiplies grad_output by the
+derivative of the activation before storing it (`BACKWARD`).
 
-Groups (a mixture of experts) are the same kernel: a tile of rows belongs to one group, and takes
-its weight (`packed.py`).
+The grouped variants (mixture of experts) use the same kernel: a row tile belongs to one group and
+reads that group's weight (`packed.py`).
 
-float32 is multiplied as such, not as TF32: an op computes in the dtype it is given.
+float32 inputs are multiplied in float32, not TF32: an op computes in the dtype of its inputs.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -29,17 +28,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.activation import activate, derivative
-from ingot.kernels.triton.kernel import Config, kernel
-from ingot.kernels.triton.packed import owner, tiles
-from ingot.kernels.triton.provider import Meta, as_rows, provide
+from ingot.kernels.triton.activation import activate, activation_grad
+from ingot.kernels.triton.kernel import kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.packed import find_sequence, max_tiles
+from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
 from ingot.kernels.triton.reduce import sum_rows
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward
 
-GROUP = 8
+GROUP_M = 8
 
-# Rows, columns, inner dimension of a tile, warps, stages.
+# BLOCK_M, BLOCK_N, BLOCK_K, warps, stages.
 _TILES = (
     (128, 128, 64, 8, 3),
     (128, 256, 64, 8, 3),
@@ -47,194 +47,200 @@ _TILES = (
     (64, 128, 64, 4, 4),
     (64, 256, 32, 4, 4),
     (128, 64, 64, 8, 3),
-    # Smaller ones spilled too: (128, 64, 64, 4, 4) and (64, 32, 64, 4, 4) on sm_120,
+    # Smaller tiles spilled too: (128, 64, 64, 4, 4) and (64, 32, 64, 4, 4) on sm_120,
     # (64, 64, 64, 4, 4) on sm_100.
 )
 
 
-def tile_space(
-    target: Target, itemsize: int, products: int = 1, most: int = 128
-) -> Iterator[Config]:
-    """Tiles that fit: their operands shared memory, their sums half of a thread's registers.
+def gemm_space(
+    target: TargetSpec, itemsize: int, num_accs: int = 1, max_acc_registers: int = 128
+) -> Iterator[KernelConfig]:
+    """Yield tiles whose operands fit in shared memory and whose accumulators fit in registers.
 
-    `products` is how many there are at once, of one left operand. Sums may take a quarter of the
-    registers where there are two, as the epilogue needs both, and where operands are in registers
-    too, and on sm_100: half did spill. `most` is for kernels that need registers for more.
+    `num_accs` is the number of GEMMs computed at once with a shared left operand. The accumulators
+    may take `max_acc_registers` registers per thread, at most 64 where there are two of them
+    (the epilogue needs both), where operands are also kept in registers, and on sm_100: 128
+    spilled.
     """
-    if products > 1 or target.tile_registers < 128 or target.arch == 100:
-        most = min(most, 64)
-    seen: set[Config] = set()
-    for rows, columns, inner, warps, stages in _TILES:
-        if itemsize == 4:  # on no tensor core: small tiles
-            rows, columns, inner, stages = min(rows, 64), min(columns, 64), 32, 2
+    if num_accs > 1 or target.max_tile_registers < 128 or target.arch == 100:
+        max_acc_registers = min(max_acc_registers, 64)
+    seen: set[KernelConfig] = set()
+    for block_m, block_n, block_k, num_warps, num_stages in _TILES:
+        if itemsize == 4:  # Not on tensor cores: small tiles.
+            block_m, block_n, block_k, num_stages = min(block_m, 64), min(block_n, 64), 32, 2
         if target.backend == "hip":
-            stages = min(stages, 2)
-        elements = (rows + products * columns) * inner
-        shared = elements * itemsize * (stages - (target.backend == "hip"))
-        sums = rows * columns * products // (target.lanes * warps)
-        config = Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
-        if shared <= target.shared_program and sums <= most and config not in seen:
+            num_stages = min(num_stages, 2)
+        operands = (block_m + num_accs * block_n) * block_k * itemsize
+        shared_bytes = operands * (num_stages - (target.backend == "hip"))
+        acc_registers = block_m * block_n * num_accs // (target.warp_size * num_warps)
+        config = KernelConfig.of(
+            num_warps, num_stages, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k
+        )
+        fits = shared_bytes <= target.max_shared_bytes and acc_registers <= max_acc_registers
+        if fits and config not in seen:
             seen.add(config)
             yield config
 
 
-def _space(target: Target, PRECISION: str, PRODUCTS: int, **others: object) -> Iterator[Config]:
-    plain = others.get("KIND", "none") == "none" and others.get("HELD", 1) == 1
-    most = 128 if plain else 64  # activations need registers too, and so do float32 residuals
-    yield from tile_space(target, itemsize(PRECISION), PRODUCTS, most)
+def _space(
+    target: TargetSpec, INPUT_PRECISION: str, NUM_ACCS: int, **others: object
+) -> Iterator[KernelConfig]:
+    # Activations and float32 residuals need registers as well.
+    bare = others.get("ACTIVATION", "none") == "none" and not others.get("FP32_RESIDUAL", False)
+    yield from gemm_space(target, itemsize(INPUT_PRECISION), NUM_ACCS, 128 if bare else 64)
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How `tl.dot` is to multiply: matters for float32 alone."""
+def input_precision(dtype: torch.dtype) -> str:
+    """Return the `input_precision` of `tl.dot`; it only affects float32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def itemsize(precision: str) -> int:
-    """Bytes of an operand's element."""
-    return 4 if precision == "ieee" else 2
+def itemsize(input_precision: str) -> int:
+    """Return the size of an operand's element in bytes."""
+    return 4 if input_precision == "ieee" else 2
 
 
 @triton.jit
-def swizzle(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """The row and column of a tile, in an order that goes down before it goes across."""
-    of_group = GROUP * column_tiles
-    first = tile // of_group * GROUP
-    size = tl.minimum(row_tiles - first, GROUP)
-    return first + tile % of_group % size, tile % of_group // size
+def swizzle(tile, num_m_tiles, num_n_tiles, GROUP_M: tl.constexpr):
+    """Return the row and column of a tile in grouped order (as in Triton's matmul tutorial)."""
+    tiles_per_group = GROUP_M * num_n_tiles
+    first_m = tile // tiles_per_group * GROUP_M
+    group_m = tl.minimum(num_m_tiles - first_m, GROUP_M)
+    return first_m + tile % tiles_per_group % group_m, tile % tiles_per_group // group_m
 
 
 @triton.jit
-def product(
-    x, w, total, row, column, rows, columns, depth, x_row, x_inner, w_row, w_inner,
-    INNER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+def gemm_tile(
+    x, w, acc, offs_m, offs_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`total` plus the rows of x times the rows of w, for a tile of both."""
-    inner = tl.arange(0, INNER)
-    x_at = x + row.to(tl.int64)[:, None] * x_row + inner[None, :] * x_inner
-    w_at = w + column.to(tl.int64)[None, :] * w_row + inner[:, None] * w_inner
-    row_inside, column_inside = (row < rows)[:, None], (column < columns)[None, :]
-    for first in range(0, depth, INNER):
-        if EVEN:
-            a = tl.load(x_at, row_inside, other=0.0)
-            b = tl.load(w_at, column_inside, other=0.0)
+    """Return `acc` plus x[offs_m] @ w[offs_n].T."""
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x + offs_m.to(tl.int64)[:, None] * stride_xm + offs_k[None, :] * stride_xk
+    w_ptrs = w + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
+    mask_m, mask_n = (offs_m < M)[:, None], (offs_n < N)[None, :]
+    for start_k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(x_ptrs, mask_m, other=0.0)
+            b = tl.load(w_ptrs, mask_n, other=0.0)
         else:
-            left = inner < depth - first
-            a = tl.load(x_at, row_inside & left[None, :], other=0.0)
-            b = tl.load(w_at, column_inside & left[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-        x_at += INNER * x_inner
-        w_at += INNER * w_inner
-    return total
+            mask_k = offs_k < K - start_k
+            a = tl.load(x_ptrs, mask_m & mask_k[None, :], other=0.0)
+            b = tl.load(w_ptrs, mask_n & mask_k[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    return acc
 
 
-@kernel(space=_space, bound="tensor cores")
+@triton.jit
+def _dual_gemm_tile(
+    x, w, up, acc, up_acc, offs_m, offs_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Accumulate x times two weights, loading x once."""
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x + offs_m.to(tl.int64)[:, None] * stride_xm + offs_k[None, :] * stride_xk
+    w_offs = offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
+    w_ptrs, up_ptrs = w + w_offs, up + w_offs
+    mask_m, mask_n = (offs_m < M)[:, None], (offs_n < N)[None, :]
+    for start_k in range(0, K, BLOCK_K):
+        mask_k = offs_k < K - start_k
+        x_mask, w_mask = mask_m, mask_n
+        if not EVEN_K:
+            x_mask, w_mask = mask_m & mask_k[None, :], mask_n & mask_k[:, None]
+        a = tl.load(x_ptrs, x_mask, other=0.0)
+        b = tl.load(w_ptrs, w_mask, other=0.0)
+        c = tl.load(up_ptrs, w_mask, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        up_acc = tl.dot(a, c, up_acc, input_precision=INPUT_PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+        up_ptrs += BLOCK_K * stride_wk
+    return acc, up_acc
+
+
+@kernel(space=_space, bound_by="tensor cores")
 @triton.jit
 def _linear(
-    x, w, up, bias, residual, grad, y, up_grad, offsets,
-    rows, columns, depth, groups, x_row, x_inner, w_group, w_row, w_inner, residual_row,
-    KIND: tl.constexpr, BACKWARD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    PRODUCTS: tl.constexpr, HELD: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    x, w, up, bias, residual, grad_output, y, grad_up, offsets,
+    M, N, K, num_groups, stride_xm, stride_xk, stride_wg, stride_wn, stride_wk, stride_rm,
+    ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, EVEN_K: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, NUM_ACCS: tl.constexpr, FP32_RESIDUAL: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product and its epilogue."""
-    column_tiles = tl.cdiv(columns, COLUMNS)
-    row_tiles = tl.num_programs(0) // column_tiles
-    row_tile, column_tile = swizzle(tl.program_id(0), row_tiles, column_tiles, GROUP)
-    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    """Compute a tile of the GEMM and its epilogue."""
+    num_n_tiles = tl.cdiv(N, BLOCK_N)
+    num_m_tiles = tl.num_programs(0) // num_n_tiles
+    m_tile, n_tile = swizzle(tl.program_id(0), num_m_tiles, num_n_tiles, GROUP_M)
+    offs_n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if offsets is not None:
-        group = owner(offsets, groups, row_tile, 1, ROWS)
-        start = tl.load(offsets + group).to(tl.int32)
-        rows = tl.load(offsets + group + 1).to(tl.int32)
-        row = start + (row_tile - start // ROWS - group) * ROWS + tl.arange(0, ROWS)
-        w += group.to(tl.int64) * w_group
+        group = find_sequence(offsets, num_groups, m_tile, 1, BLOCK_M)
+        start_m = tl.load(offsets + group).to(tl.int32)
+        M = tl.load(offsets + group + 1).to(tl.int32)
+        tile_in_group = m_tile - start_m // BLOCK_M - group
+        offs_m = start_m + tile_in_group * BLOCK_M + tl.arange(0, BLOCK_M)
+        w += group.to(tl.int64) * stride_wg
     else:
         group = 0
-        row = row_tile * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        offs_m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if up is None:
-        total = product(
-            x, w, total, row, column, rows, columns, depth, x_row, x_inner, w_row, w_inner,
-            INNER, EVEN, PRECISION,
+        acc = gemm_tile(
+            x, w, acc, offs_m, offs_n, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+            BLOCK_K, EVEN_K, INPUT_PRECISION,
         )  # fmt: skip
-        other = total
+        up_acc = acc
     else:
-        other = tl.zeros([ROWS, COLUMNS], tl.float32)
-        up += group * w_group
-        total, other = _two_products(
-            x, w, up, total, other, row, column, rows, columns, depth, x_row, x_inner, w_row,
-            w_inner, INNER, EVEN, PRECISION,
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up += group * stride_wg
+        acc, up_acc = _dual_gemm_tile(
+            x, w, up, acc, up_acc, offs_m, offs_n, M, N, K, stride_xm, stride_xk, stride_wn,
+            stride_wk, BLOCK_K, EVEN_K, INPUT_PRECISION,
         )  # fmt: skip
     if bias is not None:
-        total += tl.load(bias + column, column < columns, other=0.0).to(tl.float32)[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        acc += tl.load(bias + offs_n, offs_n < N, other=0.0).to(tl.float32)[None, :]
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    offs = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     if BACKWARD:
-        given = tl.load(grad + at, inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_output + offs, mask, other=0.0).to(tl.float32)
         if up is not None:
-            of_up = given * activate(total, KIND)
-            tl.store(up_grad + at, of_up.to(up_grad.dtype.element_ty), inside)
-            given *= other
-        result = given * derivative(total, KIND)
+            grad_up_tile = grad * activate(acc, ACTIVATION)
+            tl.store(grad_up + offs, grad_up_tile.to(grad_up.dtype.element_ty), mask)
+            grad *= up_acc
+        result = grad * activation_grad(acc, ACTIVATION)
     else:
-        result = activate(total, KIND)
+        result = activate(acc, ACTIVATION)
         if up is not None:
-            result *= other
+            result *= up_acc
         if residual is not None:
-            beside = residual + row.to(tl.int64)[:, None] * residual_row + column[None, :]
-            result += tl.load(beside, inside, other=0.0).to(tl.float32)
-    tl.store(y + at, result.to(y.dtype.element_ty), inside)
+            residual_ptrs = residual + offs_m.to(tl.int64)[:, None] * stride_rm + offs_n[None, :]
+            result += tl.load(residual_ptrs, mask, other=0.0).to(tl.float32)
+    tl.store(y + offs, result.to(y.dtype.element_ty), mask)
 
 
+@kernel(space=_space, bound_by="tensor cores")
 @triton.jit
-def _two_products(
-    x, w, up, total, other, row, column, rows, columns, depth, x_row, x_inner, w_row, w_inner,
-    INNER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+def _grouped_grad_weight(
+    grad_output, x, grad_weight, offsets, N, K, stride_gm, stride_xm,
+    INPUT_PRECISION: tl.constexpr, NUM_ACCS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Products with two weights, reading x once."""
-    inner = tl.arange(0, INNER)
-    x_at = x + row.to(tl.int64)[:, None] * x_row + inner[None, :] * x_inner
-    beside = column.to(tl.int64)[None, :] * w_row + inner[:, None] * w_inner
-    w_at, up_at = w + beside, up + beside
-    row_inside, column_inside = (row < rows)[:, None], (column < columns)[None, :]
-    for first in range(0, depth, INNER):
-        left = inner < depth - first
-        x_inside, w_inside = row_inside, column_inside
-        if not EVEN:
-            x_inside, w_inside = row_inside & left[None, :], column_inside & left[:, None]
-        a = tl.load(x_at, x_inside, other=0.0)
-        b = tl.load(w_at, w_inside, other=0.0)
-        c = tl.load(up_at, w_inside, other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-        other = tl.dot(a, c, other, input_precision=PRECISION)
-        x_at += INNER * x_inner
-        w_at += INNER * w_inner
-        up_at += INNER * w_inner
-    return total, other
-
-
-@kernel(space=_space, bound="tensor cores")
-@triton.jit
-def _grouped_weight(
-    grad, x, of_weight, offsets, columns, depth, grad_row, x_row,
-    PRECISION: tl.constexpr, PRODUCTS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    """A tile of the gradient of a group's weight (out, in): a sum over the group's rows."""
-    column_tiles = tl.cdiv(depth, COLUMNS)
-    row_tile, column_tile = swizzle(tl.program_id(0), tl.cdiv(columns, ROWS), column_tiles, GROUP)
+    """Compute a tile of a group's weight gradient (N, K), summed over the group's rows."""
+    n_tile, k_tile = swizzle(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N), GROUP_M)
     group = tl.program_id(1)
-    start = tl.load(offsets + group).to(tl.int64)
-    count = (tl.load(offsets + group + 1) - start).to(tl.int32)
-    out = row_tile * ROWS + tl.arange(0, ROWS)
-    channel = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    total = product(
-        grad + start * grad_row, x + start * x_row, total, out, channel, columns, depth, count,
-        1, grad_row, 1, x_row, INNER, False, PRECISION,
+    start_m = tl.load(offsets + group).to(tl.int64)
+    group_m = (tl.load(offsets + group + 1) - start_m).to(tl.int32)
+    offs_n = n_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = k_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = gemm_tile(
+        grad_output + start_m * stride_gm, x + start_m * stride_xm, acc, offs_n, offs_k, N, K,
+        group_m, 1, stride_gm, 1, stride_xm, BLOCK_K, False, INPUT_PRECISION,
     )  # fmt: skip
-    inside = (out < columns)[:, None] & (channel < depth)[None, :]
-    at = (group.to(tl.int64) * columns + out.to(tl.int64)[:, None]) * depth + channel[None, :]
-    tl.store(of_weight + at, total.to(of_weight.dtype.element_ty), inside)
+    mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
+    offs = (group.to(tl.int64) * N + offs_n.to(tl.int64)[:, None]) * K + offs_k[None, :]
+    tl.store(grad_weight + offs, acc.to(grad_weight.dtype.element_ty), mask)
 
 
 def matmul(
@@ -244,88 +250,98 @@ def matmul(
     up: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    grad: Tensor | None = None,
+    grad_output: Tensor | None = None,
     offsets: Tensor | None = None,
-    kind: str = "none",
+    activation: str = "none",
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of x (M, K) times rows of the weight (N, K), any strides, with an epilogue.
+    """Compute x (M, K) @ weight (N, K).T with a fused epilogue; any strides.
 
-    With `offsets` the weight is (E, N, K). With `grad` (M, N) it is not the result that is
-    returned but the gradient of the product before the epilogue, and that of the second one.
+    With `offsets`, the weight is (E, N, K). With `grad_output` (M, N), return the gradient of the
+    GEMM's output before the epilogue, and that of the second GEMM (`up`), instead of the result.
     """
-    (rows, depth), columns = x.shape, weight.shape[-2]
-    y = x.new_empty((rows, columns)) if out is None else out
-    up_grad = y if up is None or grad is None else x.new_empty((rows, columns))
+    (M, K), N = x.shape, weight.shape[-2]
+    y = x.new_empty((M, N)) if out is None else out
+    grad_up = y if up is None or grad_output is None else x.new_empty((M, N))
     if up is not None and up.stride() != weight.stride():
         up, weight = up.contiguous(), weight.contiguous()
-    w_group, w_row, w_inner = (0, *weight.stride())[-3:]
-    count = 0 if offsets is None else len(offsets) - 1
+    stride_wg, stride_wn, stride_wk = (0, *weight.stride())[-3:]
+    num_groups = 0 if offsets is None else len(offsets) - 1
 
     def grid(constants: dict[str, Any]) -> tuple[int]:
-        tile = constants["ROWS"]
-        down = tiles(rows, count, tile) if count else triton.cdiv(rows, tile)
-        return (down * triton.cdiv(columns, constants["COLUMNS"]),)
+        block_m = constants["BLOCK_M"]
+        num_m_tiles = max_tiles(M, num_groups, block_m) if num_groups else triton.cdiv(M, block_m)
+        return (num_m_tiles * triton.cdiv(N, constants["BLOCK_N"]),)
 
     _linear.launch(
         grid,
-        *(x, weight, up, bias if bias is None else bias.contiguous(), residual, grad, y, up_grad),
-        *(offsets, rows, columns, depth, count, *x.stride(), w_group, w_row, w_inner),
+        *(x, weight, up, None if bias is None else bias.contiguous(), residual, grad_output),
+        *(y, grad_up, offsets, M, N, K, num_groups, *x.stride(), stride_wg, stride_wn, stride_wk),
         0 if residual is None else residual.stride(0),
-        KIND=kind,
-        BACKWARD=grad is not None,
-        EVEN=depth % 64 == 0,
-        PRECISION=precision(x.dtype),
-        PRODUCTS=1 if up is None else 2,
-        HELD=1 if residual is None or residual.dtype != torch.float32 else 2,
-        GROUP=GROUP,
-        shape=(columns, depth),
+        ACTIVATION=activation,
+        BACKWARD=grad_output is not None,
+        EVEN_K=K % 64 == 0,
+        INPUT_PRECISION=input_precision(x.dtype),
+        NUM_ACCS=1 if up is None else 2,
+        FP32_RESIDUAL=residual is not None and residual.dtype == torch.float32,
+        GROUP_M=GROUP_M,
+        shape=(N, K),
     )
-    return y, up_grad
+    return y, grad_up
 
 
-def _shaped(rows: Tensor, x: Tensor) -> Tensor:
+def _unflatten(rows: Tensor, x: Tensor) -> Tensor:
     return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flatten(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _forward(kind: str) -> Any:
+def _forward(activation: str) -> Any:
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _shaped(matmul(_flat(x), weight, bias=bias, kind=kind)[0], x)
+        y, _ = matmul(_flatten(x), weight, bias=bias, activation=activation)
+        return _unflatten(y, x)
 
     return forward
 
 
 def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
-    """One kernel."""
-    return _shaped(matmul(_flat(x), weight, bias=bias, residual=as_rows(residual))[0], x)
+    """Launch one GEMM with the residual added in its epilogue."""
+    y, _ = matmul(_flatten(x), weight, bias=bias, residual=as_rows(residual))
+    return _unflatten(y, x)
 
 
 def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
-    """One kernel."""
-    return _shaped(matmul(_flat(x), gate_weight, up=up_weight, kind="silu")[0], x)
+    """Launch one kernel that computes both GEMMs."""
+    return _unflatten(matmul(_flatten(x), gate_weight, up=up_weight, activation="silu")[0], x)
 
 
-def _gradients(needs: list[bool], grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor | None]:
-    """Of x, of the weight, of the bias, from that of the product."""
+def _grads(
+    needs: list[bool], grad_output: Tensor, x: Tensor, weight: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of x, weight and bias from that of the GEMM's output."""
     return [
-        _shaped(matmul(grad, weight.T)[0], x) if needs[0] else None,
-        matmul(grad.T, _flat(x).T)[0] if needs[1] else None,
-        sum_rows(grad, grad.dtype) if needs[2] else None,
+        _unflatten(matmul(grad_output, weight.T)[0], x) if needs[0] else None,
+        matmul(grad_output.T, _flatten(x).T)[0] if needs[1] else None,
+        sum_rows(grad_output, grad_output.dtype) if needs[2] else None,
     ]
 
 
-def _backward(kind: str) -> Backward:
+def _backward(activation: str) -> Backward:
     def backward(
         needs: list[bool], grads: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> list[Tensor | None]:
-        grad = as_rows(grads[0])
-        if kind != "none":
-            grad, _ = matmul(_flat(x), weight, bias=bias, grad=grad.contiguous(), kind=kind)
-        return _gradients(needs, grad, x, weight)
+        grad_output = as_rows(grads[0])
+        if activation != "none":
+            grad_output, _ = matmul(
+                _flatten(x),
+                weight,
+                bias=bias,
+                grad_output=grad_output.contiguous(),
+                activation=activation,
+            )
+        return _grads(needs, grad_output, x, weight)
 
     return backward
 
@@ -338,65 +354,67 @@ def _residual_backward(
     residual: Tensor,
     bias: Tensor | None,
 ) -> list[Tensor | None]:
-    of_product = [needs[0], needs[1], needs[3]]
-    of_x, of_weight, of_bias = _gradients(of_product, as_rows(grads[0]), x, weight)
-    return [of_x, of_weight, grads[0], of_bias]
+    linear_needs = [needs[0], needs[1], needs[3]]
+    grad_x, grad_weight, grad_bias = _grads(linear_needs, as_rows(grads[0]), x, weight)
+    return [grad_x, grad_weight, grads[0], grad_bias]
 
 
 def _swiglu_backward(
     needs: list[bool], grads: list[Tensor], x: Tensor, gate_weight: Tensor, up_weight: Tensor
 ) -> list[Tensor | None]:
-    rows = _flat(x)
-    grad = as_rows(grads[0]).contiguous()
-    of_gate, of_up = matmul(rows, gate_weight, up=up_weight, grad=grad, kind="silu")
-    of_x = None
+    rows = _flatten(x)
+    grad_output = as_rows(grads[0]).contiguous()
+    grad_gate, grad_up = matmul(
+        rows, gate_weight, up=up_weight, grad_output=grad_output, activation="silu"
+    )
+    grad_x = None
     if needs[0]:
-        through_gate, _ = matmul(of_gate, gate_weight.T)
-        of_x = _shaped(matmul(of_up, up_weight.T, residual=through_gate)[0], x)
+        through_gate, _ = matmul(grad_gate, gate_weight.T)
+        grad_x = _unflatten(matmul(grad_up, up_weight.T, residual=through_gate)[0], x)
     return [
-        of_x,
-        matmul(of_gate.T, rows.T)[0] if needs[1] else None,
-        matmul(of_up.T, rows.T)[0] if needs[2] else None,
+        grad_x,
+        matmul(grad_gate.T, rows.T)[0] if needs[1] else None,
+        matmul(grad_up.T, rows.T)[0] if needs[2] else None,
     ]
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """One kernel."""
+    """Launch one kernel for all groups."""
     return matmul(x, weight, offsets=offsets.contiguous())[0]
 
 
 def grouped_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) -> Tensor:
-    """One kernel."""
+    """Launch one kernel for both GEMMs of all groups."""
     offsets = offsets.contiguous()
-    return matmul(x, gate_weight, up=up_weight, offsets=offsets, kind="silu")[0]
+    return matmul(x, gate_weight, up=up_weight, offsets=offsets, activation="silu")[0]
 
 
-def _of_weights(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    out = weight.new_empty(weight.shape)
-    grad, x = as_rows(grad), as_rows(x)
-    groups, columns, depth = weight.shape
+def _grouped_weight_grad(grad_output: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    grad_weight = weight.new_empty(weight.shape)
+    grad_output, x = as_rows(grad_output), as_rows(x)
+    num_groups, N, K = weight.shape
 
     def grid(constants: dict[str, Any]) -> tuple[int, int]:
-        down = triton.cdiv(columns, constants["ROWS"])
-        return down * triton.cdiv(depth, constants["COLUMNS"]), groups
+        num_n_tiles = triton.cdiv(N, constants["BLOCK_M"])
+        return num_n_tiles * triton.cdiv(K, constants["BLOCK_N"]), num_groups
 
-    _grouped_weight.launch(
+    _grouped_grad_weight.launch(
         grid,
-        *(grad, x, out, offsets, columns, depth, grad.stride(0), x.stride(0)),
-        PRECISION=precision(x.dtype),
-        PRODUCTS=1,
-        GROUP=GROUP,
+        *(grad_output, x, grad_weight, offsets, N, K, grad_output.stride(0), x.stride(0)),
+        INPUT_PRECISION=input_precision(x.dtype),
+        NUM_ACCS=1,
+        GROUP_M=GROUP_M,
     )
-    return out
+    return grad_weight
 
 
 def _grouped_backward(
     needs: list[bool], grads: list[Tensor], x: Tensor, weight: Tensor, offsets: Tensor
 ) -> list[Tensor | None]:
-    offsets, grad = offsets.contiguous(), grads[0]
+    offsets, grad_output = offsets.contiguous(), grads[0]
     return [
-        matmul(grad, weight.transpose(1, 2), offsets=offsets)[0] if needs[0] else None,
-        _of_weights(grad, x, weight, offsets) if needs[1] else None,
+        matmul(grad_output, weight.transpose(1, 2), offsets=offsets)[0] if needs[0] else None,
+        _grouped_weight_grad(grad_output, x, weight, offsets) if needs[1] else None,
         None,
     ]
 
@@ -410,84 +428,95 @@ def _grouped_swiglu_backward(
     offsets: Tensor,
 ) -> list[Tensor | None]:
     offsets = offsets.contiguous()
-    of_gate, of_up = matmul(
-        x, gate_weight, up=up_weight, grad=grads[0].contiguous(), offsets=offsets, kind="silu"
+    grad_gate, grad_up = matmul(
+        x,
+        gate_weight,
+        up=up_weight,
+        grad_output=grads[0].contiguous(),
+        offsets=offsets,
+        activation="silu",
     )
-    of_x = None
+    grad_x = None
     if needs[0]:
-        through_gate, _ = matmul(of_gate, gate_weight.transpose(1, 2), offsets=offsets)
-        turned = up_weight.transpose(1, 2)
-        of_x, _ = matmul(of_up, turned, residual=through_gate, offsets=offsets)
+        through_gate, _ = matmul(grad_gate, gate_weight.transpose(1, 2), offsets=offsets)
+        up_weight_T = up_weight.transpose(1, 2)
+        grad_x, _ = matmul(grad_up, up_weight_T, residual=through_gate, offsets=offsets)
     return [
-        of_x,
-        _of_weights(of_gate, x, gate_weight, offsets) if needs[1] else None,
-        _of_weights(of_up, x, up_weight, offsets) if needs[2] else None,
+        grad_x,
+        _grouped_weight_grad(grad_gate, x, gate_weight, offsets) if needs[1] else None,
+        _grouped_weight_grad(grad_up, x, up_weight, offsets) if needs[2] else None,
         None,
     ]
 
 
-def _fits(x: Tensor, weight: Tensor, *_: object) -> bool:
+def _supported(x: Tensor, weight: Tensor, *_: object) -> bool:
     return x.numel() > 0 and weight.numel() > 0
 
 
-def _example(make: Meta) -> tuple[Any, ...]:
+def _example(make: ExampleInputs) -> tuple[Any, ...]:
     return make(4096, 4096), make(4096, 4096), make(4096)
 
 
-def _residual_example(make: Meta) -> tuple[Any, ...]:
+def _residual_example(make: ExampleInputs) -> tuple[Any, ...]:
     return make(4096, 11008), make(4096, 11008), make(4096, 4096), None
 
 
-def _swiglu_example(make: Meta) -> tuple[Any, ...]:
+def _swiglu_example(make: ExampleInputs) -> tuple[Any, ...]:
     return make(4096, 4096), make(11008, 4096), make(11008, 4096)
 
 
-def _grouped_example(make: Meta) -> tuple[Any, ...]:
-    return make(8192, 2048), make(64, 1408, 2048), make.starts(64, 8192)
+def _grouped_example(make: ExampleInputs) -> tuple[Any, ...]:
+    return make(8192, 2048), make(64, 1408, 2048), make.offsets(64, 8192)
 
 
-def _grouped_swiglu_example(make: Meta) -> tuple[Any, ...]:
+def _grouped_swiglu_example(make: ExampleInputs) -> tuple[Any, ...]:
     x, weight, offsets = _grouped_example(make)
     return x, weight, weight, offsets
 
 
-for _op, _kind in (
+for _op, _activation in (
     (ops.linear, "none"),
     (ops.linear_gelu, "gelu"),
     (ops.linear_gelu_tanh, "gelu_tanh"),
     (ops.linear_silu, "silu"),
     (ops.linear_relu, "relu"),
 ):
-    provide(_op, _forward(_kind), example=_example, supports=_fits, backward=_backward(_kind))
+    provide(
+        _op,
+        _forward(_activation),
+        example=_example,
+        supports=_supported,
+        backward=_backward(_activation),
+    )
 provide(
     ops.linear_residual,
     linear_residual,
     example=_residual_example,
-    supports=_fits,
+    supports=_supported,
     backward=_residual_backward,
 )
 provide(
     ops.linear_swiglu,
     linear_swiglu,
     example=_swiglu_example,
-    supports=_fits,
+    supports=_supported,
     backward=_swiglu_backward,
 )
-# All groups have rows in the example: every weight is read.
-_GROUPED = 2 * (8192 * (2048 + 1408) + 64 * 1408 * 2048), 2 * 8192 * 1408 * 2048
+# In the example every group has rows, so every weight is read.
+_GROUPED_COST = 2 * (8192 * (2048 + 1408) + 64 * 1408 * 2048), 2 * 8192 * 1408 * 2048
 provide(
     ops.grouped_linear,
     grouped_linear,
     example=_grouped_example,
-    supports=_fits,
+    supports=_supported,
     backward=_grouped_backward,
-    cost=_GROUPED,
+    cost=_GROUPED_COST,
 )
 provide(
     ops.grouped_swiglu,
     grouped_swiglu,
     example=_grouped_swiglu_example,
-    supports=_fits,
+    supports=_supported,
     backward=_grouped_swiglu_backward,
-    cost=(_GROUPED[0] + 2 * 64 * 1408 * 2048, 2 * _GROUPED[1]),
+    cost=(_GROUPED_COST[0] + 2 * 64 * 1408 * 2048, 2 * _GROUPED_COST[1]),
 )

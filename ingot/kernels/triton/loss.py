@@ -24,226 +24,244 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, by_elements, kernel
+from ingot.kernels.triton.kernel import elementwise_space, kernel
+from ingot.kernels.triton.launch import KernelConfig
 from ingot.kernels.triton.linear import (
-    GROUP,
+    GROUP_M,
+    gemm_space,
+    gemm_tile,
+    input_precision,
     itemsize,
     matmul,
-    precision,
-    product,
     swizzle,
-    tile_space,
 )
-from ingot.kernels.triton.provider import Meta, as_rows, provide
-from ingot.kernels.triton.softmax import online
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
+from ingot.kernels.triton.softmax import online_softmax
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward
 
-CHUNK = 1024  # tokens of the vocabulary whose logits are reduced by one program
-TOKENS = 2048  # tokens whose logits' gradients exist at one time
-_WIDEST = 4096
+VOCAB_CHUNK = 1024  # tokens of the vocabulary whose logits are reduced by one program
+TOKEN_CHUNK = 2048  # tokens whose logits' gradients exist at one time
+_MAX_BLOCK_V = 4096
 
 
-def _row_space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
-    yield from by_elements(target, WIDTH)
+def _row_space(target: TargetSpec, BLOCK_V: int, **_: object) -> Iterator[KernelConfig]:
+    yield from elementwise_space(target, BLOCK_V)
 
 
 @triton.jit
-def _loss_of(lse, chosen, sums, vocabulary, smoothing, z_loss, LOGPROB: tl.constexpr):
+def _loss_from_stats(
+    lse, target_logit, logit_sum, vocab_size, smoothing, z_loss, LOGPROB: tl.constexpr
+):
     """A token's loss from what is known of its logits, or its log-probability."""
     if LOGPROB:
-        loss = chosen - lse
+        loss = target_logit - lse
     else:
-        loss = lse - (1.0 - smoothing) * chosen + z_loss * lse * lse
-        loss -= tl.where(smoothing > 0, smoothing * (sums / vocabulary), 0.0)
+        loss = lse - (1.0 - smoothing) * target_logit + z_loss * lse * lse
+        loss -= tl.where(smoothing > 0, smoothing * (logit_sum / vocab_size), 0.0)
     return loss
 
 
 @triton.jit
-def _slope(p, hit, lse, grad, vocabulary, smoothing, z_loss, LOGPROB: tl.constexpr):
+def _dlogits_from_probs(
+    probs, is_target, lse, grad, vocab_size, smoothing, z_loss, LOGPROB: tl.constexpr
+):
     """The gradient of logits with probabilities p; `hit` is where the target is."""
     if LOGPROB:
-        slope = grad * (tl.where(hit, 1.0, 0.0) - p)
+        dlogits = grad * (tl.where(is_target, 1.0, 0.0) - probs)
     else:
-        slope = p * (1.0 + 2.0 * z_loss * lse) - smoothing / vocabulary
-        slope = grad * (slope - tl.where(hit, 1.0 - smoothing, 0.0))
-    return slope
+        dlogits = probs * (1.0 + 2.0 * z_loss * lse) - smoothing / vocab_size
+        dlogits = grad * (dlogits - tl.where(is_target, 1.0 - smoothing, 0.0))
+    return dlogits
 
 
 @triton.jit
-def _row_statistics(logits, vocabulary, SMOOTH: tl.constexpr, WIDTH: tl.constexpr):
+def _row_stats(logits, vocab_size, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr):
     """log-sum-exp and sum of a row."""
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    sums = tl.zeros([1], tl.float32)
-    for first in range(0, vocabulary, WIDTH):
-        column = (first + tl.arange(0, WIDTH))[None, :]
-        inside = column < vocabulary
-        z = tl.load(logits + column, inside, other=float("-inf")).to(tl.float32)
-        largest, total = online(z, largest, total)
-        if SMOOTH:
-            sums += tl.sum(tl.where(inside, z, 0.0), 1)
-    return largest + tl.log(total), sums
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    logit_sum = tl.zeros([1], tl.float32)
+    for start_v in range(0, vocab_size, BLOCK_V):
+        offs_v = (start_v + tl.arange(0, BLOCK_V))[None, :]
+        mask = offs_v < vocab_size
+        z = tl.load(logits + offs_v, mask, other=float("-inf")).to(tl.float32)
+        row_max, row_sum = online_softmax(z, row_max, row_sum)
+        if SMOOTHING:
+            logit_sum += tl.sum(tl.where(mask, z, 0.0), 1)
+    return row_max + tl.log(row_sum), logit_sum
 
 
-@kernel(space=_row_space, bound="bandwidth", scalars=2)
+@kernel(space=_row_space, bound_by="bandwidth", scalar_loads=2)
 @triton.jit
 def _loss(
-    logits, targets, out, vocabulary, logits_row, ignore_index, smoothing, z_loss,
-    LOGPROB: tl.constexpr, SMOOTH: tl.constexpr, WIDTH: tl.constexpr,
+    logits, targets, out, vocab_size, stride_lm, ignore_index, smoothing, z_loss,
+    LOGPROB: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The loss of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_row
-    target = tl.load(targets + row).to(tl.int64)
-    lse, sums = _row_statistics(logits, vocabulary, SMOOTH, WIDTH)
-    at = tl.arange(0, 1) + target
-    known = (at >= 0) & (at < vocabulary)
-    chosen = tl.load(logits + at, known, other=float("nan")).to(tl.float32)
-    loss = _loss_of(lse, chosen, sums, vocabulary, smoothing, z_loss, LOGPROB)
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * stride_lm
+    target = tl.load(targets + token).to(tl.int64)
+    lse, logit_sum = _row_stats(logits, vocab_size, SMOOTHING, BLOCK_V)
+    offs = tl.arange(0, 1) + target
+    known = (offs >= 0) & (offs < vocab_size)
+    target_logit = tl.load(logits + offs, known, other=float("nan")).to(tl.float32)
+    loss = _loss_from_stats(lse, target_logit, logit_sum, vocab_size, smoothing, z_loss, LOGPROB)
     if not LOGPROB:
-        loss = tl.where(at == ignore_index, 0.0, loss)
-    tl.store(out + row + tl.arange(0, 1), loss)
+        loss = tl.where(offs == ignore_index, 0.0, loss)
+    tl.store(out + token + tl.arange(0, 1), loss)
 
 
-@kernel(space=_row_space, bound="bandwidth", scalars=2)
+@kernel(space=_row_space, bound_by="bandwidth", scalar_loads=2)
 @triton.jit
 def _loss_backward(
-    logits, targets, grad, logits_grad, vocabulary, logits_row, ignore_index, smoothing, z_loss,
-    LOGPROB: tl.constexpr, WIDTH: tl.constexpr,
+    logits, targets, grad_output, grad_logits, vocab_size, stride_lm, ignore_index, smoothing,
+    z_loss,
+    LOGPROB: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a row of logits."""
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_row
-    target = tl.load(targets + row).to(tl.int64)
-    given = tl.load(grad + row + tl.arange(0, 1))
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * stride_lm
+    target = tl.load(targets + token).to(tl.int64)
+    grad = tl.load(grad_output + token + tl.arange(0, 1))
     if not LOGPROB:
-        given = tl.where(target + tl.arange(0, 1) == ignore_index, 0.0, given)
-    lse, _ = _row_statistics(logits, vocabulary, False, WIDTH)
-    for first in range(0, vocabulary, WIDTH):
-        column = first + tl.arange(0, WIDTH)
-        inside = column < vocabulary
-        z = tl.load(logits + column, inside, other=float("-inf")).to(tl.float32)
-        slope = _slope(
-            tl.exp(z - lse), column == target, lse, given, vocabulary, smoothing, z_loss, LOGPROB
+        grad = tl.where(target + tl.arange(0, 1) == ignore_index, 0.0, grad)
+    lse, _ = _row_stats(logits, vocab_size, False, BLOCK_V)
+    for start_v in range(0, vocab_size, BLOCK_V):
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        mask = offs_v < vocab_size
+        z = tl.load(logits + offs_v, mask, other=float("-inf")).to(tl.float32)
+        dlogits = _dlogits_from_probs(
+            tl.exp(z - lse), offs_v == target, lse, grad, vocab_size, smoothing, z_loss, LOGPROB
         )
-        at = logits_grad + row * vocabulary + column
-        tl.store(at, slope.to(logits_grad.dtype.element_ty), inside)
+        ptrs = grad_logits + token * vocab_size + offs_v
+        tl.store(ptrs, dlogits.to(grad_logits.dtype.element_ty), mask)
 
 
-def _product_space(target: Target, PRECISION: str, **_: object) -> Iterator[Config]:
+def _dlogits_space(target: TargetSpec, INPUT_PRECISION: str, **_: object) -> Iterator[KernelConfig]:
     # Slopes need registers beside the sums: 128 of these a thread did spill on sm_90.
-    yield from tile_space(target, itemsize(PRECISION), most=64 if target.arch == 90 else 128)
+    yield from gemm_space(
+        target, itemsize(INPUT_PRECISION), max_acc_registers=64 if target.arch == 90 else 128
+    )
 
 
-def _statistics_space(target: Target, PRECISION: str, **_: object) -> Iterator[Config]:
+def _chunk_stats_space(
+    target: TargetSpec, INPUT_PRECISION: str, **_: object
+) -> Iterator[KernelConfig]:
     # Logits, their exponentials and what is kept of a row, all at once.
-    most = 32 if target.tile_registers < 128 else 64
-    yield from tile_space(target, itemsize(PRECISION), most=most)
+    max_acc_registers = 32 if target.max_tile_registers < 128 else 64
+    yield from gemm_space(target, itemsize(INPUT_PRECISION), max_acc_registers=max_acc_registers)
 
 
-@kernel(space=_statistics_space, bound="tensor cores")
+@kernel(space=_chunk_stats_space, bound_by="tensor cores")
 @triton.jit
-def _chunk_statistics(
-    hidden, weight, targets, largest_out, total_out, sum_out, chosen_out,
-    tokens, vocabulary, depth, hidden_row, weight_row,
-    CHUNK: tl.constexpr, EVEN: tl.constexpr, SMOOTH: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def _chunk_stats(
+    hidden, weight, targets, max_out, sum_out, logit_sum_out, target_logit_out, M, vocab_size, K,
+    stride_hm, stride_wv,
+    VOCAB_CHUNK: tl.constexpr, EVEN_K: tl.constexpr, SMOOTHING: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """What a loss needs of the logits of a tile of tokens and a chunk of the vocabulary."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     chunk = tl.program_id(1)
-    target = tl.load(targets + row, row < tokens, other=-1).to(tl.int64)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS], tl.float32)
-    chosen = tl.zeros([ROWS], tl.float32)
-    for first in range(0, tl.minimum(CHUNK, vocabulary - chunk * CHUNK), COLUMNS):
-        column = chunk * CHUNK + first + tl.arange(0, COLUMNS)
-        z = product(
-            hidden, weight, tl.zeros([ROWS, COLUMNS], tl.float32), row, column, tokens,
-            vocabulary, depth, hidden_row, 1, weight_row, 1, INNER, EVEN, PRECISION,
+    target = tl.load(targets + offs_m, offs_m < M, other=-1).to(tl.int64)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    logit_sum = tl.zeros([BLOCK_M], tl.float32)
+    target_logit = tl.zeros([BLOCK_M], tl.float32)
+    for start_v in range(0, tl.minimum(VOCAB_CHUNK, vocab_size - chunk * VOCAB_CHUNK), BLOCK_N):
+        offs_v = chunk * VOCAB_CHUNK + start_v + tl.arange(0, BLOCK_N)
+        z = gemm_tile(
+            hidden, weight, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), offs_m, offs_v, M,
+            vocab_size, K, stride_hm, 1, stride_wv, 1, BLOCK_K, EVEN_K, INPUT_PRECISION,
         )  # fmt: skip
-        chosen += tl.sum(tl.where(column[None, :] == target[:, None], z, 0.0), 1)
-        if SMOOTH:
-            sums += tl.sum(z, 1)  # columns beyond the vocabulary are 0
-        z = tl.where((column < vocabulary)[None, :], z, float("-inf"))
-        largest, total = online(z, largest, total)
-    at = chunk.to(tl.int64) * tokens + row
-    tl.store(largest_out + at, largest, row < tokens)
-    tl.store(total_out + at, total, row < tokens)
-    tl.store(chosen_out + at, chosen, row < tokens)
-    if SMOOTH:
-        tl.store(sum_out + at, sums, row < tokens)
+        target_logit += tl.sum(tl.where(offs_v[None, :] == target[:, None], z, 0.0), 1)
+        if SMOOTHING:
+            logit_sum += tl.sum(z, 1)  # columns beyond the vocabulary are 0
+        z = tl.where((offs_v < vocab_size)[None, :], z, float("-inf"))
+        row_max, row_sum = online_softmax(z, row_max, row_sum)
+    offs = chunk.to(tl.int64) * M + offs_m
+    tl.store(max_out + offs, row_max, offs_m < M)
+    tl.store(sum_out + offs, row_sum, offs_m < M)
+    tl.store(target_logit_out + offs, target_logit, offs_m < M)
+    if SMOOTHING:
+        tl.store(logit_sum_out + offs, logit_sum, offs_m < M)
 
 
-def _merge_space(target: Target, **_: object) -> Iterator[Config]:
-    yield Config.of(2)
+def _merge_space(target: TargetSpec, **_: object) -> Iterator[KernelConfig]:
+    yield KernelConfig.of(2)
 
 
-@kernel(space=_merge_space, bound="latency")
+@kernel(space=_merge_space, bound_by="latency")
 @triton.jit
-def _merge_statistics(
-    largests, totals, sums, chosens, targets, out, lse_out, tokens, chunks, vocabulary,
-    ignore_index, smoothing, z_loss,
-    LOGPROB: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr,
+def _merge_stats(
+    chunk_max, chunk_sum, chunk_logit_sum, chunk_target_logit, targets, out, lse_out, M, num_chunks,
+    vocab_size, ignore_index, smoothing, z_loss,
+    LOGPROB: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The loss of a tile of tokens from their chunks, one after another."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < tokens
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    chosen = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS], tl.float32)
-    for chunk in range(chunks):
-        at = row.to(tl.int64) + chunk * tokens
-        high = tl.load(largests + at, inside, other=0.0)
-        part = tl.load(totals + at, inside, other=1.0)
-        now = tl.maximum(largest, high)
-        total = total * tl.exp(largest - now) + part * tl.exp(high - now)
-        largest = now
-        chosen += tl.load(chosens + at, inside, other=0.0)
-        if SMOOTH:
-            summed += tl.load(sums + at, inside, other=0.0)
-    lse = largest + tl.log(total)
-    loss = _loss_of(lse, chosen, summed, vocabulary, smoothing, z_loss, LOGPROB)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = offs_m < M
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    target_logit = tl.zeros([BLOCK_M], tl.float32)
+    logit_sum = tl.zeros([BLOCK_M], tl.float32)
+    for chunk in range(num_chunks):
+        offs = offs_m.to(tl.int64) + chunk * M
+        next_max = tl.load(chunk_max + offs, mask, other=0.0)
+        next_sum = tl.load(chunk_sum + offs, mask, other=1.0)
+        new_max = tl.maximum(row_max, next_max)
+        row_sum = row_sum * tl.exp(row_max - new_max) + next_sum * tl.exp(next_max - new_max)
+        row_max = new_max
+        target_logit += tl.load(chunk_target_logit + offs, mask, other=0.0)
+        if SMOOTHING:
+            logit_sum += tl.load(chunk_logit_sum + offs, mask, other=0.0)
+    lse = row_max + tl.log(row_sum)
+    loss = _loss_from_stats(lse, target_logit, logit_sum, vocab_size, smoothing, z_loss, LOGPROB)
     if not LOGPROB:
-        target = tl.load(targets + row, inside, other=0)
+        target = tl.load(targets + offs_m, mask, other=0)
         loss = tl.where(target == ignore_index, 0.0, loss)
-    tl.store(out + row, loss, inside)
-    tl.store(lse_out + row, lse, inside)
+    tl.store(out + offs_m, loss, mask)
+    tl.store(lse_out + offs_m, lse, mask)
 
 
-@kernel(space=_product_space, bound="tensor cores")
+@kernel(space=_dlogits_space, bound_by="tensor cores")
 @triton.jit
-def _slopes(
-    hidden, weight, targets, lse, grad, out, tokens, vocabulary, depth, hidden_row, weight_row,
+def _dlogits(
+    hidden, weight, targets, lse, grad_output, out, M, vocab_size, K, stride_hm, stride_wv,
     ignore_index, smoothing, z_loss,
-    LOGPROB: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    LOGPROB: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of logits, which are computed again."""
-    row_tile, column_tile = swizzle(
-        tl.program_id(0), tl.cdiv(tokens, ROWS), tl.cdiv(vocabulary, COLUMNS), GROUP
+    m_tile, v_tile = swizzle(
+        tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(vocab_size, BLOCK_N), GROUP_M
     )
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    z = product(
-        hidden, weight, tl.zeros([ROWS, COLUMNS], tl.float32), row, column, tokens, vocabulary,
-        depth, hidden_row, 1, weight_row, 1, INNER, EVEN, PRECISION,
+    offs_m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_v = v_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    z = gemm_tile(
+        hidden, weight, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), offs_m, offs_v, M, vocab_size,
+        K, stride_hm, 1, stride_wv, 1, BLOCK_K, EVEN_K, INPUT_PRECISION,
     )  # fmt: skip
-    target = tl.load(targets + row, row < tokens, other=-1).to(tl.int64)
-    given = tl.load(grad + row, row < tokens, other=0.0)
+    target = tl.load(targets + offs_m, offs_m < M, other=-1).to(tl.int64)
+    grad = tl.load(grad_output + offs_m, offs_m < M, other=0.0)
     if not LOGPROB:
-        given = tl.where(target == ignore_index, 0.0, given)
-    known = tl.load(lse + row, row < tokens, other=0.0)[:, None]
-    hit = column[None, :] == target[:, None]
-    slope = _slope(
-        tl.exp(z - known), hit, known, given[:, None], vocabulary, smoothing, z_loss, LOGPROB
+        grad = tl.where(target == ignore_index, 0.0, grad)
+    row_lse = tl.load(lse + offs_m, offs_m < M, other=0.0)[:, None]
+    is_target = offs_v[None, :] == target[:, None]
+    dlogits = _dlogits_from_probs(
+        tl.exp(z - row_lse),
+        is_target,
+        row_lse,
+        grad[:, None],
+        vocab_size,
+        smoothing,
+        z_loss,
+        LOGPROB,
     )
-    inside = (row < tokens)[:, None] & (column < vocabulary)[None, :]
-    at = row.to(tl.int64)[:, None] * vocabulary + column[None, :]
-    tl.store(out + at, slope.to(out.dtype.element_ty), inside)
+    mask = (offs_m < M)[:, None] & (offs_v < vocab_size)[None, :]
+    offs = offs_m.to(tl.int64)[:, None] * vocab_size + offs_v[None, :]
+    tl.store(out + offs, dlogits.to(out.dtype.element_ty), mask)
 
 
 def _forward(logprob: bool) -> Any:
@@ -256,14 +274,14 @@ def _forward(logprob: bool) -> Any:
     ) -> Tensor:
         out = logits.new_empty(targets.shape, dtype=torch.float32)
         rows = as_rows(logits)
-        vocabulary = rows.shape[1]
+        vocab_size = rows.shape[1]
         _loss.launch(
             (rows.shape[0],),
-            *(rows, targets.contiguous(), out, vocabulary, rows.stride(0), ignore_index),
+            *(rows, targets.contiguous(), out, vocab_size, rows.stride(0), ignore_index),
             *(float(label_smoothing), float(z_loss)),
             LOGPROB=logprob,
-            SMOOTH=label_smoothing > 0,
-            WIDTH=min(_WIDEST, triton.next_power_of_2(vocabulary)),
+            SMOOTHING=label_smoothing > 0,
+            BLOCK_V=min(_MAX_BLOCK_V, triton.next_power_of_2(vocab_size)),
         )
         return out
 
@@ -280,22 +298,22 @@ def _backward(logprob: bool) -> Backward:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> list[Tensor | None]:
-        of_logits = logits.new_empty(logits.shape)
+        grad_logits = logits.new_empty(logits.shape)
         rows = as_rows(logits)
-        vocabulary = rows.shape[1]
+        vocab_size = rows.shape[1]
         _loss_backward.launch(
             (rows.shape[0],),
-            *(rows, targets.contiguous(), grads[0].contiguous(), of_logits, vocabulary),
+            *(rows, targets.contiguous(), grads[0].contiguous(), grad_logits, vocab_size),
             *(rows.stride(0), ignore_index, float(label_smoothing), float(z_loss)),
             LOGPROB=logprob,
-            WIDTH=min(_WIDEST, triton.next_power_of_2(vocabulary)),
+            BLOCK_V=min(_MAX_BLOCK_V, triton.next_power_of_2(vocab_size)),
         )
-        return [of_logits, *(None for _ in needs[1:])]
+        return [grad_logits, *(None for _ in needs[1:])]
 
     return backward
 
 
-def _statistics(
+def _loss_and_lse(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -303,70 +321,70 @@ def _statistics(
     logprob: bool,
 ) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp of each token."""
-    (tokens, depth), vocabulary = hidden.shape, weight.shape[0]
-    chunks, smooth = triton.cdiv(vocabulary, CHUNK), options[1] > 0
-    parts = [
-        hidden.new_empty((chunks, tokens), dtype=torch.float32) if kept else None
-        for kept in (True, True, smooth, True)
+    (M, K), vocab_size = hidden.shape, weight.shape[0]
+    num_chunks, smoothing = triton.cdiv(vocab_size, VOCAB_CHUNK), options[1] > 0
+    chunk_stats = [
+        hidden.new_empty((num_chunks, M), dtype=torch.float32) if needed else None
+        for needed in (True, True, smoothing, True)
     ]
-    _chunk_statistics.launch(
-        lambda constants: (triton.cdiv(tokens, constants["ROWS"]), chunks),
-        *(hidden, weight, targets, *parts, tokens, vocabulary, depth),
+    _chunk_stats.launch(
+        lambda constants: (triton.cdiv(M, constants["BLOCK_M"]), num_chunks),
+        *(hidden, weight, targets, *chunk_stats, M, vocab_size, K),
         *(hidden.stride(0), weight.stride(0)),
-        CHUNK=CHUNK,
-        EVEN=depth % 64 == 0,
-        SMOOTH=smooth,
-        PRECISION=precision(hidden.dtype),
+        VOCAB_CHUNK=VOCAB_CHUNK,
+        EVEN_K=K % 64 == 0,
+        SMOOTHING=smoothing,
+        INPUT_PRECISION=input_precision(hidden.dtype),
     )
-    loss = hidden.new_empty((tokens,), dtype=torch.float32)
+    loss = hidden.new_empty((M,), dtype=torch.float32)
     lse = torch.empty_like(loss)
-    rows = 64
-    _merge_statistics.launch(
-        (triton.cdiv(tokens, rows),),
-        *(*parts, targets, loss, lse, tokens, chunks, vocabulary, *options),
+    block_m = 64
+    _merge_stats.launch(
+        (triton.cdiv(M, block_m),),
+        *(*chunk_stats, targets, loss, lse, M, num_chunks, vocab_size, *options),
         LOGPROB=logprob,
-        SMOOTH=smooth,
-        ROWS=rows,
+        SMOOTHING=smoothing,
+        BLOCK_M=block_m,
     )
     return loss, lse
 
 
-def _options(given: tuple[Any, ...]) -> tuple[int, float, float]:
-    ignore_index, smoothing, z_loss = given or (0, 0.0, 0.0)
+def _parse_options(args: tuple[Any, ...]) -> tuple[int, float, float]:
+    ignore_index, smoothing, z_loss = args or (0, 0.0, 0.0)
     return ignore_index, float(smoothing), float(z_loss)
 
 
 def _linear_forward(logprob: bool) -> Any:
     def forward(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
         args = as_rows(hidden), as_rows(weight), targets.contiguous()
-        return _statistics(*args, _options(options), logprob)[0]
+        return _loss_and_lse(*args, _parse_options(options), logprob)[0]
 
     return forward
 
 
-def _gradients(
+def _loss_and_grads(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     options: tuple[int, float, float],
     logprob: bool,
-    grad: Tensor,
+    grad_output: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss of each token, and the gradients of hidden and weight that are needed."""
     hidden, weight, targets = as_rows(hidden), as_rows(weight), targets.contiguous()
-    loss, lse = _statistics(hidden, weight, targets, options, logprob)
-    of_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
-    of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if needs[1] else None
-    for first in range(0, len(hidden), TOKENS):
-        part = slice(first, first + TOKENS)
-        rows = hidden[part], targets[part], lse[part], grad[part]
-        slopes = _chunk_slopes(*rows, weight, options, logprob)
-        if of_hidden is not None:
-            matmul(slopes, weight.T, out=of_hidden[part])
-        if of_weight is not None:
-            matmul(slopes.T, hidden[part].T, residual=of_weight, out=of_weight)
-    return loss, of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
+    loss, lse = _loss_and_lse(hidden, weight, targets, options, logprob)
+    grad_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
+    grad_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if needs[1] else None
+    for start in range(0, len(hidden), TOKEN_CHUNK):
+        chunk = slice(start, start + TOKEN_CHUNK)
+        chunk_args = hidden[chunk], targets[chunk], lse[chunk], grad_output[chunk]
+        dlogits = _chunk_dlogits(*chunk_args, weight, options, logprob)
+        if grad_hidden is not None:
+            matmul(dlogits, weight.T, out=grad_hidden[chunk])
+        if grad_weight is not None:
+            matmul(dlogits.T, hidden[chunk].T, residual=grad_weight, out=grad_weight)
+    return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def _linear_backward(logprob: bool) -> Backward:
@@ -376,52 +394,56 @@ def _linear_backward(logprob: bool) -> Backward:
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        *given: Any,
+        *options_args: Any,
     ) -> list[Tensor | None]:
-        grad, options = grads[0].contiguous(), _options(given)
-        _, *found = _gradients(hidden, weight, targets, options, logprob, grad, needs)
-        return [*found, *(None for _ in needs[2:])]
+        grad_output, options = grads[0].contiguous(), _parse_options(options_args)
+        _, *input_grads = _loss_and_grads(
+            hidden, weight, targets, options, logprob, grad_output, needs
+        )
+        return [*input_grads, *(None for _ in needs[2:])]
 
     return backward
 
 
-def _with_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *given: Any
+def _forward_backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *options_args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    *options, slope = given
-    grad = hidden.new_full(targets.shape, slope, dtype=torch.float32)
-    return _gradients(hidden, weight, targets, _options(tuple(options)), False, grad, (True, True))
+    *options, grad_value = options_args
+    grad_output = hidden.new_full(targets.shape, grad_value, dtype=torch.float32)
+    return _loss_and_grads(
+        hidden, weight, targets, _parse_options(tuple(options)), False, grad_output, (True, True)
+    )
 
 
-def _chunk_slopes(
+def _chunk_dlogits(
     hidden: Tensor,
     targets: Tensor,
     lse: Tensor,
-    grad: Tensor,
+    grad_output: Tensor,
     weight: Tensor,
     options: tuple[int, float, float],
     logprob: bool,
 ) -> Tensor:
-    (tokens, depth), vocabulary = hidden.shape, weight.shape[0]
-    slopes = hidden.new_empty((tokens, vocabulary))
+    (M, K), vocab_size = hidden.shape, weight.shape[0]
+    dlogits = hidden.new_empty((M, vocab_size))
 
     def grid(constants: dict[str, Any]) -> tuple[int]:
-        down = triton.cdiv(tokens, constants["ROWS"])
-        return (down * triton.cdiv(vocabulary, constants["COLUMNS"]),)
+        num_m_tiles = triton.cdiv(M, constants["BLOCK_M"])
+        return (num_m_tiles * triton.cdiv(vocab_size, constants["BLOCK_N"]),)
 
-    _slopes.launch(
+    _dlogits.launch(
         grid,
-        *(hidden, weight, targets, lse, grad, slopes, tokens, vocabulary, depth),
+        *(hidden, weight, targets, lse, grad_output, dlogits, M, vocab_size, K),
         *(hidden.stride(0), weight.stride(0), *options),
         LOGPROB=logprob,
-        EVEN=depth % 64 == 0,
-        PRECISION=precision(hidden.dtype),
-        GROUP=GROUP,
+        EVEN_K=K % 64 == 0,
+        INPUT_PRECISION=input_precision(hidden.dtype),
+        GROUP_M=GROUP_M,
     )
-    return slopes
+    return dlogits
 
 
-def _fits(rows: Tensor, *_: object) -> bool:
+def _supported(rows: Tensor, *_: object) -> bool:
     return rows.numel() > 0
 
 
@@ -430,35 +452,35 @@ def _example(options: tuple[Any, ...]) -> Any:
 
 
 def _linear_example(options: tuple[Any, ...]) -> Any:
-    def example(make: Meta) -> tuple[Any, ...]:
+    def example(make: ExampleInputs) -> tuple[Any, ...]:
         targets = make.ints(4096, below=131072)
         return make(4096, 4096), make(131072, 4096), targets, *options
 
     return example
 
 
-for _op, _linear_op, _logprob, _some in (
+for _op, _linear_op, _logprob, _default_options in (
     (ops.token_logprobs, ops.linear_token_logprobs, True, ()),
     (ops.cross_entropy, ops.linear_cross_entropy, False, (-100, 0.0, 0.0)),
 ):
     provide(
         _op,
         _forward(_logprob),
-        example=_example(_some),
-        supports=_fits,
+        example=_example(_default_options),
+        supports=_supported,
         backward=_backward(_logprob),
     )
     provide(
         _linear_op,
         _linear_forward(_logprob),
-        example=_linear_example(_some),
-        supports=_fits,
+        example=_linear_example(_default_options),
+        supports=_supported,
         backward=_linear_backward(_logprob),
     )
 
 provide(
     ops.linear_cross_entropy_fwd_bwd,
-    _with_gradients,
+    _forward_backward,
     example=_linear_example((-100, 0.0, 0.0, 1.0)),
-    supports=_fits,
+    supports=_supported,
 )

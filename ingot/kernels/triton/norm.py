@@ -19,112 +19,119 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, by_elements, kernel
-from ingot.kernels.triton.provider import Meta, as_rows, provide
-from ingot.kernels.triton.reduce import PARTS, sum_rows
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.kernel import elementwise_space, kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
+from ingot.kernels.triton.reduce import MAX_PARTIALS, sum_rows
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward
 
-WIDEST = 16384  # channels that fit the registers of a program
-_TILE = 2048  # elements of a tile of short rows
+MAX_WIDTH = 16384  # channels that fit the registers of a program
+_BLOCK_ELEMENTS = 2048  # elements of a tile of short rows
 
 
-def _space(target: Target, ROWS: int, WIDTH: int, **_: object) -> Iterator[Config]:
-    yield from by_elements(target, ROWS * WIDTH)
+def _space(target: TargetSpec, BLOCK_M: int, BLOCK_D: int, **_: object) -> Iterator[KernelConfig]:
+    yield from elementwise_space(target, BLOCK_M * BLOCK_D)
 
 
-def _forward_space(target: Target, ROWS: int, WIDTH: int, **_: object) -> Iterator[Config]:
-    for config in by_elements(target, ROWS * WIDTH):
-        for ahead in (3, 1):
-            yield Config.of(config.warps, AHEAD=ahead)
+def _forward_space(
+    target: TargetSpec, BLOCK_M: int, BLOCK_D: int, **_: object
+) -> Iterator[KernelConfig]:
+    for config in elementwise_space(target, BLOCK_M * BLOCK_D):
+        for loop_stages in (3, 1):
+            yield KernelConfig.of(config.num_warps, LOOP_STAGES=loop_stages)
 
 
 @triton.jit
-def _statistics(total, inside, width, eps, CENTRED: tl.constexpr):
+def _statistics(x, mask, D, eps, CENTERED: tl.constexpr):
     """Rows without their mean if it is to go, and the reciprocal of their scale."""
-    centred = total
-    if CENTRED:
-        mean = tl.sum(total, 1) / width
-        centred = tl.where(inside, total - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)
-    return centred, scale
+    centered = x
+    if CENTERED:
+        mean = tl.sum(x, 1) / D
+        centered = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, 1) / D + eps)
+    return centered, rstd
 
 
-@kernel(space=_forward_space, bound="bandwidth")
+@kernel(space=_forward_space, bound_by="bandwidth")
 @triton.jit
 def _norm(
-    x, residual, weight, bias, y, total, rows, width, x_row, residual_row, eps,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+    x, residual, weight, bias, y, residual_out, M, D, stride_xm, stride_rm, eps,
+    CENTERED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, LOOP_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Normalize every so-manieth tile of rows; with a residual, their sum with it, which is stored
     too. While a tile is computed the next are on their way, AHEAD - 1 of them."""
-    column = tl.arange(0, WIDTH)[None, :]
-    scales = tl.load(weight + column, column < width, other=0.0)
-    shifts = scales
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    w = tl.load(weight + offs_d, offs_d < D, other=0.0)
+    b = w
     if bias is not None:
-        shifts = tl.load(bias + column, column < width, other=0.0)
-    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-    for start in tl.range(first, rows, step, num_stages=AHEAD):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        inside = (row < rows) & (column < width)
-        values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
+        b = tl.load(bias + offs_d, offs_d < D, other=0.0)
+    first_m, step_m = tl.program_id(0) * BLOCK_M, tl.num_programs(0) * BLOCK_M
+    for start_m in tl.range(first_m, M, step_m, num_stages=LOOP_STAGES):
+        offs_m = (start_m + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        mask = (offs_m < M) & (offs_d < D)
+        x_tile = tl.load(x + offs_m * stride_xm + offs_d, mask, other=0.0).to(tl.float32)
         if residual is not None:
-            added = tl.load(residual + row * residual_row + column, inside, other=0.0)
-            values += added.to(tl.float32)
-            tl.store(total + row * width + column, values.to(total.dtype.element_ty), inside)
-        centred, scale = _statistics(values, inside, width, eps, CENTRED)
-        result = centred * scale[:, None] * scales.to(tl.float32)
+            residual_tile = tl.load(residual + offs_m * stride_rm + offs_d, mask, other=0.0)
+            x_tile += residual_tile.to(tl.float32)
+            tl.store(
+                residual_out + offs_m * D + offs_d, x_tile.to(residual_out.dtype.element_ty), mask
+            )
+        centered, rstd = _statistics(x_tile, mask, D, eps, CENTERED)
+        y_tile = centered * rstd[:, None] * w.to(tl.float32)
         if bias is not None:
-            result += shifts.to(tl.float32)
-        tl.store(y + row * width + column, result.to(y.dtype.element_ty), inside)
+            y_tile += b.to(tl.float32)
+        tl.store(y + offs_m * D + offs_d, y_tile.to(y.dtype.element_ty), mask)
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_space, bound_by="bandwidth")
 @triton.jit
 def _norm_backward(
-    x, residual, weight, grad, total_grad, x_grad, weight_grad, bias_grad,
-    rows, width, x_row, residual_row, eps,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, residual, weight, grad_output, grad_residual_out, grad_x, grad_weight, grad_bias,
+    M, D, stride_xm, stride_rm, eps,
+    CENTERED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradient of every so-manieth tile of rows, and this program's share of the weight's."""
-    column = tl.arange(0, WIDTH)[None, :]
-    scales = tl.load(weight + column, column < width, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([ROWS, WIDTH], tl.float32)
-    of_bias = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        inside = (row < rows) & (column < width)
-        values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    w = tl.load(weight + offs_d, offs_d < D, other=0.0).to(tl.float32)
+    grad_weight_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    grad_bias_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start_m in range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+        offs_m = (start_m + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        mask = (offs_m < M) & (offs_d < D)
+        x_tile = tl.load(x + offs_m * stride_xm + offs_d, mask, other=0.0).to(tl.float32)
         if residual is not None:
-            values += tl.load(residual + row * residual_row + column, inside, other=0.0).to(
+            x_tile += tl.load(residual + offs_m * stride_rm + offs_d, mask, other=0.0).to(
                 tl.float32
             )
-        given = tl.load(grad + row * width + column, inside, other=0.0).to(tl.float32)
-        centred, scale = _statistics(values, inside, width, eps, CENTRED)
-        normal = centred * scale[:, None]
-        if weight_grad is not None:
-            of_weight += given * normal
-        if bias_grad is not None:
-            of_bias += given
-        scaled = given * scales
-        inner = scaled - normal * (tl.sum(scaled * normal, 1) / width)[:, None]
-        if CENTRED:
-            inner -= (tl.sum(scaled, 1) / width)[:, None]
-        result = inner * scale[:, None]
-        if total_grad is not None:
-            result += tl.load(total_grad + row * width + column, inside, other=0.0).to(tl.float32)
-        tl.store(x_grad + row * width + column, result.to(x_grad.dtype.element_ty), inside)
-    at = tl.program_id(0) * width + tl.arange(0, WIDTH)
-    inside_width = tl.arange(0, WIDTH) < width
-    if weight_grad is not None:
-        tl.store(weight_grad + at, tl.sum(of_weight, 0), inside_width)
-    if bias_grad is not None:
-        tl.store(bias_grad + at, tl.sum(of_bias, 0), inside_width)
+        grad = tl.load(grad_output + offs_m * D + offs_d, mask, other=0.0).to(tl.float32)
+        centered, rstd = _statistics(x_tile, mask, D, eps, CENTERED)
+        x_hat = centered * rstd[:, None]
+        if grad_weight is not None:
+            grad_weight_acc += grad * x_hat
+        if grad_bias is not None:
+            grad_bias_acc += grad
+        grad_x_hat = grad * w
+        grad_centered = grad_x_hat - x_hat * (tl.sum(grad_x_hat * x_hat, 1) / D)[:, None]
+        if CENTERED:
+            grad_centered -= (tl.sum(grad_x_hat, 1) / D)[:, None]
+        grad_tile = grad_centered * rstd[:, None]
+        if grad_residual_out is not None:
+            grad_tile += tl.load(grad_residual_out + offs_m * D + offs_d, mask, other=0.0).to(
+                tl.float32
+            )
+        tl.store(grad_x + offs_m * D + offs_d, grad_tile.to(grad_x.dtype.element_ty), mask)
+    offs = tl.program_id(0) * D + tl.arange(0, BLOCK_D)
+    mask_d = tl.arange(0, BLOCK_D) < D
+    if grad_weight is not None:
+        tl.store(grad_weight + offs, tl.sum(grad_weight_acc, 0), mask_d)
+    if grad_bias is not None:
+        tl.store(grad_bias + offs, tl.sum(grad_bias_acc, 0), mask_d)
 
 
-def _tile(width: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(width)
-    return {"ROWS": max(1, _TILE // padded), "WIDTH": padded}
+def _block_sizes(width: int) -> dict[str, int]:
+    block_d = triton.next_power_of_2(width)
+    return {"BLOCK_M": max(1, _BLOCK_ELEMENTS // block_d), "BLOCK_D": block_d}
 
 
 def _forward(
@@ -133,26 +140,33 @@ def _forward(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
 ) -> tuple[Tensor, Tensor]:
     shape, x = x.shape, as_rows(x)
     residual = residual if residual is None else as_rows(residual)
     y = x.new_empty(x.shape)
-    total = y if residual is None else x.new_empty(x.shape)
-    rows, width = x.shape
-    tile = _tile(width)
-    residual_row = 0 if residual is None else residual.stride(0)
+    residual_out = y if residual is None else x.new_empty(x.shape)
+    M, D = x.shape
+    blocks = _block_sizes(D)
+    stride_rm = 0 if residual is None else residual.stride(0)
     _norm.launch(
-        (min(PARTS, triton.cdiv(rows, tile["ROWS"])),),
-        *(x, residual, weight.contiguous(), bias if bias is None else bias.contiguous(), y, total),
-        *(rows, width, x.stride(0), residual_row, eps),
-        CENTRED=centred,
-        **tile,
+        (min(MAX_PARTIALS, triton.cdiv(M, blocks["BLOCK_M"])),),
+        *(
+            x,
+            residual,
+            weight.contiguous(),
+            bias if bias is None else bias.contiguous(),
+            y,
+            residual_out,
+        ),
+        *(M, D, x.stride(0), stride_rm, eps),
+        CENTERED=centered,
+        **blocks,
     )
-    return y.view(shape), total.view(shape)
+    return y.view(shape), residual_out.view(shape)
 
 
-def _gradients(
+def _grads(
     grads: list[Tensor],
     x: Tensor,
     residual: Tensor | None,
@@ -160,29 +174,31 @@ def _gradients(
     needs_weight: bool,
     needs_bias: bool,
     eps: float,
-    centred: bool,
+    centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Of x, of the weight and of the bias."""
     shape, x = x.shape, as_rows(x)
     residual = residual if residual is None else as_rows(residual)
-    rows, width = x.shape
-    tile = _tile(width)
-    programs = min(PARTS, triton.cdiv(rows, tile["ROWS"]))
-    x_grad = x.new_empty(x.shape)
-    shares = [
-        x.new_empty((programs, width), dtype=torch.float32) if needed else None
+    M, D = x.shape
+    blocks = _block_sizes(D)
+    num_partials = min(MAX_PARTIALS, triton.cdiv(M, blocks["BLOCK_M"]))
+    grad_x = x.new_empty(x.shape)
+    partials = [
+        x.new_empty((num_partials, D), dtype=torch.float32) if needed else None
         for needed in (needs_weight, needs_bias)
     ]
     _norm_backward.launch(
-        (programs,),
+        (num_partials,),
         *(x, residual, weight.contiguous(), grads[0].contiguous()),
-        *(grads[1].contiguous() if len(grads) > 1 else None, x_grad, *shares),
-        *(rows, width, x.stride(0), 0 if residual is None else residual.stride(0), eps),
-        CENTRED=centred,
-        **tile,
+        *(grads[1].contiguous() if len(grads) > 1 else None, grad_x, *partials),
+        *(M, D, x.stride(0), 0 if residual is None else residual.stride(0), eps),
+        CENTERED=centered,
+        **blocks,
     )
-    of_weight, of_bias = (s if s is None else sum_rows(s, weight.dtype) for s in shares)
-    return x_grad.view(shape), of_weight, of_bias
+    grad_weight, grad_bias = (
+        partial if partial is None else sum_rows(partial, weight.dtype) for partial in partials
+    )
+    return grad_x.view(shape), grad_weight, grad_bias
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -207,32 +223,34 @@ def add_layer_norm(
     return _forward(x, residual, weight, bias, eps, True)
 
 
-def _backward(residual: bool, centred: bool) -> Backward:
+def _backward(residual: bool, centered: bool) -> Backward:
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
         x, *rest = args
-        added = rest.pop(0) if residual else None
+        residual_input = rest.pop(0) if residual else None
         weight, eps = rest[0], args[-1]
-        first = 1 + residual
-        wants_bias = centred and needs[first + 1]
-        of_x, *shared = _gradients(grads, x, added, weight, needs[first], wants_bias, eps, centred)
-        return [*([of_x] * first), *shared[: 1 + centred], None]
+        num_x_inputs = 1 + residual
+        needs_bias = centered and needs[num_x_inputs + 1]
+        grad_x, *param_grads = _grads(
+            grads, x, residual_input, weight, needs[num_x_inputs], needs_bias, eps, centered
+        )
+        return [*([grad_x] * num_x_inputs), *param_grads[: 1 + centered], None]
 
     return backward
 
 
-def _fits(x: Tensor, *_: object) -> bool:
-    return 0 < x.shape[-1] <= WIDEST and x.numel() > 0
+def _supported(x: Tensor, *_: object) -> bool:
+    return 0 < x.shape[-1] <= MAX_WIDTH and x.numel() > 0
 
 
-def _example(residual: bool, centred: bool) -> Any:
-    def example(make: Meta) -> tuple[Any, ...]:
+def _example(residual: bool, centered: bool) -> Any:
+    def example(make: ExampleInputs) -> tuple[Any, ...]:
         x, vector = make(8192, 4096), make(4096)
-        return (x, *([x] if residual else []), vector, *([vector] if centred else []), 1e-5)
+        return (x, *([x] if residual else []), vector, *([vector] if centered else []), 1e-5)
 
     return example
 
 
-for _op, _function, _residual, _centred in (
+for _op, _function, _residual, _centered in (
     (ops.rms_norm, rms_norm, False, False),
     (ops.layer_norm, layer_norm, False, True),
     (ops.add_rms_norm, add_rms_norm, True, False),
@@ -241,7 +259,7 @@ for _op, _function, _residual, _centred in (
     provide(
         _op,
         _function,
-        example=_example(_residual, _centred),
-        supports=_fits,
-        backward=_backward(_residual, _centred),
+        example=_example(_residual, _centered),
+        supports=_supported,
+        backward=_backward(_residual, _centered),
     )

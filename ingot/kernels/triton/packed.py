@@ -1,9 +1,9 @@
-"""Rows of many sequences, or of many groups, one after another: which tile is whose.
+"""Mapping of tiles to sequences (or groups) whose rows are packed one after another.
 
-Sequence b has the rows `starts[b]` to `starts[b + 1]`. Its tiles begin at number
-`starts[b] // TILE + b`: that leaves it as many as it needs, at times one more that has no rows, and
-can be computed without adding up the tiles of those before it. The host need not know the lengths,
-so nothing waits for the GPU.
+Sequence b owns the rows `cu_rows[b]` to `cu_rows[b + 1]`. Its first tile has the index
+`cu_rows[b] // BLOCK + b`. This leaves every sequence enough tiles, sometimes one too many, and can
+be computed without summing the tile counts of the preceding sequences. The host does not need the
+lengths, so a launch never waits for the GPU.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -15,24 +15,24 @@ import triton.language as tl
 
 
 @triton.jit
-def owner(starts, count, tile, EACH: tl.constexpr, TILE: tl.constexpr):
-    """The sequence that a tile belongs to, by bisection; each row counts `EACH` times."""
+def find_sequence(cu_rows, num_sequences, tile, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sequence that owns a tile, by bisection; each row counts `GROUP_SIZE` times."""
     low = 0
-    high = count
+    high = num_sequences
     while low < high:
         middle = (low + high) // 2
-        first = tl.load(starts + middle).to(tl.int32) * EACH // TILE + middle
-        if first <= tile:
+        first_tile = tl.load(cu_rows + middle).to(tl.int32) * GROUP_SIZE // BLOCK + middle
+        if first_tile <= tile:
             low = middle + 1
         else:
             high = middle
     return low - 1
 
 
-def tiles(rows: int, count: int, tile: int) -> int:
-    """How many tiles there are at most.
+def max_tiles(num_rows: int, num_sequences: int, block: int) -> int:
+    """Return an upper bound on the number of tiles.
 
-    >>> tiles(rows=10, count=3, tile=4)
+    >>> max_tiles(num_rows=10, num_sequences=3, block=4)
     5
     """
-    return rows // tile + count
+    return num_rows // block + num_sequences

@@ -1,4 +1,4 @@
-"""Gives an op its Triton kernels, and everybody else the list of them."""
+"""Registration of Triton kernels for ops, and the list of ops that have them."""
 
 # pyright: basic
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.kernels.triton import interpreting, supported, tuned
-from ingot.kernels.triton.kernel import Launch, recording
+from ingot.kernels.triton import config_store, interpreting, supported
+from ingot.kernels.triton.launch import Launch, record_launches
 from ingot.ops.gradient import Backward, as_tuple
 from ingot.ops.op import Op, always, tensors
 
 HERE = Path(__file__).parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PROVIDED: dict[str, Provided] = {}
+_TRITON_OPS: dict[str, TritonOp] = {}
 
-Example = Callable[["Meta"], tuple[Any, ...]]
+Example = Callable[["ExampleInputs"], tuple[Any, ...]]
 
 
-class Meta:
-    """Makes tensors of representative calls: they have a shape and no memory, or, on a device that
-    is named, values that such a call could have.
+class ExampleInputs:
+    """Creates the tensors of representative calls: on the meta device by default, so without
+    memory; on any other device, with plausible values.
 
-    >>> Meta()(8, 4).shape, Meta().ints(3).dtype
+    >>> ExampleInputs()(8, 4).shape, ExampleInputs().ints(3).dtype
     (torch.Size([8, 4]), torch.int64)
-    >>> Meta(device="cpu").starts(2, rows=10)
+    >>> ExampleInputs(device="cpu").offsets(2, num_rows=10)
     tensor([ 0,  5, 10])
     """
 
@@ -38,46 +38,49 @@ class Meta:
         self.dtype, self.device = dtype, device
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Floats of this dtype: halves of unit normals, whose products fit float16."""
+        """Return samples of N(0, 0.5), small enough that float16 GEMMs do not overflow."""
         return torch.randn(shape, dtype=dtype or self.dtype, device=self.device) * 0.5
 
     def ints(self, *shape: int, dtype: torch.dtype = torch.int64, below: int = 2) -> Tensor:
-        """Integers from 0 to `below`, exclusive."""
+        """Return random integers from 0 to `below`, exclusive."""
         return torch.randint(below, shape, dtype=dtype, device=self.device)
 
-    def starts(self, groups: int, rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Where groups of the same size begin, and where the last one ends."""
-        return torch.arange(groups + 1, dtype=dtype, device=self.device) * (rows // groups)
+    def offsets(self, num_groups: int, num_rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return the row offsets of equally large groups, (num_groups + 1,)."""
+        group_size = num_rows // num_groups
+        return torch.arange(num_groups + 1, dtype=dtype, device=self.device) * group_size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Provided:
-    """An op that has Triton kernels, and a representative call of it."""
+class TritonOp:
+    """An op that has Triton kernels, with a representative call."""
 
     op: Op[..., Any]
     forward: Callable[..., Any]
     backward: Backward | None
     example: Example
-    also: tuple[Example, ...]
-    """Calls that take other kernels: decoding beside training."""
+    extra_examples: tuple[Example, ...]
+    """Forward calls that launch other kernels than `example`, such as decoding."""
     cost: tuple[int, int]
-    """Bytes and FLOPs of the example: given, where the op's cost reads values."""
+    """Bytes and FLOPs of the example."""
 
     def launches(self, direction: str, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
-        """What the representative call would launch, "forward" or "backward"."""
-        make = Meta(dtype)
-        with recording() as launches:
+        """Return the launches of the representative calls, "forward" or "backward"."""
+        make = ExampleInputs(dtype)
+        with record_launches() as launches:
             for args in self.calls(direction, make):
                 self.run(direction, args, dtype)
         return launches
 
-    def calls(self, direction: str, make: Meta) -> list[tuple[Any, ...]]:
-        """Arguments of the representative calls in that direction."""
-        examples = (self.example, *self.also) if direction == "forward" else (self.example,)
+    def calls(self, direction: str, make: ExampleInputs) -> list[tuple[Any, ...]]:
+        """Return the arguments of the representative calls in that direction."""
+        examples = [self.example]
+        if direction == "forward":
+            examples += self.extra_examples
         return [self.op.with_defaults(example(make)) for example in examples]
 
     def run(self, direction: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
-        """Make the launches of a call whose tensors are of that dtype."""
+        """Run a call whose tensors have that dtype."""
         if direction == "forward":
             self.forward(*args)
         elif self.backward:
@@ -94,54 +97,66 @@ def provide(
     batch_invariant: bool = True,
     supports: Callable[..., bool] = always,
     backward: Backward | None = None,
-    also: tuple[Example, ...] = (),
+    extra_examples: tuple[Example, ...] = (),
     cost: tuple[int, int] | None = None,
 ) -> None:
     """Register the functions that launch an op's kernels.
 
-    `example` gives the arguments of a representative call: what the kernels are compiled for, and
-    what the roofline is drawn for.
+    `example` returns the arguments of a representative call, for which the kernels are compiled and
+    the roofline is computed. `cost` (bytes, FLOPs) is needed where the op's own cost function reads
+    values, which meta tensors do not have.
     """
     if cost is None:
-        found = op.cost(*op.with_defaults(example(Meta())))
-        cost = found.bytes, found.flops
-    PROVIDED[op.name] = Provided(
-        op=op, forward=forward, backward=backward, example=example, also=also, cost=cost
+        op_cost = op.cost(*op.with_defaults(example(ExampleInputs())))
+        cost = op_cost.bytes, op_cost.flops
+    _TRITON_OPS[op.name] = TritonOp(
+        op=op,
+        forward=forward,
+        backward=backward,
+        example=example,
+        extra_examples=extra_examples,
+        cost=cost,
     )
 
-    def able(*args: Any) -> bool:
-        return takes(args) and supports(*args)
+    def supported_args(*args: Any) -> bool:
+        return accepts(args) and supports(*args)
 
-    op.provide("triton", forward, batch_invariant=batch_invariant, supports=able, backward=backward)
+    op.provide(
+        "triton",
+        forward,
+        batch_invariant=batch_invariant,
+        supports=supported_args,
+        backward=backward,
+    )
 
 
-def takes(args: tuple[Any, ...]) -> bool:
-    """Whether these arguments are where kernels can reach them, in dtypes that they know."""
-    place = "cpu" if interpreting() else "cuda"
-    # In the interpreter casts to bfloat16 truncate and products are of bit patterns.
+def accepts(args: tuple[Any, ...]) -> bool:
+    """Return whether all tensors are on a device and in a dtype that the kernels support."""
+    device_type = "cpu" if interpreting() else "cuda"
+    # Triton's interpreter truncates casts to bfloat16 and multiplies bit patterns in its dots.
     dtypes = DTYPES[:2] if interpreting() else DTYPES
     return all(
-        t.device.type == place and (not t.is_floating_point() or t.dtype in dtypes)
+        t.device.type == device_type and (not t.is_floating_point() or t.dtype in dtypes)
         for t in tensors(args)
-    ) and (interpreting() or supported(tuned.capability()))
+    ) and (interpreting() or supported(config_store.device_arch()))
 
 
 def families() -> Iterator[str]:
-    """The families that have kernels here."""
+    """Yield the op families that have kernels here."""
     for path in sorted(HERE.parents[1].joinpath("ops").glob("*.py")):
         if (HERE / path.name).exists() and path.stem != "__init__":
             yield path.stem
 
 
-def provided() -> dict[str, Provided]:
-    """Every op that has kernels here, by name. Imports all families."""
+def triton_ops() -> dict[str, TritonOp]:
+    """Return every op that has kernels here, by name; imports all families."""
     for family in families():
         importlib.import_module(f"ingot.kernels.triton.{family}")
-    return dict(PROVIDED)
+    return dict(_TRITON_OPS)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """A tensor as rows whose channels lie side by side: a view if possible.
+    """Return x as 2D with a unit stride in the last dimension; a view if possible.
 
     >>> as_rows(torch.zeros(2, 3, 4)).shape
     torch.Size([6, 4])

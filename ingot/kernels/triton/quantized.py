@@ -1,15 +1,15 @@
-"""`quantized` on GPUs: weights leave memory as they are, and become operands in registers.
+"""`quantized` on GPUs: weights stay quantized in memory and are dequantized in registers.
 
-Integers of 8 bits are floats without rounding, so their scale waits for the sums, in float32. Those
-of 4 bits have a scale for each group: they are scaled in float32 and rounded to x's dtype once. A
-step along the inner dimension never leaves a group.
+int8 weights convert to floating point exactly, so their per-channel scale is applied to the
+accumulator in float32. int4 weights have a scale per group: they are scaled in float32 and rounded
+once to the dtype of x. `BLOCK_K` never spans two groups.
 
-The gradient of x is a product with the same weight, row by row: its scales lie along what is added
-up, so they are multiplied in before. Gradients of scales are the reference's.
+The gradient of x is a GEMM with the same weight, read row by row. The scales lie along its
+reduction dimension, so they are applied before the dot. Gradients of the scales fall back to the
+reference.
 
-Where x is rounded too, one kernel rounds the rows and another multiplies integers, with sums in
-int32. As in `linear.py`, nothing is split along the inner dimension and tiles do not depend on the
-number of rows.
+For dynamic quantization, one kernel quantizes the rows of x and another multiplies int8 by int8
+with int32 accumulation. As in `linear.py`, there is no split-K and block sizes do not depend on M.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -25,282 +25,290 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, by_elements, kernel
-from ingot.kernels.triton.linear import GROUP, itemsize, precision, swizzle, tile_space
-from ingot.kernels.triton.provider import Meta, as_rows, provide
+from ingot.kernels.triton.kernel import elementwise_space, kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.linear import GROUP_M, gemm_space, input_precision, itemsize, swizzle
+from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
 from ingot.kernels.triton.reduce import sum_rows
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.op import Op
 
-_WIDEST = 4096  # channels of a row that are rounded at a time
-_LEAST = tl.constexpr(2.0**-100)  # as in the reference
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken off, it leaves integers
+_MAX_BLOCK = 4096  # channels quantized at a time
+_MIN_ABS_MAX = tl.constexpr(2.0**-100)  # as in the reference
+_ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to integers
 
-# Rows, columns, warps, stages.
+# BLOCK_M, BLOCK_N, warps, stages.
 _TILES = ((64, 128, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (32, 128, 4, 4), (16, 128, 4, 4))
 
 
-def _widened_space(
-    target: Target, PRECISION: str, CHANNELS: int = 64, **_: object
-) -> Iterator[Config]:
-    """Tiles whose operands fit shared memory, x's and the widened weight's; within a group."""
-    inner = 32 if PRECISION == "ieee" else min(64, CHANNELS)
-    for rows, columns, warps, stages in _TILES:
-        if PRECISION == "ieee":
-            rows, columns, stages = min(rows, 64), min(columns, 64), 2
-        stages = min(stages, 2) if target.backend == "hip" else stages
-        shared = (rows + columns) * inner * itemsize(PRECISION) * stages
-        if shared <= target.shared_program:
-            yield Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
+def _dequant_space(
+    target: TargetSpec, INPUT_PRECISION: str, GROUP_SIZE: int = 64, **_: object
+) -> Iterator[KernelConfig]:
+    """Yield tiles whose operands (x and dequantized weight) fit in shared memory."""
+    block_k = 32 if INPUT_PRECISION == "ieee" else min(64, GROUP_SIZE)
+    for block_m, block_n, num_warps, num_stages in _TILES:
+        if INPUT_PRECISION == "ieee":
+            block_m, block_n, num_stages = min(block_m, 64), min(block_n, 64), 2
+        num_stages = min(num_stages, 2) if target.backend == "hip" else num_stages
+        shared_bytes = (block_m + block_n) * block_k * itemsize(INPUT_PRECISION) * num_stages
+        if shared_bytes <= target.max_shared_bytes:
+            yield KernelConfig.of(
+                num_warps, num_stages, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k
+            )
 
 
-def _turned_space(target: Target, PRECISION: str, CHANNELS: int, **_: object) -> Iterator[Config]:
-    """Tiles no wider than a group, where there are groups."""
-    inner, columns = (32, 64) if PRECISION == "ieee" else (64, 128)
-    columns = min(columns, CHANNELS or columns)
-    for rows, warps, stages in ((64, 8, 3), (128, 8, 3), (64, 4, 2)):
-        stages = min(stages, 2) if target.backend == "hip" else stages
-        rows = min(rows, 64) if PRECISION == "ieee" else rows
-        shared = (rows + columns) * inner * itemsize(PRECISION) * stages
-        if shared <= target.shared_program:
-            yield Config.of(warps, stages, ROWS=rows, COLUMNS=columns, INNER=inner)
+def _backward_space(
+    target: TargetSpec, INPUT_PRECISION: str, GROUP_SIZE: int, **_: object
+) -> Iterator[KernelConfig]:
+    """Yield tiles that do not span two quantization groups."""
+    block_k, block_n = (32, 64) if INPUT_PRECISION == "ieee" else (64, 128)
+    block_n = min(block_n, GROUP_SIZE or block_n)
+    for block_m, num_warps, num_stages in ((64, 8, 3), (128, 8, 3), (64, 4, 2)):
+        num_stages = min(num_stages, 2) if target.backend == "hip" else num_stages
+        block_m = min(block_m, 64) if INPUT_PRECISION == "ieee" else block_m
+        shared_bytes = (block_m + block_n) * block_k * itemsize(INPUT_PRECISION) * num_stages
+        if shared_bytes <= target.max_shared_bytes:
+            yield KernelConfig.of(
+                num_warps, num_stages, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k
+            )
 
 
-def _integer_space(target: Target, **_: object) -> Iterator[Config]:
-    """The tiles of halves with twice the channels: as many bytes."""
-    for config in tile_space(target, 2):
-        tile = dict(config.constants)
-        yield Config.of(config.warps, config.stages, **tile | {"INNER": 2 * tile["INNER"]})
+def _integer_space(target: TargetSpec, **_: object) -> Iterator[KernelConfig]:
+    """Yield the half-precision tiles with twice the BLOCK_K: the same number of bytes."""
+    for config in gemm_space(target, 2):
+        constants = dict(config.constants)
+        constants["BLOCK_K"] *= 2
+        yield KernelConfig.of(config.num_warps, config.num_stages, **constants)
 
 
-def _row_space(target: Target, TILE: int, **_: object) -> Iterator[Config]:
-    yield from by_elements(target, TILE)
-
-
-@triton.jit
-def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The rows and columns of this program."""
-    row_tile, column_tile = swizzle(
-        tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), GROUP
-    )
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    return row, column_tile * COLUMNS + tl.arange(0, COLUMNS)
+def _row_space(target: TargetSpec, BLOCK: int, **_: object) -> Iterator[KernelConfig]:
+    yield from elementwise_space(target, BLOCK)
 
 
 @triton.jit
-def _store(total, bias, y, row, column, rows, columns):
-    """Sums in float32, with their bias."""
+def _tile_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the row and column offsets of this program."""
+    m_tile, n_tile = swizzle(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    offs_m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return offs_m, n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def _store(acc, bias, y, offs_m, offs_n, M, N):
+    """Add the bias to a float32 accumulator and store it."""
     if bias is not None:
-        total += tl.load(bias + column, column < columns, other=0.0).to(tl.float32)[None, :]
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), inside)
+        acc += tl.load(bias + offs_n, offs_n < N, other=0.0).to(tl.float32)[None, :]
+    offs = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(y + offs, acc.to(y.dtype.element_ty), mask)
 
 
-@kernel(space=_widened_space, bound="tensor cores")
+@kernel(space=_dequant_space, bound_by="tensor cores")
 @triton.jit
 def _linear_int8(
-    x, w, scale, bias, y, rows, columns, depth, x_row, w_row,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    x, w, scale, bias, y, M, N, K, stride_xm, stride_wn,
+    EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product with a weight of int8."""
-    row, column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
-    inner = tl.arange(0, INNER)
-    x_at = x + row.to(tl.int64)[:, None] * x_row + inner[None, :]
-    w_at = w + column.to(tl.int64)[:, None] * w_row + inner[None, :]
-    x_inside, w_inside = (row < rows)[:, None], (column < columns)[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, depth, INNER):
-        if EVEN:
-            weight = tl.load(w_at, w_inside, other=0)
-            values = tl.load(x_at, x_inside, other=0.0)
+    """Compute a tile of the GEMM with an int8 weight."""
+    offs_m, offs_n = _tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x + offs_m.to(tl.int64)[:, None] * stride_xm + offs_k[None, :]
+    w_ptrs = w + offs_n.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
+    mask_m, mask_n = (offs_m < M)[:, None], (offs_n < N)[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            b_int8 = tl.load(w_ptrs, mask_n, other=0)
+            a = tl.load(x_ptrs, mask_m, other=0.0)
         else:
-            left = inner < depth - first
-            weight = tl.load(w_at, w_inside & left[None, :], other=0)
-            values = tl.load(x_at, x_inside & left[None, :], other=0.0)
-        wide = tl.trans(weight.to(x.dtype.element_ty))
-        total = tl.dot(values, wide, total, input_precision=PRECISION)
-        x_at += INNER
-        w_at += INNER
-    total *= tl.load(scale + column, column < columns, other=0.0).to(tl.float32)[None, :]
-    _store(total, bias, y, row, column, rows, columns)
+            mask_k = offs_k < K - start_k
+            b_int8 = tl.load(w_ptrs, mask_n & mask_k[None, :], other=0)
+            a = tl.load(x_ptrs, mask_m & mask_k[None, :], other=0.0)
+        b = tl.trans(b_int8.to(x.dtype.element_ty))
+        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    acc *= tl.load(scale + offs_n, offs_n < N, other=0.0).to(tl.float32)[None, :]
+    _store(acc, bias, y, offs_m, offs_n, M, N)
 
 
-@kernel(space=_widened_space, bound="tensor cores")
+@kernel(space=_dequant_space, bound_by="tensor cores")
 @triton.jit
 def _linear_int4(
-    x, w, scale, zero, bias, y, rows, columns, depth, x_row, w_row, scale_row,
-    CHANNELS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    x, w, scale, zero, bias, y, M, N, K, stride_xm, stride_wn, stride_sn,
+    GROUP_SIZE: tl.constexpr, INPUT_PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product with a weight of 4 bits, in groups of so many channels."""
-    row, column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
-    byte = tl.arange(0, INNER // 2)
-    x_at = x + row.to(tl.int64)[:, None] * x_row + tl.arange(0, INNER)[None, :]
-    w_at = w + column.to(tl.int64)[:, None] * w_row + byte[None, :]
-    group_at = column.to(tl.int64) * scale_row
-    there = column < columns
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, depth, INNER):
-        group = first // CHANNELS
-        packed = tl.load(w_at, there[:, None], other=0)
-        values = tl.load(x_at, (row < rows)[:, None], other=0.0)
-        step = tl.load(scale + group_at + group, there, other=0.0).to(tl.float32)
-        middle = 8.0
+    """Compute a tile of the GEMM with an int4 weight in groups of `GROUP_SIZE` channels."""
+    offs_m, offs_n = _tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_byte = tl.arange(0, BLOCK_K // 2)
+    x_ptrs = x + offs_m.to(tl.int64)[:, None] * stride_xm + tl.arange(0, BLOCK_K)[None, :]
+    w_ptrs = w + offs_n.to(tl.int64)[:, None] * stride_wn + offs_byte[None, :]
+    scale_offs = offs_n.to(tl.int64) * stride_sn
+    mask_n = offs_n < N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in range(0, K, BLOCK_K):
+        group = start_k // GROUP_SIZE
+        packed = tl.load(w_ptrs, mask_n[:, None], other=0)
+        a = tl.load(x_ptrs, (offs_m < M)[:, None], other=0.0)
+        group_scale = tl.load(scale + scale_offs + group, mask_n, other=0.0).to(tl.float32)
+        zero_point = 8.0
         if zero is not None:
-            middle = tl.load(zero + group_at + group, there, other=0.0).to(tl.float32)[:, None]
-        low = ((packed & 15).to(tl.float32) - middle) * step[:, None]
-        high = ((packed >> 4).to(tl.float32) - middle) * step[:, None]
-        halves = tl.join(low.to(x.dtype.element_ty), high.to(x.dtype.element_ty))
-        weight = tl.reshape(halves, [COLUMNS, INNER])
-        total = tl.dot(values, tl.trans(weight), total, input_precision=PRECISION)
-        x_at += INNER
-        w_at += INNER // 2
-    _store(total, bias, y, row, column, rows, columns)
+            zero_point = tl.load(zero + scale_offs + group, mask_n, other=0.0)
+            zero_point = zero_point.to(tl.float32)[:, None]
+        low = ((packed & 15).to(tl.float32) - zero_point) * group_scale[:, None]
+        high = ((packed >> 4).to(tl.float32) - zero_point) * group_scale[:, None]
+        b_halves = tl.join(low.to(x.dtype.element_ty), high.to(x.dtype.element_ty))
+        b = tl.reshape(b_halves, [BLOCK_N, BLOCK_K])
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=INPUT_PRECISION)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K // 2
+    _store(acc, bias, y, offs_m, offs_n, M, N)
 
 
-@kernel(space=_turned_space, bound="tensor cores")
+@kernel(space=_backward_space, bound_by="tensor cores")
 @triton.jit
 def _linear_quantized_backward(
-    grad, w, scale, zero, of_x, rows, columns, depth, grad_row, w_row, scale_row,
-    CHANNELS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    grad_output, w, scale, zero, grad_x, M, N, K, stride_gm, stride_wk, stride_sk,
+    GROUP_SIZE: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient of x; within a group, if there are groups."""
-    row_tile, column_tile = swizzle(
-        tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), GROUP
-    )
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    out = tl.arange(0, INNER)
-    grad_at = grad + row.to(tl.int64)[:, None] * grad_row + out[None, :]
-    scale_at = out.to(tl.int64) * scale_row
-    if CHANNELS:
-        scale_at += column_tile * COLUMNS // CHANNELS
-        byte = column_tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-        w_at = w + out.to(tl.int64)[:, None] * w_row + byte[None, :]
-        inside = tl.full([COLUMNS // 2], True, tl.int1)[None, :]
+    """Compute a tile of the gradient of x; `GROUP_SIZE` is 0 for int8 weights."""
+    m_tile, n_tile = swizzle(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    offs_m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    grad_ptrs = grad_output + offs_m.to(tl.int64)[:, None] * stride_gm + offs_k[None, :]
+    scale_offs = offs_k.to(tl.int64) * stride_sk
+    if GROUP_SIZE:
+        scale_offs += n_tile * BLOCK_N // GROUP_SIZE
+        offs_byte = n_tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        w_ptrs = w + offs_k.to(tl.int64)[:, None] * stride_wk + offs_byte[None, :]
+        mask_n = tl.full([BLOCK_N // 2], True, tl.int1)[None, :]
     else:
-        w_at = w + out.to(tl.int64)[:, None] * w_row + column[None, :]
-        inside = (column < columns)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, depth, INNER):
-        left = out < depth - first
-        if EVEN:
-            left = out < INNER
-        values = tl.load(grad_at, (row < rows)[:, None] & left[None, :], other=0.0)
-        weight = tl.load(w_at, inside & left[:, None], other=0)
-        step = tl.load(scale + scale_at, left, other=0.0).to(tl.float32)[:, None]
-        if CHANNELS:
-            middle = 8.0
+        w_ptrs = w + offs_k.to(tl.int64)[:, None] * stride_wk + offs_n[None, :]
+        mask_n = (offs_n < N)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in range(0, K, BLOCK_K):
+        mask_k = offs_k < K - start_k
+        if EVEN_K:
+            mask_k = offs_k < BLOCK_K
+        a = tl.load(grad_ptrs, (offs_m < M)[:, None] & mask_k[None, :], other=0.0)
+        b_packed = tl.load(w_ptrs, mask_n & mask_k[:, None], other=0)
+        row_scale = tl.load(scale + scale_offs, mask_k, other=0.0).to(tl.float32)[:, None]
+        if GROUP_SIZE:
+            zero_point = 8.0
             if zero is not None:
-                middle = tl.load(zero + scale_at, left, other=0.0).to(tl.float32)[:, None]
-            low = ((weight & 15).to(tl.float32) - middle) * step
-            high = ((weight >> 4).to(tl.float32) - middle) * step
-            halves = tl.join(low.to(grad.dtype.element_ty), high.to(grad.dtype.element_ty))
-            wide = tl.reshape(halves, [INNER, COLUMNS])
+                zero_point = tl.load(zero + scale_offs, mask_k, other=0.0).to(tl.float32)[:, None]
+            low = ((b_packed & 15).to(tl.float32) - zero_point) * row_scale
+            high = ((b_packed >> 4).to(tl.float32) - zero_point) * row_scale
+            b_halves = tl.join(
+                low.to(grad_output.dtype.element_ty), high.to(grad_output.dtype.element_ty)
+            )
+            b = tl.reshape(b_halves, [BLOCK_K, BLOCK_N])
         else:
-            wide = (weight.to(tl.float32) * step).to(grad.dtype.element_ty)
-        total = tl.dot(values, wide, total, input_precision=PRECISION)
-        grad_at += INNER
-        w_at += INNER * w_row
-        scale_at += INNER * scale_row
-    _store(total, None, of_x, row, column, rows, columns)
+            b = (b_packed.to(tl.float32) * row_scale).to(grad_output.dtype.element_ty)
+        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        grad_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * stride_wk
+        scale_offs += BLOCK_K * stride_sk
+    _store(acc, None, grad_x, offs_m, offs_n, M, N)
 
 
 @triton.jit
-def _magnitude(x):
-    """The largest magnitude; infinite, if a value is not a number."""
+def _abs_max(x):
+    """Return the maximum magnitude; inf if there is a NaN."""
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
 
 
-@kernel(space=_row_space, bound="bandwidth")
+@kernel(space=_row_space, bound_by="bandwidth")
 @triton.jit
-def _quantize_rows(x, q, steps, width, x_row, WHOLE: tl.constexpr, TILE: tl.constexpr):
-    """A row as int8, and its step. A long one is read twice."""
+def _quantize_rows(x, q, scales, K, stride_xm, SINGLE_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantize a row to int8 and store its scale; a row longer than BLOCK is read twice."""
     row = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, TILE)
-    values = tl.load(x + row * x_row + channel, channel < width, other=0.0).to(tl.float32)
-    largest = _magnitude(values)
-    if not WHOLE:
-        for first in range(TILE, width, TILE):
-            at = first + channel
-            more = tl.load(x + row * x_row + at, at < width, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, _magnitude(more))
-    step = tl.div_rn(tl.maximum(largest, _LEAST), 127.0)
-    tl.store(steps + row, step)
-    # A quotient is rounded before the sum, as a product might not be: halves go to the even one.
-    rounded = (tl.div_rn(values, step) + _ROUND) - _ROUND
-    tl.store(q + row * width + channel, rounded.to(tl.int8), channel < width)
-    if not WHOLE:
-        for first in range(TILE, width, TILE):
-            at = first + channel
-            more = tl.load(x + row * x_row + at, at < width, other=0.0).to(tl.float32)
-            rounded = (tl.div_rn(more, step) + _ROUND) - _ROUND
-            tl.store(q + row * width + at, rounded.to(tl.int8), at < width)
+    offs_k = tl.arange(0, BLOCK)
+    values = tl.load(x + row * stride_xm + offs_k, offs_k < K, other=0.0).to(tl.float32)
+    abs_max = _abs_max(values)
+    if not SINGLE_BLOCK:
+        for start_k in range(BLOCK, K, BLOCK):
+            offs = start_k + offs_k
+            tail = tl.load(x + row * stride_xm + offs, offs < K, other=0.0).to(tl.float32)
+            abs_max = tl.maximum(abs_max, _abs_max(tail))
+    row_scale = tl.div_rn(tl.maximum(abs_max, _MIN_ABS_MAX), 127.0)
+    tl.store(scales + row, row_scale)
+    # Division, not multiplication by the inverse: a product could be contracted with the addition
+    # into an FMA, and then ties would not round to even.
+    rounded = (tl.div_rn(values, row_scale) + _ROUND_MAGIC) - _ROUND_MAGIC
+    tl.store(q + row * K + offs_k, rounded.to(tl.int8), offs_k < K)
+    if not SINGLE_BLOCK:
+        for start_k in range(BLOCK, K, BLOCK):
+            offs = start_k + offs_k
+            tail = tl.load(x + row * stride_xm + offs, offs < K, other=0.0).to(tl.float32)
+            rounded = (tl.div_rn(tail, row_scale) + _ROUND_MAGIC) - _ROUND_MAGIC
+            tl.store(q + row * K + offs, rounded.to(tl.int8), offs < K)
 
 
-@kernel(space=_integer_space, bound="tensor cores")
+@kernel(space=_integer_space, bound_by="tensor cores")
 @triton.jit
 def _linear_int8_dynamic(
-    q, w, steps, scale, bias, y, rows, columns, depth, w_row,
-    EVEN: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    q, w, x_scales, scale, bias, y, M, N, K, stride_wn,
+    EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product of integers, and its scales."""
-    row, column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
-    inner = tl.arange(0, INNER)
-    q_at = q + row.to(tl.int64)[:, None] * depth + inner[None, :]
-    w_at = w + column.to(tl.int64)[None, :] * w_row + inner[:, None]
-    row_inside, column_inside = (row < rows)[:, None], (column < columns)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.int32)
-    for first in range(0, depth, INNER):
-        if EVEN:
-            a = tl.load(q_at, row_inside, other=0)
-            b = tl.load(w_at, column_inside, other=0)
+    """Compute a tile of the int8 GEMM and apply both scales."""
+    offs_m, offs_n = _tile_offsets(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    q_ptrs = q + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
+    w_ptrs = w + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None]
+    mask_m, mask_n = (offs_m < M)[:, None], (offs_n < N)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for start_k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(q_ptrs, mask_m, other=0)
+            b = tl.load(w_ptrs, mask_n, other=0)
         else:
-            left = inner < depth - first
-            a = tl.load(q_at, row_inside & left[None, :], other=0)
-            b = tl.load(w_at, column_inside & left[:, None], other=0)
-        total = tl.dot(a, b, total, out_dtype=tl.int32)
-        q_at += INNER
-        w_at += INNER
-    result = total.to(tl.float32) * tl.load(steps + row, row < rows, other=0.0)[:, None]
-    result *= tl.load(scale + column, column < columns, other=0.0).to(tl.float32)[None, :]
-    _store(result, bias, y, row, column, rows, columns)
+            mask_k = offs_k < K - start_k
+            a = tl.load(q_ptrs, mask_m & mask_k[None, :], other=0)
+            b = tl.load(w_ptrs, mask_n & mask_k[:, None], other=0)
+        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+        q_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    result = acc.to(tl.float32) * tl.load(x_scales + offs_m, offs_m < M, other=0.0)[:, None]
+    result *= tl.load(scale + offs_n, offs_n < N, other=0.0).to(tl.float32)[None, :]
+    _store(result, bias, y, offs_m, offs_n, M, N)
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _whole(x: Tensor | None) -> Tensor | None:
+def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _grid(rows: int, columns: int) -> Any:
+def _grid(M: int, N: int) -> Any:
     def grid(constants: dict[str, Any]) -> tuple[int]:
-        down = triton.cdiv(rows, constants["ROWS"])
-        return (down * triton.cdiv(columns, constants["COLUMNS"]),)
+        num_m_tiles = triton.cdiv(M, constants["BLOCK_M"])
+        return (num_m_tiles * triton.cdiv(N, constants["BLOCK_N"]),)
 
     return grid
 
 
 def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """One kernel."""
-    rows, weight = as_rows(x), _side_by_side(weight)
-    (count, depth), columns = rows.shape, len(weight)
-    y = x.new_empty((*x.shape[:-1], columns))
+    """Launch one kernel."""
+    rows, weight = as_rows(x), _with_unit_stride(weight)
+    (M, K), N = rows.shape, len(weight)
+    y = x.new_empty((*x.shape[:-1], N))
     _linear_int8.launch(
-        _grid(count, columns),
-        *(rows, weight, scale.contiguous(), _whole(bias), y, count, columns, depth),
+        _grid(M, N),
+        *(rows, weight, scale.contiguous(), _contiguous(bias), y, M, N, K),
         *(rows.stride(0), weight.stride(0)),
-        EVEN=depth % 64 == 0,
-        PRECISION=precision(x.dtype),
-        GROUP=GROUP,
-        shape=(columns, depth),
+        EVEN_K=K % 64 == 0,
+        INPUT_PRECISION=input_precision(x.dtype),
+        GROUP_M=GROUP_M,
+        shape=(N, K),
     )
     return y
 
@@ -308,97 +316,100 @@ def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
 def linear_int4(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """One kernel."""
-    rows, weight, scale = as_rows(x), _side_by_side(weight), scale.contiguous()
-    (count, depth), columns = rows.shape, len(weight)
-    y = x.new_empty((*x.shape[:-1], columns))
+    """Launch one kernel."""
+    rows, weight, scale = as_rows(x), _with_unit_stride(weight), scale.contiguous()
+    (M, K), N = rows.shape, len(weight)
+    y = x.new_empty((*x.shape[:-1], N))
     _linear_int4.launch(
-        _grid(count, columns),
-        *(rows, weight, scale, _whole(zero), _whole(bias), y, count, columns, depth),
+        _grid(M, N),
+        *(rows, weight, scale, _contiguous(zero), _contiguous(bias), y, M, N, K),
         *(rows.stride(0), weight.stride(0), scale.stride(0)),
-        CHANNELS=depth // scale.shape[1],
-        PRECISION=precision(x.dtype),
-        GROUP=GROUP,
-        shape=(columns, depth),
+        GROUP_SIZE=K // scale.shape[1],
+        INPUT_PRECISION=input_precision(x.dtype),
+        GROUP_M=GROUP_M,
+        shape=(N, K),
     )
     return y
 
 
-def _of_x(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The gradient of x; scales of groups are (out, groups)."""
-    weight, scale = _side_by_side(weight), scale.contiguous()
-    (count, depth), columns = grad.shape, x.shape[-1]
-    of_x = x.new_empty(x.shape)
+def _grad_x(
+    grad_output: Tensor, x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None
+) -> Tensor:
+    """Return the gradient of x; a per-group scale is (out, groups)."""
+    weight, scale = _with_unit_stride(weight), scale.contiguous()
+    (M, K), N = grad_output.shape, x.shape[-1]
+    grad_x = x.new_empty(x.shape)
     _linear_quantized_backward.launch(
-        _grid(count, columns),
-        *(grad, weight, scale, _whole(zero), of_x, count, columns, depth),
-        *(grad.stride(0), weight.stride(0), scale.stride(0)),
-        CHANNELS=columns // scale.shape[1] if scale.dim() == 2 else 0,
-        EVEN=depth % 64 == 0,
-        PRECISION=precision(x.dtype),
-        GROUP=GROUP,
-        shape=(columns, depth),
+        _grid(M, N),
+        *(grad_output, weight, scale, _contiguous(zero), grad_x, M, N, K),
+        *(grad_output.stride(0), weight.stride(0), scale.stride(0)),
+        GROUP_SIZE=N // scale.shape[1] if scale.dim() == 2 else 0,
+        EVEN_K=K % 64 == 0,
+        INPUT_PRECISION=input_precision(x.dtype),
+        GROUP_M=GROUP_M,
+        shape=(N, K),
     )
-    return of_x
+    return grad_x
 
 
 def _backward(op: Op[..., Any]) -> Backward:
-    """Of x by a kernel, of the bias by a sum, of scales and zeros as the reference has it."""
+    """Build the backward: a kernel for x, a sum for the bias, the reference for scale and zero."""
 
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
         x, weight, scale, *_ = args
-        grad = as_rows(grads[0])
-        found: list[Tensor | None] = [None] * len(args)
-        rare = [False, False, *needs[2:-1], False]
-        if any(rare):
-            found = list(differentiate(op.fallback)(rare, grads, *args))
+        grad_output = as_rows(grads[0])
+        input_grads: list[Tensor | None] = [None] * len(args)
+        reference_needs = [False, False, *needs[2:-1], False]
+        if any(reference_needs):
+            input_grads = list(differentiate(op.fallback)(reference_needs, grads, *args))
         if needs[0]:
-            found[0] = _of_x(grad, x, weight, scale, args[3] if len(args) == 5 else None)
+            zero = args[3] if len(args) == 5 else None
+            input_grads[0] = _grad_x(grad_output, x, weight, scale, zero)
         if needs[-1]:
-            found[-1] = sum_rows(grad, grad.dtype)
-        return found
+            input_grads[-1] = sum_rows(grad_output, grad_output.dtype)
+        return input_grads
 
     return backward
 
 
 def linear_int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Two kernels: rounding, and the product."""
-    rows, weight = as_rows(x), _side_by_side(weight)
-    (count, depth), columns = rows.shape, len(weight)
-    q = x.new_empty((count, depth), dtype=torch.int8)
-    steps = x.new_empty((count,), dtype=torch.float32)
-    tile = min(_WIDEST, triton.next_power_of_2(depth))
+    """Launch two kernels: quantization of x, and the GEMM."""
+    rows, weight = as_rows(x), _with_unit_stride(weight)
+    (M, K), N = rows.shape, len(weight)
+    q = x.new_empty((M, K), dtype=torch.int8)
+    x_scales = x.new_empty((M,), dtype=torch.float32)
+    block = min(_MAX_BLOCK, triton.next_power_of_2(K))
     _quantize_rows.launch(
-        *((count,), rows, q, steps, depth, rows.stride(0)), WHOLE=depth <= tile, TILE=tile
+        *((M,), rows, q, x_scales, K, rows.stride(0)), SINGLE_BLOCK=block >= K, BLOCK=block
     )
-    y = x.new_empty((*x.shape[:-1], columns))
+    y = x.new_empty((*x.shape[:-1], N))
     _linear_int8_dynamic.launch(
-        _grid(count, columns),
-        *(q, weight, steps, scale.contiguous(), _whole(bias), y, count, columns, depth),
+        _grid(M, N),
+        *(q, weight, x_scales, scale.contiguous(), _contiguous(bias), y, M, N, K),
         weight.stride(0),
-        EVEN=depth % 128 == 0,
-        GROUP=GROUP,
-        shape=(columns, depth),
+        EVEN_K=K % 128 == 0,
+        GROUP_M=GROUP_M,
+        shape=(N, K),
     )
     return y
 
 
-def _fits(x: Tensor, weight: Tensor, *_: object) -> bool:
+def _supported(x: Tensor, weight: Tensor, *_: object) -> bool:
     return x.numel() > 0 and weight.numel() > 0
 
 
-def _int8_example(make: Meta) -> tuple[Any, ...]:
+def _int8_example(make: ExampleInputs) -> tuple[Any, ...]:
     weight = make.ints(4096, 4096, dtype=torch.int8)
     return make(4096, 4096), weight, make(4096, dtype=torch.float32), make(4096)
 
 
-def _int4_example(make: Meta, group: int = 128) -> tuple[Any, ...]:
+def _int4_example(make: ExampleInputs, group_size: int = 128) -> tuple[Any, ...]:
     weight = make.ints(4096, 2048, dtype=torch.uint8)
-    scale = make(4096, 4096 // group)
+    scale = make(4096, 4096 // group_size)
     return make(4096, 4096), weight, scale, scale, make(4096)
 
 
-def _int4_small(make: Meta) -> tuple[Any, ...]:
+def _int4_small_group_example(make: ExampleInputs) -> tuple[Any, ...]:
     return _int4_example(make, 32)
 
 
@@ -406,15 +417,15 @@ provide(
     ops.linear_int8,
     linear_int8,
     example=_int8_example,
-    supports=_fits,
+    supports=_supported,
     backward=_backward(ops.linear_int8),
 )
-provide(ops.linear_int8_dynamic, linear_int8_dynamic, example=_int8_example, supports=_fits)
+provide(ops.linear_int8_dynamic, linear_int8_dynamic, example=_int8_example, supports=_supported)
 provide(
     ops.linear_int4,
     linear_int4,
     example=_int4_example,
-    supports=_fits,
+    supports=_supported,
     backward=_backward(ops.linear_int4),
-    also=(_int4_small,),
+    extra_examples=(_int4_small_group_example,),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,35 @@ import triton
 
 from ingot.core import paths
 from ingot.core.device import detect
-from ingot.kernels.triton import tuned
+from ingot.kernels.triton import config_store
 from ingot.kernels.triton.ceiling import ceiling, disassemble
-from ingot.kernels.triton.compiler import Fact, compile_launch, fact_of
-from ingot.kernels.triton.gate import SPILLS, faults
+from ingot.kernels.triton.codegen_checks import ALLOWED_SPILLS, violations
+from ingot.kernels.triton.compiler import CompiledKernel, compile_launch, inspect_binary
 from ingot.kernels.triton.interpreter import Interpreter, samples, streaming
-from ingot.kernels.triton.kernel import Config, Launch
-from ingot.kernels.triton.plain import plain
-from ingot.kernels.triton.provider import provided
+from ingot.kernels.triton.launch import KernelConfig, Launch
+from ingot.kernels.triton.provider import triton_ops
 from ingot.kernels.triton.target import CHIPS, TARGETS
+from ingot.kernels.triton.tutorial_kernels import tutorial_launches
 from ingot.ops.op import tensors
 
 Errors = dict[str, dict[str, Any]]
 
 
-def fact_rows(facts: Sequence[Fact]) -> list[dict[str, Any]]:
+def fact_rows(facts: Sequence[CompiledKernel]) -> list[dict[str, Any]]:
     """A row for each compiled kernel, as a terminal shows it."""
     return [
         {
             "kernel": fact.name,
             "target": fact.target,
             "config": fact.config,
-            "registers": fact.code.registers,
-            "spills": fact.code.spills,
+            "registers": fact.stats.registers,
+            "spills": fact.stats.spills,
             "shared": fact.shared_bytes,
             "occupancy": f"{fact.occupancy:.0%}",
-            "loads": _widths(fact.code.loads),
-            "stores": _widths(fact.code.stores),
+            "loads": _widths(fact.stats.loads),
+            "stores": _widths(fact.stats.stores),
             "tensor cores": _tensor(fact),
-            "copies": fact.code.copies,
+            "copies": fact.stats.async_copies,
         }
         for fact in facts
     ]
@@ -51,14 +52,14 @@ def _widths(counts: dict[int, int]) -> str:
     return " ".join(f"{count}x{bits}" for bits, count in sorted(counts.items(), reverse=True))
 
 
-def _tensor(fact: Fact) -> str:
-    return " ".join(f"{count} {name}" for name, count in fact.code.tensor.items()) or "-"
+def _tensor(fact: CompiledKernel) -> str:
+    return " ".join(f"{count} {name}" for name, count in fact.stats.tensor_ops.items()) or "-"
 
 
 def roofline_rows(names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The least time that a chip's published peaks allow each representative call."""
     rows: list[dict[str, Any]] = []
-    for name, one in provided().items():
+    for name, one in triton_ops().items():
         if names and name not in names:
             continue
         num_bytes, flops = one.cost
@@ -79,19 +80,19 @@ def roofline_rows(names: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def _shape(example: Callable[..., tuple[Any, ...]]) -> str:
-    from ingot.kernels.triton.provider import Meta
+    from ingot.kernels.triton.provider import ExampleInputs
 
-    return "x".join(map(str, tensors(example(Meta()))[0].shape))
+    return "x".join(map(str, tensors(example(ExampleInputs()))[0].shape))
 
 
 def ceiling_rows() -> list[dict[str, Any]]:
     """The main loops of products on sm_90, in their default configurations, and the plainest ones
     beside them."""
     target = TARGETS["sm_90"]
-    wanted = plain()
+    wanted = tutorial_launches()
     for op in ("linear", "linear_swiglu", "attention"):
-        launch = provided()[op].launches("forward")[0]
-        wanted[op] = launch, tuned.default(launch, target.name)
+        launch = triton_ops()[op].launches("forward")[0]
+        wanted[op] = launch, config_store.default_config(launch, target.name)
     return [_ceiling_row(name, *wanted[name]) for name in sorted(wanted, key=_beside)]
 
 
@@ -99,24 +100,24 @@ def _beside(name: str) -> tuple[bool, bool, str]:
     return "attention" in name, "tutorial" in name, name
 
 
-def _ceiling_row(name: str, launch: Launch, config: Config) -> dict[str, Any]:
+def _ceiling_row(name: str, launch: Launch, config: KernelConfig) -> dict[str, Any]:
     target = TARGETS["sm_90"]
     binary = compile_launch(launch, config, target)
-    fact = fact_of(name, launch, config, target, binary)
+    fact = inspect_binary(name, launch, config, target, binary)
     tile = launch.constants | dict(config.constants)
-    if "KEYS" in tile:
-        needed = 2 * tile["ROWS"] * tile["KEYS"] * tile["WIDTH"]
+    if "BLOCK_KV" in tile:
+        needed = 2 * tile["BLOCK_M"] * tile["BLOCK_KV"] * tile["BLOCK_D"]
     else:
-        needed = tile["ROWS"] * tile["COLUMNS"] * tile["INNER"] * tile.get("PRODUCTS", 1)
-    found = ceiling(disassemble(binary.asm["cubin"]), config.warps, needed)
+        needed = tile["BLOCK_M"] * tile["BLOCK_N"] * tile["BLOCK_K"] * tile.get("NUM_ACCS", 1)
+    found = ceiling(disassemble(binary.asm["cubin"]), config.num_warps, needed)
     return {
         "kernel": name,
         "config": str(config),
         "products an iteration": found.products,
-        "copies an iteration": found.copies,
-        "stages": config.stages,
-        "registers": fact.code.registers,
-        "spills": fact.code.spills,
+        "copies an iteration": found.async_copies,
+        "stages": config.num_stages,
+        "registers": fact.stats.registers,
+        "spills": fact.stats.spills,
         "occupancy": f"{fact.occupancy:.0%}",
         "ceiling": f"{found.share:.0%} of peak",
     }
@@ -167,36 +168,69 @@ def traffic_rows() -> list[dict[str, Any]]:
     ]
 
 
-def wrong(facts: Sequence[Fact]) -> list[str]:
-    """All faults of all kernels."""
-    return [fault for fact in facts for fault in faults(fact)]
+def wrong(facts: Sequence[CompiledKernel]) -> list[str]:
+    """All violations of all kernels."""
+    return [fault for fact in facts for fault in violations(fact)]
 
 
-def summary(facts: Sequence[Fact], seconds: float) -> str:
-    """One line: how many, how long, how many faults."""
+def summary(facts: Sequence[CompiledKernel], seconds: float) -> str:
+    """One line: how many, how long, how many violations."""
     kernels = len({fact.kernel for fact in facts})
     configs = len({(fact.kernel, fact.config) for fact in facts})
     targets = len({fact.target for fact in facts})
-    spilled = sum(fact.code.spills > 0 for fact in facts)
+    spilled = sum(fact.stats.spills > 0 for fact in facts)
     return (
         f"{len(facts)} binaries of {kernels} kernels in {configs} configurations for {targets} "
-        f"targets, in {seconds:.0f} s; {spilled} spill, {len(wrong(facts))} faults"
+        f"targets, in {seconds:.0f} s; {spilled} spill, {len(wrong(facts))} violations"
     )
 
 
-def write_defaults(facts: Sequence[Fact]) -> None:
+def rank_configs(facts: Sequence[CompiledKernel]) -> dict[str, dict[str, list[str]]]:
+    """Rank each kernel's configurations for each target, best first, from the compiled code.
+
+    Configurations with a violation in any launch are left out. For GEMMs the score is the
+    arithmetic intensity of the tile, with at most 128 columns, then occupancy. A single row uses
+    the same tile as thousands, and launches one program per tile of columns: with 256, the 4096
+    columns of a typical weight are 16 programs on a hundred SMs. For all other kernels the score is
+    the number of load bits in flight per SM.
+    """
+    scores: dict[tuple[str, str], dict[str, float]] = {}
+    for fact in facts:
+        by_config = scores.setdefault((fact.kernel, fact.target), {})
+        score = -inf if violations(fact) else _score(fact)
+        by_config[fact.config] = min(score, by_config.get(fact.config, inf))
+    ranking: dict[str, dict[str, list[str]]] = {}
+    for (kernel, target), by_config in sorted(scores.items()):
+        valid = [config for config in by_config if by_config[config] > -inf]
+        best_first = sorted(valid, key=by_config.__getitem__, reverse=True)
+        ranking.setdefault(kernel, {})[target] = best_first
+    return ranking
+
+
+def _score(fact: CompiledKernel) -> float:
+    config = dict(pair.split("=") for pair in fact.config.split())
+    if fact.bound_by == "tensor cores":
+        block_m, block_n = int(config["BLOCK_M"]), int(config.get("BLOCK_N") or config["BLOCK_KV"])
+        return min(block_m * block_n / (block_m + block_n), 64) + fact.occupancy
+    in_flight = sum(bits * count for bits, count in fact.stats.loads.items())
+    target = TARGETS[fact.target]
+    resident = fact.occupancy * target.warps * target.warp_size
+    return min(in_flight, 512) * resident
+
+
+def write_defaults(facts: Sequence[CompiledKernel]) -> None:
     """Choose the default configurations from these facts."""
     lines = [
         f'  "{kernel}": {{\n'
         + ",\n".join(f'    "{target}": {json.dumps(of)}' for target, of in by_target.items())
         + "\n  }"
-        for kernel, by_target in tuned.ranked(facts).items()
+        for kernel, by_target in rank_configs(facts).items()
     ]
-    paths.write_atomic(tuned.DEFAULTS, "{\n" + ",\n".join(lines) + "\n}\n")
-    tuned.defaults.cache_clear()
+    paths.write_atomic(config_store.DEFAULTS, "{\n" + ",\n".join(lines) + "\n}\n")
+    config_store.load_defaults.cache_clear()
 
 
-def write_page(path: Path, facts: Sequence[Fact], seconds: float) -> None:
+def write_page(path: Path, facts: Sequence[CompiledKernel], seconds: float) -> None:
     """Put the tables of compiled code and of traffic into the page, between its marks."""
     _write(path, "summary", _facts_of_run(facts, seconds))
     _write(path, "kernels", _markdown(_page_rows(facts)))
@@ -218,9 +252,11 @@ def _write(path: Path, mark: str, content: str) -> None:
     paths.write_atomic(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
-def _facts_of_run(facts: Sequence[Fact], seconds: float) -> str:
+def _facts_of_run(facts: Sequence[CompiledKernel], seconds: float) -> str:
     cpu = detect().cpu
-    reasons = "".join(f"\n- {kernel} on {on}: {why}" for (kernel, on), why in SPILLS.items())
+    reasons = "".join(
+        f"\n- {kernel} on {on}: {why}" for (kernel, on), why in ALLOWED_SPILLS.items()
+    )
     return (
         f"{datetime.date.today()}, Triton {triton.__version__}, on {cpu.cores} cores, "
         f"{cpu.name}: {summary(facts, seconds)} (what was compiled before is not compiled again)."
@@ -228,10 +264,10 @@ def _facts_of_run(facts: Sequence[Fact], seconds: float) -> str:
     )
 
 
-def _page_rows(facts: Sequence[Fact]) -> list[dict[str, Any]]:
+def _page_rows(facts: Sequence[CompiledKernel]) -> list[dict[str, Any]]:
     """A line for each kernel and target: the first launch that was compiled, in the configuration
     that dispatch takes."""
-    first: dict[tuple[str, str], Fact] = {}
+    first: dict[tuple[str, str], CompiledKernel] = {}
     for fact in facts:
         first.setdefault((fact.kernel, fact.target), fact)
     order = list(TARGETS)

@@ -1,8 +1,8 @@
 """`rope` on GPUs: a token's heads in one program, for they turn by the same angles.
 
-Turning back by the same angles is the gradient. `rope_and_cache` turns queries and keys and
-writes keys and values into their pool in one launch. A slot that is not in the pool is not
-written: a kernel cannot raise.
+Turning back by the same angles is the gradient. `rope_and_cache` turns queries and keys and writes keys
+and values into their pool in one launch. A slot that is not in the pool is not written: a kernel
+cannot raise.
 
 Angles are position times frequency in float32, which is what the reference does too. Sine and
 cosine are computed here: of an angle that may be large, NVIDIA's library computes them through
@@ -23,17 +23,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, by_elements, kernel
-from ingot.kernels.triton.provider import Meta, provide
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.kernel import elementwise_space, kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.provider import ExampleInputs, provide
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import differentiate
 
-_HEADS = 32
+_MAX_BLOCK_H = 32
 
 
-def _space(target: Target, HEADS: int, PAIRS: int, REST: int, **_: object) -> Iterator[Config]:
+def _space(
+    target: TargetSpec, BLOCK_H: int, BLOCK_P: int, BLOCK_REST: int, **_: object
+) -> Iterator[KernelConfig]:
     # The halves of a head are loaded apart: 8 elements a thread were 64 bits at a time.
-    yield from by_elements(target, HEADS * max(2 * PAIRS, REST), least=16)
+    yield from elementwise_space(target, BLOCK_H * max(2 * BLOCK_P, BLOCK_REST), min_per_thread=16)
 
 
 @triton.jit
@@ -61,116 +64,125 @@ def _sin_cos(angle):
 
 
 @triton.jit
-def _turn(position, freqs, pairs, scale, PAIRS: tl.constexpr):
+def _cos_sin(position, freqs, num_pairs, scale, BLOCK_P: tl.constexpr):
     """Cosine and sine of a token's angles, scaled."""
-    pair = tl.arange(0, PAIRS)
-    angle = position.to(tl.float32) * tl.load(freqs + pair, pair < pairs, other=0.0)
+    offs_p = tl.arange(0, BLOCK_P)
+    angle = position.to(tl.float32) * tl.load(freqs + offs_p, offs_p < num_pairs, other=0.0)
     sin, cos = _sin_cos(angle)
     return (cos * scale)[None, :], (sin * scale)[None, :]
 
 
 @triton.jit
-def _heads(
-    x, y, head, heads, pairs, width, x_head, y_head, cos, sin,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+def _rotate_heads(
+    x, y, offs_h, num_heads, num_pairs, head_dim, stride_xh, stride_yh, cos, sin,
+    INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """Turn some heads of a token from x to y, and copy the channels that do not turn."""
-    inside = head < heads
-    if PAIRS > 0 and INTERLEAVED:
-        channel = tl.arange(0, 2 * PAIRS)[None, :]
-        within = inside & (channel < 2 * pairs)
-        both = tl.load(x + head * x_head + channel, within, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(both, [HEADS, PAIRS, 2]))
-        turned = tl.join(a * cos - b * sin, a * sin + b * cos)
-        turned = tl.reshape(turned, [HEADS, 2 * PAIRS])
-        tl.store(y + head * y_head + channel, turned.to(y.dtype.element_ty), within)
-    elif PAIRS > 0:
-        pair = tl.arange(0, PAIRS)[None, :]
-        within = inside & (pair < pairs)
-        a = tl.load(x + head * x_head + pair, within, other=0.0).to(tl.float32)
-        b = tl.load(x + head * x_head + pairs + pair, within, other=0.0).to(tl.float32)
-        one = (a * cos - b * sin).to(y.dtype.element_ty)
-        other = (a * sin + b * cos).to(y.dtype.element_ty)
-        tl.store(y + head * y_head + pair, one, within)
-        tl.store(y + head * y_head + pairs + pair, other, within)
-    if REST > 0:
-        channel = 2 * pairs + tl.arange(0, REST)[None, :]
-        within = inside & (channel < width)
-        rest = tl.load(x + head * x_head + channel, within, other=0.0)
-        tl.store(y + head * y_head + channel, rest, within)
+    mask_h = offs_h < num_heads
+    if BLOCK_P > 0 and INTERLEAVED:
+        offs_d = tl.arange(0, 2 * BLOCK_P)[None, :]
+        mask = mask_h & (offs_d < 2 * num_pairs)
+        both = tl.load(x + offs_h * stride_xh + offs_d, mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, [BLOCK_H, BLOCK_P, 2]))
+        rotated = tl.join(a * cos - b * sin, a * sin + b * cos)
+        rotated = tl.reshape(rotated, [BLOCK_H, 2 * BLOCK_P])
+        tl.store(y + offs_h * stride_yh + offs_d, rotated.to(y.dtype.element_ty), mask)
+    elif BLOCK_P > 0:
+        offs_p = tl.arange(0, BLOCK_P)[None, :]
+        mask = mask_h & (offs_p < num_pairs)
+        a = tl.load(x + offs_h * stride_xh + offs_p, mask, other=0.0).to(tl.float32)
+        b = tl.load(x + offs_h * stride_xh + num_pairs + offs_p, mask, other=0.0).to(tl.float32)
+        first = (a * cos - b * sin).to(y.dtype.element_ty)
+        second = (a * sin + b * cos).to(y.dtype.element_ty)
+        tl.store(y + offs_h * stride_yh + offs_p, first, mask)
+        tl.store(y + offs_h * stride_yh + num_pairs + offs_p, second, mask)
+    if BLOCK_REST > 0:
+        offs_d = 2 * num_pairs + tl.arange(0, BLOCK_REST)[None, :]
+        mask = mask_h & (offs_d < head_dim)
+        rest = tl.load(x + offs_h * stride_xh + offs_d, mask, other=0.0)
+        tl.store(y + offs_h * stride_yh + offs_d, rest, mask)
 
 
-@kernel(space=_space, bound="bandwidth", scalars=1)
+@kernel(space=_space, bound_by="bandwidth", scalar_loads=1)
 @triton.jit
 def _rope(
-    x, positions, freqs, y, heads, pairs, width, x_token, x_head, scale, direction,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    x, positions, freqs, y, num_heads, num_pairs, head_dim, stride_xt, stride_xh, scale, direction,
+    INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """Turn some heads of a token; back, where the direction is -1."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     cos, sin = 0.0, 0.0
-    if PAIRS > 0:
-        cos, sin = _turn(tl.load(positions + token), freqs, pairs, scale, PAIRS)
+    if BLOCK_P > 0:
+        cos, sin = _cos_sin(tl.load(positions + token), freqs, num_pairs, scale, BLOCK_P)
         sin = sin * direction
-    _heads(
-        x + token * x_token, y + token * heads * width, head, heads, pairs, width, x_head, width,
-        cos, sin, INTERLEAVED, HEADS, PAIRS, REST,
+    _rotate_heads(
+        x + token * stride_xt, y + token * num_heads * head_dim, offs_h, num_heads, num_pairs,
+        head_dim, stride_xh, head_dim, cos, sin,
+        INTERLEAVED, BLOCK_H, BLOCK_P, BLOCK_REST,
     )  # fmt: skip
 
 
-@kernel(space=_space, bound="bandwidth", scalars=2)
+@kernel(space=_space, bound_by="bandwidth", scalar_loads=2)
 @triton.jit
 def _rope_and_cache(
-    q, k, v, positions, freqs, k_pool, v_pool, slots, y,
-    heads, key_heads, pairs, width, num_slots, page,
-    q_token, q_head, k_token, k_head, v_token, v_head,
-    k_page, k_slot, k_pool_head, v_page, v_slot, v_pool_head, scale,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    q, k, v, positions, freqs, k_cache, v_cache, slot_mapping, y, num_heads, num_kv_heads,
+    num_pairs, head_dim, num_slots, block_size, stride_qt, stride_qh, stride_kt, stride_kh,
+    stride_vt, stride_vh, stride_kcb, stride_kct, stride_kch, stride_vcb, stride_vct, stride_vch,
+    scale,
+    INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Some heads of a token: of its queries, else of its keys, else of its values."""
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    query_parts = tl.cdiv(heads, HEADS)
-    key_parts = tl.cdiv(key_heads, HEADS)
-    slot = tl.load(slots + token).to(tl.int64)
-    known = (slot >= 0) & (slot < num_slots)
+    head_block = tl.program_id(1)
+    num_q_blocks = tl.cdiv(num_heads, BLOCK_H)
+    num_k_blocks = tl.cdiv(num_kv_heads, BLOCK_H)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    valid_slot = (slot >= 0) & (slot < num_slots)
     cos, sin = 0.0, 0.0
-    if PAIRS > 0:
-        cos, sin = _turn(tl.load(positions + token), freqs, pairs, scale, PAIRS)
-    if part < query_parts:
-        head = part * HEADS + tl.arange(0, HEADS)[:, None]
-        _heads(
-            q + token * q_token, y + token * heads * width, head, heads, pairs, width, q_head,
-            width, cos, sin, INTERLEAVED, HEADS, PAIRS, REST,
+    if BLOCK_P > 0:
+        cos, sin = _cos_sin(tl.load(positions + token), freqs, num_pairs, scale, BLOCK_P)
+    if head_block < num_q_blocks:
+        offs_h = head_block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        _rotate_heads(
+            q + token * stride_qt, y + token * num_heads * head_dim, offs_h, num_heads, num_pairs,
+            head_dim, stride_qh, head_dim, cos, sin,
+            INTERLEAVED, BLOCK_H, BLOCK_P, BLOCK_REST,
         )  # fmt: skip
-    elif part < query_parts + key_parts:
-        head = (part - query_parts) * HEADS + tl.arange(0, HEADS)[:, None]
-        pool = k_pool + slot // page * k_page + slot % page * k_slot
-        _heads(
-            k + token * k_token, pool, head, tl.where(known, key_heads, 0), pairs, width, k_head,
-            k_pool_head, cos, sin, INTERLEAVED, HEADS, PAIRS, REST,
+    elif head_block < num_q_blocks + num_k_blocks:
+        offs_h = (head_block - num_q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        cache = k_cache + slot // block_size * stride_kcb + slot % block_size * stride_kct
+        _rotate_heads(
+            k + token * stride_kt, cache, offs_h, tl.where(valid_slot, num_kv_heads, 0), num_pairs,
+            head_dim, stride_kh, stride_kch, cos, sin,
+            INTERLEAVED, BLOCK_H, BLOCK_P, BLOCK_REST,
         )  # fmt: skip
     else:
-        head = (part - query_parts - key_parts) * HEADS + tl.arange(0, HEADS)[:, None]
-        pool = v_pool + slot // page * v_page + slot % page * v_slot
-        _heads(
-            v + token * v_token, pool, head, tl.where(known, key_heads, 0), 0, width, v_head,
-            v_pool_head, cos, sin, INTERLEAVED, HEADS, 0, WHOLE,
+        offs_h = (head_block - num_q_blocks - num_k_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[
+            :, None
+        ]
+        cache = v_cache + slot // block_size * stride_vcb + slot % block_size * stride_vct
+        _rotate_heads(
+            v + token * stride_vt, cache, offs_h, tl.where(valid_slot, num_kv_heads, 0), 0,
+            head_dim, stride_vh, stride_vch, cos, sin,
+            INTERLEAVED, BLOCK_H, 0,
+            BLOCK_D,
         )  # fmt: skip
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tile(heads: int, pairs: int, width: int) -> dict[str, int]:
-    rest = width - 2 * pairs
+def _block_sizes(num_heads: int, num_pairs: int, head_dim: int) -> dict[str, int]:
+    rest = head_dim - 2 * num_pairs
     return {
-        "HEADS": min(_HEADS, triton.next_power_of_2(heads)),
-        "PAIRS": triton.next_power_of_2(pairs) if pairs else 0,
-        "REST": triton.next_power_of_2(rest) if rest else 0,
+        "BLOCK_H": min(_MAX_BLOCK_H, triton.next_power_of_2(num_heads)),
+        "BLOCK_P": triton.next_power_of_2(num_pairs) if num_pairs else 0,
+        "BLOCK_REST": triton.next_power_of_2(rest) if rest else 0,
     }
 
 
@@ -178,15 +190,15 @@ def _launch(
     x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float, direction: float
 ) -> Tensor:
     y = x.new_empty(x.shape)
-    x = _side_by_side(x)
-    tokens, heads, width = x.shape
-    tile = _tile(heads, len(freqs), width)
+    x = _with_unit_stride(x)
+    num_tokens, num_heads, head_dim = x.shape
+    blocks = _block_sizes(num_heads, len(freqs), head_dim)
     _rope.launch(
-        (tokens, triton.cdiv(heads, tile["HEADS"])),
-        *(x, positions.contiguous(), freqs.contiguous(), y, heads, len(freqs), width),
+        (num_tokens, triton.cdiv(num_heads, blocks["BLOCK_H"])),
+        *(x, positions.contiguous(), freqs.contiguous(), y, num_heads, len(freqs), head_dim),
         *(x.stride(0), x.stride(1), scale, direction),
         INTERLEAVED=interleaved,
-        **tile,
+        **blocks,
     )
     return y
 
@@ -205,13 +217,13 @@ def _backward(
     interleaved: bool,
     scale: float,
 ) -> list[Tensor | None]:
-    of_x = _launch(grads[0], positions, freqs, interleaved, scale, -1.0) if needs[0] else None
-    of_freqs = None
+    grad_x = _launch(grads[0], positions, freqs, interleaved, scale, -1.0) if needs[0] else None
+    grad_freqs = None
     if needs[2]:  # nobody trains them: as the reference has it
-        only = [False, False, True, False, False]
+        freqs_only = [False, False, True, False, False]
         args = x, positions, freqs, interleaved, scale
-        of_freqs = differentiate(ops.rope.fallback)(only, grads, *args)[2]
-    return [of_x, None, of_freqs, None, None]
+        grad_freqs = differentiate(ops.rope.fallback)(freqs_only, grads, *args)[2]
+    return [grad_x, None, grad_freqs, None, None]
 
 
 def rope_and_cache(
@@ -228,39 +240,50 @@ def rope_and_cache(
 ) -> Tensor:
     """One kernel."""
     y = q.new_empty(q.shape)
-    q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
-    (tokens, heads, width), key_heads = q.shape, k.shape[1]
-    tile = _tile(max(heads, key_heads), len(freqs), width)
-    parts = triton.cdiv(heads, tile["HEADS"]) + 2 * triton.cdiv(key_heads, tile["HEADS"])
-    pages, page = k_pool.shape[:2]
+    q, k, v = _with_unit_stride(q), _with_unit_stride(k), _with_unit_stride(v)
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    blocks = _block_sizes(max(num_heads, num_kv_heads), len(freqs), head_dim)
+    num_head_blocks = triton.cdiv(num_heads, blocks["BLOCK_H"]) + 2 * triton.cdiv(
+        num_kv_heads, blocks["BLOCK_H"]
+    )
+    num_blocks, block_size = k_pool.shape[:2]
     _rope_and_cache.launch(
-        (tokens, parts),
+        (num_tokens, num_head_blocks),
         *(q, k, v, positions.contiguous(), freqs.contiguous(), k_pool, v_pool),
-        *(slots.contiguous(), y, heads, key_heads, len(freqs), width, pages * page, page),
+        *(
+            slots.contiguous(),
+            y,
+            num_heads,
+            num_kv_heads,
+            len(freqs),
+            head_dim,
+            num_blocks * block_size,
+            block_size,
+        ),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         *(*k_pool.stride()[:3], *v_pool.stride()[:3], scale),
         INTERLEAVED=interleaved,
-        WHOLE=triton.next_power_of_2(width),
-        **tile,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        **blocks,
     )
     return y
 
 
-def _fits(x: Tensor, *_: object) -> bool:
+def _supported(x: Tensor, *_: object) -> bool:
     return x.numel() > 0 and x.shape[-1] <= 1024
 
 
-def _example(make: Meta) -> tuple[Any, ...]:
+def _example(make: ExampleInputs) -> tuple[Any, ...]:
     positions = make.ints(8192, below=8192)
     return make(8192, 32, 128), positions, make(64, dtype=torch.float32), False, 1.0
 
 
-def _write_example(make: Meta) -> tuple[Any, ...]:
+def _cache_example(make: ExampleInputs) -> tuple[Any, ...]:
     q, k, v = make(256, 32, 128), make(256, 8, 128), make(256, 8, 128)
     pools = make(4096, 16, 8, 128), make(4096, 16, 8, 128)
     freqs, tokens = make(64, dtype=torch.float32), torch.arange(256, device=make.device)
     return q, k, v, tokens, freqs, *pools, tokens, False, 1.0
 
 
-provide(ops.rope, rope, example=_example, supports=_fits, backward=_backward)
-provide(ops.rope_and_cache, rope_and_cache, example=_write_example, supports=_fits)
+provide(ops.rope, rope, example=_example, supports=_supported, backward=_backward)
+provide(ops.rope_and_cache, rope_and_cache, example=_cache_example, supports=_supported)

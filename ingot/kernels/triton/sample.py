@@ -23,59 +23,66 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, by_elements, kernel
-from ingot.kernels.triton.provider import Meta, as_rows, provide
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.kernel import elementwise_space, kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import differentiate
 
-_WIDEST = 4096
+_MAX_BLOCK_V = 4096
 
 
-def _space(target: Target, WIDTH: int, **_: object) -> Iterator[Config]:
+def _space(target: TargetSpec, BLOCK_V: int, **_: object) -> Iterator[KernelConfig]:
     # What the prompt held is a byte each: 8 elements a thread were 64 bits at a time.
-    yield from by_elements(target, WIDTH, least=16)
+    yield from elementwise_space(target, BLOCK_V, min_per_thread=16)
 
 
-def _sample_space(target: Target, DRAW: bool, WIDTH: int, **_: object) -> Iterator[Config]:
+def _sample_space(
+    target: TargetSpec, SAMPLE: bool, BLOCK_V: int, **_: object
+) -> Iterator[KernelConfig]:
     """8 or 16 elements a thread: more spill. On sm_80 one of the two spills, drawing or not."""
-    spilling = (8 if DRAW else 16) if target.arch == 80 else 0
-    found = False
-    for config in by_elements(target, WIDTH):
-        share = WIDTH // (config.warps * target.lanes)
-        if share <= 16 and share != spilling:
-            found = True
+    spilling_per_thread = (8 if SAMPLE else 16) if target.arch == 80 else 0
+    yielded = False
+    for config in elementwise_space(target, BLOCK_V):
+        per_thread = BLOCK_V // (config.num_warps * target.warp_size)
+        if per_thread <= 16 and per_thread != spilling_per_thread:
+            yielded = True
             yield config
-    if not found:
-        yield Config.of(1)
+    if not yielded:
+        yield KernelConfig.of(1)
 
 
-def _small_space(target: Target, **_: object) -> Iterator[Config]:
-    yield Config.of(4)
+def _single_config(target: TargetSpec, **_: object) -> Iterator[KernelConfig]:
+    yield KernelConfig.of(4)
 
 
-@kernel(space=_space, bound="bandwidth", scalars=3)
+@kernel(space=_space, bound_by="bandwidth", scalar_loads=3)
 @triton.jit
 def _apply_penalties(
-    logits, prompt, counts, repetition, presence, frequency, y, width,
-    logits_row, prompt_row, counts_row, WIDTH: tl.constexpr,
+    logits, prompt, counts, repetition, presence, frequency, y, vocab_size,
+    stride_lm, stride_pm, stride_cm, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Lower a piece of a row."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < width
-    z = tl.load(logits + row * logits_row + column, inside, other=0.0).to(tl.float32)
-    asked = tl.load(prompt + row * prompt_row + column, inside, other=0) != 0
-    count = tl.load(counts + row * counts_row + column, inside, other=0)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = offs_v < vocab_size
+    z = tl.load(logits + row * stride_lm + offs_v, mask, other=0.0).to(tl.float32)
+    in_prompt = tl.load(prompt + row * stride_pm + offs_v, mask, other=0) != 0
+    count = tl.load(counts + row * stride_cm + offs_v, mask, other=0)
     factor = tl.load(repetition + row).to(tl.float32)
-    repeated = tl.where(z > 0, z / factor, z * factor)
-    z = tl.where(asked | (count > 0), repeated, z)
-    once = tl.where(count > 0, tl.load(presence + row).to(tl.float32), 0.0)
-    often = tl.load(frequency + row).to(tl.float32) * count.to(tl.float32)
-    tl.store(y + row * width + column, (z - (once + often)).to(y.dtype.element_ty), inside)
+    penalized = tl.where(z > 0, z / factor, z * factor)
+    z = tl.where(in_prompt | (count > 0), penalized, z)
+    presence_penalty = tl.where(count > 0, tl.load(presence + row).to(tl.float32), 0.0)
+    frequency_penalty = tl.load(frequency + row).to(tl.float32) * count.to(tl.float32)
+    tl.store(
+        y + row * vocab_size + offs_v,
+        (z - (presence_penalty + frequency_penalty)).to(y.dtype.element_ty),
+        mask,
+    )
 
 
 @triton.jit
-def _draw(seed, position):
+def _philox_uniform_at(seed, position):
     """A random number in [0, 1) from Philox, 24 bits."""
     zero = position.to(tl.int32) * 0
     high = (position >> 32).to(tl.int32)
@@ -85,157 +92,157 @@ def _draw(seed, position):
     ) * 5.9604644775390625e-08
 
 
-@kernel(space=_small_space, bound="latency")
+@kernel(space=_single_config, bound_by="latency")
 @triton.jit
-def _philox_uniform(seeds, positions, y, size, TILE: tl.constexpr):
+def _philox_uniform(seeds, positions, y, size, BLOCK: tl.constexpr):
     """Some random numbers."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < size
-    seed = tl.load(seeds + at, inside, other=0).to(tl.int64)
-    position = tl.load(positions + at, inside, other=0).to(tl.int64)
-    tl.store(y + at, _draw(seed, position), inside)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < size
+    seed = tl.load(seeds + offs, mask, other=0).to(tl.int64)
+    position = tl.load(positions + offs, mask, other=0).to(tl.int64)
+    tl.store(y + offs, _philox_uniform_at(seed, position), mask)
 
 
 @triton.jit
-def _largest(logits, width, WIDTH: tl.constexpr):
-    found = float("-inf")
-    for first in range(0, width, WIDTH):
-        column = first + tl.arange(0, WIDTH)
-        z = tl.load(logits + column, column < width, other=float("-inf")).to(tl.float32)
-        found = tl.maximum(found, tl.max(z, 0))
-    return found
+def _row_max(logits, vocab_size, BLOCK_V: tl.constexpr):
+    row_max = float("-inf")
+    for start_v in range(0, vocab_size, BLOCK_V):
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        z = tl.load(logits + offs_v, offs_v < vocab_size, other=float("-inf")).to(tl.float32)
+        row_max = tl.maximum(row_max, tl.max(z, 0))
+    return row_max
 
 
 @triton.jit
-def _scores(logits, column, width, highest, temperature):
+def _scores(logits, offs_v, vocab_size, row_max, temperature):
     """Scores below 0, and their depths; beyond the row's end deeper than any."""
-    inside = column < width
-    z = tl.load(logits + column, inside, other=float("-inf")).to(tl.float32)
-    score = (z - highest) / temperature
+    mask = offs_v < vocab_size
+    z = tl.load(logits + offs_v, mask, other=float("-inf")).to(tl.float32)
+    score = (z - row_max) / temperature
     depth = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return score, tl.where(inside, depth, 0x7FFFFFFF)
+    return score, tl.where(mask, depth, 0x7FFFFFFF)
 
 
 @triton.jit
-def _above(logits, width, highest, temperature, limit, WIDTH: tl.constexpr):
+def _count_above(logits, vocab_size, row_max, temperature, limit, BLOCK_V: tl.constexpr):
     """How many scores are less deep than the limit, and the sum of their exponentials."""
-    number = 0
+    count = 0
     mass = 0.0
-    for first in range(0, width, WIDTH):
-        column = first + tl.arange(0, WIDTH)
-        score, depth = _scores(logits, column, width, highest, temperature)
-        counted = depth < limit
-        number += tl.sum(counted.to(tl.int32), 0)
-        mass += tl.sum(tl.where(counted, tl.exp(score), 0.0), 0)
-    return number, mass
+    for start_v in range(0, vocab_size, BLOCK_V):
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        score, depth = _scores(logits, offs_v, vocab_size, row_max, temperature)
+        above = depth < limit
+        count += tl.sum(above.to(tl.int32), 0)
+        mass += tl.sum(tl.where(above, tl.exp(score), 0.0), 0)
+    return count, mass
 
 
 @triton.jit
-def _exponential(depth):
+def _exp_at_depth(depth):
     """Of the score that has this depth."""
     return tl.exp(-(depth.to(tl.float32, bitcast=True)))
 
 
 @triton.jit
-def _cut(logits, width, highest, temperature, top_k, top_p, WIDTH: tl.constexpr):
+def _find_cutoff(logits, vocab_size, row_max, temperature, top_k, top_p, BLOCK_V: tl.constexpr):
     """The depth of the deepest score that is kept, and how many that have it are."""
-    cut = top_k * 0 + 0x7F800000
-    ties = width
+    cutoff = top_k * 0 + 0x7F800000
+    num_ties = vocab_size
     mass = 0.0
-    if top_k < width:
+    if top_k < vocab_size:
         low = top_k * 0
         high = top_k * 0 + 0x7F800000
         while low < high:  # the least depth that leaves k
             middle = low + (high - low) // 2
-            number, _ = _above(logits, width, highest, temperature, middle + 1, WIDTH)
-            if number >= top_k:
+            count, _ = _count_above(logits, vocab_size, row_max, temperature, middle + 1, BLOCK_V)
+            if count >= top_k:
                 high = middle
             else:
                 low = middle + 1
-        cut = low
-        number, mass = _above(logits, width, highest, temperature, cut, WIDTH)
-        ties = top_k - number
-        mass += ties * _exponential(cut)
+        cutoff = low
+        count, mass = _count_above(logits, vocab_size, row_max, temperature, cutoff, BLOCK_V)
+        num_ties = top_k - count
+        mass += num_ties * _exp_at_depth(cutoff)
     elif top_p < 1:
-        _, mass = _above(logits, width, highest, temperature, 0x7FFFFFFF, WIDTH)
+        _, mass = _count_above(logits, vocab_size, row_max, temperature, 0x7FFFFFFF, BLOCK_V)
     if top_p < 1:
-        wanted = top_p * mass
-        low = cut * 0
-        high = cut
+        target_mass = top_p * mass
+        low = cutoff * 0
+        high = cutoff
         while low < high:  # the greatest depth above which there is less than wanted
             middle = low + (high - low + 1) // 2
-            _, found = _above(logits, width, highest, temperature, middle, WIDTH)
-            if found < wanted:
+            _, mass_above = _count_above(logits, vocab_size, row_max, temperature, middle, BLOCK_V)
+            if mass_above < target_mass:
                 low = middle
             else:
                 high = middle - 1
-        _, found = _above(logits, width, highest, temperature, low, WIDTH)
-        each = _exponential(low)
-        more = tl.ceil((wanted - found) / tl.maximum(each, 1e-38))
-        more = tl.maximum(tl.minimum(more, 2.0e9).to(tl.int32), 1)
-        ties = tl.where(low < cut, more, tl.minimum(ties, more))
-        cut = low
-    return cut, ties
+        _, mass_above = _count_above(logits, vocab_size, row_max, temperature, low, BLOCK_V)
+        tie_mass = _exp_at_depth(low)
+        needed_ties = tl.ceil((target_mass - mass_above) / tl.maximum(tie_mass, 1e-38))
+        needed_ties = tl.maximum(tl.minimum(needed_ties, 2.0e9).to(tl.int32), 1)
+        num_ties = tl.where(low < cutoff, needed_ties, tl.minimum(num_ties, needed_ties))
+        cutoff = low
+    return cutoff, num_ties
 
 
 @triton.jit
-def _kept(score, depth, cut, ties, seen, min_p):
+def _keep_mask(score, depth, cutoff, num_ties, ties_seen, min_p):
     """Which are kept; `seen` is how many at the cut came before."""
-    at_cut = (depth == cut).to(tl.int32)
-    rank = seen + tl.cumsum(at_cut, 0) - at_cut
-    kept = (depth < cut) | ((at_cut == 1) & (rank < ties))
-    return kept & ((tl.exp(score) >= min_p) | (depth == 0)), seen + tl.sum(at_cut, 0)
+    at_cutoff = (depth == cutoff).to(tl.int32)
+    rank = ties_seen + tl.cumsum(at_cutoff, 0) - at_cutoff
+    keep = (depth < cutoff) | ((at_cutoff == 1) & (rank < num_ties))
+    return keep & ((tl.exp(score) >= min_p) | (depth == 0)), ties_seen + tl.sum(at_cutoff, 0)
 
 
-@kernel(space=_sample_space, bound="latency", scalars=6)
+@kernel(space=_sample_space, bound_by="latency", scalar_loads=6)
 @triton.jit
 def _sample(
-    logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, y, width, logits_row,
-    DRAW: tl.constexpr, WIDTH: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, y, vocab_size, stride_lm,
+    SAMPLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Draw from a row, or give the log-probabilities that would be drawn from."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_row
+    logits += row * stride_lm
     temperature = tl.load(temperatures + row).to(tl.float32)
     top_k = tl.load(top_ks + row)
-    top_k = tl.where(temperature > 0, tl.maximum(tl.minimum(top_k, width), 1), 1).to(tl.int32)
+    top_k = tl.where(temperature > 0, tl.maximum(tl.minimum(top_k, vocab_size), 1), 1).to(tl.int32)
     top_p = tl.where(temperature > 0, tl.load(top_ps + row).to(tl.float32), 1.0)
     min_p = tl.load(min_ps + row).to(tl.float32)
     temperature = tl.where(temperature > 0, temperature, 1.0)
-    highest = _largest(logits, width, WIDTH)
-    cut, ties = _cut(logits, width, highest, temperature, top_k, top_p, WIDTH)
+    row_max = _row_max(logits, vocab_size, BLOCK_V)
+    cutoff, num_ties = _find_cutoff(logits, vocab_size, row_max, temperature, top_k, top_p, BLOCK_V)
     mass = 0.0
-    seen = cut * 0
-    last = cut * 0
-    for first in range(0, width, WIDTH):
-        column = first + tl.arange(0, WIDTH)
-        score, depth = _scores(logits, column, width, highest, temperature)
-        kept, seen = _kept(score, depth, cut, ties, seen, min_p)
-        mass += tl.sum(tl.where(kept, tl.exp(score), 0.0), 0)
-        last = tl.maximum(last, tl.max(tl.where(kept, column, 0), 0))
-    seen = cut * 0
-    if DRAW:
+    ties_seen = cutoff * 0
+    last_kept = cutoff * 0
+    for start_v in range(0, vocab_size, BLOCK_V):
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        score, depth = _scores(logits, offs_v, vocab_size, row_max, temperature)
+        keep, ties_seen = _keep_mask(score, depth, cutoff, num_ties, ties_seen, min_p)
+        mass += tl.sum(tl.where(keep, tl.exp(score), 0.0), 0)
+        last_kept = tl.maximum(last_kept, tl.max(tl.where(keep, offs_v, 0), 0))
+    ties_seen = cutoff * 0
+    if SAMPLE:
         seed = tl.load(seeds + row).to(tl.int64)
         position = tl.load(positions + row).to(tl.int64)
-        threshold = _draw(seed, position) * mass
-        before = 0.0
-        drawn = cut * 0 + width
-        for first in range(0, width, WIDTH):
-            column = first + tl.arange(0, WIDTH)
-            score, depth = _scores(logits, column, width, highest, temperature)
-            kept, seen = _kept(score, depth, cut, ties, seen, min_p)
-            p = tl.where(kept, tl.exp(score), 0.0)
-            reached = kept & (before + tl.cumsum(p, 0) > threshold)
-            drawn = tl.minimum(drawn, tl.min(tl.where(reached, column, width), 0))
-            before += tl.sum(p, 0)
-        tl.store(y + row, tl.where(drawn < width, drawn, last).to(tl.int64))
+        threshold = _philox_uniform_at(seed, position) * mass
+        cumulative = 0.0
+        sampled = cutoff * 0 + vocab_size
+        for start_v in range(0, vocab_size, BLOCK_V):
+            offs_v = start_v + tl.arange(0, BLOCK_V)
+            score, depth = _scores(logits, offs_v, vocab_size, row_max, temperature)
+            keep, ties_seen = _keep_mask(score, depth, cutoff, num_ties, ties_seen, min_p)
+            p = tl.where(keep, tl.exp(score), 0.0)
+            reached = keep & (cumulative + tl.cumsum(p, 0) > threshold)
+            sampled = tl.minimum(sampled, tl.min(tl.where(reached, offs_v, vocab_size), 0))
+            cumulative += tl.sum(p, 0)
+        tl.store(y + row, tl.where(sampled < vocab_size, sampled, last_kept).to(tl.int64))
     else:
-        for first in range(0, width, WIDTH):
-            column = first + tl.arange(0, WIDTH)
-            score, depth = _scores(logits, column, width, highest, temperature)
-            kept, seen = _kept(score, depth, cut, ties, seen, min_p)
-            values = tl.where(kept, score - tl.log(mass), float("-inf"))
-            tl.store(y + row * width + column, values, column < width)
+        for start_v in range(0, vocab_size, BLOCK_V):
+            offs_v = start_v + tl.arange(0, BLOCK_V)
+            score, depth = _scores(logits, offs_v, vocab_size, row_max, temperature)
+            keep, ties_seen = _keep_mask(score, depth, cutoff, num_ties, ties_seen, min_p)
+            values = tl.where(keep, score - tl.log(mass), float("-inf"))
+            tl.store(y + row * vocab_size + offs_v, values, offs_v < vocab_size)
 
 
 def apply_penalties(
@@ -249,14 +256,14 @@ def apply_penalties(
     """One kernel."""
     y = logits.new_empty(logits.shape)
     logits, prompt, counts = as_rows(logits), as_rows(prompt), as_rows(counts)
-    width = logits.shape[1]
-    tile = min(_WIDEST, triton.next_power_of_2(width))
+    vocab_size = logits.shape[1]
+    block_v = min(_MAX_BLOCK_V, triton.next_power_of_2(vocab_size))
     _apply_penalties.launch(
-        (len(logits), triton.cdiv(width, tile)),
+        (len(logits), triton.cdiv(vocab_size, block_v)),
         *(logits, prompt, counts),
         *(option.contiguous() for option in (repetition, presence, frequency)),
-        *(y, width, logits.stride(0), prompt.stride(0), counts.stride(0)),
-        WIDTH=tile,
+        *(y, vocab_size, logits.stride(0), prompt.stride(0), counts.stride(0)),
+        BLOCK_V=block_v,
     )
     return y
 
@@ -264,23 +271,23 @@ def apply_penalties(
 def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """One kernel."""
     y = seeds.new_empty(seeds.shape, dtype=torch.float32)
-    tile = 512
+    block = 512
     _philox_uniform.launch(
-        (triton.cdiv(seeds.numel(), tile),),
+        (triton.cdiv(seeds.numel(), block),),
         *(seeds.contiguous(), positions.contiguous(), y, seeds.numel()),
-        TILE=tile,
+        BLOCK=block,
     )
     return y
 
 
 def _launch(y: Tensor, logits: Tensor, *options: Tensor | None) -> Tensor:
     rows = as_rows(logits)
-    given = [option if option is None else option.contiguous() for option in options]
+    option_args = [option if option is None else option.contiguous() for option in options]
     _sample.launch(
         (len(rows),),
-        *(rows, *given, y, rows.shape[1], rows.stride(0)),
-        DRAW=options[-1] is not None,
-        WIDTH=min(_WIDEST, triton.next_power_of_2(rows.shape[1])),
+        *(rows, *option_args, y, rows.shape[1], rows.stride(0)),
+        SAMPLE=options[-1] is not None,
+        BLOCK_V=min(_MAX_BLOCK_V, triton.next_power_of_2(rows.shape[1])),
     )
     return y
 
@@ -307,23 +314,23 @@ def sample(
     return _launch(y, logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 
-def _fits(x: Tensor, *_: object) -> bool:
+def _supported(x: Tensor, *_: object) -> bool:
     return x.numel() > 0
 
 
-def _penalties_example(make: Meta) -> tuple[Any, ...]:
+def _penalties_example(make: ExampleInputs) -> tuple[Any, ...]:
     logits = make(256, 131072)
     seen, counts = make.ints(256, 131072).bool(), make.ints(256, 131072, dtype=torch.int32)
     option = make(256, dtype=torch.float32).sigmoid()
     return logits, seen, counts, option, option, option
 
 
-def _logprobs_example(make: Meta) -> tuple[Any, ...]:
+def _logprobs_example(make: ExampleInputs) -> tuple[Any, ...]:
     option, top_k = make(256, dtype=torch.float32).sigmoid(), make.ints(256, below=50) + 1
     return make(256, 131072), option, top_k, option, option
 
 
-def _sample_example(make: Meta) -> tuple[Any, ...]:
+def _sample_example(make: ExampleInputs) -> tuple[Any, ...]:
     return *_logprobs_example(make), make.ints(256), make.ints(256)
 
 
@@ -331,14 +338,14 @@ provide(
     ops.apply_penalties,
     apply_penalties,
     example=_penalties_example,
-    supports=_fits,
+    supports=_supported,
     backward=differentiate(ops.apply_penalties.fallback),
 )
 provide(
     ops.philox_uniform,
     philox_uniform,
     example=lambda make: (make.ints(256), make.ints(256)),
-    supports=_fits,
+    supports=_supported,
 )
-provide(ops.sampling_logprobs, sampling_logprobs, example=_logprobs_example, supports=_fits)
-provide(ops.sample, sample, example=_sample_example, supports=_fits)
+provide(ops.sampling_logprobs, sampling_logprobs, example=_logprobs_example, supports=_supported)
+provide(ops.sample, sample, example=_sample_example, supports=_supported)

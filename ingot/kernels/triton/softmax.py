@@ -16,160 +16,167 @@ import triton.language as tl
 from torch import Tensor
 
 from ingot import ops
-from ingot.kernels.triton.kernel import Config, by_elements, kernel
-from ingot.kernels.triton.provider import Meta, as_rows, provide
-from ingot.kernels.triton.target import Target
+from ingot.kernels.triton.kernel import elementwise_space, kernel
+from ingot.kernels.triton.launch import KernelConfig
+from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
+from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward
 
-_WIDEST = 8192  # entries of a row that are in registers at a time
+_MAX_BLOCK_N = 8192  # entries of a row that are in registers at a time
 
 
-def _space(target: Target, ROWS: int, WIDTH: int, **_: object) -> Iterator[Config]:
-    yield from by_elements(target, ROWS * WIDTH)
+def _space(target: TargetSpec, BLOCK_M: int, BLOCK_N: int, **_: object) -> Iterator[KernelConfig]:
+    yield from elementwise_space(target, BLOCK_M * BLOCK_N)
 
 
 @triton.jit
-def _scores(x, mask, row, column, inside, x_row, mask_row, mask_column, scale):
+def _scores(x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale):
     """Scaled entries of a tile, -inf where they take no part, and where they do."""
-    taking_part = inside
+    visible = in_bounds
     if mask is not None:
-        at = mask + row * mask_row + column * mask_column
-        taking_part = inside & (tl.load(at, inside, other=0) != 0)
-    values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32) * scale
-    return tl.where(taking_part, values, float("-inf")), taking_part
+        mask_ptrs = mask + offs_m * stride_maskm + offs_n * stride_maskn
+        visible = in_bounds & (tl.load(mask_ptrs, in_bounds, other=0) != 0)
+    values = tl.load(x + offs_m * stride_xm + offs_n, in_bounds, other=0.0).to(tl.float32) * scale
+    return tl.where(visible, values, float("-inf")), visible
 
 
 @triton.jit
-def online(scores, largest, total):
+def online_softmax(scores, row_max, row_sum):
     """The largest entry and the sum of exponentials relative to it, with one more tile."""
-    now = tl.maximum(largest, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
     # Where all were -inf so far, nothing is relative to it: -inf - -inf is not a number.
-    base = tl.where(now == float("-inf"), 0.0, now)
-    total = total * tl.exp(largest - base) + tl.sum(tl.exp(scores - base[:, None]), 1)
-    return now, total
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    row_sum = row_sum * tl.exp(row_max - base) + tl.sum(tl.exp(scores - base[:, None]), 1)
+    return new_max, row_sum
 
 
 @triton.jit
-def _row_sums(
-    x, mask, row, rows, width, x_row, mask_row, mask_column, scale,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+def _row_stats(
+    x, mask, offs_m, M, N, stride_xm, stride_maskm, stride_maskn, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Largest entry and sum of exponentials of long rows."""
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for first in range(0, width, WIDTH):
-        column = (first + tl.arange(0, WIDTH))[None, :]
-        inside = (row < rows) & (column < width)
-        scores, _ = _scores(x, mask, row, column, inside, x_row, mask_row, mask_column, scale)
-        largest, total = online(scores, largest, total)
-    return tl.where(largest == float("-inf"), 0.0, largest), total
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = (start_n + tl.arange(0, BLOCK_N))[None, :]
+        in_bounds = (offs_m < M) & (offs_n < N)
+        scores, _ = _scores(
+            x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale
+        )
+        row_max, row_sum = online_softmax(scores, row_max, row_sum)
+    return tl.where(row_max == float("-inf"), 0.0, row_max), row_sum
 
 
 @triton.jit
-def _result(scores, largest, total, taking_part, LOG: tl.constexpr):
+def _normalize(scores, row_max, row_sum, visible, LOG: tl.constexpr):
     if LOG:
-        values = scores - largest[:, None] - tl.log(total)[:, None]
-        values = tl.where(taking_part, values, float("-inf"))
+        values = scores - row_max[:, None] - tl.log(row_sum)[:, None]
+        values = tl.where(visible, values, float("-inf"))
     else:
-        values = tl.exp(scores - largest[:, None]) / total[:, None]
-        values = tl.where(taking_part, values, 0.0)
+        values = tl.exp(scores - row_max[:, None]) / row_sum[:, None]
+        values = tl.where(visible, values, 0.0)
     return values
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_space, bound_by="bandwidth")
 @triton.jit
 def _softmax(
-    x, mask, y, rows, width, x_row, mask_row, mask_column, scale,
-    LOG: tl.constexpr, LONG: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, mask, y, M, N, stride_xm, stride_maskm, stride_maskn, scale,
+    LOG: tl.constexpr, MULTI_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Probabilities, or their logarithms, of a tile of rows."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    if LONG:
-        largest, total = _row_sums(
-            x, mask, row, rows, width, x_row, mask_row, mask_column, scale, ROWS, WIDTH
+    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    if MULTI_BLOCK:
+        row_max, row_sum = _row_stats(
+            x, mask, offs_m, M, N, stride_xm, stride_maskm, stride_maskn, scale, BLOCK_M, BLOCK_N
         )
-        for first in range(0, width, WIDTH):
-            column = (first + tl.arange(0, WIDTH))[None, :]
-            inside = (row < rows) & (column < width)
-            scores, part = _scores(
-                x, mask, row, column, inside, x_row, mask_row, mask_column, scale
+        for start_n in range(0, N, BLOCK_N):
+            offs_n = (start_n + tl.arange(0, BLOCK_N))[None, :]
+            in_bounds = (offs_m < M) & (offs_n < N)
+            scores, visible = _scores(
+                x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale
             )
-            values = _result(scores, largest, total, part, LOG)
-            tl.store(y + row * width + column, values.to(y.dtype.element_ty), inside)
+            values = _normalize(scores, row_max, row_sum, visible, LOG)
+            tl.store(y + offs_m * N + offs_n, values.to(y.dtype.element_ty), in_bounds)
     else:
-        column = tl.arange(0, WIDTH)[None, :]
-        inside = (row < rows) & (column < width)
-        scores, part = _scores(x, mask, row, column, inside, x_row, mask_row, mask_column, scale)
-        highest = tl.max(scores, 1)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        sums = tl.sum(tl.exp(scores - base[:, None]), 1)
-        values = _result(scores, base, sums, part, LOG)
-        tl.store(y + row * width + column, values.to(y.dtype.element_ty), inside)
+        offs_n = tl.arange(0, BLOCK_N)[None, :]
+        in_bounds = (offs_m < M) & (offs_n < N)
+        scores, visible = _scores(
+            x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale
+        )
+        row_max = tl.max(scores, 1)
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        row_sum = tl.sum(tl.exp(scores - base[:, None]), 1)
+        values = _normalize(scores, base, row_sum, visible, LOG)
+        tl.store(y + offs_m * N + offs_n, values.to(y.dtype.element_ty), in_bounds)
 
 
 @triton.jit
-def _inner(scores, given, largest, total, part, LOG: tl.constexpr):
+def _grad_terms(scores, grad, row_max, row_sum, visible, LOG: tl.constexpr):
     """The probabilities, and what the gradient of a row has to be cleared of."""
-    p = tl.where(part, tl.exp(scores - largest[:, None]) / total[:, None], 0.0)
-    given = tl.where(part, given, 0.0)
-    common = tl.sum(given if LOG else given * p, 1)
-    return p, given, common
+    p = tl.where(visible, tl.exp(scores - row_max[:, None]) / row_sum[:, None], 0.0)
+    grad = tl.where(visible, grad, 0.0)
+    grad_sum = tl.sum(grad if LOG else grad * p, 1)
+    return p, grad, grad_sum
 
 
 @triton.jit
-def _of_scores(p, given, common, scale, part, LOG: tl.constexpr):
-    values = given - p * common[:, None] if LOG else p * (given - common[:, None])
-    return tl.where(part, values * scale, 0.0)
+def _grad_scores(p, grad, grad_sum, scale, visible, LOG: tl.constexpr):
+    values = grad - p * grad_sum[:, None] if LOG else p * (grad - grad_sum[:, None])
+    return tl.where(visible, values * scale, 0.0)
 
 
-@kernel(space=_space, bound="bandwidth")
+@kernel(space=_space, bound_by="bandwidth")
 @triton.jit
 def _softmax_backward(
-    x, mask, grad, x_grad, rows, width, x_row, mask_row, mask_column, scale,
-    LOG: tl.constexpr, LONG: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, mask, grad_output, grad_x, M, N, stride_xm, stride_maskm, stride_maskn, scale,
+    LOG: tl.constexpr, MULTI_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of rows; their probabilities are computed again."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    if LONG:
-        largest, total = _row_sums(
-            x, mask, row, rows, width, x_row, mask_row, mask_column, scale, ROWS, WIDTH
+    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    if MULTI_BLOCK:
+        row_max, row_sum = _row_stats(
+            x, mask, offs_m, M, N, stride_xm, stride_maskm, stride_maskn, scale, BLOCK_M, BLOCK_N
         )
-        common = tl.zeros([ROWS], tl.float32)
-        for first in range(0, width, WIDTH):
-            column = (first + tl.arange(0, WIDTH))[None, :]
-            inside = (row < rows) & (column < width)
-            scores, part = _scores(
-                x, mask, row, column, inside, x_row, mask_row, mask_column, scale
+        grad_sum = tl.zeros([BLOCK_M], tl.float32)
+        for start_n in range(0, N, BLOCK_N):
+            offs_n = (start_n + tl.arange(0, BLOCK_N))[None, :]
+            in_bounds = (offs_m < M) & (offs_n < N)
+            scores, visible = _scores(
+                x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale
             )
-            given = tl.load(grad + row * width + column, inside, other=0.0).to(tl.float32)
-            _, _, more = _inner(scores, given, largest, total, part, LOG)
-            common += more
-        for first in range(0, width, WIDTH):
-            column = (first + tl.arange(0, WIDTH))[None, :]
-            inside = (row < rows) & (column < width)
-            scores, part = _scores(
-                x, mask, row, column, inside, x_row, mask_row, mask_column, scale
+            grad = tl.load(grad_output + offs_m * N + offs_n, in_bounds, other=0.0).to(tl.float32)
+            _, _, block_sum = _grad_terms(scores, grad, row_max, row_sum, visible, LOG)
+            grad_sum += block_sum
+        for start_n in range(0, N, BLOCK_N):
+            offs_n = (start_n + tl.arange(0, BLOCK_N))[None, :]
+            in_bounds = (offs_m < M) & (offs_n < N)
+            scores, visible = _scores(
+                x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale
             )
-            given = tl.load(grad + row * width + column, inside, other=0.0).to(tl.float32)
-            p, given, _ = _inner(scores, given, largest, total, part, LOG)
-            values = _of_scores(p, given, common, scale, part, LOG)
-            tl.store(x_grad + row * width + column, values.to(x_grad.dtype.element_ty), inside)
+            grad = tl.load(grad_output + offs_m * N + offs_n, in_bounds, other=0.0).to(tl.float32)
+            p, grad, _ = _grad_terms(scores, grad, row_max, row_sum, visible, LOG)
+            values = _grad_scores(p, grad, grad_sum, scale, visible, LOG)
+            tl.store(grad_x + offs_m * N + offs_n, values.to(grad_x.dtype.element_ty), in_bounds)
     else:
-        column = tl.arange(0, WIDTH)[None, :]
-        inside = (row < rows) & (column < width)
-        scores, part = _scores(x, mask, row, column, inside, x_row, mask_row, mask_column, scale)
-        given = tl.load(grad + row * width + column, inside, other=0.0).to(tl.float32)
-        highest = tl.max(scores, 1)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        sums = tl.sum(tl.exp(scores - base[:, None]), 1)
-        p, given, shared = _inner(scores, given, base, sums, part, LOG)
-        values = _of_scores(p, given, shared, scale, part, LOG)
-        tl.store(x_grad + row * width + column, values.to(x_grad.dtype.element_ty), inside)
+        offs_n = tl.arange(0, BLOCK_N)[None, :]
+        in_bounds = (offs_m < M) & (offs_n < N)
+        scores, visible = _scores(
+            x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale
+        )
+        grad = tl.load(grad_output + offs_m * N + offs_n, in_bounds, other=0.0).to(tl.float32)
+        row_max = tl.max(scores, 1)
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        row_sum = tl.sum(tl.exp(scores - base[:, None]), 1)
+        p, grad, grad_sum = _grad_terms(scores, grad, base, row_sum, visible, LOG)
+        values = _grad_scores(p, grad, grad_sum, scale, visible, LOG)
+        tl.store(grad_x + offs_m * N + offs_n, values.to(grad_x.dtype.element_ty), in_bounds)
 
 
-def _tile(width: int) -> dict[str, Any]:
-    padded = min(_WIDEST, triton.next_power_of_2(width))
-    return {"LONG": width > padded, "ROWS": max(1, 2048 // padded), "WIDTH": padded}
+def _block_sizes(N: int) -> dict[str, Any]:
+    block_n = min(_MAX_BLOCK_N, triton.next_power_of_2(N))
+    return {"MULTI_BLOCK": block_n < N, "BLOCK_M": max(1, 2048 // block_n), "BLOCK_N": block_n}
 
 
 def _arguments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
@@ -185,9 +192,9 @@ def _forward(log: bool) -> Any:
     def forward(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape)
         x, mask, sizes = _arguments(x, mask)
-        tile = _tile(x.shape[1])
-        grid = (triton.cdiv(x.shape[0], tile["ROWS"]),)
-        _softmax.launch(grid, x, mask, y, *sizes, scale, LOG=log, **tile)
+        blocks = _block_sizes(x.shape[1])
+        grid = (triton.cdiv(x.shape[0], blocks["BLOCK_M"]),)
+        _softmax.launch(grid, x, mask, y, *sizes, scale, LOG=log, **blocks)
         return y
 
     return forward
@@ -197,24 +204,26 @@ def _backward(log: bool) -> Backward:
     def backward(
         needs: list[bool], grads: list[Tensor], x: Tensor, scale: float, mask: Tensor | None
     ) -> list[Tensor | None]:
-        x_grad = x.new_empty(x.shape)
+        grad_x = x.new_empty(x.shape)
         x, mask, sizes = _arguments(x, mask)
-        tile = _tile(x.shape[1])
-        grid = (triton.cdiv(x.shape[0], tile["ROWS"]),)
-        grad = grads[0].contiguous()
-        _softmax_backward.launch(grid, x, mask, grad, x_grad, *sizes, scale, LOG=log, **tile)
-        return [x_grad, None, None]
+        blocks = _block_sizes(x.shape[1])
+        grid = (triton.cdiv(x.shape[0], blocks["BLOCK_M"]),)
+        grad_output = grads[0].contiguous()
+        _softmax_backward.launch(
+            grid, x, mask, grad_output, grad_x, *sizes, scale, LOG=log, **blocks
+        )
+        return [grad_x, None, None]
 
     return backward
 
 
-def _fits(x: Tensor, *_: object) -> bool:
+def _supported(x: Tensor, *_: object) -> bool:
     return x.numel() > 0
 
 
-def _example(make: Meta) -> tuple[Any, ...]:
+def _example(make: ExampleInputs) -> tuple[Any, ...]:
     return make(8192, 4096), 1.0, None
 
 
 for _op, _log in ((ops.softmax, False), (ops.log_softmax, True)):
-    provide(_op, _forward(_log), example=_example, supports=_fits, backward=_backward(_log))
+    provide(_op, _forward(_log), example=_example, supports=_supported, backward=_backward(_log))

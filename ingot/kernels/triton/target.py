@@ -37,7 +37,7 @@ class Chip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class TargetSpec:
     """An architecture that kernels are compiled for.
 
     A unit is what programs reside on: a streaming multiprocessor, a compute unit.
@@ -46,22 +46,22 @@ class Target:
     name: str
     backend: Literal["cuda", "hip"]
     arch: int | str
-    lanes: int
+    warp_size: int
     """Threads of a warp."""
     warps: int
     """That a unit holds at most; likewise programs."""
     programs: int
     registers: int
-    """32-bit registers of a unit, all lanes together."""
-    register_step: int
+    """32-bit registers of a unit, all warp_size together."""
+    register_granularity: int
     """Registers are given to a warp in multiples of so many."""
     shared: int
     """Bytes of shared memory of a unit."""
-    shared_program: int
+    max_shared_bytes: int
     """Bytes of it that one program may have."""
-    shared_reserved: int
+    reserved_shared_bytes: int
     """Bytes that each program takes besides its own."""
-    tile_registers: int
+    max_tile_registers: int
     """Registers of a thread that a kernel may plan for results and scores: fewer, where operands
     of the tensor cores come from registers too."""
     chip: Chip | None
@@ -73,15 +73,17 @@ class Target:
         >>> TARGETS["sm_90"].occupancy(registers=64, shared=0, warps=4)
         0.5
         """
-        step = self.register_step
-        per_warp = -(-registers * self.lanes // step) * step
+        step = self.register_granularity
+        per_warp = -(-registers * self.warp_size // step) * step
         by_registers = self.registers // (per_warp * warps) if registers else self.programs
-        by_shared = self.shared // (shared + self.shared_reserved) if shared else self.programs
+        by_shared = (
+            self.shared // (shared + self.reserved_shared_bytes) if shared else self.programs
+        )
         resident = min(self.programs, self.warps // warps, by_registers, by_shared)
         return resident * warps / self.warps
 
 
-def nearest(capability: str) -> Target:
+def nearest(capability: str) -> TargetSpec:
     """The target whose limits hold for a device of this architecture.
 
     >>> nearest("sm_103").name, nearest("sm_89").name, nearest("gfx950").name
@@ -108,20 +110,20 @@ CHIPS = {
 }
 
 
-def _nvidia(arch: int, warps: int, programs: int, shared: int, chip: Chip | None) -> Target:
-    return Target(
+def _nvidia(arch: int, warps: int, programs: int, shared: int, chip: Chip | None) -> TargetSpec:
+    return TargetSpec(
         name=f"sm_{arch}",
         backend="cuda",
         arch=arch,
-        lanes=32,
+        warp_size=32,
         warps=warps,
         programs=programs,
         registers=65536,
-        register_step=256,
+        register_granularity=256,
         shared=shared * _KiB,
-        shared_program=(shared - 1) * _KiB,
-        shared_reserved=_KiB,
-        tile_registers=160 if arch in (90, 100) else 100,
+        max_shared_bytes=(shared - 1) * _KiB,
+        reserved_shared_bytes=_KiB,
+        max_tile_registers=160 if arch in (90, 100) else 100,
         chip=chip,
     )
 
@@ -133,19 +135,19 @@ TARGETS = {
         _nvidia(90, 64, 32, 228, CHIPS["H100"]),
         _nvidia(100, 64, 32, 228, CHIPS["B200"]),
         _nvidia(120, 48, 24, 100, None),
-        Target(
+        TargetSpec(
             name="gfx942",
             backend="hip",
             arch="gfx942",
-            lanes=64,
+            warp_size=64,
             warps=32,
             programs=32,
             registers=4 * 512 * 64,
-            register_step=8 * 64,
+            register_granularity=8 * 64,
             shared=64 * _KiB,
-            shared_program=64 * _KiB,
-            shared_reserved=0,
-            tile_registers=160,
+            max_shared_bytes=64 * _KiB,
+            reserved_shared_bytes=0,
+            max_tile_registers=160,
             chip=CHIPS["MI300X"],
         ),
     )

@@ -21,7 +21,7 @@ def loop(*products: str) -> str:
 
 def test_what_is_outside_of_loops_does_not_count() -> None:
     found = ceiling(loop("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"), 4, 64 * 128 * 16)
-    assert (found.products, found.copies, found.share) == (1, 1, 1.0)
+    assert (found.products, found.async_copies, found.share) == (1, 1, 1.0)
 
 
 def test_a_narrow_product_waits_for_its_operands() -> None:

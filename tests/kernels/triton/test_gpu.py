@@ -16,7 +16,7 @@ from ingot import ops
 from ingot.bench import gpu
 from ingot.bench.ops import Bench
 from ingot.bench.workloads import WORKLOADS
-from ingot.kernels.triton.tune import on_gpu, tasks, tune
+from ingot.kernels.triton.autotune import tasks, time_on_gpu, tune
 from ingot.nn import Decoder, preset
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
@@ -100,7 +100,7 @@ def test_tuning_finds_configurations_that_are_right(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for task in tasks(("rms_norm", "linear", "attention")):
-        result = tune(task, on_gpu, "cuda")
+        result = tune(task, time_on_gpu, "cuda")
         assert result.config is not None, result
         assert result.seconds <= result.before_seconds
 

@@ -12,7 +12,7 @@ import pytest
 
 from ingot import ops
 from ingot.kernels.triton.interpreter import Interpreter, samples, streaming
-from ingot.kernels.triton.provider import provided
+from ingot.kernels.triton.provider import triton_ops
 
 CASES = samples()
 SLOW_OPS = ("sampling_logprobs", "sample")  # they read their rows dozens of times
@@ -24,7 +24,7 @@ FAST = [
     and (op not in SLOW_OPS or sample in ("typical", "ties"))
 ]
 STREAMING = streaming()
-BY_ROWS = [name for name, one in provided().items() if one.op.row_args]
+BY_ROWS = [name for name, one in triton_ops().items() if one.op.row_args]
 
 
 def check(interpreter: Interpreter, op: str, sample: str, dtype: str) -> None:
@@ -48,7 +48,7 @@ def test_the_other_errors_are_within_bounds(
 
 
 def test_every_op_has_kernels() -> None:
-    assert set(provided()) == set(ops.registry())
+    assert set(triton_ops()) == set(ops.registry())
 
 
 @pytest.mark.parametrize("op", BY_ROWS)
@@ -101,7 +101,7 @@ def test_no_byte_is_moved_twice(interpreter: Interpreter, op: str) -> None:
 
 def test_a_second_pass_is_noticed() -> None:
     with Interpreter() as own:
-        own.call("plant", family="softmax", old="width > padded", new="True", op="softmax")
+        own.call("plant", family="softmax", old="N > block_n", new="True", op="softmax")
         found = own.call("traffic", op="softmax")
     assert found["moved"] == pytest.approx(1.5 * found["counted"])
 
@@ -109,15 +109,15 @@ def test_a_second_pass_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("family", "old", "new", "op", "sample"),
     [
-        ("attention", "key <= position", "key < position", "attention", "typical"),
-        ("norm", "tl.where(inside, total - mean[:, None], 0.0)", "total - mean[:, None]",
+        ("attention", "offs_kv <= position", "offs_kv < position", "attention", "typical"),
+        ("norm", "tl.where(mask, x - mean[:, None], 0.0)", "x - mean[:, None]",
          "layer_norm", "odd"),
-        ("linear", "inner < depth - first", "inner <= depth - first", "linear", "odd"),
-        ("softmax", "tl.where(taking_part, values, float", "tl.where(inside, values, float",
+        ("linear", "offs_k < K - start_k", "offs_k <= K - start_k", "linear", "odd"),
+        ("softmax", "tl.where(visible, values, float", "tl.where(in_bounds, values, float",
          "softmax", "masked"),
-        ("quantized", "inner < depth - first", "inner <= depth - first", "linear_int8", "odd"),
+        ("quantized", "offs_k < K - start_k", "offs_k <= K - start_k", "linear_int8", "odd"),
         ("quantized", "packed >> 4", "packed >> 5", "linear_int4", "typical"),
-        ("adamw", "at < whole", "at <= whole", "adamw", "odd"),
+        ("adamw", "offs < vector_end", "offs <= vector_end", "adamw", "odd"),
     ],
 )  # fmt: skip
 def test_a_wrong_mask_is_noticed(family: str, old: str, new: str, op: str, sample: str) -> None:

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ingot import ops
 from ingot.kernels import triton as package
-from ingot.kernels.triton import tuned
-from ingot.kernels.triton.kernel import recording
-from ingot.kernels.triton.provider import Meta, provided, takes
+from ingot.kernels.triton import config_store
+from ingot.kernels.triton.launch import record_launches
+from ingot.kernels.triton.provider import ExampleInputs, accepts, triton_ops
 from ingot.nn.attention import Rotary
 from ingot.nn.decoder import Decoder
 from ingot.nn.plan import Plan
@@ -54,8 +54,8 @@ PRETENDED = """
 import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda index: (9, 0)
-from ingot.kernels.triton import tuned
-tuned.capability = lambda: "sm_90"
+from ingot.kernels.triton import config_store
+config_store.device_arch = lambda: "sm_90"
 from torch._subclasses.fake_tensor import FakeTensorMode
 from ingot import ops
 
@@ -146,7 +146,7 @@ def test_flash_attention_is_asked_for_what_the_op_means(
         calls.append(sample.name)
         return stand_in(*args, **options)
 
-    monkeypatch.setattr(attention, "on_gpu", lambda q: True)
+    monkeypatch.setattr(attention, "time_on_gpu", lambda q: True)
     monkeypatch.setattr(varlen, "varlen_attn", called)
     for sample in ops.attention.samples(TensorMaker(dtype)):
         args = ops.attention.with_defaults(sample.args)
@@ -177,13 +177,13 @@ def test_a_gpu_without_triton_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch
 def test_which_tensors_the_kernels_take(
     dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned, "capability", lambda: "sm_90")
+    monkeypatch.setattr(config_store, "device_arch", lambda: "sm_90")
     with FakeTensorMode():
         here = torch.empty(4, 8, dtype=dtype, device="cuda")
         tokens = torch.empty(4, dtype=torch.int64, device="cuda")
-        assert takes((here, tokens, 1.0, None)) is taken
-        assert not takes((torch.empty(4, 8, dtype=dtype),))
-        assert not takes((here, torch.empty(4, dtype=torch.int64)))
+        assert accepts((here, tokens, 1.0, None)) is taken
+        assert not accepts((torch.empty(4, 8, dtype=dtype),))
+        assert not accepts((here, torch.empty(4, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(
@@ -192,23 +192,23 @@ def test_which_tensors_the_kernels_take(
 def test_a_gpu_too_old_for_triton_is_left_to_pytorch(
     capability: str, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned, "capability", lambda: capability)
+    monkeypatch.setattr(config_store, "device_arch", lambda: capability)
     with FakeTensorMode():
-        assert takes((torch.empty(4, 8, device="cuda"),)) is taken
+        assert accepts((torch.empty(4, 8, device="cuda"),)) is taken
 
 
 def test_the_interpreter_does_not_take_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert takes((torch.zeros(1, dtype=torch.float16),))
-    assert not takes((torch.zeros(1, dtype=torch.bfloat16),))
+    assert accepts((torch.zeros(1, dtype=torch.float16),))
+    assert not accepts((torch.zeros(1, dtype=torch.bfloat16),))
 
 
-@pytest.mark.parametrize("name", sorted(provided()))
+@pytest.mark.parametrize("name", sorted(triton_ops()))
 def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
     """On tensors without memory, where no kernel runs: shapes, dtypes, strides."""
-    one = provided()[name]
-    args = one.op.with_defaults(one.example(Meta()))
-    with recording():
+    one = triton_ops()[name]
+    args = one.op.with_defaults(one.example(ExampleInputs()))
+    with record_launches():
         real = as_tuple(one.forward(*args))
         for result, fake in zip(real, as_tuple(one.op.fake(*args)), strict=True):
             assert (result.shape, result.dtype, result.stride()) == (
@@ -224,10 +224,10 @@ def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
                 assert (first.shape, first.dtype) == (args[0].shape, args[0].dtype)
 
 
-@pytest.mark.parametrize("name", sorted(provided()))
+@pytest.mark.parametrize("name", sorted(triton_ops()))
 def test_examples_are_where_they_are_asked_to_be(name: str) -> None:
-    one = provided()[name]
-    for args in one.calls("forward", Meta()):
+    one = triton_ops()[name]
+    for args in one.calls("forward", ExampleInputs()):
         assert {tensor.device.type for tensor in tensors(args)} == {"meta"}
 
 
@@ -333,12 +333,12 @@ def on_a_gpu(arg: Any) -> Any:
     return torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
 
 
-@pytest.mark.parametrize("name", sorted(provided()))
+@pytest.mark.parametrize("name", sorted(triton_ops()))
 def test_every_op_has_a_fake_on_a_gpu_forward_and_backward(name: str) -> None:
-    one = provided()[name]
+    one = triton_ops()[name]
     with FakeTensorMode(), torch.no_grad():
         args = tuple(
-            map_tensors(on_a_gpu, arg) for arg in one.op.with_defaults(one.example(Meta()))
+            map_tensors(on_a_gpu, arg) for arg in one.op.with_defaults(one.example(ExampleInputs()))
         )
         outputs = as_tuple(one.op(*args))
         assert all(out.device.type == "cuda" for out in outputs)

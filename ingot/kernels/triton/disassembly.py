@@ -28,7 +28,7 @@ _BITS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Code:
+class CodeStats:
     """What is in a compiled kernel."""
 
     registers: int
@@ -37,13 +37,13 @@ class Code:
     loads: dict[int, int] = field(default_factory=dict[int, int])
     """Instructions that read global memory, by their width in bits; likewise those that write."""
     stores: dict[int, int] = field(default_factory=dict[int, int])
-    tensor: dict[str, int] = field(default_factory=dict[str, int])
+    tensor_ops: dict[str, int] = field(default_factory=dict[str, int])
     """Instructions of the tensor cores by name."""
-    copies: int = 0
+    async_copies: int = 0
     """Instructions that copy global into shared memory asynchronously."""
 
 
-def read_cubin(binary: bytes) -> Code:
+def read_cubin(binary: bytes) -> CodeStats:
     """What is in a kernel for NVIDIA's GPUs."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -56,40 +56,40 @@ def read_cubin(binary: bytes) -> Code:
     return parse_sass(text, int(found[1]))
 
 
-def parse_sass(text: str, registers: int) -> Code:
+def parse_sass(text: str, registers: int) -> CodeStats:
     """What is in the disassembly of a kernel.
 
     >>> parse_sass("  /*01b0*/  @P0 LDG.E.128 R8, desc[UR6][R18.64] ;", 32).loads
     {128: 1}
     """
     names = Counter(_SASS.findall(text))
-    return Code(
+    return CodeStats(
         registers=registers,
         spills=_count(names, "LDL") + _count(names, "STL"),
         loads=_widths(names, "LDG", "LDGSTS"),
         stores=_widths(names, "STG"),
-        tensor=_tensor(names),
-        copies=_count(names, "LDGSTS") + _count(names, "UTMALDG"),
+        tensor_ops=_tensor(names),
+        async_copies=_count(names, "LDGSTS") + _count(names, "UTMALDG"),
     )
 
 
-def parse_gcn(text: str) -> Code:
+def parse_gcn(text: str) -> CodeStats:
     """What is in the assembly of a kernel for AMD's GPUs.
 
-    >>> parse_gcn("\\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\\n").tensor
+    >>> parse_gcn("\\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\\n").tensor_ops
     {'v_mfma_f32_32x32x8_bf16': 1}
     """
     lines = _GCN.findall(text)
     names = Counter(name for name, _ in lines)
     resources = dict(re.findall(r"\.(\w+_count):\s+(\d+)", text))
-    return Code(
+    return CodeStats(
         registers=int(resources.get("vgpr_count", 0)),
         # Scalar registers spill into lanes of vector registers, not into memory.
         spills=int(resources.get("vgpr_spill_count", 0)),
         loads=_dwords(names, "load"),
         stores=_dwords(names, "store"),
-        tensor=_tensor(names),
-        copies=sum(name.endswith("_lds") or " lds" in rest for name, rest in lines),
+        tensor_ops=_tensor(names),
+        async_copies=sum(name.endswith("_lds") or " lds" in rest for name, rest in lines),
     )
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ingot.kernels.triton.code import parse_gcn, parse_sass
+from ingot.kernels.triton.disassembly import parse_gcn, parse_sass
 
 SASS = """
         /*0180*/               @P1 LDG.E.128 R12, desc[UR6][R18.64] ;
@@ -25,16 +25,16 @@ GCN = """
 
 
 def test_nvidia_code_is_read() -> None:
-    code = parse_sass(SASS, 40)
-    assert (code.registers, code.spills, code.copies) == (40, 2, 2)
-    assert code.loads == {16: 1, 128: 2}
-    assert code.stores == {64: 1}
-    assert code.tensor == {"HGMMA.64x128x16.F32.BF16": 1, "UTCHMMA": 1}
+    stats = parse_sass(SASS, 40)
+    assert (stats.registers, stats.spills, stats.async_copies) == (40, 2, 2)
+    assert stats.loads == {16: 1, 128: 2}
+    assert stats.stores == {64: 1}
+    assert stats.tensor_ops == {"HGMMA.64x128x16.F32.BF16": 1, "UTCHMMA": 1}
 
 
 def test_amd_code_is_read() -> None:
-    code = parse_gcn(GCN)
-    assert (code.registers, code.spills, code.copies) == (58, 3, 1)
-    assert code.loads == {128: 2}
-    assert code.stores == {16: 1}
-    assert list(code.tensor) == ["v_mfma_f32_32x32x8_bf16"]
+    stats = parse_gcn(GCN)
+    assert (stats.registers, stats.spills, stats.async_copies) == (58, 3, 1)
+    assert stats.loads == {128: 2}
+    assert stats.stores == {16: 1}
+    assert list(stats.tensor_ops) == ["v_mfma_f32_32x32x8_bf16"]

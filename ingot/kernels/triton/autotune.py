@@ -1,7 +1,7 @@
 """Times the configurations of kernels on a GPU, and keeps the fastest where dispatch finds it.
 
     for task in tasks():
-        result = tune(task, timer=on_gpu)
+        result = tune(task, timer=time_on_gpu)
 
 What is tuned are the launches of representative calls. Launches that dispatch cannot tell apart
 (the same kernel, constants, shape bucket and dtype) get one configuration together: that of the
@@ -28,9 +28,9 @@ from typing import Any, TypeAlias
 import torch
 from triton.errors import TritonError
 
-from ingot.kernels.triton import tuned
-from ingot.kernels.triton.kernel import Config, Launch, recording
-from ingot.kernels.triton.provider import Meta, provided
+from ingot.kernels.triton import config_store
+from ingot.kernels.triton.launch import KernelConfig, Launch, record_launches
+from ingot.kernels.triton.provider import ExampleInputs, triton_ops
 from ingot.ops.accuracy import backward_errors, forward_errors
 
 Timer: TypeAlias = Callable[[Callable[[], object]], float]
@@ -40,7 +40,7 @@ ROWS = 64  # of a call whose numbers are looked at
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchSite:
     """Where a launch comes from: an op's representative calls, forward or backward."""
 
     op: str
@@ -50,30 +50,30 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class TuneTask:
     """Launches that get one configuration."""
 
     launch: Launch
     """One of them, on tensors without memory."""
     dtype: torch.dtype
-    places: list[Place] = field(default_factory=list[Place])
+    sites: list[LaunchSite] = field(default_factory=list[LaunchSite])
 
     @property
     def name(self) -> str:
         """As a table shows it."""
-        first = self.places[0]
+        first = self.sites[0]
         return f"{first.op}.{first.direction}.{self.launch.kernel.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class TuneResult:
     """What came of a task; times are geometric means over its launches."""
 
     name: str
-    config: Config | None
+    config: KernelConfig | None
     """The fastest that is right; None where there is none."""
     seconds: float
-    before: Config
+    before: KernelConfig
     """What dispatch took until now."""
     before_seconds: float
     tried: int
@@ -81,34 +81,34 @@ class Result:
     """Configurations that were faster and failed, or erred too much."""
 
 
-def tasks(names: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[Task]:
+def tasks(names: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16) -> list[TuneTask]:
     """All there is to choose on this device for these ops, all if none is named."""
-    target, _ = tuned.here()
-    found: dict[Any, Task] = {}
+    target, _ = config_store.current_target()
+    found: dict[Any, TuneTask] = {}
     seen: set[Any] = set()
-    for name, one in provided().items():
+    for name, one in triton_ops().items():
         if names and name not in names:
             continue
         for direction in ("forward", "backward"):
             for index, launch in enumerate(one.launches(direction, dtype)):
-                if len(launch.configs(target)) < 2 or _looks(launch) in seen:
+                if len(launch.configs(target)) < 2 or _signature(launch) in seen:
                     continue
-                seen.add(_looks(launch))
-                task = found.setdefault(tuned.key(launch), Task(launch, dtype))
-                task.places.append(Place(name, direction, index))
+                seen.add(_signature(launch))
+                task = found.setdefault(config_store.dispatch_key(launch), TuneTask(launch, dtype))
+                task.sites.append(LaunchSite(name, direction, index))
     return list(found.values())
 
 
-def tune(task: Task, timer: Timer, device: str, rows: int | None = None) -> Result:
+def tune(task: TuneTask, timer: Timer, device: str, rows: int | None = None) -> TuneResult:
     """Find the fastest configuration that is right, and keep it.
 
     `rows` makes the calls shorter that are timed, for devices that are slow.
     """
-    target, device_name = tuned.here()
-    before = tuned.choose(task.launch)
-    times: dict[Config, list[float]] = {c: [] for c in task.launch.configs(target)}
+    target, device_name = config_store.current_target()
+    before = config_store.choose_config(task.launch)
+    times: dict[KernelConfig, list[float]] = {c: [] for c in task.launch.configs(target)}
     wrong: list[str] = []
-    for place in task.places:
+    for place in task.sites:
         calls = _calls(place, task.dtype, device, rows)
         launch = _launches(calls, place, task.dtype)[place.index]
         for config in list(times):
@@ -120,13 +120,13 @@ def tune(task: Task, timer: Timer, device: str, rows: int | None = None) -> Resu
     means = {config: geometric_mean(of) for config, of in times.items()}
     winner = None
     for config in sorted(means, key=means.__getitem__):
-        share = max(_error(place, task, config, device, rows) for place in task.places)
+        share = max(_error(place, task, config, device, rows) for place in task.sites)
         if share <= 1:
             winner = config
-            tuned.keep(task.launch, device_name, config, means[config] * 1e6)
+            config_store.save(task.launch, device_name, config, means[config] * 1e6)
             break
         wrong.append(f"{config}: {share:.2f} times the error that is allowed")
-    return Result(
+    return TuneResult(
         name=task.name,
         config=winner,
         seconds=means[winner] if winner else math.nan,
@@ -137,7 +137,7 @@ def tune(task: Task, timer: Timer, device: str, rows: int | None = None) -> Resu
     )
 
 
-def on_gpu(run: Callable[[], object]) -> float:
+def time_on_gpu(run: Callable[[], object]) -> float:
     """Seconds of a launch, with nothing of its arguments in L2: the median of some."""
     from triton.testing import do_bench
 
@@ -145,38 +145,40 @@ def on_gpu(run: Callable[[], object]) -> float:
     return milliseconds / 1e3
 
 
-def _looks(launch: Launch) -> Any:
+def _signature(launch: Launch) -> Any:
     """What a launch takes its time from: of those that look the same, one is timed."""
     args = [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in launch.args]
     return launch.kernel.name, repr(args), repr(sorted(launch.constants.items()))
 
 
 def _calls(
-    place: Place, dtype: torch.dtype, device: str, rows: int | None
+    place: LaunchSite, dtype: torch.dtype, device: str, rows: int | None
 ) -> list[tuple[Any, ...]]:
     """The arguments of the calls, the first rows of them where the op is one of rows."""
-    one = provided()[place.op]
+    one = triton_ops()[place.op]
     by_row = [name in one.op.row_args for name in one.op.signature.parameters]
     return [
         tuple(a[:rows] if cut else a for a, cut in zip(args, by_row, strict=True))
-        for args in one.calls(place.direction, Meta(dtype, device))
+        for args in one.calls(place.direction, ExampleInputs(dtype, device))
     ]
 
 
-def _launches(calls: list[tuple[Any, ...]], place: Place, dtype: torch.dtype) -> list[Launch]:
+def _launches(calls: list[tuple[Any, ...]], place: LaunchSite, dtype: torch.dtype) -> list[Launch]:
     """Make the calls, and say what they launched."""
-    one = provided()[place.op]
-    with recording(made=True) as launches:
+    one = triton_ops()[place.op]
+    with record_launches(execute=True) as launches:
         for args in calls:
             one.run(place.direction, args, dtype)
     return launches
 
 
-def _error(place: Place, task: Task, config: Config, device: str, rows: int | None) -> float:
+def _error(
+    place: LaunchSite, task: TuneTask, config: KernelConfig, device: str, rows: int | None
+) -> float:
     """The worst error of the calls as a share of what the record allows, where their launches of
     the task's kernel are made in a configuration."""
-    target, _ = tuned.here()
-    op = provided()[place.op].op
+    target, _ = config_store.current_target()
+    op = triton_ops()[place.op].op
     calls = _calls(place, task.dtype, device, min(rows or ROWS, ROWS))
     launches = [
         launch
@@ -194,14 +196,16 @@ def _error(place: Place, task: Task, config: Config, device: str, rows: int | No
 
 
 @contextmanager
-def _taking(config: Config, launches: list[Launch]) -> Generator[None]:
+def _taking(config: KernelConfig, launches: list[Launch]) -> Generator[None]:
     """Have dispatch give these launches, and those it cannot tell from them, a configuration."""
-    keys = [tuned.key(launch) for launch in launches]
-    before = {key: tuned.chosen[key] for key in keys if key in tuned.chosen}
-    tuned.chosen.update(dict.fromkeys(keys, config))
+    keys = [config_store.dispatch_key(launch) for launch in launches]
+    before = {
+        key: config_store.config_cache[key] for key in keys if key in config_store.config_cache
+    }
+    config_store.config_cache.update(dict.fromkeys(keys, config))
     try:
         yield
     finally:
         for key in keys:
-            tuned.chosen.pop(key, None)
-        tuned.chosen.update(before)
+            config_store.config_cache.pop(key, None)
+        config_store.config_cache.update(before)

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from ingot.kernels.triton import tuned
+from ingot.kernels.triton import config_store
+from ingot.kernels.triton.autotune import tasks
 from ingot.kernels.triton.target import TARGETS
-from ingot.kernels.triton.tune import tasks
 
 BEGIN = """
 import json, torch
 from triton.runtime.errors import OutOfResources
 from ingot import ops
-from ingot.kernels.triton import tuned
-from ingot.kernels.triton.kernel import Launch, recording
-from ingot.kernels.triton.provider import provided
-from ingot.kernels.triton.tune import tasks, tune
+from ingot.kernels.triton import config_store
+from ingot.kernels.triton.launch import Launch, record_launches
+from ingot.kernels.triton.provider import triton_ops
+from ingot.kernels.triton.autotune import tasks, tune
 
 def seconds(run):
     "More warps are quicker, says this clock."
     run()
-    return 1.0 / run.args[0].warps
+    return 1.0 / run.args[0].num_warps
 
 (task, *_) = tasks(("softmax",), torch.float16)
 configs = [str(config) for config in task.launch.configs(TARGETS["sm_90"])]
@@ -37,7 +37,7 @@ configs = [str(config) for config in task.launch.configs(TARGETS["sm_90"])]
 
 def inside(tmp_path: Path, code: str) -> Any:
     """What a script prints that is interpreted, and has a store of its own."""
-    text = BEGIN.replace("TARGETS", "tuned.TARGETS") + code
+    text = BEGIN.replace("TARGETS", "config_store.TARGETS") + code
     env = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -49,18 +49,23 @@ def test_the_fastest_is_kept_and_dispatch_takes_it(tmp_path: Path) -> None:
         tmp_path,
         """
 result = tune(task, seconds, "cpu", rows=3)
-with recording(made=True) as launches, ops.prefer("triton"):
+with record_launches(execute=True) as launches, ops.prefer("triton"):
     ops.softmax(torch.zeros(5, 4096, dtype=torch.float16))
-default = tuned.default(task.launch, "sm_90")
+default = config_store.default_config(task.launch, "sm_90")
 print(json.dumps([configs, str(default), str(result.before), str(result.config), result.seconds,
-    result.before_seconds, str(tuned.choose(launches[0])), str(tuned.store())]))
+    result.before_seconds, str(config_store.choose_config(launches[0])),
+    str(config_store.database_path())]))
 """,
     )
     configs, default, before, config, seconds, before_seconds, taken, store = found
-    assert configs == ["warps=8 stages=1", "warps=16 stages=1", "warps=4 stages=1"]
+    assert configs == [
+        "num_warps=8 num_stages=1",
+        "num_warps=16 num_stages=1",
+        "num_warps=4 num_stages=1",
+    ]
     assert before == default != configs[1]
     assert config == configs[1]
-    assert (seconds, 1 / before_seconds) == pytest.approx((1 / 16, int(before[6])))
+    assert (seconds, 1 / before_seconds) == pytest.approx((1 / 16, int(before[10])))
     assert taken == config
     assert Path(store).is_relative_to(tmp_path)
     assert Path(store).exists()
@@ -74,11 +79,11 @@ run = Launch.run
 
 def fault(launch, config):
     run(launch, config)
-    if config.warps == 16:
+    if config.num_warps == 16:
         launch.args[2].mul_(1.01)  # what it has stored
 
 def most(run):
-    if run.args[0].warps == 8:
+    if run.args[0].num_warps == 8:
         raise OutOfResources(300000, 232448, "shared memory")
     return seconds(run)
 
@@ -88,9 +93,9 @@ print(json.dumps([str(result.config), result.tried, result.wrong]))
 """,
     )
     config, tried, (failed, wrong) = found
-    assert (config, tried) == ("warps=4 stages=1", 3)
-    assert failed.startswith("warps=8 stages=1: out of resource: shared memory")
-    assert wrong.startswith("warps=16 stages=1: ")
+    assert (config, tried) == ("num_warps=4 num_stages=1", 3)
+    assert failed.startswith("num_warps=8 num_stages=1: out of resource: shared memory")
+    assert wrong.startswith("num_warps=16 num_stages=1: ")
     assert wrong.endswith("times the error that is allowed")
 
 
@@ -101,7 +106,7 @@ def test_where_nothing_is_right_nothing_is_kept(tmp_path: Path) -> None:
 run = Launch.run
 Launch.run = lambda launch, config: (run(launch, config), launch.args[2].fill_(7.0))
 result = tune(task, seconds, "cpu", rows=3)
-print(json.dumps([result.config, tuned.store().exists()]))
+print(json.dumps([result.config, config_store.database_path().exists()]))
 """,
     )
     assert (config, kept) == (None, False)
@@ -110,13 +115,13 @@ print(json.dumps([result.config, tuned.store().exists()]))
 @pytest.fixture
 def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuned, "here", lambda: (TARGETS["sm_90"], "H100"))
+    monkeypatch.setattr(config_store, "current_target", lambda: (TARGETS["sm_90"], "H100"))
 
 
 @pytest.mark.usefixtures("h100")
 def test_prefill_and_decode_are_tuned_together() -> None:
     (task,) = [t for t in tasks(("attention",)) if t.launch.kernel.name == "attention"]
-    assert [(place.op, place.direction) for place in task.places] == [
+    assert [(place.op, place.direction) for place in task.sites] == [
         *[("attention", "forward")] * 2,
         ("attention", "backward"),  # which wants the sums too
     ]
@@ -125,11 +130,11 @@ def test_prefill_and_decode_are_tuned_together() -> None:
 @pytest.mark.usefixtures("h100")
 def test_every_choice_there_is_has_one_task() -> None:
     found = tasks()
-    keys = [tuned.key(task.launch) for task in found]
+    keys = [config_store.dispatch_key(task.launch) for task in found]
     assert len(set(keys)) == len(keys)
     assert all(len(task.launch.configs(TARGETS["sm_90"])) > 1 for task in found)
     assert {task.launch.kernel.name for task in found} >= {"linear", "attention", "norm", "softmax"}
     # The same product, whose epilogue has no derivative of its own, is timed once.
-    places = [place for task in found for place in task.places]
-    assert len(places) < 100
+    sites = [place for task in found for place in task.sites]
+    assert len(sites) < 100
     assert len(tasks(("silu",), torch.float32)) == 2
