@@ -146,7 +146,7 @@ def test_flash_attention_is_asked_for_what_the_op_means(
         calls.append(sample.name)
         return stand_in(*args, **options)
 
-    monkeypatch.setattr(attention, "time_on_gpu", lambda q: True)
+    monkeypatch.setattr(attention, "on_gpu", lambda q: True)
     monkeypatch.setattr(varlen, "varlen_attn", called)
     for sample in ops.attention.samples(TensorMaker(dtype)):
         args = ops.attention.with_defaults(sample.args)
