@@ -6,9 +6,9 @@ compiled in this one, they are interpreted in another, which is asked by lines o
     with Interpreter() as interpreter:
         interpreter.call("errors", op="silu", sample="odd", dtype="float16")
 
-The interpreter is right for float32 and float16. In bfloat16 its casts sampling_logprobs and its products
-are of bit patterns, so bfloat16 is not asked for. It runs programs one after another: a race would
-not show.
+The interpreter computes float32 and float16 correctly. Its casts to bfloat16 truncate and its
+bfloat16 dots multiply bit patterns, so bfloat16 is not tested here. It runs programs one after
+another, so a race would not show.
 """
 
 # pyright: basic

@@ -1,13 +1,12 @@
-"""`rope` on GPUs: a token's heads in one program, for they turn by the same angles.
+"""`rope` on GPUs: all heads of a token in one program, since they rotate by the same angles.
 
-Turning back by the same angles is the gradient. `rope_and_cache` turns queries and keys and writes keys
-and values into their pool in one launch. A slot that is not in the pool is not written: a kernel
-cannot raise.
+The backward pass rotates by the negated angles. `rope_and_cache` rotates queries and keys and
+writes keys and values into the KV cache in one launch. A slot outside the cache is not written: a
+kernel cannot raise an error.
 
-Angles are position times frequency in float32, which is what the reference does too. Sine and
-cosine are computed here: of an angle that may be large, NVIDIA's library computes them through
-local memory (80 instructions of the kernel were spills), and the quick instructions are off by
-2**-21.
+Angles are position times frequency in float32, as in the reference. Sine and cosine are computed
+here because NVIDIA's library computes those of large angles through local memory (80 instructions
+of the kernel were spills), and the fast hardware instructions have errors of 2**-21.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
