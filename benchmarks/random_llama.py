@@ -21,7 +21,7 @@ from ingot.nn import Decoder, preset
 def main(directory: Path) -> None:
     """Write the directory, which must not hold weights yet."""
     config = preset("llama-100m")
-    hf.save(Decoder.new(config, seed=0, dtype=torch.bfloat16), directory)
+    hf.save(Decoder.from_config(config, seed=0, dtype=torch.bfloat16), directory)
     Vocabulary.train(Source("stdlib").documents(), config.vocab_size).save(directory)
 
 

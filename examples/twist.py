@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ingot import ops
-from ingot.nn import Attention, Embedding, KVPool, KVSpec, Linear, Plan, RMSNorm, Rope
+from ingot.nn import Attention, BatchLayout, Embedding, KVCache, KVSpec, Linear, RMSNorm, Rope
 
 
 class Block(nn.Module):
@@ -22,53 +22,53 @@ class Block(nn.Module):
         window = 16 if layer % 2 else None
         self.norm = RMSNorm(dim)
         self.attention = Attention(
-            dim, heads=4, kv_heads=2, rope=Rope(), window=window, layer=layer
+            dim, heads=4, kv_heads=2, rope=Rope(), sliding_window=window, layer=layer
         )
         self.up, self.down = Linear(dim, 4 * dim), Linear(4 * dim, dim)
         self.gain = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x, positions, plan):
+    def forward(self, x, layout):
         h = self.norm(x)
-        found = self.attention(h, positions, plan) + self.down(ops.relu_squared(self.up(h)))
+        found = self.attention(h, layout) + self.down(ops.relu_squared(self.up(h)))
         return x + self.gain * found
 
 
 class Twist(nn.Module):
     def __init__(self, vocabulary=256, dim=64, layers=4):
         super().__init__()
-        self.embed = Embedding(vocabulary, dim)
+        self.tok_embed = Embedding(vocabulary, dim)
         self.blocks = nn.ModuleList(Block(dim, layer) for layer in range(layers))
         self.norm = RMSNorm(dim)
 
-    def forward(self, tokens, positions, plan):
-        x = self.embed(tokens)
+    def forward(self, tokens, layout):
+        x = self.tok_embed(tokens)
         for block in self.blocks:
-            x = block(x, positions, plan)
+            x = block(x, layout)
         return self.norm(x)
 
     def logits(self, hidden):
-        return ops.linear(hidden, self.embed.weight)
+        return ops.linear(hidden, self.tok_embed.weight)
 
 
 torch.manual_seed(0)
 text = torch.tensor(list(b"One model, from training to serving, through the same kernels. " * 2))
-model, plan = Twist(), Plan.packed([len(text)])
+model, layout = Twist(), BatchLayout.packed([len(text)])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for _ in range(30):
     optimizer.zero_grad()
-    hidden = model(text[:-1], plan.positions()[:-1], Plan.packed([len(text) - 1]))
-    loss = ops.linear_cross_entropy(hidden, model.embed.weight, text[1:]).mean()
+    hidden = model(text[:-1], BatchLayout.packed([len(text) - 1]))
+    loss = ops.linear_cross_entropy(hidden, model.tok_embed.weight, text[1:]).mean()
     loss.backward()
     optimizer.step()
 print(f"loss {loss:.3f}")
 
 with torch.inference_mode():
-    whole = model.logits(model(text, plan.positions(), plan))
-    pool = KVPool(KVSpec.of(model), pages=40, page_size=4)
-    pages = torch.randperm(40)[None]
+    whole = model.logits(model(text, layout))
+    pool = KVCache(KVSpec.of(model), num_blocks=40, block_size=4)
+    blocks = torch.randperm(40)[None]
     steps = []
-    for at in range(len(text)):  # a token a step, its keys and values in pages anywhere
-        step = Plan.paged(pool, [1], [at + 1], pages)
-        steps.append(model.logits(model(text[at : at + 1], step.positions(), step)))
+    for at in range(len(text)):  # a token a step, its keys and values in blocks anywhere
+        step = BatchLayout.paged(pool, [1], [at + 1], blocks)
+        steps.append(model.logits(model(text[at : at + 1], step)))
 assert torch.equal(torch.cat(steps), whole)
 print(f"{len(text)} tokens decoded one by one: the same bits")

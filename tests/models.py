@@ -30,9 +30,11 @@ TEMPLATE = (
 )
 
 
-def small(directory: Path, context: int = 256) -> Path:
+def small(directory: Path, max_seq_len: int = 256) -> Path:
     """Random weights, a token for each byte, and a template for chats."""
-    hf.save(Decoder.new(replace(preset("tiny"), context=context), seed=0), directory)
+    hf.save(
+        Decoder.from_config(replace(preset("tiny"), max_seq_len=max_seq_len), seed=0), directory
+    )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,6 +83,6 @@ def _download(directory: Path) -> Path:
 def gpt2(directory: Path) -> Path:
     """A very small GPT-2 of random weights."""
     shape = {"vocab_size": 211, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 4}
-    config = replace(preset("gpt2-124m"), **shape, head_dim=16, ffn=96, context=64)
-    hf.save(Decoder.new(config, seed=0), directory)
+    config = replace(preset("gpt2-124m"), **shape, head_dim=16, ffn_dim=96, max_seq_len=64)
+    hf.save(Decoder.from_config(config, seed=0), directory)
     return directory

@@ -77,7 +77,7 @@ def test_serving_there_is_certified() -> None:
     code = """
 from ingot.nn import Decoder, preset
 from ingot.serving.verify import verify
-found = verify(Decoder.new(preset("tiny"), seed=0).to(fake_device.DEVICE), schedules=6)
+found = verify(Decoder.from_config(preset("tiny"), seed=0).to(fake_device.DEVICE), schedules=6)
 print(found.bits_equal, found.logprobs > 100, found.accepted_tokens > 0)
 """
     assert run_script(code) == "True True True\n"
@@ -92,7 +92,8 @@ from ingot.serving.engine.request import Options, Request
 from ingot.serving.engine.scheduler import Limits
 
 def tokens(device):
-    engine = Engine(Decoder.new(preset("tiny"), seed=0).to(device), limits=Limits(blocks=16))
+    decoder = Decoder.from_config(preset("tiny"), seed=0).to(device)
+    engine = Engine(decoder, limits=Limits(blocks=16))
     plain = Options(temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1)
     special = Options(temperature=1.0, seed=3, presence_penalty=1.0, repetition_penalty=1.3,
                       bias=((5, 3.0),), logprobs=2, processed=True)

@@ -15,7 +15,7 @@ def load(model: Path) -> Peer:
     from ingot.serving.engine.request import Options, Request
 
     decoder = ingot.load(model).decoder
-    dtype = str(decoder.embed.weight.dtype).removeprefix("torch.")
+    dtype = str(decoder.dtype).removeprefix("torch.")
     engine, greedy = Engine(decoder), Options(temperature=0.0)
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:

@@ -23,7 +23,7 @@ from ingot.bench.peaks import reader
 from ingot.core.errors import IngotError
 from ingot.interop.model import Model
 from ingot.nn.decoder import Decoder
-from ingot.nn.plan import KVSpec
+from ingot.nn.layout import KVSpec
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.request import Options, Request
 from ingot.serving.engine.speculate import Lookup
@@ -101,8 +101,8 @@ def _decode(decoder: Decoder, batch: int, steps: int, advance: Callable[[int], o
 def _weights(decoder: Decoder) -> int:
     """Bytes that a token needs read: of embeddings that are not also the head, a row or nothing."""
     read = dict.fromkeys(decoder.parameters())
-    if decoder.head is not None:
-        del read[decoder.embed.weight]
+    if decoder.lm_head is not None:
+        del read[decoder.tok_embed.weight]
     return sum(parameter.nbytes for parameter in read)
 
 

@@ -56,7 +56,7 @@ from ingot.bench.timing import interleaved
 from ingot.core import paths
 from ingot.core.errors import ConfigError, UnknownName
 from ingot.interop import hf
-from ingot.nn.weights import Weights
+from ingot.nn.weights import SafetensorsDir
 from ingot.ops.op import Cost
 
 OURS = "ingot"
@@ -110,20 +110,20 @@ class Model:
     @classmethod
     def of(cls, path: Path) -> Model:
         """Read its configuration and the headers of its weights."""
-        found, places = hf.describe(path), Weights(path).places
+        found, entries = hf.describe(path), SafetensorsDir(path).entries
         used = [
-            place
-            for name, place in places.items()
-            if "lm_head.weight" not in places or "embed_tokens" not in name
+            entry
+            for name, entry in entries.items()
+            if "lm_head.weight" not in entries or "embed_tokens" not in name
         ]
         step = Cost(
-            bytes=sum(place.bytes for place in used),
-            flops=sum(2 * math.prod(place.shape) for place in used),
+            bytes=sum(entry.bytes for entry in used),
+            flops=sum(2 * math.prod(entry.shape) for entry in used),
         )
         return cls(
             path=path.resolve(),
             vocabulary=found.config.vocab_size,
-            context=found.config.context,
+            context=found.config.max_seq_len,
             step=step,
             kv=found.kv.bytes_per_token,
         )

@@ -16,18 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.core.errors import ConfigError
+from ingot.core.targets import IGNORE_INDEX
 from ingot.interop import hf
 from ingot.nn import DecoderConfig
-from ingot.nn.weights import Weights
-
-IGNORED = -100
+from ingot.nn.weights import SafetensorsDir
 
 
 def check(directory: Path) -> DecoderConfig:
     """The config of a directory; refuse one that is not GPT-2's kind."""
     found = hf.describe(directory)
     config = found.config
-    if found.model_type != "gpt2" or config.activation.value != "gelu_tanh" or not config.tied:
+    if (
+        found.model_type != "gpt2"
+        or config.activation.value != "gelu_tanh"
+        or not config.tie_embeddings
+    ):
         raise ConfigError(
             f"{directory} is no GPT-2", hint="leave it out, or give a directory of GPT-2's kind"
         )
@@ -43,7 +46,7 @@ class Block(nn.Module):
         self.heads = config.heads
         self.ln_1, self.ln_2 = nn.LayerNorm(dim, eps), nn.LayerNorm(dim, eps)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, config.ffn), nn.Linear(config.ffn, dim)
+        self.up, self.down = nn.Linear(dim, config.ffn_dim), nn.Linear(config.ffn_dim, dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """The stream behind this layer."""
@@ -64,7 +67,7 @@ class GPT2(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.dim)
-        self.wpe = nn.Embedding(config.context, config.dim)
+        self.wpe = nn.Embedding(config.max_seq_len, config.dim)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.dim, config.norm_eps)
 
@@ -74,7 +77,9 @@ class GPT2(nn.Module):
         for block in self.h:
             x_BLD = block(x_BLD)
         scores = F.linear(self.ln_f(x_BLD), self.wte.weight)
-        return F.cross_entropy(scores.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED)
+        return F.cross_entropy(
+            scores.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORE_INDEX
+        )
 
 
 _NAMES = {
@@ -88,9 +93,9 @@ _NAMES = {
 def load(directory: Path) -> GPT2:
     """The model of a directory, in float32."""
     model = GPT2(check(directory))
-    parameters, weights = dict(model.named_parameters()), Weights(directory)
-    places = weights.places.items()
-    tensors = {name: torch.empty(place.shape, dtype=place.dtype) for name, place in places}
+    parameters, weights = dict(model.named_parameters()), SafetensorsDir(directory)
+    entries = weights.entries.items()
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries}
     weights.read(tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():

@@ -51,7 +51,7 @@ def _loads(context: int) -> list[Load]:
 def fit(decoder: Decoder, limits: Limits, costs: Costs, advance: Callable[[int], object]) -> Costs:
     """The costs of a model with what its steps take here; `advance` hears of each request."""
     engine = Engine(decoder, limits=limits)
-    timed, loads = _Timed(engine), _loads(decoder.config.context)
+    timed, loads = _Timed(engine), _loads(decoder.config.max_seq_len)
     on_engine(engine, loads[-1])  # first touches, recordings
     timed.steps.clear()
     for load in loads:

@@ -208,9 +208,9 @@ def compare(
 ) -> list[Row]:
     """Let them take turns on the model of a directory; `advance` hears of each turn before it."""
     found = hf.describe(directory)
-    if task.length > found.config.context:
+    if task.length > found.config.max_seq_len:
         raise ConfigError(
-            f"{task.length} tokens are beyond the model's {found.config.context}",
+            f"{task.length} tokens are beyond the model's {found.config.max_seq_len}",
             hint="choose a smaller --length",
         )
     turns = {contender: Turns(missing=contender.missing()) for contender in contenders}

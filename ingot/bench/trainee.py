@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.bench import plain
+from ingot.core.targets import IGNORE_INDEX
 from ingot.data import TokenBatch
 from ingot.training.optimizer import AdamW, Optimizers, decays
 
@@ -53,7 +54,7 @@ def batch(number: int, size: int, length: int, vocabulary: int) -> tuple[Tensor,
     """
     random = torch.Generator().manual_seed(number)
     tokens_BL = torch.randint(vocabulary, (size, length), generator=random)
-    targets_BL = torch.full_like(tokens_BL, plain.IGNORED)
+    targets_BL = torch.full_like(tokens_BL, IGNORE_INDEX)
     targets_BL[:, :-1] = tokens_BL[:, 1:]
     return tokens_BL, targets_BL
 

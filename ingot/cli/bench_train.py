@@ -100,7 +100,7 @@ def _directory(model: Path | None) -> Generator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / PRESET
-        hf.save(Decoder.new(preset(PRESET), seed=0), directory)
+        hf.save(Decoder.from_config(preset(PRESET), seed=0), directory)
         yield directory
 
 

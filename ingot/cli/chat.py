@@ -61,7 +61,7 @@ def chat(
 
 
 def _ids(model: Model, messages: list[Message]) -> list[int]:
-    ids, context = model.tokenizer.chat(messages), model.decoder.config.context
+    ids, context = model.tokenizer.chat(messages), model.decoder.config.max_seq_len
     if len(ids) > context:
         raise IngotError(
             f"the conversation has {len(ids):,} tokens, the model takes {context:,}",

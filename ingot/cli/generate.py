@@ -154,7 +154,7 @@ class Writing:
     def _end(self, prompt: int, tokens: int) -> Literal["end", "max_tokens", "context"]:
         if tokens == self.max_tokens:
             return "max_tokens"
-        return "context" if prompt + tokens == self.model.decoder.config.context else "end"
+        return "context" if prompt + tokens == self.model.decoder.config.max_seq_len else "end"
 
 
 def print_figures(written: Written) -> None:

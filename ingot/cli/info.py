@@ -69,17 +69,20 @@ def _print_lines(found: dict[str, Any]) -> None:
     from ingot.cli.import_ import size
 
     config = found["config"]
-    shape = f"{config['layers']} layers of {config['dim']}, MLP {config['ffn']}"
+    shape = f"{config['layers']} layers of {config['dim']}, MLP {config['ffn_dim']}"
     heads = f"{config['heads']} heads of {config['head_dim']}"
     if config["kv_heads"] != config["heads"]:
         heads += f", {config['kv_heads']} of keys and values"
-    if experts := config["experts"]:
-        shape += f", {experts['top_k']} of {experts['count']} experts"
+    if moe := config["moe"]:
+        shape += f", {moe['top_k']} of {moe['num_experts']} experts"
     dtypes = ", ".join(f"{count} {name}" for name, count in found["dtypes"].items())
     for name, value in (
         ("architecture", f"{found['architecture']}: {shape}; {heads}"),
-        ("vocabulary", f"{config['vocab_size']:,}" + (", tied" if config["tied"] else "")),
-        ("context", f"{config['context']:,} tokens"),
+        (
+            "vocabulary",
+            f"{config['vocab_size']:,}" + (", tied" if config["tie_embeddings"] else ""),
+        ),
+        ("context", f"{config['max_seq_len']:,} tokens"),
         ("parameters", f"{found['parameters'] / 1e6:,.1f} million"),
         ("weights", f"{size(found['bytes'])}: {dtypes}"),
         ("memory", f"{size(found['kv_bytes_per_1k_tokens'])} of keys and values per 1,000 tokens"),

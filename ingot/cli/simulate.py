@@ -79,7 +79,7 @@ def of_model(directory: Path, costs: Costs) -> Costs:
 
     found = hf.describe(directory)
     config = found.config
-    if config.experts:
+    if config.moe:
         raise IngotError(
             f"{directory} is a mixture of experts: what a step reads depends on its tokens",
             hint="give --costs.weights and --costs.flops for your batches instead of --model",

@@ -125,7 +125,7 @@ def _trainer(recipe: Recipe, directory: Path) -> Trainer:
     if decoder is not None:  # what cannot be written at the end had better be known now
         from ingot.interop import hf
 
-        hf.write_config(decoder.config, decoder.origin, recipe.precision.dtype)
+        hf.write_config(decoder.config, decoder.source_config, recipe.precision.dtype)
     return trainer
 
 

@@ -2,7 +2,7 @@
 
     from pathlib import Path
     from ingot import data
-    from ingot.nn import Plan
+    from ingot.nn import BatchLayout
 
     # Once: text into tokens on disk. `ingot data stdlib tokens --vocab 4096` does the same.
     corpus = data.prepare(data.Source("stdlib"), Path("tokens"), vocab=4096)
@@ -17,9 +17,9 @@
     # Endless, shuffled anew in every epoch. batch=8 samples for this rank in each step.
     loader = data.Loader(train, batch=8, seed=0, rank=0, world=1)
     for batch in loader:
-        plan = Plan.packed(batch.lengths)  # one length a piece of a document
-        hidden_TD = model(batch.tokens, plan.positions(), plan)  # tokens_T: int64, T = 8 * 512
-        losses_T = ops.linear_cross_entropy(hidden_TD, model.head_weight, batch.targets)
+        layout = BatchLayout.packed(batch.lengths)  # one length a piece of a document
+        hidden_TD = model(batch.tokens, layout)  # tokens_T: int64, T = 8 * 512
+        losses_T = ops.linear_cross_entropy(hidden_TD, model.lm_head_weight, batch.targets)
         batch.ids  # which samples these are: train.batch(batch.ids) makes the same batch again
         loader.waited  # seconds that the loop has waited for data, in all
         state = loader.state()  # {"sample": 8, "seed": 0}: behind the batches that were handed out

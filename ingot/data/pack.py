@@ -2,15 +2,15 @@
 
 The documents of a corpus lie one after another, and sample i is the tokens from i * length to
 (i + 1) * length. What of a document is in a sample is a sequence of its own: attention does not
-reach over its borders and positions begin at 0 (`Plan.packed(lengths)`). So every token is in
-exactly one sample, where it is has not to be stored, and a batch of samples is simply longer:
+reach over its borders and positions begin at 0 (`BatchLayout.packed(lengths)`). So every token is
+in exactly one sample, where it is has not to be stored, and a batch of samples is simply longer:
 
     documents   aaaaaaaaaabbbcccccccc        length 8
     samples     aaaaaaaa | aabbbccc | ccccc
     lengths     8          2 3 3      5
 
 Each token's target is the one behind it in its document, even where that is in the next sample; the
-last token of a document has none, which is `IGNORED`. The last sample is shorter.
+last token of a document has none, which is `IGNORE_INDEX`. The last sample is shorter.
 
 Putting pieces of many documents together so that fewer are cut ("best fit") would need an index of
 pieces in memory; with windows, a document of k tokens is cut about k / length times whatever one
@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import ConfigError, DataError
+from ingot.core.targets import IGNORE_INDEX
 from ingot.data.shard import Ints, Tokens
 
-IGNORED = -100
 MAX_LENGTH = 1 << 24
 
 
@@ -83,9 +83,9 @@ class Packed:
         tokens, ends = self._tokens.read(start, min(stop + 1, len(self._tokens)))
         num_tokens = stop - start
         ends = ends[ends <= num_tokens]
-        targets_T = np.full(num_tokens, IGNORED)
+        targets_T = np.full(num_tokens, IGNORE_INDEX)
         targets_T[: len(tokens) - 1] = tokens[1:]
-        targets_T[ends - 1] = IGNORED
+        targets_T[ends - 1] = IGNORE_INDEX
         borders: list[int] = np.union1d(ends, (0, num_tokens)).tolist()
         lengths = [after - before for before, after in pairwise(borders)]
         return tokens[:num_tokens], targets_T, lengths

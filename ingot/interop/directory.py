@@ -16,7 +16,7 @@ from pathlib import Path
 from ingot.core import lineage, paths
 from ingot.core.errors import IngotError
 from ingot.core.log import Progress
-from ingot.nn.weights import INDEX, Weights, read_json
+from ingot.nn.weights import INDEX, SafetensorsDir, read_json
 
 CONFIG = "config.json"
 OTHERS = (
@@ -48,7 +48,7 @@ def files(source: Path) -> list[Path]:
             hint="name the directory of a model as transformers' save_pretrained writes it, or "
             "a .gguf file",
         )
-    shards = sorted({place.file for place in Weights(source).places.values()})
+    shards = sorted({entry.file for entry in SafetensorsDir(source).entries.values()})
     others = [source / name for name in OTHERS if (source / name).is_file()]
     return [source / CONFIG, *shards, *others]
 
@@ -83,14 +83,14 @@ def copy(source: Path, directory: Path, progress: Progress | None = None) -> Non
 
 def dtypes(directory: Path) -> dict[str, int]:
     """Count the tensors of each dtype."""
-    places = Weights(directory).places.values()
-    counts = Counter(str(place.dtype).removeprefix("torch.") for place in places)
+    entries = SafetensorsDir(directory).entries.values()
+    counts = Counter(str(entry.dtype).removeprefix("torch.") for entry in entries)
     return dict(counts.most_common())
 
 
 def parameters(directory: Path) -> int:
     """Count the parameters of the model in the directory, by the headers of its weights."""
-    return sum(math.prod(place.shape) for place in Weights(directory).places.values())
+    return sum(math.prod(entry.shape) for entry in SafetensorsDir(directory).entries.values())
 
 
 def _copy(source: Path, destination: Path, progress: Progress | None) -> str:

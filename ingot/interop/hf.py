@@ -34,18 +34,18 @@ from ingot.interop.directory import dtypes, parameters
 from ingot.nn.config import (
     Activation,
     DecoderConfig,
-    Experts,
     LinearScaling,
     Llama3Scaling,
+    MoEConfig,
     NormKind,
-    NormPlace,
+    NormPosition,
     QkNorm,
     Rope,
     YarnScaling,
 )
 from ingot.nn.decoder import Decoder
-from ingot.nn.plan import KVSpec
-from ingot.nn.weights import READABLE, SHARD_BYTES, Weights, WeightsError, read_json, write
+from ingot.nn.layout import KVSpec
+from ingot.nn.weights import READABLE, SHARD_BYTES, SafetensorsDir, WeightsError, read_json, write
 
 Raw: TypeAlias = dict[str, Any]
 """What config.json holds."""
@@ -87,16 +87,16 @@ def load(
     directory = Path(directory)
     raw = _raw(directory)
     config = read_config(raw)
-    weights = Weights(directory)
+    weights = SafetensorsDir(directory)
     family = FAMILIES[raw["model_type"]]
     _tidy(weights, family, config)
-    decoder = Decoder.unfilled(config, dtype or _dtype(weights, family))
+    decoder = Decoder.on_meta(config, dtype or _dtype(weights, family))
     # Nothing was allocated so far, nor will be more than the files hold.
-    weights.match(views(decoder, raw["model_type"]))
+    weights.check_matches(views(decoder, raw["model_type"]))
     # What `to_empty` does; but its `empty_like` imports sympy for a tensor on meta: 0.8 s.
     decoder = decoder._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
     weights.read(views(decoder, raw["model_type"]))
-    decoder.origin = raw
+    decoder.source_config = raw
     return decoder
 
 
@@ -118,14 +118,14 @@ def describe(directory: Path | str) -> Description:
     """What a directory holds; no weight is read."""
     directory = Path(directory)
     raw = _raw(directory)
-    config, places = read_config(raw), list(Weights(directory).places.values())
-    dtype = places[0].dtype if places else torch.float32
+    config, entries = read_config(raw), list(SafetensorsDir(directory).entries.values())
+    dtype = entries[0].dtype if entries else torch.float32
     kv_shape = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
     return Description(
         model_type=raw["model_type"],
         config=config,
         parameters=parameters(directory),
-        bytes=sum(place.bytes for place in places),
+        bytes=sum(entry.bytes for entry in entries),
         dtypes=dtypes(directory),
         kv=KVSpec(layers=config.layers, dtype=dtype, **kv_shape),
     )
@@ -134,7 +134,7 @@ def describe(directory: Path | str) -> Description:
 def save(decoder: Decoder, directory: Path | str, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config.json and the weights to a directory that has none yet."""
     directory = Path(directory)
-    raw = write_config(decoder.config, decoder.origin, decoder.embed.weight.dtype)
+    raw = write_config(decoder.config, decoder.source_config, decoder.dtype)
     write(directory, views(decoder, raw["model_type"]), shard_bytes)
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     write_atomic(directory / "config.json", text)
@@ -144,7 +144,7 @@ def read_config(raw: Raw) -> DecoderConfig:
     """What config.json says, as a `DecoderConfig`.
 
     >>> gpt2 = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    >>> read_config(gpt2).ffn
+    >>> read_config(gpt2).ffn_dim
     256
     """
     family = _family(raw)
@@ -217,29 +217,30 @@ def _family(raw: Raw) -> Family:
     return FAMILIES[name]
 
 
-def _tidy(weights: Weights, family: Family, config: DecoderConfig) -> None:
+def _tidy(weights: SafetensorsDir, family: Family, config: DecoderConfig) -> None:
     """Give the tensors of a file the names they have when transformers writes them now."""
-    places = weights.places
-    if not any(name.startswith(family.prefix) for name in places):
-        weights.places = places = {
-            name if name == _HEAD else family.prefix + name: place for name, place in places.items()
+    entries = weights.entries
+    if not any(name.startswith(family.prefix) for name in entries):
+        weights.entries = entries = {
+            name if name == _HEAD else family.prefix + name: entry
+            for name, entry in entries.items()
         }
-    for name in [name for name in places if re.fullmatch(family.ignored, name)]:
-        del places[name]
-    embed = family.names["embed.weight"]
-    if config.tied and _HEAD in places and embed in places:
+    for name in [name for name in entries if re.fullmatch(family.ignored, name)]:
+        del entries[name]
+    embed = family.names["tok_embed.weight"]
+    if config.tie_embeddings and _HEAD in entries and embed in entries:
         assert isinstance(embed, str)
         if not weights.equal(_HEAD, embed):
             raise WeightsError(
                 f"config.json says that the head is tied, but {_HEAD} is not {embed}",
                 hint="set tie_word_embeddings to what was meant",
             )
-        del places[_HEAD]
+        del entries[_HEAD]
 
 
-def _dtype(weights: Weights, family: Family) -> torch.dtype:
-    """That of the embeddings; if they cannot be read, `Weights.match` says so."""
-    embed = weights.places.get(str(family.names["embed.weight"]))
+def _dtype(weights: SafetensorsDir, family: Family) -> torch.dtype:
+    """That of the embeddings; if they cannot be read, `SafetensorsDir.check_matches` says so."""
+    embed = weights.entries.get(str(family.names["tok_embed.weight"]))
     return embed.dtype if embed and embed.dtype in READABLE else torch.float32
 
 
@@ -363,7 +364,7 @@ def _write_rope(config: DecoderConfig) -> Raw:
 
 
 def _read_window(raw: Raw) -> dict[str, Any]:
-    return {"window": raw["sliding_window"]}
+    return {"sliding_window": raw["sliding_window"]}
 
 
 def _read_layered_window(raw: Raw) -> dict[str, Any]:
@@ -390,14 +391,17 @@ def _read_layered_window(raw: Raw) -> dict[str, Any]:
     if window is None or not chosen:
         return {}
     everywhere = len(chosen) == count
-    return {"window": window, "window_layers": None if everywhere else tuple(chosen)}
+    return {
+        "sliding_window": window,
+        "sliding_window_layers": None if everywhere else tuple(chosen),
+    }
 
 
 def _write_layered_window(config: DecoderConfig) -> Raw:
     return {
-        "use_sliding_window": config.window is not None,
-        "sliding_window": config.window,
-        "layer_types": [_LAYER_TYPES[window is not None] for window in config.windows],
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "layer_types": [_LAYER_TYPES[window is not None] for window in config.window_per_layer],
     }
 
 
@@ -405,7 +409,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _read_switched_window(raw: Raw) -> dict[str, Any]:
-    return {"window": raw["sliding_window"] if raw["use_sliding_window"] else None}
+    return {"sliding_window": raw["sliding_window"] if raw["use_sliding_window"] else None}
 
 
 def _read_experts(raw: Raw) -> dict[str, Any]:
@@ -414,14 +418,14 @@ def _read_experts(raw: Raw) -> dict[str, Any]:
         if key not in raw:
             raise ConfigError(f"config.json has no {key}", hint="add what it should be")
     count, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
-    return {"experts": Experts(count=count, top_k=top_k, ffn=raw["intermediate_size"])}
+    return {"moe": MoEConfig(num_experts=count, top_k=top_k, ffn_dim=raw["intermediate_size"])}
 
 
 def _write_experts(config: DecoderConfig) -> Raw:
-    experts = config.experts
+    experts = config.moe
     if experts is None:
         return {}
-    return {"num_local_experts": experts.count, "num_experts_per_tok": experts.top_k}
+    return {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.top_k}
 
 
 def _read_some_experts(raw: Raw) -> dict[str, Any]:
@@ -442,28 +446,28 @@ def _read_some_experts(raw: Raw) -> dict[str, Any]:
         )
     chosen = [i for i in range(min(layers, 2**16)) if i not in dense and (i + 1) % step == 0]
     if not chosen:
-        return {"experts": None}
-    experts = Experts(
-        count=count,  # pyright: ignore[reportArgumentType]  # checked by Experts
+        return {"moe": None}
+    experts = MoEConfig(
+        num_experts=count,  # pyright: ignore[reportArgumentType]  # checked by MoEConfig
         top_k=raw["num_experts_per_tok"],
-        ffn=raw["moe_intermediate_size"],
-        normalize=raw["norm_topk_prob"],
+        ffn_dim=raw["moe_intermediate_size"],
+        norm_topk_prob=raw["norm_topk_prob"],
         layers=None if len(chosen) == layers else tuple(chosen),
     )
-    return {"experts": experts}
+    return {"moe": experts}
 
 
 def _write_some_experts(config: DecoderConfig) -> Raw:
-    experts = config.experts
+    experts = config.moe
     if experts is None:
         return {}
     return {
-        "num_local_experts": experts.count,
+        "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.ffn,
-        "norm_topk_prob": experts.normalize,
+        "moe_intermediate_size": experts.ffn_dim,
+        "norm_topk_prob": experts.norm_topk_prob,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, sparse in enumerate(config.sparse) if not sparse],
+        "mlp_only_layers": [i for i, sparse in enumerate(config.is_moe_layer) if not sparse],
     }
 
 
@@ -483,14 +487,14 @@ def _read_gpt2(raw: Raw) -> dict[str, Any]:
     return {
         "kv_heads": raw.get("n_head"),
         "head_dim": _divided(dim, raw.get("n_head")),
-        "ffn": 4 * dim if raw["n_inner"] is None else raw["n_inner"],  # pyright: ignore
+        "ffn_dim": 4 * dim if raw["n_inner"] is None else raw["n_inner"],  # pyright: ignore
         "activation": _ACTIVATIONS[name],
     }
 
 
 def _write_gpt2(config: DecoderConfig) -> Raw:
     names = [name for name, kind in _ACTIVATIONS.items() if kind is config.activation]
-    return {"n_inner": config.ffn, "activation_function": (names or [""])[0]}
+    return {"n_inner": config.ffn_dim, "activation_function": (names or [""])[0]}
 
 
 # ---- families ------------------------------------------------------------------------------------
@@ -520,19 +524,22 @@ _SIZES = {
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
-    "ffn": "intermediate_size",
-    "context": "max_position_embeddings",
+    "ffn_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
 }
 _HEADS = Part(_read_heads, lambda c: {"num_key_value_heads": c.kv_heads, "head_dim": c.head_dim})
 _ROPE = Part(_read_rope, _write_rope)
-_BIASES = _keys(qkv_bias="attention_bias", out_bias="attention_bias")
-_WINDOW = Part(_read_window, lambda c: {"sliding_window": c.window})
+_BIASES = _keys(qkv_bias="attention_bias", o_bias="attention_bias")
+_WINDOW = Part(_read_window, lambda c: {"sliding_window": c.sliding_window})
 _LAYERED_WINDOW = Part(_read_layered_window, _write_layered_window)
 _SWITCHED_WINDOW = Part(
     _read_switched_window,
-    lambda c: {"use_sliding_window": c.window is not None, "sliding_window": c.window},
+    lambda c: {
+        "use_sliding_window": c.sliding_window is not None,
+        "sliding_window": c.sliding_window,
+    },
 )
 _PLAIN = (_keys(**_SIZES), _HEADS, _ROPE)
 _DEFAULTS = {"tie_word_embeddings": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
@@ -541,9 +548,9 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 
 _LAYER = "model.layers.{i}."
 _NAMES: dict[str, str | tuple[str, ...]] = {
-    "embed.weight": "model.embed_tokens.weight",
+    "tok_embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
-    "head.weight": _HEAD,
+    "lm_head.weight": _HEAD,
     **{
         f"blocks.{{i}}.attention.qkv.{kind}": tuple(
             f"{_LAYER}self_attn.{x}_proj.{kind}" for x in "qkv"
@@ -580,9 +587,9 @@ _QWEN3_MOE_NAMES = {
     "blocks.{i}.mlp.down": _LAYER + "mlp.experts.{e}.down_proj.weight",
 }
 _GPT2_NAMES = {
-    "embed.weight": "transformer.wte.weight",
-    "place.weight": "transformer.wpe.weight",
-    "head.weight": _HEAD,
+    "tok_embed.weight": "transformer.wte.weight",
+    "pos_embed.weight": "transformer.wpe.weight",
+    "lm_head.weight": _HEAD,
     **{
         f"{ours}.{kind}": f"transformer.{theirs}.{kind}"
         for kind in ("weight", "bias")
@@ -616,14 +623,14 @@ FAMILIES: dict[str, Family] = {
                 dim="n_embd",
                 layers="n_layer",
                 heads="n_head",
-                context="n_positions",
+                max_seq_len="n_positions",
                 norm_eps="layer_norm_epsilon",
-                tied="tie_word_embeddings",
+                tie_embeddings="tie_word_embeddings",
             ),
             Part(_read_gpt2, _write_gpt2),
         ),
         names=_GPT2_NAMES,
-        fixed={"norm": NormKind.LAYER, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        fixed={"norm": NormKind.LAYER, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
         defaults={
             "n_positions": 1024,
             "n_inner": None,
@@ -664,7 +671,7 @@ FAMILIES: dict[str, Family] = {
         prefix="model.",
         parts=(*_PLAIN, _BIASES, _LAYERED_WINDOW),
         names=_NAMES,
-        fixed={"qk_norm": QkNorm.HEAD},
+        fixed={"qk_norm": QkNorm.PER_HEAD},
         defaults={
             **_DEFAULTS,
             **_QWEN_WINDOW,
@@ -680,7 +687,7 @@ FAMILIES: dict[str, Family] = {
         prefix="model.",
         parts=(*_PLAIN, _BIASES),
         names=_OLMO2_NAMES,
-        fixed={"norm_place": NormPlace.BEHIND, "qk_norm": QkNorm.WHOLE},
+        fixed={"norm_position": NormPosition.POST, "qk_norm": QkNorm.FULL},
         defaults={**_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False},
         only=_SILU,
     ),
@@ -702,7 +709,7 @@ FAMILIES: dict[str, Family] = {
         prefix="model.",
         parts=(*_PLAIN, _BIASES, _SWITCHED_WINDOW, Part(_read_some_experts, _write_some_experts)),
         names=_QWEN3_MOE_NAMES,
-        fixed={"qk_norm": QkNorm.HEAD},
+        fixed={"qk_norm": QkNorm.PER_HEAD},
         defaults={
             **_DEFAULTS,
             **_QWEN_WINDOW,

@@ -69,7 +69,10 @@ class Model:
         session = session or Session(self.decoder)
         text = self.tokenizer.stream()
         for token in session.stream(
-            ids, max_tokens=max_tokens, sampling=sampling, ends=self.tokenizer.ends
+            ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_token_ids=self.tokenizer.eos_token_ids,
         ):
             yield text.feed(token)
         yield text.finish()

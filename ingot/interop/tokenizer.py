@@ -38,13 +38,13 @@ class TokenizerError(IngotError):
 class Tokenizer:
     """The tokenizer of a model directory.
 
-    `special` names the special tokens ("eos_token": "<|im_end|>"), `ends` are the ids that end
-    an answer, `template` turns messages into text and is None if the model does not chat.
+    `special` names the special tokens ("eos_token": "<|im_end|>"), `eos_token_ids` are the ids that
+    end an answer, `template` turns messages into text and is None if the model does not chat.
     """
 
     inner: tokenizers.Tokenizer
     special: Mapping[str, str] = field(default_factory=dict[str, str])
-    ends: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
     template: ChatTemplate | None = None
 
     @classmethod
@@ -57,7 +57,7 @@ class Tokenizer:
         return cls(
             inner=inner,
             special=special,
-            ends=_ends(directory, inner, special),
+            eos_token_ids=_eos_token_ids(directory, inner, special),
             template=None if source is None else ChatTemplate(source),
         )
 
@@ -209,7 +209,7 @@ def _template(directory: Path, settings: dict[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _ends(
+def _eos_token_ids(
     directory: Path, inner: tokenizers.Tokenizer, special: Mapping[str, str]
 ) -> frozenset[int]:
     """Return the ids that end an answer, from the first file that names any."""

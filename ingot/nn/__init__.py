@@ -1,9 +1,9 @@
-"""Layers and models on ops: packed tokens and a plan in, states out.
+"""Layers and models on ops: packed tokens and a layout in, states out.
 
 >>> import torch
->>> from ingot.nn import Decoder, Plan, preset
->>> plan = Plan.packed([4])
->>> Decoder.new(preset("tiny"), seed=0)(torch.arange(4), plan.positions(), plan).shape
+>>> from ingot.nn import Decoder, BatchLayout, preset
+>>> layout = BatchLayout.packed([4])
+>>> Decoder.from_config(preset("tiny"), seed=0)(torch.arange(4), layout).shape
 torch.Size([4, 64])
 """
 
@@ -13,9 +13,9 @@ from ingot.nn.attention import Attention
 from ingot.nn.config import (
     Activation,
     DecoderConfig,
-    Experts,
+    MoEConfig,
     NormKind,
-    NormPlace,
+    NormPosition,
     QkNorm,
     Rope,
 )
@@ -24,10 +24,10 @@ from ingot.nn.decoder import Decoder
 from ingot.nn.dense import Dense, DenseConfig
 from ingot.nn.dropout import Dropout
 from ingot.nn.gru import GRU, GRUConfig
+from ingot.nn.layout import BatchLayout, KVCache, KVSpec
 from ingot.nn.linear import Embedding, Linear
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
-from ingot.nn.plan import KVPool, KVSpec, Plan
 from ingot.nn.presets import PRESETS, preset
 from ingot.nn.session import Sampling, Session
 
@@ -38,6 +38,7 @@ __all__ = [
     "PRESETS",
     "Activation",
     "Attention",
+    "BatchLayout",
     "CNNConfig",
     "Decoder",
     "DecoderConfig",
@@ -45,16 +46,15 @@ __all__ = [
     "DenseConfig",
     "Dropout",
     "Embedding",
-    "Experts",
     "GRUConfig",
-    "KVPool",
+    "KVCache",
     "KVSpec",
     "LayerNorm",
     "Linear",
     "MoE",
+    "MoEConfig",
     "NormKind",
-    "NormPlace",
-    "Plan",
+    "NormPosition",
     "QkNorm",
     "RMSNorm",
     "ResNet",

@@ -1,4 +1,4 @@
-"""Attention with its projections: the layer that reads the plan and keeps state.
+"""Attention with its projections: the layer that reads the layout and keeps state.
 
 Queries, keys and values come out of one weight, `qkv`: the rows of q, then of k, then of v. A
 decode step reads it in one pass; then `rope_and_cache` turns q and k and puts k and v into the
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn.config import QkNorm, Rope
+from ingot.nn.layout import BatchLayout, KVSpec
 from ingot.nn.linear import Linear
 from ingot.nn.norm import RMSNorm
-from ingot.nn.plan import KVSpec, Plan
 
 
 class Attention(nn.Module):
@@ -30,8 +30,8 @@ class Attention(nn.Module):
     `layer` is its place in the KV pool: number the layers of a model from 0 on.
 
     >>> attention = Attention(32, heads=4, kv_heads=2, rope=Rope())
-    >>> plan = Plan.packed([3, 2])
-    >>> attention(torch.zeros(5, 32), plan.positions(), plan).shape
+    >>> layout = BatchLayout.packed([3, 2])
+    >>> attention(torch.zeros(5, 32), layout).shape
     torch.Size([5, 32])
     """
 
@@ -44,10 +44,10 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         layer: int = 0,
         rope: Rope | None = None,
-        window: int | None = None,
+        sliding_window: int | None = None,
         qk_norm: QkNorm | None = None,
         qkv_bias: bool = False,
-        out_bias: bool = False,
+        o_bias: bool = False,
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Attention(nn.Module):
                 f"{dim} channels in {heads} heads that share {self.kv_heads} key-value heads",
                 hint="give heads that are a multiple of kv_heads and divide the channels",
             )
-        self.layer, self.window, self.qk_norm = layer, window, qk_norm
+        self.layer, self.sliding_window, self.qk_norm = layer, sliding_window, qk_norm
         rows = (heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(dim, rows, bias=qkv_bias)
-        self.out = Linear(heads * self.head_dim, dim, bias=out_bias)
+        self.out = Linear(heads * self.head_dim, dim, bias=o_bias)
         self.rotary = Rotary(self.head_dim, rope)
         if qk_norm:
-            whole = qk_norm is QkNorm.WHOLE
+            whole = qk_norm is QkNorm.FULL
             self.q_norm = RMSNorm(self.head_dim * (heads if whole else 1), eps)
             self.k_norm = RMSNorm(self.head_dim * (self.kv_heads if whole else 1), eps)
 
@@ -74,19 +74,26 @@ class Attention(nn.Module):
         dtype = self.qkv.weight.dtype
         return KVSpec(layers=1, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
 
-    def forward(
-        self, x_TD: Tensor, positions_T: Tensor, plan: Plan, residual: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, layout: BatchLayout, residual: Tensor | None = None) -> Tensor:
         """What each token gathers from those before it, added to the residual if given."""
         q_TNH, k, v = self._project(x_TD)
-        if plan.pool is None:
-            q_TNH, k = self.rotary(q_TNH, positions_T), self.rotary(k, positions_T)
+        if layout.kv_cache is None:
+            q_TNH, k = self.rotary(q_TNH, layout.positions), self.rotary(k, layout.positions)
         else:
-            pool = plan.pool.k[self.layer], plan.pool.v[self.layer]
-            q_TNH = self.rotary.write(q_TNH, k, v, positions_T, *pool, plan.slots)
-            k, v = pool
+            cache = layout.kv_cache.k[self.layer], layout.kv_cache.v[self.layer]
+            q_TNH = self.rotary.apply_and_cache(
+                q_TNH, k, v, layout.positions, *cache, layout.slot_mapping
+            )
+            k, v = cache
         found_TNH = ops.attention(
-            q_TNH, k, v, plan.cu_seqlens, plan.context_lens, plan.block_table, True, self.window
+            q_TNH,
+            k,
+            v,
+            layout.cu_seqlens,
+            layout.context_lens,
+            layout.block_table,
+            True,
+            self.sliding_window,
         )
         return self.out(found_TNH.flatten(1), residual)
 
@@ -101,7 +108,7 @@ class Attention(nn.Module):
         return q_TNH, k_TGH, v_TGH
 
     def _normalize(self, norm: RMSNorm, x_TXH: Tensor) -> Tensor:
-        if self.qk_norm is QkNorm.HEAD:
+        if self.qk_norm is QkNorm.PER_HEAD:
             return norm(x_TXH)
         return norm(x_TXH.flatten(1)).view(x_TXH.shape)
 
@@ -118,7 +125,7 @@ class Rotary(nn.Module):
 
     def __init__(self, width: int, rope: Rope | None) -> None:
         super().__init__()
-        self.turns = rope is not None
+        self.enabled = rope is not None
         with torch.device("cpu"):
             self.freqs, self.scale = torch.empty(0), 1.0
             if rope is not None:
@@ -132,28 +139,28 @@ class Rotary(nn.Module):
 
     def forward(self, x_TNH: Tensor, positions_T: Tensor) -> Tensor:
         """Turn each head by its token's position."""
-        if not self.turns:
+        if not self.enabled:
             return x_TNH
         return ops.rope(x_TNH, positions_T, self.freqs, False, self.scale)
 
-    def write(
+    def apply_and_cache(
         self,
         q_TNH: Tensor,
         k_TGH: Tensor,
         v_TGH: Tensor,
         positions_T: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
         slots_T: Tensor | None,
     ) -> Tensor:
         """Turn queries and keys, keep keys and values in their slots, return the queries."""
         if k_TGH.requires_grad:
             raise IngotError(
                 "keys that are kept in a pool have no gradient",
-                hint="run with torch.inference_mode(), or train with Plan.packed",
+                hint="run with torch.inference_mode(), or train with BatchLayout.packed",
             )
         assert slots_T is not None
         turn = positions_T, self.freqs
         return ops.rope_and_cache(
-            q_TNH, k_TGH, v_TGH, *turn, k_pool, v_pool, slots_T, False, self.scale
+            q_TNH, k_TGH, v_TGH, *turn, k_cache, v_cache, slots_T, False, self.scale
         )

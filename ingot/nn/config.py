@@ -31,18 +31,18 @@ class NormKind(Enum):
     LAYER = "layer"
 
 
-class NormPlace(Enum):
+class NormPosition(Enum):
     """Where a block normalizes: what its branches read, or what they add."""
 
-    BEFORE = "before"
-    BEHIND = "behind"
+    PRE = "pre"
+    POST = "post"
 
 
 class QkNorm(Enum):
     """What an RMSNorm of queries and keys spans: each head, or all of them together."""
 
-    HEAD = "head"
-    WHOLE = "whole"
+    PER_HEAD = "per_head"
+    FULL = "full"
 
 
 class Activation(Enum):
@@ -62,10 +62,10 @@ _MOST = {
     "heads": 2**11,
     "kv_heads": 2**11,
     "head_dim": 2**12,
-    "ffn": 2**20,
-    "context": 2**27,
-    "window": 2**27,
-    "count": 2**12,
+    "ffn_dim": 2**20,
+    "max_seq_len": 2**27,
+    "sliding_window": 2**27,
+    "num_experts": 2**12,
     "top_k": 2**8,
 }
 
@@ -140,28 +140,29 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class MoEConfig:
     """A mixture of experts in the place of the MLP: each token goes to the best `top_k`.
 
-    >>> Experts(count=8, top_k=2, ffn=14336).normalize
+    >>> MoEConfig(num_experts=8, top_k=2, ffn_dim=14336).norm_topk_prob
     True
     """
 
-    count: int
+    num_experts: int
     top_k: int
-    ffn: int
+    ffn_dim: int
     """Width of an expert."""
-    normalize: bool = True
+    norm_topk_prob: bool = True
     """Whether the weights of the chosen experts sum to 1."""
     layers: tuple[int, ...] | None = None
     """Which layers have experts; all of them if None."""
 
     def __post_init__(self) -> None:
-        _bounded(self, "count", "top_k", "ffn")
-        _flags(self, "normalize")
-        if self.top_k > self.count:
+        _bounded(self, "num_experts", "top_k", "ffn_dim")
+        _flags(self, "norm_topk_prob")
+        if self.top_k > self.num_experts:
             raise ConfigError(
-                f"top_k is {self.top_k} of {self.count} experts", hint="choose no more than exist"
+                f"top_k is {self.top_k} of {self.num_experts} experts",
+                hint="choose no more than exist",
             )
 
 
@@ -170,10 +171,10 @@ class DecoderConfig:
     """Everything a `Decoder` is made of. Presets are in `ingot.nn.presets`.
 
     >>> config = DecoderConfig(
-    ...     vocab_size=256, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128,
-    ...     context=512, rope=Rope()
+    ...     vocab_size=256, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_dim=128,
+    ...     max_seq_len=512, rope=Rope()
     ... )
-    >>> config.windows
+    >>> config.window_per_layer
     (None, None)
     """
 
@@ -183,34 +184,34 @@ class DecoderConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    ffn_dim: int
     """Width of the MLP."""
-    context: int
+    max_seq_len: int
     """The longest sequence it is made for."""
     rope: Rope | None = None
     """Rotary positions; learned ones, added to the embedding, if None."""
     norm: NormKind = NormKind.RMS
-    norm_place: NormPlace = NormPlace.BEFORE
+    norm_position: NormPosition = NormPosition.PRE
     norm_eps: float = 1e-5
     qk_norm: QkNorm | None = None
     activation: Activation = Activation.SWIGLU
     qkv_bias: bool = False
-    out_bias: bool = False
+    o_bias: bool = False
     """Of what attention puts out."""
     mlp_bias: bool = False
-    tied: bool = False
+    tie_embeddings: bool = False
     """Whether the head is the embedding."""
-    window: int | None = None
-    """How far a token sees in the layers of `window_layers`."""
-    window_layers: tuple[int, ...] | None = None
+    sliding_window: int | None = None
+    """How far a token sees in the layers of `sliding_window_layers`."""
+    sliding_window_layers: tuple[int, ...] | None = None
     """Which layers have the window; all of them if None."""
-    experts: Experts | None = None
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        _bounded(self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn")
-        _bounded(self, "context", *(() if self.window is None else ("window",)))
+        _bounded(self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim")
+        _bounded(self, "max_seq_len", *(() if self.sliding_window is None else ("sliding_window",)))
         _positive("norm_eps", self.norm_eps, 1.0)
-        _flags(self, "qkv_bias", "out_bias", "mlp_bias", "tied")
+        _flags(self, "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly",
@@ -223,22 +224,28 @@ class DecoderConfig:
             )
         if self.mlp_bias and self.activation is Activation.SWIGLU:
             raise ConfigError("mlp_bias with SwiGLU", hint="choose one of the two")
-        if self.window is None and self.window_layers is not None:
-            raise ConfigError("window_layers without a window", hint="give the window too")
-        _some_layers("window_layers", self.window_layers, self.layers)
-        if self.experts:
-            _some_layers("experts.layers", self.experts.layers, self.layers)
+        if self.sliding_window is None and self.sliding_window_layers is not None:
+            raise ConfigError(
+                "sliding_window_layers without a sliding_window", hint="give sliding_window too"
+            )
+        _some_layers("sliding_window_layers", self.sliding_window_layers, self.layers)
+        if self.moe:
+            _some_layers("moe.layers", self.moe.layers, self.layers)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
+    def window_per_layer(self) -> tuple[int | None, ...]:
         """How far a token sees, in each layer."""
-        chosen = range(self.layers) if self.window_layers is None else self.window_layers
-        return tuple(self.window if layer in chosen else None for layer in range(self.layers))
+        chosen = (
+            range(self.layers) if self.sliding_window_layers is None else self.sliding_window_layers
+        )
+        return tuple(
+            self.sliding_window if layer in chosen else None for layer in range(self.layers)
+        )
 
     @property
-    def sparse(self) -> tuple[bool, ...]:
+    def is_moe_layer(self) -> tuple[bool, ...]:
         """Which layers have experts."""
-        if self.experts is None:
+        if self.moe is None:
             return (False,) * self.layers
-        chosen = range(self.layers) if self.experts.layers is None else self.experts.layers
+        chosen = range(self.layers) if self.moe.layers is None else self.moe.layers
         return tuple(layer in chosen for layer in range(self.layers))

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
-from ingot.nn.dense import he
+from ingot.nn.dense import kaiming_init_
 from ingot.nn.dropout import Dropout
 
 
 def _widths(config: CNNConfig | ResNetConfig) -> None:
-    check_bounds(config, channels=(1, 2**16), classes=(1, 2**22), dropout=(0.0, 0.99))
+    check_bounds(config, in_channels=(1, 2**16), num_classes=(1, 2**22), dropout=(0.0, 0.99))
     if not (0 < len(config.widths) <= 64 and all(1 <= w <= 2**16 for w in config.widths)):
         raise ConfigError(
             f"widths is {config.widths}"[:200], hint="give the channels of each stage"
@@ -31,14 +31,14 @@ def _widths(config: CNNConfig | ResNetConfig) -> None:
 class CNNConfig:
     """Stages of two convolutions, each stage at half the resolution of the one before.
 
-    >>> CNNConfig(widths=(16, 32), classes=10).channels
+    >>> CNNConfig(widths=(16, 32), num_classes=10).in_channels
     1
     """
 
     kind: Literal["cnn"] = "cnn"
-    channels: int = 1
+    in_channels: int = 1
     widths: tuple[int, ...]
-    classes: int
+    num_classes: int
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -49,21 +49,21 @@ class CNNConfig:
 class ResNetConfig:
     """Stages of residual blocks, each stage at half the resolution of the one before.
 
-    >>> ResNetConfig(widths=(16, 32), classes=10).blocks
+    >>> ResNetConfig(widths=(16, 32), num_classes=10).blocks_per_stage
     2
     """
 
     kind: Literal["resnet"] = "resnet"
-    channels: int = 1
+    in_channels: int = 1
     widths: tuple[int, ...]
-    blocks: int = 2
+    blocks_per_stage: int = 2
     """In each stage."""
-    classes: int
+    num_classes: int
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         _widths(self)
-        check_bounds(self, blocks=(1, 2**10))
+        check_bounds(self, blocks_per_stage=(1, 2**10))
 
 
 class ConvNorm(nn.Module):
@@ -103,26 +103,26 @@ class _Images(nn.Module):
 
     stages: nn.Sequential
 
-    def _end(self, width: int, classes: int, dropout: float) -> None:
-        self.drop = Dropout(dropout, 0)
-        self.head = nn.Linear(width, classes)
+    def _end(self, width: int, num_classes: int, dropout: float) -> None:
+        self.dropout = Dropout(dropout, 0)
+        self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scores of each image, (B, classes)."""
+        """The scores of each image, (B, num_classes)."""
         x = (x if x.dim() == 4 else x[:, None]).to(self.head.weight.dtype)
-        return self.head(self.drop(self.stages(x).mean((2, 3))))
+        return self.head(self.dropout(self.stages(x).mean((2, 3))))
 
 
 class CNN(_Images):
     """A plain stack of convolutions.
 
-    >>> CNN.new(CNNConfig(widths=(4, 8), classes=10), seed=0)(torch.ones(3, 8, 8)).shape
+    >>> CNN.from_config(CNNConfig(widths=(4, 8), num_classes=10), seed=0)(torch.ones(3, 8, 8)).shape
     torch.Size([3, 10])
     """
 
     def __init__(self, config: CNNConfig) -> None:
         super().__init__()
-        self.config, inputs = config, config.channels
+        self.config, inputs = config, config.in_channels
         layers: list[nn.Module] = []
         for index, width in enumerate(config.widths):
             if index:
@@ -131,33 +131,34 @@ class CNN(_Images):
                 layers += [ConvNorm(inputs, width), nn.ReLU()]
                 inputs = width
         self.stages = nn.Sequential(*layers)
-        self._end(inputs, config.classes, config.dropout)
+        self._end(inputs, config.num_classes, config.dropout)
 
     @staticmethod
-    def new(config: CNNConfig, *, seed: int) -> CNN:
+    def from_config(config: CNNConfig, *, seed: int) -> CNN:
         """One with fresh weights."""
-        return he(CNN(config), seed)
+        return kaiming_init_(CNN(config), seed)
 
 
 class ResNet(_Images):
     """A residual network for small images, without the first pooling.
 
-    >>> ResNet.new(ResNetConfig(widths=(4, 8), classes=10), seed=0)(torch.ones(3, 8, 8)).shape
+    >>> model = ResNet.from_config(ResNetConfig(widths=(4, 8), num_classes=10), seed=0)
+    >>> model(torch.ones(3, 8, 8)).shape
     torch.Size([3, 10])
     """
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         self.config, inputs = config, config.widths[0]
-        layers: list[nn.Module] = [ConvNorm(config.channels, inputs), nn.ReLU()]
+        layers: list[nn.Module] = [ConvNorm(config.in_channels, inputs), nn.ReLU()]
         for index, width in enumerate(config.widths):
-            for block in range(config.blocks):
+            for block in range(config.blocks_per_stage):
                 layers.append(Residual(inputs, width, 2 if index and not block else 1))
                 inputs = width
         self.stages = nn.Sequential(*layers)
-        self._end(inputs, config.classes, config.dropout)
+        self._end(inputs, config.num_classes, config.dropout)
 
     @staticmethod
-    def new(config: ResNetConfig, *, seed: int) -> ResNet:
+    def from_config(config: ResNetConfig, *, seed: int) -> ResNet:
         """One with fresh weights."""
-        return he(ResNet(config), seed)
+        return kaiming_init_(ResNet(config), seed)

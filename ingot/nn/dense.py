@@ -25,51 +25,57 @@ class DenseConfig:
     """Layers of these widths, GELU between them."""
 
     kind: Literal["dense"] = "dense"
-    inputs: int
-    hidden: tuple[int, ...]
-    outputs: int
+    in_features: int
+    hidden_dims: tuple[int, ...]
+    out_features: int
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_bounds(self, inputs=(1, 2**24), outputs=(1, 2**22), dropout=(0.0, 0.99))
-        if not all(1 <= width <= 2**20 for width in self.hidden) or len(self.hidden) > 2**10:
-            raise ConfigError(f"hidden is {self.hidden}"[:200], hint="give widths from 1 on")
+        check_bounds(self, in_features=(1, 2**24), out_features=(1, 2**22), dropout=(0.0, 0.99))
+        if (
+            not all(1 <= width <= 2**20 for width in self.hidden_dims)
+            or len(self.hidden_dims) > 2**10
+        ):
+            raise ConfigError(
+                f"hidden_dims is {self.hidden_dims}"[:200], hint="give widths from 1 on"
+            )
 
 
 class Dense(nn.Module):
     """Dense layers on exact ops; what is behind the first dimension of x is one row.
 
-    >>> Dense.new(DenseConfig(inputs=2, hidden=(8,), outputs=3), seed=0)(torch.ones(4, 2)).shape
+    >>> config = DenseConfig(in_features=2, hidden_dims=(8,), out_features=3)
+    >>> Dense.from_config(config, seed=0)(torch.ones(4, 2)).shape
     torch.Size([4, 3])
     """
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
         self.config = config
-        widths = (config.inputs, *config.hidden, config.outputs)
+        widths = (config.in_features, *config.hidden_dims, config.out_features)
         self.layers = nn.ModuleList(Linear(a, b, bias=True) for a, b in pairwise(widths))
-        self.drops = nn.ModuleList(
-            Dropout(config.dropout, layer) for layer in range(len(config.hidden))
+        self.dropouts = nn.ModuleList(
+            Dropout(config.dropout, layer) for layer in range(len(config.hidden_dims))
         )
 
     @staticmethod
-    def new(config: DenseConfig, *, seed: int) -> Dense:
+    def from_config(config: DenseConfig, *, seed: int) -> Dense:
         """One with fresh weights."""
-        return he(Dense(config), seed)
+        return kaiming_init_(Dense(config), seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scores of each row, (B, outputs)."""
+        """The scores of each row, (B, out_features)."""
         x = x.flatten(1).to(self.layers[0].weight.dtype)  # pyright: ignore
         *hidden, last = self.layers
-        for layer, drop in zip(hidden, self.drops, strict=True):
+        for layer, drop in zip(hidden, self.dropouts, strict=True):
             x = drop(ops.linear_gelu(x, layer.weight, layer.bias))  # pyright: ignore
         return last(x)
 
 
-def he(model: M, seed: int) -> M:
+def kaiming_init_(model: M, seed: int) -> M:
     """Fill a model's weights: normal, of variance 2 / fan-in (He et al. 2015); biases 0, norms 1.
 
-    >>> round(he(nn.Linear(200, 100), 0).weight.std().item(), 2)
+    >>> round(kaiming_init_(nn.Linear(200, 100), 0).weight.std().item(), 2)
     0.1
     """
     random = torch.Generator().manual_seed(seed)

@@ -5,7 +5,7 @@ that others draw from too. So a resumed run drops what the first one dropped, a 
 computed again for its backward drops the same, and so does a global batch whether in one piece
 or in several: whoever splits it says at which row a piece begins.
 
-A value is dropped if 16 random bits are below `rate`, which is rounded to 1/65536. What is kept is
+A value is dropped if 16 random bits are below `p`, which is rounded to 1/65536. What is kept is
 divided by the share that is kept. In `eval` nothing is dropped. The bits are made on the CPU.
 """
 
@@ -26,29 +26,29 @@ class Dropout(nn.Module):
     """Dropout of a layer; number the layers of a model, each its own.
 
     >>> layer = Dropout(0.5, layer=0)
-    >>> layer.begin(seed=0, step=7)
+    >>> layer.set_step(seed=0, step=7)
     >>> x = torch.ones(4, 3)
     >>> whole = layer(x)
-    >>> layer.begin(seed=0, step=7, row=1)
+    >>> layer.set_step(seed=0, step=7, row=1)
     >>> torch.equal(layer(x[1:]), whole[1:])
     True
     """
 
-    def __init__(self, rate: float, layer: int) -> None:
+    def __init__(self, p: float, layer: int) -> None:
         super().__init__()
-        self.dropped = round(rate * _LEVELS)
-        if not 0 <= self.dropped < _LEVELS:
-            raise ConfigError(f"dropout of {rate}", hint="give a rate from 0 to below 1")
+        self.threshold = round(p * _LEVELS)
+        if not 0 <= self.threshold < _LEVELS:
+            raise ConfigError(f"dropout of {p}", hint="give a p from 0 to below 1")
         self.layer = layer
-        self.begin(seed=0, step=0)
+        self.set_step(seed=0, step=0)
 
-    def begin(self, *, seed: int, step: int, row: int = 0) -> None:
+    def set_step(self, *, seed: int, step: int, row: int = 0) -> None:
         """Say which step the next rows belong to, and which row of the batch is the first."""
         self._seed, self._step, self._row = seed, step, row
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop some of the values, in rows along the first dimension."""
-        if not (self.training and self.dropped):
+        if not (self.training and self.threshold):
             return x
         width = x[0].numel()
         blocks = -(-width // _PER_BLOCK)  # a row begins with a new block
@@ -60,13 +60,13 @@ class Dropout(nn.Module):
             start=self._row * blocks,
         )
         bits = torch.from_numpy(stream.random_raw(4 * blocks * len(x)).view("uint16"))
-        keep = bits.view(len(x), -1)[:, :width].to(torch.int32) >= self.dropped
-        scale = _LEVELS / (_LEVELS - self.dropped)
+        keep = bits.view(len(x), -1)[:, :width].to(torch.int32) >= self.threshold
+        scale = _LEVELS / (_LEVELS - self.threshold)
         return x * (keep.view(x.shape).to(x.device, x.dtype) * scale)
 
 
-def begin(model: nn.Module, *, seed: int, step: int, row: int = 0) -> None:
+def set_step(model: nn.Module, *, seed: int, step: int, row: int = 0) -> None:
     """Tell every dropout of a model which step this is, and at which row the batch goes on."""
     for module in model.modules():
         if isinstance(module, Dropout):
-            module.begin(seed=seed, step=step, row=row)
+            module.set_step(seed=seed, step=step, row=row)

@@ -1,6 +1,6 @@
 """A recurrent language model: gated recurrent units (Cho et al. 2014) over packed tokens.
 
-    forward(tokens_T, positions_T, plan) -> hidden_TD
+    forward(tokens_T, layout) -> hidden_TD
 
 as the decoder's, so that the same step trains it. The recurrence is torch's, and not exact.
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from ingot.core.config import check_bounds
+from ingot.nn.layout import BatchLayout
 from ingot.nn.linear import STD, Embedding
 from ingot.nn.norm import RMSNorm
-from ingot.nn.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,50 +32,50 @@ class GRUConfig:
     vocab_size: int
     dim: int
     layers: int = 1
-    context: int = 2**20
+    max_seq_len: int = 2**20
     """The longest sequence; a recurrence has no limit of its own."""
 
     def __post_init__(self) -> None:
         check_bounds(
-            self, vocab_size=(1, 2**22), dim=(1, 2**16), layers=(1, 2**8), context=(1, 2**27)
+            self, vocab_size=(1, 2**22), dim=(1, 2**16), layers=(1, 2**8), max_seq_len=(1, 2**27)
         )
 
 
 class GRU(nn.Module):
     """A recurrent language model; its head is its embedding.
 
-    >>> model = GRU.new(GRUConfig(vocab_size=16, dim=8), seed=0)
-    >>> plan = Plan.packed([3, 2])
-    >>> model(torch.arange(5), plan.positions(), plan).shape
+    >>> model = GRU.from_config(GRUConfig(vocab_size=16, dim=8), seed=0)
+    >>> layout = BatchLayout.packed([3, 2])
+    >>> model(torch.arange(5), layout).shape
     torch.Size([5, 8])
     """
 
     def __init__(self, config: GRUConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.dim)
+        self.tok_embed = Embedding(config.vocab_size, config.dim)
         self.units = nn.GRU(config.dim, config.dim, config.layers)
         self.norm = RMSNorm(config.dim)
 
     @staticmethod
-    def new(config: GRUConfig, *, seed: int) -> GRU:
+    def from_config(config: GRUConfig, *, seed: int) -> GRU:
         """One with fresh weights."""
         model, random = GRU(config), torch.Generator().manual_seed(seed)
         bound = 1 / math.sqrt(config.dim)
         with torch.no_grad():
             for parameter in model.units.parameters():
                 parameter.uniform_(-bound, bound, generator=random)
-            model.embed.weight.normal_(std=STD, generator=random)
+            model.tok_embed.weight.normal_(std=STD, generator=random)
         return model
 
     @property
-    def head_weight(self) -> Tensor:
+    def lm_head_weight(self) -> Tensor:
         """The weight of the vocabulary, (V, D)."""
-        return self.embed.weight
+        return self.tok_embed.weight
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan) -> Tensor:
+    def forward(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
         """The normalized state of each token, (T, D)."""
-        lengths = plan.cu_seqlens.diff().tolist()
-        sequences = [s for s in self.embed(tokens_T).split(lengths) if len(s)]
+        lengths = layout.cu_seqlens.diff().tolist()
+        sequences = [s for s in self.tok_embed(tokens_T).split(lengths) if len(s)]
         found, _ = self.units(pack_sequence(sequences, enforce_sorted=False))
         return self.norm(torch.cat(unpack_sequence(found)))

@@ -15,7 +15,7 @@ from ingot import ops
 STD = 0.02  # of fresh weights, as GPT-2's and Llama's
 
 
-def fresh(weight: Tensor) -> None:
+def init_normal_(weight: Tensor) -> None:
     """Fill a weight with normal values; one on `meta` is left alone.
 
     There `normal_` would do nothing either, but import torch._dynamo: 2 s when a model is loaded.
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Normal weights, no bias."""
-        fresh(self.weight)
+        init_normal_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -58,7 +58,7 @@ class Embedding(nn.Module):
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, dim))
-        fresh(self.weight)
+        init_normal_(self.weight)
 
     def forward(self, indices: Tensor) -> Tensor:
         """The rows of these indices."""

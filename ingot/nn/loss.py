@@ -13,21 +13,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ingot import ops
-from ingot.nn.plan import Plan
-
-IGNORED = -100
-"""A target that loses nothing."""
+from ingot.core.targets import IGNORE_INDEX
+from ingot.nn.layout import BatchLayout
 
 
 class LanguageModel(Protocol):
     """Packed tokens in, states out, and the weight that makes scores of them."""
 
     @property
-    def head_weight(self) -> Tensor:
+    def lm_head_weight(self) -> Tensor:
         """The weight of the vocabulary."""
         ...
 
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan) -> Tensor:
+    def __call__(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
         """The state of each token."""
         ...
 
@@ -50,14 +48,14 @@ def token_losses(
 
     >>> import torch
     >>> from ingot.nn import Decoder, preset
-    >>> model = Decoder.new(preset("tiny"), seed=0)
+    >>> model = Decoder.from_config(preset("tiny"), seed=0)
     >>> token_losses(model, torch.arange(3), torch.tensor([1, 2, -100]), [3])[2].item()
     0.0
     """
-    plan = Plan.packed(lengths, tokens_T.device)
-    hidden_TD = model(tokens_T, plan.positions(), plan)
-    args = (hidden_TD, model.head_weight, targets_T, IGNORED, label_smoothing, z_loss)
-    trained = hidden_TD.requires_grad and model.head_weight.requires_grad
+    layout = BatchLayout.packed(lengths, tokens_T.device)
+    hidden_TD = model(tokens_T, layout)
+    args = (hidden_TD, model.lm_head_weight, targets_T, IGNORE_INDEX, label_smoothing, z_loss)
+    trained = hidden_TD.requires_grad and model.lm_head_weight.requires_grad
     if grad_output is None or not (trained and torch.is_grad_enabled()):
         return ops.linear_cross_entropy(*args)
     return _WithGradients.apply(grad_output, *args)  # pyright: ignore
@@ -78,7 +76,7 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         *args, of_hidden, of_weight = ctx.saved_tensors
         others_T = (grads_T != torch.tensor(ctx.grad_output, dtype=grads_T.dtype)) & (
-            args[2] != IGNORED
+            args[2] != IGNORE_INDEX
         )
         if others_T.any():
             with torch.enable_grad():
@@ -92,11 +90,11 @@ def token_logprobs(
     model: LanguageModel, tokens_T: Tensor, targets_T: Tensor, lengths: list[int]
 ) -> Tensor:
     """The log-probability of each token's target, (T,); 0 where there is none."""
-    plan = Plan.packed(lengths, tokens_T.device)
-    hidden_TD = model(tokens_T, plan.positions(), plan)
-    missing_T = targets_T == IGNORED
+    layout = BatchLayout.packed(lengths, tokens_T.device)
+    hidden_TD = model(tokens_T, layout)
+    missing_T = targets_T == IGNORE_INDEX
     found_T = ops.linear_token_logprobs(
-        hidden_TD, model.head_weight, targets_T.masked_fill(missing_T, 0)
+        hidden_TD, model.lm_head_weight, targets_T.masked_fill(missing_T, 0)
     )
     return found_T.masked_fill(missing_T, 0.0)
 
@@ -108,4 +106,4 @@ def class_losses(scores_BC: Tensor, targets_B: Tensor, label_smoothing: float = 
     >>> class_losses(torch.zeros(1, 2), torch.tensor([1]))
     tensor([0.6931])
     """
-    return ops.cross_entropy(scores_BC, targets_B, IGNORED, label_smoothing)
+    return ops.cross_entropy(scores_BC, targets_B, IGNORE_INDEX, label_smoothing)

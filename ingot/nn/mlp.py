@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot import ops
-from ingot.nn.config import Activation, Experts
+from ingot.nn.config import Activation, MoEConfig
 from ingot.nn.linear import STD, Linear
 
 _FUSED = {
@@ -27,10 +27,10 @@ class MLP(nn.Module):
     torch.Size([2, 8])
     """
 
-    def __init__(self, dim: int, ffn: int, activation: Activation, bias: bool = False) -> None:
+    def __init__(self, dim: int, ffn_dim: int, activation: Activation, bias: bool = False) -> None:
         super().__init__()
-        self.up = Linear(dim, ffn, bias=bias)
-        self.down = Linear(ffn, dim, bias=bias)
+        self.up = Linear(dim, ffn_dim, bias=bias)
+        self.down = Linear(ffn_dim, dim, bias=bias)
         self.fused = _FUSED[activation]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -49,11 +49,11 @@ class SwiGLU(nn.Module):
     torch.Size([2, 8])
     """
 
-    def __init__(self, dim: int, ffn: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate = Linear(dim, ffn)
-        self.up = Linear(dim, ffn)
-        self.down = Linear(ffn, dim)
+        self.gate = Linear(dim, ffn_dim)
+        self.up = Linear(dim, ffn_dim)
+        self.down = Linear(ffn_dim, dim)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Each token's own, added to the residual if given."""
@@ -70,17 +70,18 @@ class MoE(nn.Module):
     Of equal scores the expert with the lower number is the better. The results of a token are
     added from its best expert to its worst, in float32, whatever else is in the batch.
 
-    >>> MoE(8, Experts(count=4, top_k=2, ffn=16))(torch.ones(3, 8)).shape
+    >>> MoE(8, MoEConfig(num_experts=4, top_k=2, ffn_dim=16))(torch.ones(3, 8)).shape
     torch.Size([3, 8])
     """
 
-    def __init__(self, dim: int, experts: Experts) -> None:
+    def __init__(self, dim: int, config: MoEConfig) -> None:
         super().__init__()
-        self.top_k, self.normalize, self.count = experts.top_k, experts.normalize, experts.count
-        self.router = Linear(dim, experts.count)
-        self.gate = nn.Parameter(torch.empty(experts.count, experts.ffn, dim))
-        self.up = nn.Parameter(torch.empty(experts.count, experts.ffn, dim))
-        self.down = nn.Parameter(torch.empty(experts.count, dim, experts.ffn))
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.norm_topk_prob = config.norm_topk_prob
+        self.router = Linear(dim, config.num_experts)
+        self.gate = nn.Parameter(torch.empty(config.num_experts, config.ffn_dim, dim))
+        self.up = nn.Parameter(torch.empty(config.num_experts, config.ffn_dim, dim))
+        self.down = nn.Parameter(torch.empty(config.num_experts, dim, config.ffn_dim))
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=STD)
 
@@ -89,7 +90,7 @@ class MoE(nn.Module):
         weights_TR, chosen_TR = self._route(x)
         experts_A, order_A = chosen_TR.flatten().sort(stable=True)  # by expert, then by token
         # Not bincount: how many numbers it gives, no compiler knows.
-        offsets = torch.searchsorted(experts_A, torch.arange(self.count + 1, device=x.device))
+        offsets = torch.searchsorted(experts_A, torch.arange(self.num_experts + 1, device=x.device))
         h_AF = self.hidden(x[order_A // self.top_k], offsets)
         y_AD = ops.grouped_linear(h_AF, self.down, offsets)
         y_TRD = y_AD[order_A.argsort()].unflatten(0, (-1, self.top_k)).to(weights_TR.dtype)
@@ -106,6 +107,6 @@ class MoE(nn.Module):
         scores_TE = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
         ranked_TE, experts_TE = scores_TE.sort(dim=-1, descending=True, stable=True)
         chosen_TR = experts_TE[:, : self.top_k]
-        if self.normalize:  # what is left of a softmax over all is one over the chosen
+        if self.norm_topk_prob:  # what is left of a softmax over all is one over the chosen
             return ops.softmax(ranked_TE[:, : self.top_k]), chosen_TR
         return ops.softmax(scores_TE).gather(-1, chosen_TR), chosen_TR

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from ingot.core.errors import UnknownName
-from ingot.nn.config import Activation, DecoderConfig, Experts, NormKind, Rope
+from ingot.nn.config import Activation, DecoderConfig, MoEConfig, NormKind, Rope
 
 PRESETS: dict[str, DecoderConfig] = {
     "gpt2-124m": DecoderConfig(
@@ -18,14 +18,14 @@ PRESETS: dict[str, DecoderConfig] = {
         heads=12,
         kv_heads=12,
         head_dim=64,
-        ffn=3072,
-        context=1024,
+        ffn_dim=3072,
+        max_seq_len=1024,
         norm=NormKind.LAYER,
         activation=Activation.GELU_TANH,
         qkv_bias=True,
-        out_bias=True,
+        o_bias=True,
         mlp_bias=True,
-        tied=True,
+        tie_embeddings=True,
     ),
     "smollm2-135m": DecoderConfig(
         vocab_size=49152,
@@ -34,10 +34,10 @@ PRESETS: dict[str, DecoderConfig] = {
         heads=9,
         kv_heads=3,
         head_dim=64,
-        ffn=1536,
-        context=8192,
+        ffn_dim=1536,
+        max_seq_len=8192,
         rope=Rope(theta=100000.0),
-        tied=True,
+        tie_embeddings=True,
     ),
     "llama-100m": DecoderConfig(
         vocab_size=32000,
@@ -46,10 +46,10 @@ PRESETS: dict[str, DecoderConfig] = {
         heads=12,
         kv_heads=4,
         head_dim=64,
-        ffn=2048,
-        context=4096,
+        ffn_dim=2048,
+        max_seq_len=4096,
         rope=Rope(),
-        tied=True,
+        tie_embeddings=True,
     ),
     "tiny": DecoderConfig(
         vocab_size=256,
@@ -58,10 +58,10 @@ PRESETS: dict[str, DecoderConfig] = {
         heads=4,
         kv_heads=2,
         head_dim=16,
-        ffn=160,
-        context=512,
+        ffn_dim=160,
+        max_seq_len=512,
         rope=Rope(),
-        tied=True,
+        tie_embeddings=True,
     ),
     "tiny-moe": DecoderConfig(
         vocab_size=256,
@@ -70,10 +70,10 @@ PRESETS: dict[str, DecoderConfig] = {
         heads=4,
         kv_heads=2,
         head_dim=16,
-        ffn=48,
-        context=512,
+        ffn_dim=48,
+        max_seq_len=512,
         rope=Rope(),
-        experts=Experts(count=4, top_k=2, ffn=48),
+        moe=MoEConfig(num_experts=4, top_k=2, ffn_dim=48),
     ),
 }
 

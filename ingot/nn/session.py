@@ -24,10 +24,10 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn.decoder import Decoder
-from ingot.nn.plan import KVPool, Plan
+from ingot.nn.layout import BatchLayout, KVCache
 from ingot.ops.replay import capture
 
-PAGE = 128
+BLOCK_SIZE = 128
 CHUNK = 512  # tokens of a prompt in one forward
 
 
@@ -74,7 +74,7 @@ class Session:
     """One sequence, its tokens and what is kept of them.
 
     >>> from ingot.nn import Decoder, preset
-    >>> session = Session(Decoder.new(preset("tiny"), seed=0))
+    >>> session = Session(Decoder.from_config(preset("tiny"), seed=0))
     >>> len(list(session.stream([1, 2, 3], max_tokens=4)))
     4
     >>> len(session.tokens)  # the last one was never fed
@@ -84,7 +84,7 @@ class Session:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.tokens: list[int] = []
-        self._pool: KVPool | None = None
+        self._kv_cache: KVCache | None = None
 
     @torch.inference_mode()
     def stream(
@@ -93,14 +93,14 @@ class Session:
         *,
         max_tokens: int,
         sampling: Sampling | None = None,
-        ends: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
     ) -> Iterator[int]:
-        """Go on from the prompt: one token after the other, to one of `ends` (which is not
-        given), to `max_tokens`, or to the end of the model's context."""
+        """Generate tokens after the prompt, up to one of `stop_token_ids` (not yielded),
+        `max_tokens` or the model's maximum sequence length."""
         config, count = self.decoder.config, len(prompt)
-        if not 0 < count <= config.context:
+        if not 0 < count <= config.max_seq_len:
             raise IngotError(
-                f"the prompt has {count} tokens, the model takes 1 to {config.context}",
+                f"the prompt has {count} tokens, the model takes 1 to {config.max_seq_len}",
                 hint="give a shorter one" if count else "give some text",
             )
         if not all(0 <= token < config.vocab_size for token in prompt):
@@ -108,7 +108,7 @@ class Session:
                 f"a token of the prompt is not in the vocabulary of {config.vocab_size}",
                 hint="encode the text with the tokenizer of this model",
             )
-        last = min(count + max_tokens, config.context)
+        last = min(count + max_tokens, config.max_seq_len)
         if last == count:
             return
         step = self._step(last)
@@ -117,7 +117,7 @@ class Session:
         drawn = ops.sample(self.decoder.logits(hidden), *options, torch.tensor([count]))
         while True:
             token = int(drawn)
-            if token in ends:
+            if token in stop_token_ids:
                 return
             yield token
             if len(self.tokens) + 1 == last:
@@ -140,21 +140,23 @@ class Session:
 
     def _forward(self, tokens: list[int]) -> Tensor:
         """One forward over new tokens; the state of the last."""
-        assert self._pool is not None
+        assert self._kv_cache is not None
         begin, end = len(self.tokens), len(self.tokens) + len(tokens)
         positions_T = torch.arange(begin, end)
-        plan = _plan(self._pool, len(tokens), torch.tensor([end], dtype=torch.int32), positions_T)
-        return self.decoder(torch.tensor(tokens), positions_T, plan)[-1:]
+        layout = _layout(
+            self._kv_cache, len(tokens), torch.tensor([end], dtype=torch.int32), positions_T
+        )
+        return self.decoder(torch.tensor(tokens), layout)[-1:]
 
     def _step(self, count: int) -> _Step:
         """Have room for so many tokens, and keep what is there."""
-        pages, old = -(-count // PAGE), self._pool
-        if old is None or old.pages < pages:
-            device = self.decoder.embed.weight.device
-            new = KVPool(self.decoder.kv_spec, pages, PAGE, device)
+        num_blocks, old = -(-count // BLOCK_SIZE), self._kv_cache
+        if old is None or old.num_blocks < num_blocks:
+            device = self.decoder.device
+            new = KVCache(self.decoder.kv_spec, num_blocks, BLOCK_SIZE, device)
             if old is not None:
-                new.memory[:, :, : old.pages] = old.memory
-            self._pool, self._decode = new, _Step(self.decoder, new)
+                new.memory[:, :, : old.num_blocks] = old.memory
+            self._kv_cache, self._decode = new, _Step(self.decoder, new)
         return self._decode
 
 
@@ -163,12 +165,12 @@ class _Step:
     recorded the first time and replayed then: 30 layers in Python take longer than their kernels.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+    def __init__(self, decoder: Decoder, kv_cache: KVCache) -> None:
         self._decoder = decoder
         self._token, self._position, self._next = (torch.zeros(1, dtype=torch.int64) for _ in "tpn")
         self._context = torch.zeros(1, dtype=torch.int32)
         self._options = Sampling().arguments(decoder.config.vocab_size)
-        self._plan = _plan(pool, 1, self._context, self._position)
+        self._layout = _layout(kv_cache, 1, self._context, self._position)
         self._replay: Callable[[], Tensor] | None = None
 
     def run(self, token: int, position: int, options: tuple[Tensor, ...]) -> Tensor:
@@ -185,16 +187,17 @@ class _Step:
         return drawn
 
     def _compute(self) -> Tensor:
-        hidden = self._decoder(self._token, self._position, self._plan)
+        hidden = self._decoder(self._token, self._layout)
         return ops.sample(self._decoder.logits(hidden), *self._options, self._next)
 
 
-def _plan(pool: KVPool, count: int, context: Tensor, positions_T: Tensor) -> Plan:
-    """One sequence whose pages are in order, so that a token's slot is its position."""
-    return Plan(
+def _layout(kv_cache: KVCache, count: int, context: Tensor, positions_T: Tensor) -> BatchLayout:
+    """One sequence whose blocks are in order, so that a token's slot is its position."""
+    return BatchLayout(
         cu_seqlens=torch.tensor([0, count], dtype=torch.int32),
         context_lens=context,
-        block_table=torch.arange(pool.pages, dtype=torch.int32)[None],
-        slots=positions_T,
-        pool=pool,
+        block_table=torch.arange(kv_cache.num_blocks, dtype=torch.int32)[None],
+        positions=positions_T,
+        slot_mapping=positions_T,
+        kv_cache=kv_cache,
     )

@@ -1,4 +1,4 @@
-"""Weights in a directory of safetensors files: one, or shards with an index.
+"""SafetensorsDir in a directory of safetensors files: one, or shards with an index.
 
 Reading copies nothing twice: the kernel writes a tensor's bytes from the file into the memory of
 the parameter, so a process that loads a model is as large as the model. (A
@@ -52,11 +52,11 @@ _REDO = "the file is damaged or was not made as it should be: fetch or export it
 
 
 class WeightsError(IngotError):
-    """Weights that are missing, damaged, or not those of the model."""
+    """SafetensorsDir that are missing, damaged, or not those of the model."""
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorEntry:
     """Where a tensor is: its file, from which byte on, its dtype there and its shape."""
 
     file: Path
@@ -70,48 +70,48 @@ class Place:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Weights:
+class SafetensorsDir:
     """The tensors of a directory, by name; none is in memory.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp())
     >>> write(directory, {"a": torch.tensor([1.0, 2.0])})
     >>> into = torch.empty(2)
-    >>> Weights(directory).read({"a": into})
+    >>> SafetensorsDir(directory).read({"a": into})
     >>> into
     tensor([1., 2.])
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.places: dict[str, Place] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for name in _files(self.directory):
             path = self.directory / name
-            for tensor, place in _places(path):
-                if tensor in self.places:
-                    where = f"{self.places[tensor].file.name} and {name}"
+            for tensor, entry in _entries(path):
+                if tensor in self.entries:
+                    where = f"{self.entries[tensor].file.name} and {name}"
                     raise WeightsError(f"'{tensor}' is in {where}", hint=_REDO)
-                self.places[tensor] = place
-        _compare_with_index(self.directory, self.places)
+                self.entries[tensor] = entry
+        _compare_with_index(self.directory, self.entries)
 
-    def match(self, wanted: Mapping[str, Tensor]) -> None:
+    def check_matches(self, wanted: Mapping[str, Tensor]) -> None:
         """Require exactly these names with the tensors' shapes; they may be on `meta`."""
-        if missing := sorted(wanted.keys() - self.places.keys()):
+        if missing := sorted(wanted.keys() - self.entries.keys()):
             raise WeightsError(
                 f"{len(missing)} tensors are not in {self.directory}: {_some(missing)}",
                 hint="is config.json that of these weights?",
             )
-        if extra := sorted(self.places.keys() - wanted.keys()):
+        if extra := sorted(self.entries.keys() - wanted.keys()):
             raise WeightsError(
                 f"{len(extra)} tensors in {self.directory} are not in the model: {_some(extra)}",
                 hint="is config.json that of these weights? one that says more is not supported",
             )
         for name, tensor in wanted.items():
-            if self.places[name].dtype not in READABLE:
-                raise WeightsError(f"'{name}' is {self.places[name].dtype}", hint=_PLAIN)
-            if self.places[name].shape != tuple(tensor.shape):
+            if self.entries[name].dtype not in READABLE:
+                raise WeightsError(f"'{name}' is {self.entries[name].dtype}", hint=_PLAIN)
+            if self.entries[name].shape != tuple(tensor.shape):
                 raise WeightsError(
-                    f"'{name}' is {self.places[name].shape} where the model has "
+                    f"'{name}' is {self.entries[name].shape} where the model has "
                     f"{tuple(tensor.shape)}",
                     hint="is config.json that of these weights?",
                 )
@@ -121,14 +121,14 @@ class Weights:
 
         Two threads read 0.3 GB in 0.09 s, one in 0.18: most of it is the first touch of memory.
         """
-        tasks = [(self.places[name], tensor.detach()) for name, tensor in into.items()]
-        assert all(tuple(tensor.shape) == place.shape for place, tensor in tasks)
+        tasks = [(self.entries[name], tensor.detach()) for name, tensor in into.items()]
+        assert all(tuple(tensor.shape) == entry.shape for entry, tensor in tasks)
         with ThreadPoolExecutor(_THREADS) as threads:
             list(threads.map(_read, _stretches(tasks)))
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors are the same, bit for bit."""
-        a, b = self.places[one], self.places[other]
+        a, b = self.entries[one], self.entries[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         with a.file.open("rb") as left, b.file.open("rb") as right:
@@ -205,10 +205,10 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return table
 
 
-def _compare_with_index(directory: Path, places: dict[str, Place]) -> None:
+def _compare_with_index(directory: Path, entries: dict[str, TensorEntry]) -> None:
     if not (directory / INDEX).exists():
         return
-    said, found = _weight_map(directory), {name: place.file.name for name, place in places.items()}
+    said, found = _weight_map(directory), {name: entry.file.name for name, entry in entries.items()}
     if wrong := sorted(name for name, file in said.items() if found.get(name) != file):
         raise WeightsError(
             f"the index names tensors that are not there: {_some(wrong)}", hint=_REDO
@@ -217,19 +217,20 @@ def _compare_with_index(directory: Path, places: dict[str, Place]) -> None:
         raise WeightsError(f"the index leaves out {_some(extra)}", hint=_REDO)
 
 
-def _places(path: Path) -> list[tuple[str, Place]]:
+def _entries(path: Path) -> list[tuple[str, TensorEntry]]:
     """What the header of a file says, in the order of the file."""
     try:
         with path.open("rb") as raw, safe_open(path, framework="pt") as file:
             begin = 8 + int.from_bytes(raw.read(8), "little")
-            found: list[tuple[str, Place]] = []
+            found: list[tuple[str, TensorEntry]] = []
             for name in file.offset_keys():
-                entry = file.get_slice(name)
-                if entry.get_dtype() not in _DTYPES:
-                    raise WeightsError(f"'{name}' in {path} is {entry.get_dtype()}", hint=_PLAIN)
-                place = Place(path, begin, _DTYPES[entry.get_dtype()], tuple(entry.get_shape()))
-                found.append((name, place))
-                begin += place.bytes
+                header = file.get_slice(name)
+                if header.get_dtype() not in _DTYPES:
+                    raise WeightsError(f"'{name}' in {path} is {header.get_dtype()}", hint=_PLAIN)
+                dtype, shape = _DTYPES[header.get_dtype()], tuple(header.get_shape())
+                entry = TensorEntry(path, begin, dtype, shape)
+                found.append((name, entry))
+                begin += entry.bytes
             size = raw.seek(0, 2)
     except OSError as error:
         raise WeightsError(f"cannot read {path}: {error}", hint="check the path") from error
@@ -239,33 +240,35 @@ def _places(path: Path) -> list[tuple[str, Place]]:
     return found
 
 
-def _stretches(tasks: list[tuple[Place, Tensor]]) -> Iterator[list[tuple[Place, Tensor]]]:
+def _stretches(
+    tasks: list[tuple[TensorEntry, Tensor]],
+) -> Iterator[list[tuple[TensorEntry, Tensor]]]:
     """The tensors in the order of their files: as many as follow each other, for each thread its
     share. One that is converted is alone, so that few are in memory twice."""
-    share = sum(place.bytes for place, _ in tasks) // _THREADS
-    stretch: list[tuple[Place, Tensor]] = []
-    for place, tensor in sorted(tasks, key=lambda task: (task[0].file, task[0].begin)):
-        if stretch and not (_follows(place, stretch[-1][0]) and _fits(place, tensor)):
+    share = sum(entry.bytes for entry, _ in tasks) // _THREADS
+    stretch: list[tuple[TensorEntry, Tensor]] = []
+    for entry, tensor in sorted(tasks, key=lambda task: (task[0].file, task[0].begin)):
+        if stretch and not (_follows(entry, stretch[-1][0]) and _fits(entry, tensor)):
             yield stretch
             stretch = []
-        stretch.append((place, tensor))
-        size = place.begin + place.bytes - stretch[0][0].begin
-        if size > share or len(stretch) == _AT_ONCE or not _fits(place, tensor):
+        stretch.append((entry, tensor))
+        size = entry.begin + entry.bytes - stretch[0][0].begin
+        if size > share or len(stretch) == _AT_ONCE or not _fits(entry, tensor):
             yield stretch
             stretch = []
     if stretch:
         yield stretch
 
 
-def _follows(place: Place, last: Place) -> bool:
-    return (place.file, place.begin) == (last.file, last.begin + last.bytes)
+def _follows(entry: TensorEntry, last: TensorEntry) -> bool:
+    return (entry.file, entry.begin) == (last.file, last.begin + last.bytes)
 
 
-def _fits(place: Place, tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.dtype == place.dtype and tensor.is_cpu
+def _fits(entry: TensorEntry, tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.is_cpu
 
 
-def _read(stretch: list[tuple[Place, Tensor]]) -> None:
+def _read(stretch: list[tuple[TensorEntry, Tensor]]) -> None:
     first, tensor = stretch[0]
     if not _fits(first, tensor):
         buffer = torch.empty(first.shape, dtype=first.dtype)
@@ -276,7 +279,7 @@ def _read(stretch: list[tuple[Place, Tensor]]) -> None:
         _fill([tensor for _, tensor in stretch], first)
 
 
-def _fill(buffers: list[Tensor], first: Place) -> None:
+def _fill(buffers: list[Tensor], first: TensorEntry) -> None:
     """Fill tensors that follow each other in a file."""
     views = [
         memoryview(buffer.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
-from ingot.nn import Decoder, Plan, Sampling
+from ingot.nn import BatchLayout, Decoder, Sampling
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import Options, Reason, Request
@@ -91,7 +91,7 @@ def verify(
     """Serve under so many schedules what was expected; `progress` hears of each.
 
     >>> from ingot.nn import preset
-    >>> verify(Decoder.new(preset("tiny"), seed=0), schedules=2).bits_equal
+    >>> verify(Decoder.from_config(preset("tiny"), seed=0), schedules=2).bits_equal
     True
     """
     if not 1 <= schedules <= MAX_SCHEDULES:
@@ -114,7 +114,7 @@ def verify(
     return Certificate(
         schedules=schedules,
         threads=THREADS,
-        dtype=str(decoder.embed.weight.dtype).removeprefix("torch."),
+        dtype=str(decoder.dtype).removeprefix("torch."),
         seed=seed,
         difference=difference,
         **{name: counts[name] for name in _COUNTED},
@@ -138,10 +138,10 @@ _COUNTED = (
 def prompts(decoder: Decoder, numbers: random.Random) -> list[tuple[int, ...]]:
     """Prompts of many lengths, most of which begin like others."""
     config = decoder.config
-    longest = config.context - WRITTEN
+    longest = config.max_seq_len - WRITTEN
     if longest < 1:
         raise IngotError(
-            f"the model's context is {config.context} tokens",
+            f"the model's context is {config.max_seq_len} tokens",
             hint=f"verify needs more than {WRITTEN}",
         )
 
@@ -161,7 +161,7 @@ def prompts(decoder: Decoder, numbers: random.Random) -> list[tuple[int, ...]]:
 @torch.inference_mode()
 def expect(decoder: Decoder, prompts: Sequence[tuple[int, ...]], seed: int) -> list[Expected]:
     """What packed forwards write behind the prompts, and how likely it is."""
-    vocabulary, device = decoder.config.vocab_size, decoder.embed.weight.device
+    vocabulary, device = decoder.config.vocab_size, decoder.device
     samplings = [
         Sampling(temperature=(0.0, 0.7, 1.0)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=seed + i)
         for i in range(len(prompts))
@@ -196,25 +196,26 @@ def expect(decoder: Decoder, prompts: Sequence[tuple[int, ...]], seed: int) -> l
 
 def _packed(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     """The states of all tokens of all texts: what training runs."""
-    device = decoder.embed.weight.device
-    plan = Plan.packed([len(text) for text in texts], device)
+    device = decoder.device
+    layout = BatchLayout.packed([len(text) for text in texts], device)
     tokens_T = torch.tensor([token for text in texts for token in text], device=device)
-    return decoder(tokens_T, plan.positions(), plan)
+    return decoder(tokens_T, layout)
 
 
 def early(decoder: Decoder) -> Decoder:
     """A draft model of a decoder's own first layers: a quarter of them, and no new weights."""
     config = decoder.config
     count = max(1, config.layers // 4)
-    layers = config.window_layers
-    small = Decoder.unfilled(
+    layers = config.sliding_window_layers
+    small = Decoder.on_meta(
         dataclasses.replace(
-            config, layers=count, window_layers=None if layers is None else layers[:count]
+            config, layers=count, sliding_window_layers=None if layers is None else layers[:count]
         ),
-        decoder.embed.weight.dtype,
+        decoder.dtype,
     )
-    small.embed, small.place, small.norm = decoder.embed, decoder.place, decoder.norm
-    small.blocks, small.head = decoder.blocks[:count], decoder.head
+    small.tok_embed, small.pos_embed = decoder.tok_embed, decoder.pos_embed
+    small.norm = decoder.norm
+    small.blocks, small.lm_head = decoder.blocks[:count], decoder.lm_head
     return small
 
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.core.paths import atomic_directory
-from ingot.nn.weights import Weights, WeightsError, read_json, write
+from ingot.nn.weights import SafetensorsDir, WeightsError, read_json, write
 
 NAME = "checkpoint.json"
 FORMAT = 1
@@ -59,10 +59,10 @@ class Checkpoint:
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """The tensors of a part, read into memory."""
-        weights = Weights(self.path)
+        weights = SafetensorsDir(self.path)
         found = {
-            name: torch.empty(place.shape, dtype=place.dtype)
-            for name, place in weights.places.items()
+            name: torch.empty(entry.shape, dtype=entry.dtype)
+            for name, entry in weights.entries.items()
             if name.startswith(f"{part}/")
         }
         weights.read(found)

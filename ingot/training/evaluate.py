@@ -50,7 +50,8 @@ def evaluate(model: nn.Module, samples: Any, *, batch: int, most: int) -> Score:
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
-    >>> model = Dense.new(DenseConfig(inputs=2, hidden=(), outputs=2), seed=0)
+    >>> config = DenseConfig(in_features=2, hidden_dims=(), out_features=2)
+    >>> model = Dense.from_config(config, seed=0)
     >>> 0 <= evaluate(model, xor(), batch=4, most=1).accuracy <= 1
     True
     """

@@ -286,7 +286,7 @@ def _move(part: Part, grads: dict[Tensor, tuple[Tensor, float]]) -> None:
 
 def _hidden(model: nn.Module, decay: Mapping[str, bool]) -> set[str]:
     """The matrices between the embedding and the head: what Muon and SOAP are for."""
-    head = id(getattr(model, "head_weight", None))
+    head = id(getattr(model, "lm_head_weight", None))
     return {
         name
         for name, parameter in model.named_parameters()

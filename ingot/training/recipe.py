@@ -7,7 +7,7 @@
     [model]
     kind = "cnn"
     widths = [32, 64]
-    classes = 10
+    num_classes = 10
 
     [data]
     kind = "digits"
@@ -118,7 +118,7 @@ class Recipe:
 
     >>> Recipe(
     ...     name="xor", steps=100, batch=4, data=Xor(),
-    ...     model=DenseConfig(inputs=2, hidden=(8,), outputs=2),
+    ...     model=DenseConfig(in_features=2, hidden_dims=(8,), out_features=2),
     ... ).precision
     <Precision.FP32: 'fp32'>
     """
@@ -183,10 +183,10 @@ class Recipe:
                 f"a {type(model).__name__} for data of the kind '{self.data.kind}'",
                 hint="text is for decoders and GRUs, the rest for dense, cnn and resnet",
             )
-        if isinstance(self.data, Text) and self.data.length > model.context:  # pyright: ignore
+        if isinstance(self.data, Text) and self.data.length > model.max_seq_len:  # pyright: ignore
             raise ConfigError(
-                f"samples of {self.data.length} tokens for a context of {model.context}",  # pyright: ignore
-                hint="give a shorter data.length, or a longer model.context",
+                f"samples of {self.data.length} tokens for a max_seq_len of {model.max_seq_len}",  # pyright: ignore
+                hint="give a shorter data.length, or a longer model.max_seq_len",
             )
         if self.dropout and not isinstance(model, DecoderConfig):
             raise ConfigError(
@@ -210,7 +210,7 @@ def new_model(recipe: Recipe) -> nn.Module:
     'Decoder'
     """
     assert recipe.model is not None
-    return _MODELS[type(recipe.model)].new(recipe.model, seed=recipe.seed)
+    return _MODELS[type(recipe.model)].from_config(recipe.model, seed=recipe.seed)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def recompute(model: nn.Module, policy: Recompute) -> None:
     """Have the blocks of a model keep only what the policy says.
 
     >>> from ingot.nn import Decoder, preset
-    >>> recompute(Decoder.new(preset("tiny"), seed=0), "full")
+    >>> recompute(Decoder.from_config(preset("tiny"), seed=0), "full")
     """
     if policy == "none":
         return

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ingot.core.targets import IGNORE_INDEX
 from ingot.data import ArrayBatch, TokenBatch
 from ingot.nn import dropout
-from ingot.nn.loss import IGNORED, class_losses, token_losses
+from ingot.nn.loss import class_losses, token_losses
 from ingot.training.clip import Clipper, norms
 from ingot.training.mix import Mix, blend
 from ingot.training.optimizer import Optimizers
@@ -66,7 +67,8 @@ class Step:
     >>> from ingot.training.clip import Norm
     >>> from ingot.training.optimizer import AdamW
     >>> from ingot.training.precision import Precision
-    >>> model = Dense.new(DenseConfig(inputs=2, hidden=(8,), outputs=2), seed=0)
+    >>> config = DenseConfig(in_features=2, hidden_dims=(8,), out_features=2)
+    >>> model = Dense.from_config(config, seed=0)
     >>> masters = Masters(model, Precision.FP32)
     >>> optimizers = Optimizers(AdamW(lr=0.1), model, masters.weights)
     >>> step = Step(model, masters, optimizers, Clipper(Norm(), len(masters.weights)), Losses())
@@ -98,7 +100,7 @@ class Step:
         count, rows, total = sum(map(counted, pieces)), 0, 0.0
         grad_output = self.masters.scale / max(count, 1)
         for index, piece in enumerate(pieces):
-            dropout.begin(self.model, seed=self.losses.seed, step=step, row=rows)
+            dropout.set_step(self.model, seed=self.losses.seed, step=step, row=rows)
             lost = self._losses(piece, step, index, grad_output).sum()
             total += float(lost.detach())
             (lost * grad_output).backward()
@@ -145,7 +147,7 @@ class Step:
 def counted(batch: Batch) -> int:
     """How many targets of a batch count."""
     if isinstance(batch, TokenBatch):
-        return int((batch.targets != IGNORED).sum())
+        return int((batch.targets != IGNORE_INDEX).sum())
     return len(batch.y)
 
 

@@ -103,7 +103,7 @@ class Trainer:
                 hint=f"give model.vocab_size={self.sets.corpus.size} or more",
             )
         if self.recipe.dropout:
-            self.model.drop(self.recipe.dropout)  # pyright: ignore
+            self.model.set_dropout(self.recipe.dropout)  # pyright: ignore
 
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint; False if there is none."""
@@ -317,7 +317,7 @@ def flops_per_token(model: DecoderConfig, length: int) -> float:
     heads = model.heads * model.head_dim
     attention = model.dim * (2 * heads + 2 * model.kv_heads * model.head_dim)
     gates = 3 if model.activation.value == "swiglu" else 2
-    matmuls = model.layers * (attention + gates * model.dim * model.ffn)
+    matmuls = model.layers * (attention + gates * model.dim * model.ffn_dim)
     scores = model.layers * heads * length
     return 6.0 * (matmuls + model.dim * model.vocab_size + scores)
 

@@ -50,7 +50,7 @@ def make(tmp_path: Path) -> TensorMaker:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights with a long context."""
-    return models.small(tmp_path_factory.mktemp("models") / "small", context=4096)
+    return models.small(tmp_path_factory.mktemp("models") / "small", max_seq_len=4096)
 
 
 @pytest.fixture(scope="session")

@@ -32,8 +32,8 @@ def test_a_step_is_compared_with_reading(small: Path) -> None:
 def test_embeddings_count_once_or_not(small: Path) -> None:
     decoder = ingot.load(small).decoder
     whole = sum(parameter.nbytes for parameter in decoder.parameters())
-    untied = decoder.head is not None
-    assert engine._weights(decoder) == whole - untied * decoder.embed.weight.nbytes
+    untied = decoder.lm_head is not None
+    assert engine._weights(decoder) == whole - untied * decoder.tok_embed.weight.nbytes
 
 
 def test_another_text_is_noticed() -> None:

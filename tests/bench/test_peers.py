@@ -153,14 +153,14 @@ def test_a_task_beyond_the_context_is_refused() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_reads_all_weights_but_an_embedding_of_its_own(tmp_path: Path, tied: bool) -> None:
-    config = replace(preset("tiny"), tied=tied)
-    decoder = Decoder.new(config, seed=0, dtype=torch.bfloat16)
+    config = replace(preset("tiny"), tie_embeddings=tied)
+    decoder = Decoder.from_config(config, seed=0, dtype=torch.bfloat16)
     hf.save(decoder, tmp_path)
     model = Model.of(tmp_path)
     used = sum(p.numel() for p in decoder.parameters())
-    used -= 0 if tied else decoder.embed.weight.numel()
+    used -= 0 if tied else decoder.tok_embed.weight.numel()
     assert model.step == Cost(bytes=2 * used, flops=2 * used)
-    assert (model.vocabulary, model.context) == (config.vocab_size, config.context)
+    assert (model.vocabulary, model.context) == (config.vocab_size, config.max_seq_len)
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:

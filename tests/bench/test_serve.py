@@ -22,7 +22,7 @@ ASKED = sum(request.max_tokens for _, request, _ in TRACE.draw())
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(Decoder.new(preset("tiny"), seed=0), limits=Limits(blocks=64))
+    return Engine(Decoder.from_config(preset("tiny"), seed=0), limits=Limits(blocks=64))
 
 
 @pytest.mark.parametrize("clients", [None, 1, 3])

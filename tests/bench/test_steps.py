@@ -46,7 +46,10 @@ def test_a_step_that_was_held_up_does_not_count() -> None:
 @pytest.mark.slow
 def test_the_simulation_predicts_the_engine() -> None:
     """A model whose steps take milliseconds, under a load that keeps it busy."""
-    decoder, limits = Decoder.new(preset("llama-100m"), seed=0).bfloat16(), Limits(blocks=1024)
+    decoder, limits = (
+        Decoder.from_config(preset("llama-100m"), seed=0).bfloat16(),
+        Limits(blocks=1024),
+    )
     costs = fit(decoder, limits, Costs(), lambda _: None)
     shares: list[float] = []
     for seed in range(3):

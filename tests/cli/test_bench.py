@@ -146,7 +146,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(environment, "clone", lambda: folder)
     monkeypatch.setattr(peaks, "peaks", lambda **_: PEAKS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hf.save(Decoder.new(preset("tiny"), seed=0), tmp_path)
+    hf.save(Decoder.from_config(preset("tiny"), seed=0), tmp_path)
     return tmp_path
 
 

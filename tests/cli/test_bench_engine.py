@@ -11,7 +11,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_what_shortcuts_save(ready: Run, tmp_path: Path) -> None:
-    directory = models.small(tmp_path / "small", context=2048)
+    directory = models.small(tmp_path / "small", max_seq_len=2048)
     result = ready("bench", "engine", str(directory), "--rounds", "1", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

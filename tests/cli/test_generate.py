@@ -44,7 +44,7 @@ def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_says_that_the_context_is_full(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    context = package.load(tiny).decoder.config.context
+    context = package.load(tiny).decoder.config.max_seq_len
     generate(tiny, "x" * (context - 2), max_tokens=99)
     assert capsys.readouterr().err.startswith("2 tokens, ")
     generate(tiny, "x" * (context - 2), max_tokens=99, json=True)

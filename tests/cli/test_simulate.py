@@ -49,7 +49,7 @@ def test_a_wrong_number_has_a_hint(ingot: Run) -> None:
 def test_costs_of_a_model(tmp_path: Path) -> None:
     from ingot.interop import hf
 
-    decoder = Decoder.new(preset("tiny"), seed=0)
+    decoder = Decoder.from_config(preset("tiny"), seed=0)
     hf.save(decoder, tmp_path)
     costs = of_model(tmp_path, Costs(overhead=0.5))
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
@@ -64,7 +64,7 @@ def test_costs_of_a_mixture_of_experts_are_not_guessed(tmp_path: Path) -> None:
     from ingot.core.errors import IngotError
     from ingot.interop import hf
 
-    hf.save(Decoder.new(preset("tiny-moe"), seed=0), tmp_path)
+    hf.save(Decoder.from_config(preset("tiny-moe"), seed=0), tmp_path)
     with pytest.raises(IngotError, match="mixture of experts"):
         of_model(tmp_path, Costs())
 
@@ -78,7 +78,7 @@ def test_a_measurement_needs_a_model(ingot: Run) -> None:
 def test_the_steps_of_a_model_are_measured_and_the_load_served(ready: Run, tmp_path: Path) -> None:
     from ingot.interop import hf
 
-    hf.save(Decoder.new(preset("tiny"), seed=0), tmp_path)
+    hf.save(Decoder.from_config(preset("tiny"), seed=0), tmp_path)
     asked = ("--requests", "20", "--rate", "50", "--shared", "0", "--prompt", "32", "--output", "8")
     options = ("--model", str(tmp_path), "--measured", "--real", "--json")
     result = ready("simulate", *asked, *options)

@@ -211,7 +211,7 @@ def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:
     train(tmp_path / "recipe.toml", run=tmp_path / "run")
     before, after = package.load(tiny).decoder, package.load(tmp_path / "run/model").decoder
     assert before.config == after.config
-    assert not torch.equal(before.embed.weight.bfloat16(), after.embed.weight)
+    assert not torch.equal(before.tok_embed.weight.bfloat16(), after.tok_embed.weight)
 
 
 def test_a_run_is_not_written_over(tmp_path: Path) -> None:

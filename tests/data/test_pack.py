@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError
+from ingot.core.targets import IGNORE_INDEX
 from ingot.data.loader import Loader
-from ingot.data.pack import IGNORED, Packed
+from ingot.data.pack import Packed
 from ingot.data.shard import Tokens
-from ingot.nn import Plan
+from ingot.nn import BatchLayout
 from tests.data.stream import DOCUMENTS, tokens
 
 LENGTHS = st.integers(1, 30)
@@ -28,7 +29,7 @@ def test_an_epoch_has_every_token_once_with_the_one_behind_it(
     behind = {
         token: after
         for document in documents
-        for token, after in zip(document, [*document[1:], IGNORED], strict=True)
+        for token, after in zip(document, [*document[1:], IGNORE_INDEX], strict=True)
     }
     with tempfile.TemporaryDirectory() as directory:
         packed = Packed(tokens(Path(directory), documents, per_shard), length)
@@ -70,7 +71,7 @@ def test_a_sequence_is_a_piece_of_one_document_as_long_as_can_be(
         first, last = int(piece[0]), int(piece[-1])
         assert place == 0 or first % length == 0
         assert last == documents[owner][-1] or (last + 1) % length == 0
-    assert Plan.packed(batch.lengths).positions().tolist() == [
+    assert BatchLayout.packed(batch.lengths).positions.tolist() == [
         i for piece in pieces for i in range(len(piece))
     ]
 
@@ -78,7 +79,7 @@ def test_a_sequence_is_a_piece_of_one_document_as_long_as_can_be(
 def test_the_example_of_the_page(tmp_path: Path) -> None:
     packed = Packed(tokens(tmp_path, [[1] * 10, [2] * 3, [3] * 8], 2), 8)
     assert [packed.batch([i]).lengths for i in range(3)] == [[8], [2, 3, 3], [5]]
-    assert packed.batch([1]).targets.tolist() == [1, IGNORED, 2, 2, IGNORED, 3, 3, 3]
+    assert packed.batch([1]).targets.tolist() == [1, IGNORE_INDEX, 2, 2, IGNORE_INDEX, 3, 3, 3]
     assert packed.batch([1, 0]).lengths == [2, 3, 3, 8]
 
 

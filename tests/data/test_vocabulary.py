@@ -34,7 +34,7 @@ def test_any_text_can_be_written_and_ends(directory: Path, text: str) -> None:
 
 def test_a_document_is_what_a_server_makes_of_a_prompt_and_its_end(directory: Path) -> None:
     ours, served = Vocabulary.load(directory), Tokenizer.load(directory)
-    assert served.ends == {ours.end} == {0}
+    assert served.eos_token_ids == {ours.end} == {0}
     assert served.size == ours.size
     for text in TEXT[:2]:
         assert ours.encode([text]) == [[*served.encode(text), 0]]

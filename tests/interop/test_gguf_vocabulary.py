@@ -56,7 +56,7 @@ def test_merges_and_special_tokens_apply(small: Small, tmp_path: Path) -> None:
     tokens = [conftest.TOKENS[i] for i in tokenizer.encode("hello hello<|end|>he")]
     assert tokens == ["hello", "Ġhello", "<|end|>", "he"]
     assert tokenizer.decode(tokenizer.encode("a<|end|>b")) == "ab"
-    assert tokenizer.ends == {1}
+    assert tokenizer.eos_token_ids == {1}
 
 
 def test_user_defined_tokens_are_found_and_kept_in_the_text(small: Small, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_begins_and_ends_a_text(
 
 def test_several_tokens_may_end_an_answer(small: Small, tmp_path: Path) -> None:
     tokenizer = imported(small, tmp_path, eot_token_id=2, eom_token_id=1)
-    assert tokenizer.ends == {1, 2}
+    assert tokenizer.eos_token_ids == {1, 2}
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written["eos_token_id"] == [1, 2]
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.interop import hf
-from ingot.nn import Decoder, Experts, KVPool, NormPlace, Plan, QkNorm, Rope, preset
+from ingot.nn import BatchLayout, Decoder, KVCache, MoEConfig, NormPosition, QkNorm, Rope, preset
 from ingot.nn.weights import SINGLE, WeightsError
 
 VOCABULARY = 97
@@ -137,16 +137,16 @@ def prompt(length: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def greedy(decoder: Decoder, tokens: list[int], count: int) -> list[int]:
-    """Decoded from pages, the prompt in two chunks."""
-    page_size, pages = 7, 24
-    pool = KVPool(decoder.kv_spec, pages, page_size)
-    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1))[None]
+    """Decoded from blocks, the prompt in two chunks."""
+    block_size, blocks = 7, 24
+    pool = KVCache(decoder.kv_spec, blocks, block_size)
+    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))[None]
     done, tokens = 0, list(tokens)
     while count:
         chunk = tokens[done : done + 5]
         done += len(chunk)
-        plan = Plan.paged(pool, [len(chunk)], [done], table)
-        hidden = decoder(torch.tensor(chunk), plan.positions(), plan)
+        layout = BatchLayout.paged(pool, [len(chunk)], [done], table)
+        hidden = decoder(torch.tensor(chunk), layout)
         if done == len(tokens):
             tokens.append(int(decoder.logits(hidden[-1:]).argmax()))
             count -= 1
@@ -156,9 +156,9 @@ def greedy(decoder: Decoder, tokens: list[int], count: int) -> list[int]:
 @each_model
 def test_logits_are_those_of_transformers(name: str, saved: Any) -> None:
     decoder, model, tokens = hf.load(saved(name)), theirs(saved(name)), prompt(100)
-    plan = Plan.packed([100])
+    layout = BatchLayout.packed([100])
     with torch.inference_mode():
-        actual = decoder.logits(decoder(tokens, plan.positions(), plan))
+        actual = decoder.logits(decoder(tokens, layout))
         expected = model(tokens[None]).logits[0]
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
@@ -262,7 +262,7 @@ def test_a_model_that_was_changed_says_so_in_its_config(saved: Any, tmp_path: Pa
 
 
 def test_what_no_family_has_is_not_written() -> None:
-    config = replace(preset("tiny"), qk_norm=QkNorm.HEAD, norm_place=NormPlace.BEHIND)
+    config = replace(preset("tiny"), qk_norm=QkNorm.PER_HEAD, norm_position=NormPosition.POST)
     with pytest.raises(ConfigError, match="cannot be said"):
         hf.write_config(config, None, torch.float32)
 
@@ -302,7 +302,7 @@ def test_a_window_of_transformers_4_counts_if_it_is_used(name: str, used: bool) 
     config = transformers.AutoConfig.for_model(**raw)
     kinds = getattr(config, "layer_types", ["sliding_attention"] * 3)
     windows = [config.sliding_window if "sliding" in kind else None for kind in kinds]
-    assert list(hf.read_config(raw).windows) == windows
+    assert list(hf.read_config(raw).window_per_layer) == windows
     assert any(windows) == used
 
 
@@ -351,7 +351,7 @@ def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(saved: Any, tmp_p
         ("llama2", {"hidden_size": None}, "no hidden_size"),
         ("llama2", {"num_hidden_layers": 10**9}, "layers is 1000000000"),
         ("llama2", {"vocab_size": -1}, "vocab_size"),
-        ("llama2", {"tie_word_embeddings": "no"}, "tied is 'no'"),
+        ("llama2", {"tie_word_embeddings": "no"}, "tie_embeddings is 'no'"),
         ("llama2", {"num_hidden_layers": 4}, "not in"),
         ("llama2", {"num_hidden_layers": 2}, "not in the model"),
         ("llama2", {"intermediate_size": 49}, "where the model has"),
@@ -424,7 +424,7 @@ def test_hostile_configs_are_read_or_refused(name: str) -> None:
             config = hf.read_config({**right, **change})
         except IngotError:
             return
-        Decoder.unfilled(config)
+        Decoder.on_meta(config)
         assert hf.read_config(hf.write_config(config, None, torch.float32)) == config
 
     check()
@@ -432,6 +432,6 @@ def test_hostile_configs_are_read_or_refused(name: str) -> None:
 
 def test_experts_in_no_layer_are_none() -> None:
     raw = json.loads(MODELS["qwen3-moe"]().to_json_string(use_diff=False))
-    assert hf.read_config({**raw, "mlp_only_layers": [0, 1, 2]}).experts is None
-    experts = hf.read_config({**raw, "mlp_only_layers": [0]}).experts
-    assert experts == Experts(count=6, top_k=3, ffn=20, layers=(1, 2))
+    assert hf.read_config({**raw, "mlp_only_layers": [0, 1, 2]}).moe is None
+    experts = hf.read_config({**raw, "mlp_only_layers": [0]}).moe
+    assert experts == MoEConfig(num_experts=6, top_k=3, ffn_dim=20, layers=(1, 2))

@@ -11,7 +11,7 @@ import transformers
 import ingot
 from ingot import ops
 from ingot.interop.model import Model
-from ingot.nn import Plan, Sampling, Session
+from ingot.nn import BatchLayout, Sampling, Session
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 # Pinned: they change only if the weights, the template or the numbers do.
@@ -27,7 +27,10 @@ def test_it_knows_the_capital_of_france(model: Model) -> None:
     assert model.chat(QUESTION) == "The capital of France is Paris."
     session = Session(model.decoder)
     ids = model.tokenizer.chat(QUESTION)
-    assert list(session.stream(ids, max_tokens=99, ends=model.tokenizer.ends)) == ANSWER
+    assert (
+        list(session.stream(ids, max_tokens=99, stop_token_ids=model.tokenizer.eos_token_ids))
+        == ANSWER
+    )
 
 
 def test_text_goes_on_and_repeats_with_its_seed(model: Model) -> None:
@@ -41,10 +44,10 @@ def test_perplexity_is_that_of_transformers(model: Model, smollm2: Path) -> None
     """On the same weights, which it computes with in float32, over the head of a module."""
     text = Path(argparse.__file__).read_text()[:6000]
     ids = torch.tensor(model.tokenizer.encode(text))[:1024]
-    plan = Plan.packed([len(ids) - 1])
+    layout = BatchLayout.packed([len(ids) - 1])
     with torch.inference_mode():
-        hidden = model.decoder(ids[:-1], plan.positions(), plan)
-        ours = ops.linear_cross_entropy(hidden, model.decoder.head_weight, ids[1:]).mean()
+        hidden = model.decoder(ids[:-1], layout)
+        ours = ops.linear_cross_entropy(hidden, model.decoder.lm_head_weight, ids[1:]).mean()
         theirs_model = transformers.AutoModelForCausalLM.from_pretrained(
             smollm2, dtype=torch.float32
         )

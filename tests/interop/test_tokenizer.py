@@ -110,7 +110,7 @@ def test_lone_surrogates_are_replaced(tokenizer: Tokenizer) -> None:
 
 def test_facts(tokenizer: Tokenizer) -> None:
     assert tokenizer.size == 49152
-    assert tokenizer.ends == {2}
+    assert tokenizer.eos_token_ids == {2}
     assert tokenizer.special["eos_token"] == "<|im_end|>"
 
 
@@ -141,7 +141,7 @@ def copied(smollm2: Path, tmp_path: Path, **changes: Any) -> Path:
 def test_what_ends_an_answer_is_found(
     smollm2: Path, tmp_path: Path, changes: dict[str, Any], ends: set[int]
 ) -> None:
-    assert Tokenizer.load(copied(smollm2, tmp_path, **changes)).ends == ends
+    assert Tokenizer.load(copied(smollm2, tmp_path, **changes)).eos_token_ids == ends
 
 
 @pytest.mark.parametrize(

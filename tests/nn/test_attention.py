@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from ingot import ops
 from ingot.core.errors import ConfigError
-from ingot.nn import Attention, Plan, QkNorm, Rope
+from ingot.nn import Attention, BatchLayout, QkNorm, Rope
 
 
 def by_torch(layer: Attention, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -14,10 +14,10 @@ def by_torch(layer: Attention, x: torch.Tensor, positions: torch.Tensor) -> torc
     heads, kv_heads, width = layer.heads, layer.kv_heads, layer.head_dim
     rows = [heads * width, kv_heads * width, kv_heads * width]
     q, k, v = F.linear(x, layer.qkv.weight, layer.qkv.bias).split(rows, dim=-1)
-    if layer.qk_norm is QkNorm.WHOLE:
+    if layer.qk_norm is QkNorm.FULL:
         q, k = layer.q_norm(q), layer.k_norm(k)
     q, k, v = (t.view(len(x), -1, width) for t in (q, k, v))
-    if layer.qk_norm is QkNorm.HEAD:
+    if layer.qk_norm is QkNorm.PER_HEAD:
         q, k = layer.q_norm(q), layer.k_norm(k)
     if layer.rotary is not None:
         q, k = (ops.rope.reference(t, positions, layer.rotary.freqs) for t in (q, k))
@@ -31,24 +31,24 @@ def by_torch(layer: Attention, x: torch.Tensor, positions: torch.Tensor) -> torc
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_attention(qk_norm: QkNorm | None, rope: Rope | None, bias: bool) -> None:
     torch.manual_seed(0)
-    options = {"qk_norm": qk_norm, "rope": rope, "qkv_bias": bias, "out_bias": bias}
+    options = {"qk_norm": qk_norm, "rope": rope, "qkv_bias": bias, "o_bias": bias}
     layer = Attention(24, heads=6, kv_heads=2, head_dim=10, **options)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    x, plan = torch.randn(12, 24), Plan.packed([7, 5])
-    positions = plan.positions()
+    x, layout = torch.randn(12, 24), BatchLayout.packed([7, 5])
+    positions = layout.positions
     expected = torch.cat([by_torch(layer, x[a:b], positions[a:b]) for a, b in ((0, 7), (7, 12))])
-    torch.testing.assert_close(layer(x, positions, plan), expected, rtol=1e-4, atol=1e-4)
-    added = layer(x, positions, plan, residual=x)
+    torch.testing.assert_close(layer(x, layout), expected, rtol=1e-4, atol=1e-4)
+    added = layer(x, layout, residual=x)
     torch.testing.assert_close(added, expected + x, rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_hides_what_is_farther_away() -> None:
-    layer = Attention(16, heads=2, window=3)
-    x, plan = torch.randn(9, 16), Plan.packed([9])
-    near = Plan.packed([3])
-    whole = layer(x, plan.positions(), plan)
-    assert torch.equal(whole[8:], layer(x[6:], near.positions(), near)[2:])
+    layer = Attention(16, heads=2, sliding_window=3)
+    x, layout = torch.randn(9, 16), BatchLayout.packed([9])
+    near = BatchLayout.packed([3])
+    whole = layer(x, layout)
+    assert torch.equal(whole[8:], layer(x[6:], near)[2:])
 
 
 def test_frequencies_stay_in_float32_and_real() -> None:

@@ -7,14 +7,15 @@ import pytest
 
 from ingot.core import config as configuration
 from ingot.core.errors import ConfigError
-from ingot.nn import PRESETS, DecoderConfig, Experts, QkNorm, Rope, preset
+from ingot.nn import PRESETS, DecoderConfig, MoEConfig, QkNorm, Rope, preset
 from ingot.ops import LinearScaling, Llama3Scaling, YarnScaling
 
 TINY = preset("tiny")
 
 
 @pytest.mark.parametrize(
-    "field", ["vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "context"]
+    "field",
+    ["vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "max_seq_len"],
 )
 @pytest.mark.parametrize("value", [0, -1, 2**40, 10**30, 1.5, True, "8", None])
 def test_sizes_have_bounds(field: str, value: Any) -> None:
@@ -27,16 +28,16 @@ def test_sizes_have_bounds(field: str, value: Any) -> None:
     [
         ({"heads": 6, "kv_heads": 4}, "evenly"),
         ({"head_dim": 15}, "pair"),
-        ({"window": 0}, "window"),
-        ({"window_layers": (0,)}, "without a window"),
-        ({"window": 4, "window_layers": (1, 0)}, "window_layers"),
-        ({"window": 4, "window_layers": (0, 2)}, "window_layers"),
-        ({"window": 4, "window_layers": ()}, "window_layers"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window_layers": (0,)}, "without a sliding_window"),
+        ({"sliding_window": 4, "sliding_window_layers": (1, 0)}, "sliding_window_layers"),
+        ({"sliding_window": 4, "sliding_window_layers": (0, 2)}, "sliding_window_layers"),
+        ({"sliding_window": 4, "sliding_window_layers": ()}, "sliding_window_layers"),
         ({"mlp_bias": True}, "SwiGLU"),
         ({"norm_eps": 0.0}, "norm_eps"),
         ({"norm_eps": float("nan")}, "norm_eps"),
-        ({"tied": 1}, "tied"),
-        ({"experts": Experts(count=4, top_k=1, ffn=8, layers=(5,))}, r"experts\.layers"),
+        ({"tie_embeddings": 1}, "tie_embeddings"),
+        ({"moe": MoEConfig(num_experts=4, top_k=1, ffn_dim=8, layers=(5,))}, r"moe\.layers"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(change: dict[str, Any], match: str) -> None:
@@ -70,23 +71,25 @@ def test_scalings_have_bounds(scaling: Any) -> None:
 
 def test_experts_have_bounds() -> None:
     with pytest.raises(ConfigError, match="top_k"):
-        Experts(count=2, top_k=3, ffn=8)
+        MoEConfig(num_experts=2, top_k=3, ffn_dim=8)
     with pytest.raises(ConfigError, match="count"):
-        Experts(count=2**20, top_k=3, ffn=8)
+        MoEConfig(num_experts=2**20, top_k=3, ffn_dim=8)
 
 
 def test_windows_and_experts_of_each_layer() -> None:
-    config = replace(TINY, layers=3, window=7, window_layers=(1,))
-    assert config.windows == (None, 7, None)
-    assert replace(config, window_layers=None).windows == (7, 7, 7)
-    experts = Experts(count=4, top_k=2, ffn=8, layers=(0, 2))
-    assert replace(config, experts=experts).sparse == (True, False, True)
-    assert config.sparse == (False,) * 3
+    config = replace(TINY, layers=3, sliding_window=7, sliding_window_layers=(1,))
+    assert config.window_per_layer == (None, 7, None)
+    assert replace(config, sliding_window_layers=None).window_per_layer == (7, 7, 7)
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_dim=8, layers=(0, 2))
+    assert replace(config, moe=moe).is_moe_layer == (True, False, True)
+    assert config.is_moe_layer == (False,) * 3
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_toml(name: str, tmp_path: Any) -> None:
-    config = replace(PRESETS[name], qk_norm=QkNorm.HEAD, window=64, window_layers=(0,))
+    config = replace(
+        PRESETS[name], qk_norm=QkNorm.PER_HEAD, sliding_window=64, sliding_window_layers=(0,)
+    )
     configuration.save(config, tmp_path / "model.toml")
     assert configuration.load(DecoderConfig, tmp_path / "model.toml") == config
 

@@ -1,7 +1,7 @@
 """The decoder as a whole; what its families compute is compared in tests/interop/test_hf.py.
 
 The property that carries the design: a token's logits depend on the tokens before it and on
-nothing else. A schedule is a way to serve some sequences: in chunks, side by side, from pages of
+nothing else. A schedule is a way to serve some sequences: in chunks, side by side, from blocks of
 any size in any order, on one thread or two. Whatever it is, each token has the bits that it has
 in one forward of its sequence alone.
 """
@@ -21,18 +21,18 @@ from torch import Tensor
 from ingot import ops
 from ingot.nn import (
     Activation,
+    BatchLayout,
     Decoder,
     DecoderConfig,
-    Experts,
-    KVPool,
+    KVCache,
+    MoEConfig,
     NormKind,
-    NormPlace,
-    Plan,
+    NormPosition,
     QkNorm,
     preset,
 )
 
-TINY = replace(preset("tiny"), dim=40, head_dim=12, ffn=52, vocab_size=61)
+TINY = replace(preset("tiny"), dim=40, head_dim=12, ffn_dim=52, vocab_size=61)
 KINDS: dict[str, DecoderConfig] = {
     "llama": TINY,
     "gpt2": replace(
@@ -41,20 +41,22 @@ KINDS: dict[str, DecoderConfig] = {
         norm=NormKind.LAYER,
         activation=Activation.GELU_TANH,
         qkv_bias=True,
-        out_bias=True,
+        o_bias=True,
         mlp_bias=True,
     ),
-    "window": replace(TINY, window=5, window_layers=(1,), qkv_bias=True),
-    "qwen3": replace(TINY, qk_norm=QkNorm.HEAD, tied=False),
-    "olmo2": replace(TINY, qk_norm=QkNorm.WHOLE, norm_place=NormPlace.BEHIND),
-    "moe": replace(TINY, experts=Experts(count=6, top_k=3, ffn=20, normalize=False, layers=(1,))),
+    "window": replace(TINY, sliding_window=5, sliding_window_layers=(1,), qkv_bias=True),
+    "qwen3": replace(TINY, qk_norm=QkNorm.PER_HEAD, tie_embeddings=False),
+    "olmo2": replace(TINY, qk_norm=QkNorm.FULL, norm_position=NormPosition.POST),
+    "moe": replace(
+        TINY, moe=MoEConfig(num_experts=6, top_k=3, ffn_dim=20, norm_topk_prob=False, layers=(1,))
+    ),
 }
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def made(kind: str, dtype: torch.dtype) -> Decoder:
     """Of wilder weights than fresh ones, or attention would be nearly even."""
-    decoder = Decoder.new(KINDS[kind], seed=1, dtype=dtype)
+    decoder = Decoder.from_config(KINDS[kind], seed=1, dtype=dtype)
     random = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -75,8 +77,8 @@ def _restore_threads() -> Iterator[None]:
 
 @torch.inference_mode()
 def whole(decoder: Decoder, tokens: Tensor) -> Tensor:
-    plan = Plan.packed([len(tokens)])
-    return decoder.logits(decoder(tokens, plan.positions(), plan))
+    layout = BatchLayout.packed([len(tokens)])
+    return decoder.logits(decoder(tokens, layout))
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Schedule:
     lengths: list[int]
     chunks: list[int]
     """How many tokens a sequence advances by; taken in turn, round and round."""
-    page_size: int
+    block_size: int
     seed: int
     threads: int
 
@@ -95,7 +97,7 @@ schedules = st.builds(
     chunks=st.lists(
         st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=6
     ).filter(any),
-    page_size=st.integers(1, 17),
+    block_size=st.integers(1, 17),
     seed=st.integers(0, 2**32 - 1),
     threads=st.integers(1, 2),
 )
@@ -104,12 +106,12 @@ schedules = st.builds(
 @torch.inference_mode()
 def served(decoder: Decoder, sequences: list[Tensor], schedule: Schedule) -> list[Tensor]:
     """The logits of each sequence, by the schedule."""
-    most = -(-max(map(len, sequences)) // schedule.page_size)
-    pages = len(sequences) * most + 3
+    most = -(-max(map(len, sequences)) // schedule.block_size)
+    blocks = len(sequences) * most + 3
     random = torch.Generator().manual_seed(schedule.seed)
-    order = torch.randperm(pages, generator=random)
+    order = torch.randperm(blocks, generator=random)
     table = order[: len(sequences) * most].view(len(sequences), most)
-    pool = KVPool(decoder.kv_spec, pages, schedule.page_size)
+    pool = KVCache(decoder.kv_spec, blocks, schedule.block_size)
     pool.memory.fill_(torch.nan)  # what nobody wrote must not be read
     done, found, turn = [0] * len(sequences), [[] for _ in sequences], count()
     while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
@@ -120,10 +122,10 @@ def served(decoder: Decoder, sequences: list[Tensor], schedule: Schedule) -> lis
         next(turn)
         tokens = [s[d : d + n] for s, d, n in zip(sequences, done, news, strict=True)]
         done = [d + n for d, n in zip(done, news, strict=True)]
-        plan = Plan.paged(pool, news, done, table)
+        layout = BatchLayout.paged(pool, news, done, table)
         if not sum(news):
             continue
-        hidden = decoder(torch.cat(tokens), plan.positions(), plan)
+        hidden = decoder(torch.cat(tokens), layout)
         for of_one, part in zip(found, decoder.logits(hidden).split(news), strict=True):
             of_one.append(part)
     return [torch.cat(parts) for parts in found]
@@ -178,7 +180,7 @@ def test_logits_do_not_depend_on_any_of_many_schedules(kind: str, dtype: torch.d
 def test_512_tokens_at_once_one_by_one_and_in_chunks(chunks: list[int], dtype: torch.dtype) -> None:
     decoder = DECODERS["llama", dtype]
     tokens = torch.randint(61, (512,), generator=torch.Generator().manual_seed(0))
-    schedule = Schedule([512], chunks, page_size=16, seed=0, threads=1)
+    schedule = Schedule([512], chunks, block_size=16, seed=0, threads=1)
     (actual,) = served(decoder, [tokens], schedule)
     assert_same_bits(actual, whole(decoder, tokens))
 
@@ -187,9 +189,9 @@ def test_512_tokens_at_once_one_by_one_and_in_chunks(chunks: list[int], dtype: t
 def test_neighbours_in_a_packed_batch_change_nothing(kind: str) -> None:
     decoder = DECODERS[kind, torch.bfloat16]
     sequences = [torch.randint(61, (n,)) for n in (33, 1, 64, 130)]
-    plan = Plan.packed([33, 1, 64, 130])
+    layout = BatchLayout.packed([33, 1, 64, 130])
     with torch.inference_mode():
-        logits = decoder.logits(decoder(torch.cat(sequences), plan.positions(), plan))
+        logits = decoder.logits(decoder(torch.cat(sequences), layout))
     for actual, tokens in zip(logits.split([33, 1, 64, 130]), sequences, strict=True):
         assert_same_bits(actual, whole(decoder, tokens))
 
@@ -208,9 +210,9 @@ def test_a_later_token_is_not_seen() -> None:
 def test_fresh_weights_come_from_the_seed_once() -> None:
     config = replace(preset("tiny-moe"), norm=NormKind.LAYER, layers=8)
     state = torch.get_rng_state()
-    one, same = Decoder.new(config, seed=3), Decoder.new(config, seed=3)
+    one, same = Decoder.from_config(config, seed=3), Decoder.from_config(config, seed=3)
     assert torch.equal(torch.get_rng_state(), state), "nobody else's random numbers are used"
-    other = Decoder.new(config, seed=4)
+    other = Decoder.from_config(config, seed=4)
     for (name, a), b, c in zip(
         one.named_parameters(), same.parameters(), other.parameters(), strict=True
     ):
@@ -224,13 +226,13 @@ def test_fresh_weights_come_from_the_seed_once() -> None:
 
 
 def test_it_learns_through_the_loss_that_makes_no_logits() -> None:
-    decoder = Decoder.new(replace(preset("tiny"), layers=1), seed=0)
+    decoder = Decoder.from_config(replace(preset("tiny"), layers=1), seed=0)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
-    tokens, plan = torch.arange(48) % 7, Plan.packed([32, 16])
+    tokens, layout = torch.arange(48) % 7, BatchLayout.packed([32, 16])
     for _ in range(15):
         optimizer.zero_grad()
-        hidden = decoder(tokens, plan.positions(), plan)
-        loss = ops.linear_cross_entropy(hidden, decoder.head_weight, tokens.roll(-1)).mean()
+        hidden = decoder(tokens, layout)
+        loss = ops.linear_cross_entropy(hidden, decoder.lm_head_weight, tokens.roll(-1)).mean()
         loss.backward()
         optimizer.step()
     assert loss < 1  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -238,52 +240,55 @@ def test_it_learns_through_the_loss_that_makes_no_logits() -> None:
 
 def test_it_compiles_whole() -> None:
     decoder = DECODERS["llama", torch.float32]
-    tokens, plan = torch.arange(12), Plan.packed([7, 5])
+    tokens, layout = torch.arange(12), BatchLayout.packed([7, 5])
     torch.compiler.reset()
     compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
-    expected = decoder(tokens, plan.positions(), plan)
-    assert torch.equal(compiled(tokens, plan.positions(), plan), expected)
+    expected = decoder(tokens, layout)
+    assert torch.equal(compiled(tokens, layout), expected)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused() -> None:
     decoder = DECODERS["gpt2", torch.float32]
-    plan = Plan.packed([1])
+    layout = BatchLayout.packed([1])
     with pytest.raises((IndexError, RuntimeError)):
-        decoder(torch.tensor([61]), plan.positions(), plan)
+        decoder(torch.tensor([61]), layout)
     with pytest.raises((IndexError, RuntimeError)):
-        decoder(torch.tensor([1]), torch.tensor([KINDS["gpt2"].context]), plan)
+        decoder(
+            torch.tensor([1]),
+            replace(layout, positions=layout.positions + KINDS["gpt2"].max_seq_len),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_logprobs_are_the_loss_with_another_sign(dtype: torch.dtype, rows: int) -> None:
     """Bit for bit, so that a trainer reports what a server does."""
-    decoder = Decoder.new(preset("tiny"), seed=0, dtype=dtype)
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=dtype)
     random = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 64, generator=random).to(dtype)
     tokens = torch.randint(256, (rows,), generator=random)
     pairs = zip(hidden, tokens, strict=True)
     with torch.inference_mode():
         found = decoder.logprobs(hidden, tokens)
-        loss = ops.linear_cross_entropy(hidden, decoder.head_weight, tokens)
+        loss = ops.linear_cross_entropy(hidden, decoder.lm_head_weight, tokens)
         alone = torch.cat([decoder.logprobs(h[None], t[None]) for h, t in pairs])
     assert torch.equal(found, -loss)
     assert torch.equal(found, alone)
     assert found.dtype == torch.float32
 
 
-@pytest.mark.parametrize("place", list(NormPlace))
-def test_dropout_of_branches_is_for_training_alone(place: NormPlace) -> None:
-    decoder = Decoder.new(replace(preset("tiny"), norm_place=place), seed=0)
-    plan = Plan.packed([5, 3])
-    tokens, positions = torch.arange(8), plan.positions()
-    plain = decoder(tokens, positions, plan)
+@pytest.mark.parametrize("place", list(NormPosition))
+def test_dropout_of_branches_is_for_training_alone(place: NormPosition) -> None:
+    decoder = Decoder.from_config(replace(preset("tiny"), norm_position=place), seed=0)
+    layout = BatchLayout.packed([5, 3])
+    tokens = torch.arange(8)
+    plain = decoder(tokens, layout)
     names = decoder.state_dict().keys()
-    decoder.drop(0.5)
+    decoder.set_dropout(0.5)
     assert decoder.state_dict().keys() == names
-    assert not torch.equal(decoder(tokens, positions, plan), plain)
-    assert torch.equal(decoder.eval()(tokens, positions, plan), plain)
-    decoder.train().drop(1e-4)  # of 512 values none: the same mathematics
-    torch.testing.assert_close(decoder(tokens, positions, plan), plain, rtol=1e-3, atol=1e-3)
-    decoder.drop(0.0)
-    assert torch.equal(decoder(tokens, positions, plan), plain)
+    assert not torch.equal(decoder(tokens, layout), plain)
+    assert torch.equal(decoder.eval()(tokens, layout), plain)
+    decoder.train().set_dropout(1e-4)  # of 512 values none: the same mathematics
+    torch.testing.assert_close(decoder(tokens, layout), plain, rtol=1e-3, atol=1e-3)
+    decoder.set_dropout(0.0)
+    assert torch.equal(decoder(tokens, layout), plain)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ingot.core.errors import ConfigError
-from ingot.nn.dropout import Dropout, begin
+from ingot.nn.dropout import Dropout, set_step
 
 
 def mask(rate: float = 0.25, shape: tuple[int, ...] = (200, 33), **key: int) -> torch.Tensor:
     layer = Dropout(rate, key.pop("layer", 0))
-    layer.begin(seed=key.get("seed", 0), step=key.get("step", 0))
+    layer.set_step(seed=key.get("seed", 0), step=key.get("step", 0))
     return layer(torch.ones(shape))
 
 
@@ -38,7 +38,7 @@ def test_rows_are_counted_through_the_step(split: int) -> None:
     x = torch.ones(200, 33)
     first = layer(x[:split])
     assert torch.equal(first, layer(x[:split]))  # computed again for its backward
-    layer.begin(seed=0, step=0, row=split)
+    layer.set_step(seed=0, step=0, row=split)
     assert torch.equal(torch.cat([first, layer(x[split:])]), mask())
 
 
@@ -71,9 +71,9 @@ def test_begin_reaches_every_layer() -> None:
     model = torch.nn.Sequential(Dropout(0.5, 0), torch.nn.Sequential(Dropout(0.5, 1)))
     x = torch.ones(16, 16)
     first = model(x)
-    begin(model, seed=0, step=1)
+    set_step(model, seed=0, step=1)
     assert not torch.equal(model(x), first)
-    begin(model, seed=0, step=0, row=8)
+    set_step(model, seed=0, step=0, row=8)
     assert torch.equal(model(x[8:]), first[8:])
 
 

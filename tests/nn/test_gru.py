@@ -6,33 +6,33 @@ import pytest
 import torch
 
 from ingot.core.errors import ConfigError
-from ingot.nn import Plan
+from ingot.nn import BatchLayout
 from ingot.nn.gru import GRU, GRUConfig
 
 
 def test_a_sequence_is_the_same_alone_and_packed() -> None:
-    model = GRU.new(GRUConfig(vocab_size=16, dim=8, layers=2), seed=0)
+    model = GRU.from_config(GRUConfig(vocab_size=16, dim=8, layers=2), seed=0)
     tokens = torch.randint(16, (9,))
-    plan = Plan.packed([2, 0, 4, 3])
-    whole = model(tokens, plan.positions(), plan)
-    alone = Plan.packed([4])
-    torch.testing.assert_close(model(tokens[2:6], alone.positions(), alone), whole[2:6])
+    layout = BatchLayout.packed([2, 0, 4, 3])
+    whole = model(tokens, layout)
+    alone = BatchLayout.packed([4])
+    torch.testing.assert_close(model(tokens[2:6], alone), whole[2:6])
 
 
 def test_a_token_sees_only_those_before_it() -> None:
-    model = GRU.new(GRUConfig(vocab_size=16, dim=8), seed=0)
-    plan, tokens = Plan.packed([6]), torch.arange(6)
-    before = model(tokens, plan.positions(), plan)
+    model = GRU.from_config(GRUConfig(vocab_size=16, dim=8), seed=0)
+    layout, tokens = BatchLayout.packed([6]), torch.arange(6)
+    before = model(tokens, layout)
     tokens[4] = 9
-    after = model(tokens, plan.positions(), plan)
+    after = model(tokens, layout)
     assert torch.equal(before[:4], after[:4])
     assert not torch.equal(before[4:], after[4:])
 
 
 def test_a_seed_gives_the_same_weights() -> None:
-    a, b = (GRU.new(GRUConfig(vocab_size=16, dim=8), seed=1) for _ in range(2))
+    a, b = (GRU.from_config(GRUConfig(vocab_size=16, dim=8), seed=1) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-    assert a.head_weight is a.embed.weight
+    assert a.lm_head_weight is a.tok_embed.weight
 
 
 def test_bounds() -> None:

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ingot import ops
-from ingot.nn import Decoder, Plan, preset
+from ingot.nn import BatchLayout, Decoder, preset
 from ingot.nn.loss import class_losses, token_logprobs, token_losses
 
 
 def test_the_loss_of_a_token_is_that_of_its_logits() -> None:
-    model = Decoder.new(preset("tiny"), seed=0)
+    model = Decoder.from_config(preset("tiny"), seed=0)
     tokens, targets = torch.randint(256, (9,)), torch.randint(256, (9,))
     targets[4] = -100
-    plan = Plan.packed([5, 4])
-    logits = model.logits(model(tokens, plan.positions(), plan))
+    layout = BatchLayout.packed([5, 4])
+    logits = model.logits(model(tokens, layout))
     for smoothing in (0.0, 0.1):
         wanted = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
         found = token_losses(model, tokens, targets, [5, 4], label_smoothing=smoothing)
@@ -31,7 +31,7 @@ def test_the_loss_of_a_token_is_that_of_its_logits() -> None:
 
 
 def test_a_log_probability_is_the_loss_turned_round() -> None:
-    model = Decoder.new(preset("tiny"), seed=0)
+    model = Decoder.from_config(preset("tiny"), seed=0)
     tokens, targets = torch.randint(256, (9,)), torch.randint(256, (9,))
     targets[4] = -100
     found = token_logprobs(model, tokens, targets, [5, 4])
@@ -49,7 +49,7 @@ def test_the_loss_of_a_class() -> None:
 @pytest.mark.parametrize("said", [0.25, 0.5])
 def test_gradients_are_right_whatever_slope_was_said(dtype: torch.dtype, said: float) -> None:
     def gradients(grad_output: float | None) -> tuple[Tensor, list[Tensor | None]]:
-        model = Decoder.new(preset("tiny"), seed=0).to(dtype)
+        model = Decoder.from_config(preset("tiny"), seed=0).to(dtype)
         options: dict[str, Any] = {
             "label_smoothing": 0.1,
             "z_loss": 0.01,

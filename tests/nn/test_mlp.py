@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ingot.nn import MLP, Activation, Experts, MoE, SwiGLU
+from ingot.nn import MLP, Activation, MoE, MoEConfig, SwiGLU
 
 ACTIVATIONS = {
     Activation.GELU: F.gelu,
@@ -42,7 +42,10 @@ def expert(moe: MoE, e: int, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_token_goes_to_its_best_experts(normalize: bool) -> None:
-    moe, x = MoE(8, Experts(count=5, top_k=3, ffn=12, normalize=normalize)), torch.randn(6, 8)
+    moe, x = (
+        MoE(8, MoEConfig(num_experts=5, top_k=3, ffn_dim=12, norm_topk_prob=normalize)),
+        torch.randn(6, 8),
+    )
     randomized(moe)
     p = F.softmax(x @ moe.router.weight.T, dim=-1)
     best, chosen = p.topk(3, dim=-1)
@@ -57,7 +60,7 @@ def test_a_token_goes_to_its_best_experts(normalize: bool) -> None:
 
 
 def test_of_equal_scores_the_lower_numbers_win() -> None:
-    moe = MoE(8, Experts(count=5, top_k=2, ffn=12))
+    moe = MoE(8, MoEConfig(num_experts=5, top_k=2, ffn_dim=12))
     with torch.no_grad():
         moe.router.weight.zero_()
     weights, chosen = moe._route(torch.randn(4, 8))
@@ -67,7 +70,7 @@ def test_of_equal_scores_the_lower_numbers_win() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    moe = MoE(40, Experts(count=7, top_k=3, ffn=24)).to(dtype)
+    moe = MoE(40, MoEConfig(num_experts=7, top_k=3, ffn_dim=24)).to(dtype)
     randomized(moe)
     x = torch.randn(130, 40).to(dtype)
     whole = moe(x)
@@ -76,7 +79,7 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
 
 
 def test_every_weight_of_a_mixture_has_a_gradient() -> None:
-    moe = MoE(8, Experts(count=4, top_k=2, ffn=12))
+    moe = MoE(8, MoEConfig(num_experts=4, top_k=2, ffn_dim=12))
     randomized(moe)
     moe(torch.randn(64, 8)).square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in moe.parameters())

@@ -10,7 +10,7 @@ from ingot.nn import Decoder, preset
     ("name", "millions"), [("gpt2-124m", 124.4), ("smollm2-135m", 134.5), ("llama-100m", 100.1)]
 )
 def test_sizes_are_those_of_the_models(name: str, millions: float) -> None:
-    parameters = Decoder.unfilled(preset(name)).parameters()
+    parameters = Decoder.on_meta(preset(name)).parameters()
     assert round(sum(p.numel() for p in parameters) / 1e6, 1) == millions
 
 

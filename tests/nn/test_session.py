@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
-from ingot.nn import Decoder, Plan, Sampling, Session, preset
-from ingot.nn.session import CHUNK, PAGE
+from ingot.nn import BatchLayout, Decoder, Sampling, Session, preset
+from ingot.nn.session import BLOCK_SIZE, CHUNK
 
-CONFIG = dataclasses.replace(preset("tiny"), context=1000)
-DECODER = Decoder.new(CONFIG, seed=0, dtype=torch.bfloat16)
+CONFIG = dataclasses.replace(preset("tiny"), max_seq_len=1000)
+DECODER = Decoder.from_config(CONFIG, seed=0, dtype=torch.bfloat16)
 VOCABULARY = DECODER.config.vocab_size
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)
 
@@ -24,9 +24,9 @@ def by_whole_forwards(prompt: list[int], count: int, sampling: Sampling) -> list
     """What a session must write, nothing kept from one token to the next."""
     tokens = list(prompt)
     for _ in range(count):
-        plan = Plan.packed([len(tokens)])
+        layout = BatchLayout.packed([len(tokens)])
         with torch.inference_mode():
-            hidden = DECODER(torch.tensor(tokens), plan.positions(), plan)
+            hidden = DECODER(torch.tensor(tokens), layout)
             logits = DECODER.logits(hidden[-1:])
             position = torch.tensor([len(tokens)])
             tokens.append(int(ops.sample(logits, *sampling.arguments(VOCABULARY), position)))
@@ -71,7 +71,7 @@ def test_a_prompt_that_was_there_already_computes_one_token() -> None:
 def test_long_prompts_come_in_chunks_and_the_pool_grows() -> None:
     prompt = [i % VOCABULARY for i in range(CHUNK + 5)]
     session = Session(DECODER)
-    list(session.stream(prompt[: PAGE // 2], max_tokens=2))
+    list(session.stream(prompt[: BLOCK_SIZE // 2], max_tokens=2))
     assert list(session.stream(prompt, max_tokens=3)) == by_whole_forwards(prompt, 3, Sampling())
 
 
@@ -79,9 +79,9 @@ def test_it_ends_at_an_end_token_and_at_the_context() -> None:
     hot = Sampling(temperature=2.0)
     first, second, *_ = Session(DECODER).stream([1, 2, 3], max_tokens=4, sampling=hot)
     assert first != second
-    ended = Session(DECODER).stream([1, 2, 3], max_tokens=4, sampling=hot, ends={second})
+    ended = Session(DECODER).stream([1, 2, 3], max_tokens=4, sampling=hot, stop_token_ids={second})
     assert list(ended) == [first]
-    context = DECODER.config.context
+    context = DECODER.config.max_seq_len
     prompt = [5] * (context - 2)
     assert len(list(Session(DECODER).stream(prompt, max_tokens=99))) == 2
     assert list(Session(DECODER).stream([5] * context, max_tokens=99)) == []
@@ -124,7 +124,7 @@ def test_a_seed_repeats_and_another_differs() -> None:
 WRITING = """
 import sys
 from ingot.nn import Decoder, Session, preset
-decoder = Decoder.new(preset("tiny"), seed=0)
+decoder = Decoder.from_config(preset("tiny"), seed=0)
 before = set(sys.modules)
 list(Session(decoder).stream([1, 2], max_tokens=3))
 late = {"torch._dynamo", "sympy"} & (set(sys.modules) - before)

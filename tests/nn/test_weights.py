@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from ingot.core.errors import IngotError
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
-from ingot.nn.weights import INDEX, SINGLE, Weights, WeightsError, read_json, write
+from ingot.nn.weights import INDEX, SINGLE, SafetensorsDir, WeightsError, read_json, write
 
 TENSORS = {
     "b.weight": torch.randn(5, 3),
@@ -30,10 +30,12 @@ TENSORS = {
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
-    weights, found = Weights(directory), {}
-    weights.match({n: torch.empty(p.shape, device="meta") for n, p in weights.places.items()})
-    for name, place in weights.places.items():
-        found[name] = torch.empty(place.shape, dtype=place.dtype)
+    weights, found = SafetensorsDir(directory), {}
+    weights.check_matches(
+        {n: torch.empty(p.shape, device="meta") for n, p in weights.entries.items()}
+    )
+    for name, entry in weights.entries.items():
+        found[name] = torch.empty(entry.shape, dtype=entry.dtype)
     weights.read(found)
     return found
 
@@ -70,7 +72,7 @@ def test_views_are_filled_in_place_and_written_as_they_look(tmp_path: Path) -> N
     whole = torch.randn(6, 4)
     write(tmp_path, {"top": whole[:2], "rest": whole[2:], "turned": whole.T})
     into = torch.zeros(6, 4, dtype=torch.bfloat16)
-    weights = Weights(tmp_path)
+    weights = SafetensorsDir(tmp_path)
     weights.read({"top": into[:2], "rest": into[2:]})
     assert torch.equal(into, whole.bfloat16())
     back = torch.zeros(6, 4)
@@ -106,7 +108,7 @@ def test_threads_have_a_share_each_and_leave_nothing(
     monkeypatch.setattr("ingot.nn.weights._THREADS", threads)
     monkeypatch.setattr("ingot.nn.weights._AT_ONCE", 6)
     assert_equal(read_all(tmp_path), tensors)
-    weights = Weights(tmp_path)
+    weights = SafetensorsDir(tmp_path)
     into = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items()}
     del into["t7"]  # a gap
     weights.read(into)
@@ -135,26 +137,26 @@ def test_a_file_that_cannot_be_written_is_not_there(
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(WeightsError, match="never opened"):
-        Weights(tmp_path)
+        SafetensorsDir(tmp_path)
     with pytest.raises(WeightsError, match=r"no model\.safetensors"):
-        Weights(tmp_path / "nowhere")
+        SafetensorsDir(tmp_path / "nowhere")
 
 
 def test_names_and_shapes_are_compared(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
-    weights = Weights(tmp_path)
+    weights = SafetensorsDir(tmp_path)
     with pytest.raises(WeightsError, match=r"1 tensors are not in .*: c"):
-        weights.match({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)})
+        weights.check_matches({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)})
     with pytest.raises(WeightsError, match="not in the model: b"):
-        weights.match({"a": torch.ones(2)})
+        weights.check_matches({"a": torch.ones(2)})
     with pytest.raises(WeightsError, match=r"'b' is \(3,\) where the model has \(4,\)"):
-        weights.match({"a": torch.ones(2), "b": torch.ones(4)})
+        weights.check_matches({"a": torch.ones(2), "b": torch.ones(4)})
 
 
 def test_integers_are_not_weights(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2, dtype=torch.int8)})
     with pytest.raises(WeightsError, match="quantized"):
-        Weights(tmp_path).match({"a": torch.ones(2)})
+        SafetensorsDir(tmp_path).match({"a": torch.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_an_index_names_files_beside_it(file: Any, tmp_path: Path) -> None:
     index = {"weight_map": {"a": file}}
     (tmp_path / "inner" / INDEX).write_text(json.dumps(index))
     with pytest.raises(WeightsError, match=r"names a file|is not JSON"):
-        Weights(tmp_path / "inner")
+        SafetensorsDir(tmp_path / "inner")
 
 
 def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
@@ -191,17 +193,17 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
 
     with_map(t0=last)
     with pytest.raises(WeightsError, match="not there: t0"):
-        Weights(tmp_path)
+        SafetensorsDir(tmp_path)
     with_map(t0=None)
     with pytest.raises(WeightsError, match="leaves out t0"):
-        Weights(tmp_path)
+        SafetensorsDir(tmp_path)
     with_map(t9="model-9.safetensors")
     with pytest.raises(WeightsError, match="cannot read"):
-        Weights(tmp_path)
+        SafetensorsDir(tmp_path)
     with_map()
     (tmp_path / last).write_bytes((tmp_path / first).read_bytes())
     with pytest.raises(WeightsError, match=f"'t0' is in {first} and {last}"):
-        Weights(tmp_path)
+        SafetensorsDir(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"weight_map": []}', "\xff"])
@@ -209,7 +211,7 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2)})
     (tmp_path / INDEX).write_text(text, encoding="latin1")
     with pytest.raises(WeightsError):
-        Weights(tmp_path)
+        SafetensorsDir(tmp_path)
 
 
 def _file(header: bytes, body: bytes) -> bytes:
@@ -285,12 +287,12 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     for length in range(len(GOOD)):
         (tmp_path / SINGLE).write_bytes(GOOD[:length])
         with pytest.raises(WeightsError):
-            Weights(tmp_path)
+            SafetensorsDir(tmp_path)
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(GOOD)
-    weights = Weights(tmp_path)
+    weights = SafetensorsDir(tmp_path)
     (tmp_path / SINGLE).write_bytes(GOOD[:-20])
     with pytest.raises(WeightsError, match="ends too early"):
         weights.read({"a": torch.empty(3, 2)})
@@ -303,7 +305,7 @@ from ingot.nn import Decoder, preset
 def peak():  # not ru_maxrss, which a process inherits from the one that started it
     status = open("/proc/self/status").read()
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
-Decoder.new(preset("tiny"), seed=0)
+Decoder.from_config(preset("tiny"), seed=0)
 before = peak()
 model = hf.load(sys.argv[1])
 size = sum(p.nbytes for p in model.parameters())
@@ -314,7 +316,7 @@ print((peak() - before) / size)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_the_memory_of_the_weights_once(tmp_path: Path) -> None:
     config = replace(preset("llama-100m"), layers=4, vocab_size=8000)
-    hf.save(Decoder.new(config, seed=0), tmp_path / "model")
+    hf.save(Decoder.from_config(config, seed=0), tmp_path / "model")
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "model")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

@@ -29,7 +29,7 @@ READY = 60.0
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights with a token for each byte, which chats and goes on for long."""
-    return models.small(tmp_path_factory.mktemp("models") / "small", context=4096)
+    return models.small(tmp_path_factory.mktemp("models") / "small", max_seq_len=4096)
 
 
 @dataclass

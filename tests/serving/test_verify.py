@@ -17,7 +17,7 @@ from ingot.serving.engine.scheduler import Work
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_bit_is_equal(dtype: torch.dtype) -> None:
     heard: list[int] = []
-    decoder = Decoder.new(preset("tiny"), seed=3, dtype=dtype)
+    decoder = Decoder.from_config(preset("tiny"), seed=3, dtype=dtype)
     found = verify.verify(decoder, schedules=12, progress=lambda: heard.append(1))
     assert (found.schedules, found.mismatches, found.bits_equal) == (12, 0, True)
     assert len(heard) == 12
@@ -30,7 +30,7 @@ def test_every_bit_is_equal(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_every_bit_is_equal_in_a_thousand_schedules() -> None:
-    decoder = Decoder.new(preset("tiny"), seed=4, dtype=torch.bfloat16)
+    decoder = Decoder.from_config(preset("tiny"), seed=4, dtype=torch.bfloat16)
     assert verify.verify(decoder, schedules=1000, seed=1).difference is None
 
 
@@ -51,7 +51,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_split_sum_for_some_batches_is_found(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, rows)
-    found = verify.verify(Decoder.new(preset("tiny"), seed=3), schedules=12)
+    found = verify.verify(Decoder.from_config(preset("tiny"), seed=3), schedules=12)
     assert found.mismatches > 0
     assert not found.bits_equal
     assert found.difference
@@ -69,13 +69,13 @@ def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
                 self._slots.items[len(work) - 1] = item.table[0] * self.size
 
     monkeypatch.setattr("ingot.serving.verify.Runner", Faulty)
-    found = verify.verify(Decoder.new(preset("tiny"), seed=3), schedules=12)
+    found = verify.verify(Decoder.from_config(preset("tiny"), seed=3), schedules=12)
     assert not found.bits_equal
 
 
 def test_there_are_one_and_two_threads_and_then_as_many_as_before() -> None:
     before, heard = torch.get_num_threads(), list[int]()
-    decoder = Decoder.new(preset("tiny"), seed=0)
+    decoder = Decoder.from_config(preset("tiny"), seed=0)
     for schedules in (1, 2):
         found = verify.verify(
             decoder, schedules=schedules, progress=lambda: heard.append(torch.get_num_threads())
@@ -87,7 +87,7 @@ def test_there_are_one_and_two_threads_and_then_as_many_as_before() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_a_draft_of_the_first_layers_has_no_weights_of_its_own(name: str) -> None:
-    decoder = Decoder.new(preset(name), seed=0)
+    decoder = Decoder.from_config(preset(name), seed=0)
     small = verify.early(decoder)
     assert {id(p) for p in small.parameters()} < {id(p) for p in decoder.parameters()}
     assert len(small.blocks) == 1
@@ -96,4 +96,4 @@ def test_a_draft_of_the_first_layers_has_no_weights_of_its_own(name: str) -> Non
 def test_schedules_are_bounded() -> None:
     for wrong in (0, 10**7):
         with pytest.raises(ConfigError):
-            verify.verify(Decoder.new(preset("tiny"), seed=0), schedules=wrong)
+            verify.verify(Decoder.from_config(preset("tiny"), seed=0), schedules=wrong)

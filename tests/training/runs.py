@@ -21,17 +21,17 @@ TINY = DecoderConfig(
     heads=2,
     kv_heads=1,
     head_dim=16,
-    ffn=64,
-    context=64,
+    ffn_dim=64,
+    max_seq_len=64,
     rope=Rope(),
-    tied=True,
+    tie_embeddings=True,
 )
 
 WORDS = ("one", "model", "from", "training", "to", "serving", "through", "the", "same", "kernels")
 
 
 def xor(**options: Any) -> Recipe:
-    model = DenseConfig(inputs=2, hidden=(16,), outputs=2)
+    model = DenseConfig(in_features=2, hidden_dims=(16,), out_features=2)
     known: dict[str, Any] = {"name": "xor", "steps": 30, "batch": 4, "model": model, "data": Xor()}
     return Recipe(**{**known, "optimizer": AdamW(lr=0.03, weight_decay=0.0), **options})
 

@@ -102,7 +102,7 @@ from ingot.training.recompute import recompute
 from ingot.training.step import Losses, Step
 
 for policy in ("none", "selective", "full"):
-    model = Decoder.new(preset("tiny"), seed=0)
+    model = Decoder.from_config(preset("tiny"), seed=0)
     recompute(model, policy)
     masters = Masters(model, Precision.BF16, split=True)
     optimizers = Optimizers(AdamW(), model, masters.weights, masters.low)

@@ -23,7 +23,7 @@ def held_out(tmp_path: Path) -> Packed:
 
 
 def test_the_loss_does_not_depend_on_the_batches(tmp_path: Path) -> None:
-    model, samples = Decoder.new(runs.TINY, seed=0), held_out(tmp_path)
+    model, samples = Decoder.from_config(runs.TINY, seed=0), held_out(tmp_path)
     wanted = evaluate(model, samples, batch=1, most=10**6)
     assert wanted.accuracy is None
     for batch in (2, 3, 100):
@@ -33,7 +33,7 @@ def test_the_loss_does_not_depend_on_the_batches(tmp_path: Path) -> None:
 
 
 def test_accuracy() -> None:
-    model = Dense.new(DenseConfig(inputs=2, hidden=(), outputs=2), seed=0)
+    model = Dense.from_config(DenseConfig(in_features=2, hidden_dims=(), out_features=2), seed=0)
     with torch.no_grad():
         model.layers[0].weight.zero_()  # pyright: ignore
         model.layers[0].bias.copy_(torch.tensor([0.0, 1.0]))  # pyright: ignore
@@ -43,7 +43,10 @@ def test_accuracy() -> None:
 
 
 def test_the_log_probabilities_are_those_of_any_forward(tmp_path: Path) -> None:
-    model, samples = Decoder.new(runs.TINY, seed=0, dtype=torch.bfloat16), held_out(tmp_path)
+    model, samples = (
+        Decoder.from_config(runs.TINY, seed=0, dtype=torch.bfloat16),
+        held_out(tmp_path),
+    )
     save_logprobs(model, samples, tmp_path, most=2)
     found = load_file(tmp_path / LOGPROBS)
     tokens, length = found["0.tokens"], found["0.lengths"].tolist()[0]

@@ -211,18 +211,18 @@ def test_only_adamw_moves_masters_in_two_parts() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "gpt2-124m"])
 def test_norms_biases_and_embeddings_do_not_decay(name: str) -> None:
-    model = Decoder.unfilled(preset(name))
+    model = Decoder.on_meta(preset(name))
     decay = decays(model)
     assert decay.keys() == {name for name, _ in model.named_parameters()}
     for parameter, decayed in decay.items():
-        plain = "norm" in parameter or parameter.endswith("bias") or "embed" in parameter
-        assert decayed is not (plain or "place" in parameter), parameter
+        plain = "norm" in parameter or parameter.endswith("bias") or "tok_embed" in parameter
+        assert decayed is not (plain or "pos_embed" in parameter), parameter
 
 
 def test_the_head_and_experts_are_no_hidden_matrices() -> None:
-    model = Decoder.new(preset("tiny-moe"), seed=0)
+    model = Decoder.from_config(preset("tiny-moe"), seed=0)
     matrices = configs._hidden(model, decays(model))
-    assert "head.weight" not in matrices
+    assert "lm_head.weight" not in matrices
     assert "blocks.0.attention.qkv.weight" in matrices
     assert "blocks.0.mlp.gate" not in matrices
 

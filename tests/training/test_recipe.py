@@ -48,7 +48,7 @@ def test_a_decoder_is_told_by_its_fields(tmp_path: Path) -> None:
         ({"start": Path("x")}, "start from"),
         ({"model": preset("tiny")}, "DecoderConfig for data"),
         ({"data": Text(source="x")}, "DenseConfig for data"),
-        ({"model": preset("tiny"), "data": Text(source="x", length=513)}, "context of 512"),
+        ({"model": preset("tiny"), "data": Text(source="x", length=513)}, "max_seq_len of 512"),
         ({"ema": 1.0}, "ema"),
         ({"label_smoothing": float("nan")}, "label_smoothing"),
     ],

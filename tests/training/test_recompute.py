@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot import ops
 from ingot.core.errors import ConfigError
-from ingot.nn import Decoder, Dense, DenseConfig, Plan, preset
-from ingot.nn.config import Activation, NormKind, NormPlace, QkNorm
-from ingot.nn.dropout import begin
+from ingot.nn import BatchLayout, Decoder, Dense, DenseConfig, preset
+from ingot.nn.config import Activation, NormKind, NormPosition, QkNorm
+from ingot.nn.dropout import set_step
 from ingot.training.recompute import recompute
 
 TINY = preset("tiny")
@@ -26,7 +26,7 @@ CONFIGS = {
     "gpt2": replace(
         TINY, norm=NormKind.LAYER, activation=Activation.GELU_TANH, rope=None, qkv_bias=True
     ),
-    "olmo2": replace(TINY, qk_norm=QkNorm.WHOLE, norm_place=NormPlace.BEHIND),
+    "olmo2": replace(TINY, qk_norm=QkNorm.FULL, norm_position=NormPosition.POST),
     "moe": preset("tiny-moe"),
 }
 
@@ -54,15 +54,15 @@ class Made(TorchDispatchMode):
 
 def gradients(policy: Any, name: str = "llama", dropout: float = 0.0) -> tuple[list[Any], int]:
     """The gradients, and the bytes that the forward kept for the backward."""
-    model = Decoder.new(CONFIGS[name], seed=0)
-    model.drop(dropout)
-    begin(model, seed=0, step=0)
+    model = Decoder.from_config(CONFIGS[name], seed=0)
+    model.set_dropout(dropout)
+    set_step(model, seed=0, step=0)
     recompute(model, policy)
-    plan, tokens = Plan.packed([40, 30]), torch.arange(70)
+    layout, tokens = BatchLayout.packed([40, 30]), torch.arange(70)
     with Made() as made:
-        hidden = model(tokens, plan.positions(), plan)
+        hidden = model(tokens, layout)
     kept = made.alive()
-    ops.linear_cross_entropy(hidden, model.head_weight, tokens).sum().backward()
+    ops.linear_cross_entropy(hidden, model.lm_head_weight, tokens).sum().backward()
     return [p.grad for p in model.parameters()], kept
 
 
@@ -77,10 +77,10 @@ def test_gradients_are_the_same_to_the_bit(policy: Any, name: str, dropout: floa
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_a_graph_that_is_kept_can_be_walked_twice(policy: Any) -> None:
-    model = Decoder.new(preset("tiny"), seed=0)
+    model = Decoder.from_config(preset("tiny"), seed=0)
     recompute(model, policy)
-    plan = Plan.packed([3])
-    total = model(torch.arange(3), plan.positions(), plan).square().sum()
+    layout = BatchLayout.packed([3])
+    total = model(torch.arange(3), layout).square().sum()
     total.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     total.backward()
@@ -97,16 +97,16 @@ def test_what_is_kept() -> None:
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_scoring_is_left_alone(policy: Any) -> None:
-    model = Decoder.new(preset("tiny"), seed=0)
-    plan = Plan.packed([3])
-    wanted = model(torch.arange(3), plan.positions(), plan)
+    model = Decoder.from_config(preset("tiny"), seed=0)
+    layout = BatchLayout.packed([3])
+    wanted = model(torch.arange(3), layout)
     recompute(model, policy)
     with torch.inference_mode():
-        assert torch.equal(model(torch.arange(3), plan.positions(), plan), wanted)
+        assert torch.equal(model(torch.arange(3), layout), wanted)
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    model = Dense.new(DenseConfig(inputs=1, hidden=(), outputs=1), seed=0)
+    model = Dense.from_config(DenseConfig(in_features=1, hidden_dims=(), out_features=1), seed=0)
     recompute(model, "none")
     with pytest.raises(ConfigError, match="Dense, which has no blocks"):
         recompute(model, "full")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ingot.data import ArrayBatch, TokenBatch
-from ingot.nn import CNN, CNNConfig, Decoder, Dense, DenseConfig, Plan, preset
+from ingot.nn import CNN, BatchLayout, CNNConfig, Decoder, Dense, DenseConfig, preset
 from ingot.ops.adamw import join
 from ingot.training.clip import Clipper, Norm
 from ingot.training.mix import Mix
@@ -41,8 +41,8 @@ def joined(batches: list[TokenBatch]) -> TokenBatch:
 
 
 def decoder(dropout: float = 0.0) -> Decoder:
-    model = Decoder.new(preset("tiny"), seed=0)
-    model.drop(dropout)
+    model = Decoder.from_config(preset("tiny"), seed=0)
+    model.set_dropout(dropout)
     return model
 
 
@@ -63,8 +63,8 @@ def test_gradients_are_those_of_the_mean_loss() -> None:
     found = step.gradients([tokens([7, 6])], 0)
     wanted = decoder()
     batch = tokens([7, 6])
-    plan = Plan.packed([7, 6])
-    logits = wanted.logits(wanted(batch.tokens, plan.positions(), plan))
+    layout = BatchLayout.packed([7, 6])
+    logits = wanted.logits(wanted(batch.tokens, layout))
     loss = torch.nn.functional.cross_entropy(logits, batch.targets)
     loss.backward()
     assert found.loss == pytest.approx(loss.item(), rel=1e-5)
@@ -126,7 +126,7 @@ def test_an_overflow_is_seen() -> None:
 def test_a_loss_that_is_not_finite_is_seen() -> None:
     model = decoder()
     with torch.no_grad():
-        model.embed.weight[3, 3] = torch.nan
+        model.tok_embed.weight[3, 3] = torch.nan
     assert not step_of(model).gradients([tokens([20])], 0).finite
 
 
@@ -143,15 +143,17 @@ def images(count: int = 6) -> ArrayBatch:
 
 
 def test_mixed_images_lose_on_both_labels() -> None:
-    model = Dense.new(DenseConfig(inputs=64, hidden=(), outputs=3), seed=0)
+    model = Dense.from_config(DenseConfig(in_features=64, hidden_dims=(), out_features=3), seed=0)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()  # all classes alike: whatever is mixed, the loss is log 3
     step = step_of(model, mix=Mix(kind="mixup"))
     found = step.gradients([images()], 0)
     assert found.loss == pytest.approx(torch.tensor(3.0).log().item(), rel=1e-5)
-    plain = step_of(CNN.new(CNNConfig(widths=(4,), classes=3), seed=0))
-    mixed = step_of(CNN.new(CNNConfig(widths=(4,), classes=3), seed=0), mix=Mix(kind="cutmix"))
+    plain = step_of(CNN.from_config(CNNConfig(widths=(4,), num_classes=3), seed=0))
+    mixed = step_of(
+        CNN.from_config(CNNConfig(widths=(4,), num_classes=3), seed=0), mix=Mix(kind="cutmix")
+    )
     assert plain.gradients([images()], 0).loss != mixed.gradients([images()], 0).loss
 
 

@@ -165,9 +165,9 @@ def test_a_killed_run_goes_on_to_the_bit(
 @pytest.mark.parametrize(
     "model",
     [
-        DenseConfig(inputs=64, hidden=(16,), outputs=10, dropout=0.1),
-        CNNConfig(widths=(4, 8), classes=10, dropout=0.1),
-        ResNetConfig(widths=(4, 8), blocks=1, classes=10),
+        DenseConfig(in_features=64, hidden_dims=(16,), out_features=10, dropout=0.1),
+        CNNConfig(widths=(4, 8), num_classes=10, dropout=0.1),
+        ResNetConfig(widths=(4, 8), blocks_per_stage=1, num_classes=10),
     ],
     ids=lambda model: model.kind,
 )
@@ -376,11 +376,11 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_a_given_model_is_trained_on(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path, model=None, start=tmp_path)
-    model = Decoder.new(runs.TINY, seed=5, dtype=torch.bfloat16)
-    before = model.embed.weight.detach().clone()
+    model = Decoder.from_config(runs.TINY, seed=5, dtype=torch.bfloat16)
+    before = model.tok_embed.weight.detach().clone()
     trainer = Trainer(recipe, tmp_path / "run", model)
     assert trainer.model is model
-    assert torch.equal(trainer.masters.weights["embed.weight"], before.float())
+    assert torch.equal(trainer.masters.weights["tok_embed.weight"], before.float())
 
 
 def test_in_bf16_the_models_weights_are_the_upper_halves(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_in_bf16_the_models_weights_are_the_upper_halves(tmp_path: Path) -> None
 def test_a_checkpoint_in_two_halves_fills_a_model_with_the_upper_ones(tmp_path: Path) -> None:
     trainer = whole(runs.text(tmp_path, precision=Precision.BF16, ema=0.0), tmp_path / "run")
     saved = trainer.checkpoints.newest()
-    model = Decoder.new(runs.TINY, seed=9, dtype=torch.bfloat16)
+    model = Decoder.from_config(runs.TINY, seed=9, dtype=torch.bfloat16)
     assert saved
     saved.fill(model)
     for name, parameter in trainer.model.named_parameters():
@@ -411,6 +411,6 @@ def test_a_checkpoint_in_two_halves_fills_a_model_with_the_upper_ones(tmp_path: 
 
 def test_flops_are_six_for_each_weight_and_token() -> None:
     config = preset("llama-100m")
-    weights = sum(p.numel() for p in Decoder.unfilled(config).parameters() if p.dim() == 2)
+    weights = sum(p.numel() for p in Decoder.on_meta(config).parameters() if p.dim() == 2)
     attention = config.layers * config.heads * config.head_dim * 4096
     assert flops_per_token(config, 4096) == 6 * (weights + attention)

@@ -1,7 +1,7 @@
 """The memory for keys and values, as numbered blocks: who uses which, and what is in them.
 
 A block holds `size` tokens of one sequence. The pool knows no tensors: block 7 is page 7 of the
-runner's `KVPool`. A full block is given a key, which stands for its content:
+runner's `KVCache`. A full block is given a key, which stands for its content:
 
     root(adapter, weights, salt)   SHA-256 of the three
     key(parent, tokens)            SHA-256 of the key before and of this block's tokens

@@ -53,14 +53,14 @@ def fit(decoder: Decoder, memory: int | None = None, limits: Limits | None = Non
     running requests can use together.
 
     >>> from ingot.nn import preset
-    >>> fit(Decoder.new(preset("tiny"), seed=0), memory=1 << 20).blocks
+    >>> fit(Decoder.from_config(preset("tiny"), seed=0), memory=1 << 20).blocks
     64
     """
     limits = limits or Limits(blocks=1)
     if memory is None:
         memory = min(_MEMORY, device.detect().memory // 4)
     size = limits.block_size * decoder.kv_spec.bytes_per_token
-    most = limits.max_running * -(-decoder.config.context // limits.block_size)
+    most = limits.max_running * -(-decoder.config.max_seq_len // limits.block_size)
     if memory < size:
         raise IngotError(
             f"{memory:,} bytes for keys and values, where {limits.block_size} tokens take {size:,}",
@@ -85,7 +85,7 @@ class Engine:
     """A decoder that serves.
 
     >>> from ingot.nn import preset
-    >>> engine = Engine(Decoder.new(preset("tiny"), seed=0), limits=Limits(blocks=8))
+    >>> engine = Engine(Decoder.from_config(preset("tiny"), seed=0), limits=Limits(blocks=8))
     >>> engine.add(Request(id=1, prompt=(5, 6, 7), max_tokens=2))
     >>> [len(output.tokens) for output in engine.step()]
     [1]
@@ -169,14 +169,14 @@ class Engine:
         config, options, count = self.decoder.config, request.options, len(request.prompt)
         if request.id in self._sequences or request.id in self._compiling:
             raise _refused(request, "has the number of another", "give each its own")
-        if count >= config.context:
-            what = f"has {count} tokens in its prompt, the model's context is {config.context}"
+        if count >= config.max_seq_len:
+            what = f"has {count} tokens in its prompt, the model's context is {config.max_seq_len}"
             raise _refused(request, what, "give a shorter prompt")
         named = max([*request.prompt, *options.ends, *(token for token, _ in options.bias)])
         if named >= config.vocab_size:
             what = f"has token {named}, which is not in the vocabulary of {config.vocab_size}"
             raise _refused(request, what, "encode the text with the tokenizer of this model")
-        room = min(config.context - count, request.max_tokens)
+        room = min(config.max_seq_len - count, request.max_tokens)
         if count + room > self.limits.capacity:
             what = f"needs memory for {count + room} tokens, there is {self.limits.capacity}"
             raise _refused(request, what, "ask for less, or give the engine more memory")

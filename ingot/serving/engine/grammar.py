@@ -69,7 +69,7 @@ class Grammars:
         llguidance = _llguidance()
         if self._tokens is None:  # a second or two
             size = max(self._vocabulary, self._tokenizer.size)
-            ends = sorted(self._tokenizer.ends) or None
+            ends = sorted(self._tokenizer.eos_token_ids) or None
             text = self._tokenizer.inner.to_str()
             self._tokens = llguidance.LLTokenizer(text, n_vocab=size, eos_token=ends)
         make = getattr(llguidance.LLMatcher, f"grammar_from_{grammar.kind}")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.nn import Decoder, KVPool, Plan
+from ingot.nn import BatchLayout, Decoder, KVCache
 from ingot.ops.replay import capture
 from ingot.serving.engine.scheduler import Limits, Work
 
@@ -36,7 +36,8 @@ class Runner:
     """A decoder, its pool of keys and values, and the tensors of a step.
 
     >>> from ingot.nn import preset
-    >>> runner = Runner(Decoder.new(preset("tiny"), seed=0), Limits(blocks=4, block_size=16))
+    >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
+    >>> runner = Runner(decoder, Limits(blocks=4, block_size=16))
     >>> with torch.inference_mode():
     ...     runner.run([Work(1, 0, (5, 6, 7), (2,), True)]).shape
     torch.Size([3, 64])
@@ -44,8 +45,8 @@ class Runner:
 
     def __init__(self, decoder: Decoder, limits: Limits) -> None:
         self.decoder, self.size = decoder, limits.block_size
-        device = self._device = decoder.embed.weight.device
-        self.pool = KVPool(decoder.kv_spec, limits.blocks, limits.block_size, device)
+        device = self._device = decoder.device
+        self.kv_cache = KVCache(decoder.kv_spec, limits.blocks, limits.block_size, device)
         tokens, self._rows = limits.burst, limits.max_running
         self._tokens, self._positions, self._slots = (
             _Integers((tokens,), np.int64, device) for _ in "tps"
@@ -89,14 +90,15 @@ class Runner:
 
     def _forward(self, tokens: int, requests: int) -> Tensor:
         starts = self._steps if tokens == requests else self._starts.tensor
-        plan = Plan(
+        layout = BatchLayout(
+            positions=self._positions.tensor[:tokens],
             cu_seqlens=starts[: requests + 1],
             context_lens=self._contexts.tensor[:requests],
             block_table=self._table.tensor[:requests],
-            slots=self._slots.tensor[:tokens],
-            pool=self.pool,
+            slot_mapping=self._slots.tensor[:tokens],
+            kv_cache=self.kv_cache,
         )
-        return self.decoder(self._tokens.tensor[:tokens], self._positions.tensor[:tokens], plan)
+        return self.decoder(self._tokens.tensor[:tokens], layout)
 
     def _fill(self, work: Sequence[Work]) -> tuple[int, int]:
         """Write the work into the tensors; how many tokens and requests there are."""

@@ -71,7 +71,7 @@ class Sampler:
     """Draws for a decoder.
 
     >>> from ingot.nn import preset
-    >>> sampler = Sampler(Decoder.new(preset("tiny"), seed=0))
+    >>> sampler = Sampler(Decoder.from_config(preset("tiny"), seed=0))
     >>> one = Sampled(Request(id=1, prompt=(5,), max_tokens=1))
     >>> with torch.inference_mode():
     ...     tokens, logprobs = sampler.draw(torch.zeros(2, 64), [one, one], [1, 2])
@@ -81,7 +81,7 @@ class Sampler:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.vocabulary = decoder, decoder.config.vocab_size
-        self._device = decoder.embed.weight.device
+        self._device = decoder.device
         self._batch = _Batch([], self.vocabulary, self._device)
 
     def draw(

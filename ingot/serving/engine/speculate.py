@@ -109,7 +109,7 @@ class Draft:
     """What a smaller model would draw, with the same seed at the same position.
 
     >>> from ingot.nn import preset
-    >>> small = Draft(Decoder.new(preset("tiny"), seed=0), Limits(blocks=8), most=2)
+    >>> small = Draft(Decoder.from_config(preset("tiny"), seed=0), Limits(blocks=8), most=2)
     >>> small.propose([], most=2)
     []
     """
@@ -161,7 +161,7 @@ class Draft:
         if known is None:
             known = self._known[id] = _Known(text.request)
         count = -(-(len(tokens) + most) // self.limits.block_size) - len(known.table)
-        if count > len(self._free) or len(tokens) + most > self.decoder.config.context:
+        if count > len(self._free) or len(tokens) + most > self.decoder.config.max_seq_len:
             return None
         if count > 0:
             known.table += tuple(self._free[-count:])

@@ -136,7 +136,7 @@ class Service:
                 n=n,
                 max_tokens=self._room(ids, body.max_tokens, DEFAULT_TOKENS),
                 options=body.options(
-                    tuple(self.tokenizer.ends),
+                    tuple(self.tokenizer.eos_token_ids),
                     random.getrandbits(63),
                     logprobs=body.logprobs,
                     prompt_logprobs=body.logprobs if body.echo else None,
@@ -165,7 +165,7 @@ class Service:
                 n=n,
                 max_tokens=self._room([ids], body.limit(), None),
                 options=body.options(
-                    tuple(self.tokenizer.ends),
+                    tuple(self.tokenizer.eos_token_ids),
                     random.getrandbits(63),
                     logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 ),

@@ -144,7 +144,7 @@ def load(settings: Settings, connection: socket.socket) -> Worker:
         wire.Hello(
             model=directory.resolve().name,
             vocabulary=config.vocab_size,
-            context=config.context,
+            context=config.max_seq_len,
             block_size=limits.block_size,
             blocks=limits.blocks,
         )
@@ -154,7 +154,7 @@ def load(settings: Settings, connection: socket.socket) -> Worker:
 
 def warm(engine: Engine) -> None:
     """Use every kernel once, so that the first request does not wait for them."""
-    prompt = tuple(range(min(3, engine.decoder.config.context - 3)))
+    prompt = tuple(range(min(3, engine.decoder.config.max_seq_len - 3)))
     for id in (1, 2):
         request = Request(
             id=id, prompt=prompt, max_tokens=3, salt=b"warm", options=Options(logprobs=0)

@@ -106,7 +106,7 @@ def test_tuning_finds_configurations_that_are_right(
 
 
 def test_serving_is_certified() -> None:
-    decoder = Decoder.new(preset("tiny"), seed=0).to("cuda", torch.bfloat16)
+    decoder = Decoder.from_config(preset("tiny"), seed=0).to("cuda", torch.bfloat16)
     certificate = verify(decoder, schedules=50)
     assert certificate.bits_equal, certificate.difference
 

@@ -22,7 +22,7 @@ from ingot.kernels.triton.launch import record_launches
 from ingot.kernels.triton.provider import ExampleInputs, accepts, triton_ops
 from ingot.nn.attention import Rotary
 from ingot.nn.decoder import Decoder
-from ingot.nn.plan import Plan
+from ingot.nn.layout import BatchLayout
 from ingot.nn.presets import preset
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
@@ -66,7 +66,7 @@ def name(op, *args):
     return op.select(*args).name
 
 with FakeTensorMode():
-    starts, pages = make(3, dtype=torch.int32), make(2, 4, dtype=torch.int32)
+    starts, blocks = make(3, dtype=torch.int32), make(2, 4, dtype=torch.int32)
     q, k = make(12, 4, 64), make(12, 2, 64)
     pool, lengths = make(8, 16, 2, 64), make(2, dtype=torch.int32)
 """
@@ -78,7 +78,7 @@ FACTS = (
     "name(ops.attention, q.float(), k.float(), k.float(), starts) == 'triton'",
     "name(ops.attention, make(12, 4, 12), make(12, 2, 12), make(12, 2, 12), starts) == 'triton'",
     "name(ops.attention, q, k, k, starts, lengths) == 'triton'",
-    "name(ops.attention, q, pool, pool, starts, lengths, pages) == 'triton'",
+    "name(ops.attention, q, pool, pool, starts, lengths, blocks) == 'triton'",
     "name(ops.grouped_linear, make(12, 64), make(3, 48, 64), make(4)) == 'aten'",
     "name(ops.grouped_linear, make(12, 64), make(3, 47, 64), make(4)) == 'triton'",
     "name(ops.grouped_linear, make(12, 60), make(3, 48, 60), make(4)) == 'triton'",
@@ -311,20 +311,22 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_so_are_models_forward_and_backward(name: str) -> None:
     """On meta tensors: to slice a fake one of CUDA, torch has to be built with it."""
-    decoder = Decoder.unfilled(replace(preset(name), layers=2))
+    decoder = Decoder.on_meta(replace(preset(name), layers=2))
     for module in decoder.modules():
         if isinstance(module, Rotary):  # its frequencies are real, whatever the weights are
             module.freqs = module.freqs.to("meta")
     tokens = torch.empty(12, dtype=torch.int64, device="meta")
-    plan = Plan(cu_seqlens=torch.empty(3, dtype=torch.int32, device="meta"))
+    layout = BatchLayout(
+        cu_seqlens=torch.empty(3, dtype=torch.int32, device="meta"), positions=tokens
+    )
     seen: list[str] = []
-    hidden = torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, tokens, plan)
+    hidden = torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, layout)
     hidden.sum().backward()
     counts = Counter(name.split(".")[1] for name in seen if name.startswith("ingot."))
     backward = {f"{op}_backward": count for op, count in MODELS[name].items()}
     assert counts == {**MODELS[name], **backward}
     unused = {n for n, p in decoder.named_parameters() if p.grad is None}
-    assert unused <= {"head.weight"}
+    assert unused <= {"lm_head.weight"}
 
 
 def on_a_gpu(arg: Any) -> Any:

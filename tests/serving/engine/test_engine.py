@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ingot.core.errors import IngotError
-from ingot.nn import Decoder, Plan, Sampling, Session, preset
+from ingot.nn import BatchLayout, Decoder, Sampling, Session, preset
 from ingot.serving.engine import engine as module
 from ingot.serving.engine.engine import Engine, fit
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import Grammar, Options, Reason, Request
 from ingot.serving.engine.scheduler import Limits
 
-DECODER = Decoder.new(preset("tiny"), seed=0, dtype=torch.bfloat16)
+DECODER = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
 LIMITS = Limits(blocks=24, block_size=8, budget=24, max_running=5)
 
 
@@ -50,8 +50,8 @@ def tokens(outputs: list[Output]) -> list[int]:
 
 @torch.inference_mode()
 def logprobs(text: list[int]) -> list[float]:
-    plan = Plan.packed([len(text)])
-    hidden = DECODER(torch.tensor(text), plan.positions(), plan)
+    layout = BatchLayout.packed([len(text)])
+    hidden = DECODER(torch.tensor(text), layout)
     return DECODER.logprobs(hidden[:-1], torch.tensor(text[1:])).tolist()
 
 

@@ -15,7 +15,7 @@ from ingot.serving.engine.grammar import GrammarError, Grammars, Matcher
 from ingot.serving.engine.request import Grammar, Options, Reason, Request
 from ingot.serving.engine.scheduler import Limits
 
-DECODER = Decoder.new(preset("tiny"), seed=0)
+DECODER = Decoder.from_config(preset("tiny"), seed=0)
 END = 255
 SCHEMA = {
     "type": "object",
@@ -33,7 +33,7 @@ def bytewise() -> Tokenizer:
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens(["<end>"])
-    return Tokenizer(inner=inner, ends=frozenset({END}))
+    return Tokenizer(inner=inner, eos_token_ids=frozenset({END}))
 
 
 TOKENIZER = bytewise()

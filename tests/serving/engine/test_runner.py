@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ingot.nn import Decoder, Plan, preset
+from ingot.nn import BatchLayout, Decoder, preset
 from ingot.serving.engine import runner as module
 from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.scheduler import Limits, Work
@@ -15,13 +15,13 @@ LIMITS = Limits(blocks=60, block_size=4, budget=64, max_running=8)
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    return Decoder.new(preset("tiny"), seed=0, dtype=request.param)
+    return Decoder.from_config(preset("tiny"), seed=0, dtype=request.param)
 
 
 @torch.inference_mode()
 def packed(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
-    plan = Plan.packed([len(tokens)])
-    return decoder(torch.tensor(tokens), plan.positions(), plan)
+    layout = BatchLayout.packed([len(tokens)])
+    return decoder(torch.tensor(tokens), layout)
 
 
 @torch.inference_mode()

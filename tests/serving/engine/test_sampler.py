@@ -11,7 +11,7 @@ from ingot.nn import Decoder, Sampling, preset
 from ingot.serving.engine.request import Options, Request
 from ingot.serving.engine.sampler import Sampled, Sampler
 
-DECODER = Decoder.new(preset("tiny"), seed=0, dtype=torch.bfloat16)
+DECODER = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
 HIDDEN = torch.randn(7, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
@@ -64,7 +64,7 @@ def test_logprobs_are_those_a_trainer_has() -> None:
             pairs = [(token, found.logprob), *found.top]
             targets = torch.tensor([one for one, _ in pairs])
             hidden = HIDDEN[row : row + 1].expand(len(pairs), -1).contiguous()
-            losses = ops.linear_cross_entropy(hidden, DECODER.head_weight, targets)
+            losses = ops.linear_cross_entropy(hidden, DECODER.lm_head_weight, targets)
             assert [logprob for _, logprob in pairs] == (-losses).tolist()
             assert found.top == tuple(sorted(found.top, key=lambda pair: -pair[1]))
             best = DECODER.logits(HIDDEN[row : row + 1]).float().max()

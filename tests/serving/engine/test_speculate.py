@@ -13,8 +13,8 @@ from ingot.serving.engine.request import Options, Request
 from ingot.serving.engine.scheduler import Limits
 from ingot.serving.engine.speculate import Draft, Lookup, Proposer
 
-BIG = Decoder.new(preset("tiny"), seed=0)
-SMALL = Decoder.new(preset("tiny"), seed=1)
+BIG = Decoder.from_config(preset("tiny"), seed=0)
+SMALL = Decoder.from_config(preset("tiny"), seed=1)
 LIMITS = Limits(blocks=40, block_size=8, budget=32, max_running=6)
 
 

@@ -52,7 +52,7 @@ class Other:
 @contextmanager
 def working() -> Iterator[tuple[Other, Worker]]:
     """A worker in a thread; it has to leave when the socket is closed."""
-    engine = Engine(Decoder.new(preset("tiny"), seed=0), limits=Limits(blocks=64))
+    engine = Engine(Decoder.from_config(preset("tiny"), seed=0), limits=Limits(blocks=64))
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
     worker = Worker(engine, theirs)
@@ -134,7 +134,7 @@ def test_strange_frames_leave_it_serving(record_property: Callable[[str, int], N
 
 
 def test_a_stream_that_is_none_ends_it() -> None:
-    engine = Engine(Decoder.new(preset("tiny"), seed=0), limits=Limits(blocks=8))
+    engine = Engine(Decoder.from_config(preset("tiny"), seed=0), limits=Limits(blocks=8))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(pack("<I", wire.MAX_FRAME + 1))

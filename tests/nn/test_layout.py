@@ -5,26 +5,26 @@ import torch
 from torch import nn
 
 from ingot.core.errors import IngotError
-from ingot.nn import Attention, KVPool, KVSpec, Plan
+from ingot.nn import Attention, BatchLayout, KVCache, KVSpec
 
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32)
 
 
 def test_slots_and_positions_of_new_tokens() -> None:
-    pool = KVPool(SPEC, pages=9, page_size=3)
+    kv_cache = KVCache(SPEC, num_blocks=9, block_size=3)
     table = torch.tensor([[8, 2, 5], [1, 0, 0], [4, 7, 0]])
-    plan = Plan.paged(pool, [2, 0, 4], [7, 1, 4], table)
-    assert plan.positions().tolist() == [5, 6, 0, 1, 2, 3]
-    assert plan.slots is not None
-    assert plan.slots.tolist() == [2 * 3 + 2, 5 * 3, 4 * 3, 4 * 3 + 1, 4 * 3 + 2, 7 * 3]
-    assert plan.cu_seqlens.tolist() == [0, 2, 2, 6]
+    layout = BatchLayout.paged(kv_cache, [2, 0, 4], [7, 1, 4], table)
+    assert layout.positions.tolist() == [5, 6, 0, 1, 2, 3]
+    assert layout.slot_mapping is not None
+    assert layout.slot_mapping.tolist() == [2 * 3 + 2, 5 * 3, 4 * 3, 4 * 3 + 1, 4 * 3 + 2, 7 * 3]
+    assert layout.cu_seqlens.tolist() == [0, 2, 2, 6]
 
 
 def test_a_pool_is_one_allocation() -> None:
-    pool = KVPool(SPEC, pages=2, page_size=3)
-    pool.k[1][1, 1], pool.v[1][0, 0] = 1.0, 1.0
-    assert pool.memory.count_nonzero() == 8
-    assert pool.memory.nbytes == 6 * SPEC.bytes_per_token
+    kv_cache = KVCache(SPEC, num_blocks=2, block_size=3)
+    kv_cache.k[1][1, 1], kv_cache.v[1][0, 0] = 1.0, 1.0
+    assert kv_cache.memory.count_nonzero() == 8
+    assert kv_cache.memory.nbytes == 6 * SPEC.bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -34,24 +34,24 @@ def test_a_pool_is_one_allocation() -> None:
 def test_plans_that_cannot_be_are_refused(
     lengths: list[int], contexts: list[int], rows: int
 ) -> None:
-    pool = KVPool(SPEC, pages=4, page_size=3)
+    kv_cache = KVCache(SPEC, num_blocks=4, block_size=3)
     with pytest.raises(IngotError):
-        Plan.paged(pool, lengths, contexts, torch.zeros(rows, 2))
+        BatchLayout.paged(kv_cache, lengths, contexts, torch.zeros(rows, 2))
 
 
 def test_a_pool_needs_room() -> None:
-    with pytest.raises(IngotError, match="0 pages"):
-        KVPool(SPEC, pages=0, page_size=16)
+    with pytest.raises(IngotError, match="got 0 and 16"):
+        KVCache(SPEC, num_blocks=0, block_size=16)
 
 
 def test_keys_with_gradients_are_not_kept() -> None:
     attention = Attention(8, heads=2)
     spec = KVSpec.of(attention)
     assert spec is not None
-    pool = KVPool(spec, pages=1, page_size=4)
-    plan = Plan.paged(pool, [2], [2], torch.tensor([[0]]))
+    kv_cache = KVCache(spec, num_blocks=1, block_size=4)
+    layout = BatchLayout.paged(kv_cache, [2], [2], torch.tensor([[0]]))
     with pytest.raises(IngotError, match="no gradient"):
-        attention(torch.ones(2, 8), plan.positions(), plan)
+        attention(torch.ones(2, 8), layout)
 
 
 def test_the_state_of_a_model_is_that_of_its_layers() -> None:
