@@ -72,7 +72,7 @@ def test_scalings_have_bounds(scaling: Any) -> None:
 def test_experts_have_bounds() -> None:
     with pytest.raises(ConfigError, match="top_k"):
         MoEConfig(num_experts=2, top_k=3, ffn_dim=8)
-    with pytest.raises(ConfigError, match="count"):
+    with pytest.raises(ConfigError, match="num_experts"):
         MoEConfig(num_experts=2**20, top_k=3, ffn_dim=8)
 
 
