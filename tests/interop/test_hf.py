@@ -362,7 +362,7 @@ def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(saved: Any, tmp_p
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
         ("gpt2", {"activation_function": "tanh"}, "activation_function"),
         ("mixtral", {"num_experts_per_tok": 6}, "top_k"),
-        ("mixtral", {"num_local_experts": 2**30}, "count"),
+        ("mixtral", {"num_local_experts": 2**30}, "num_experts"),
     ],
 )
 def test_what_is_not_supported_is_said(

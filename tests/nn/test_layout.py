@@ -62,8 +62,8 @@ def test_the_state_of_a_model_is_that_of_its_layers() -> None:
 
 
 def test_layers_that_share_a_number_or_differ_are_refused() -> None:
-    with pytest.raises(IngotError, match="number them"):
+    with pytest.raises(IngotError, match="number the layers"):
         KVSpec.of(nn.ModuleList([Attention(8, heads=2), Attention(8, heads=2)]))
     different = [Attention(8, heads=2, layer=0), Attention(8, heads=4, layer=1)]
-    with pytest.raises(IngotError, match="different kinds"):
+    with pytest.raises(IngotError, match="different KV shapes"):
         KVSpec.of(nn.ModuleList(different))

@@ -156,7 +156,7 @@ def test_names_and_shapes_are_compared(tmp_path: Path) -> None:
 def test_integers_are_not_weights(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2, dtype=torch.int8)})
     with pytest.raises(WeightsError, match="quantized"):
-        SafetensorsDir(tmp_path).match({"a": torch.ones(2)})
+        SafetensorsDir(tmp_path).check_matches({"a": torch.ones(2)})
 
 
 @pytest.mark.parametrize(
