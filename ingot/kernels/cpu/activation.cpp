@@ -5,13 +5,13 @@ namespace ingot::kernels {
 
 template <class Function>
 Tensor unary(const Tensor& x, Function function) {
-  return with_dtype(x, [&](auto tag) {
+  return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Rows<T> from(x);
-    Tensor y = made_like(x);
+    Tensor y = allocate_like(x);
     Rows<T> to(y);
-    each(from.count, from.width, [&](int64_t row, int64_t at, auto... part) {
-      store(to[row] + at, function(load(from[row] + at, part...)), part...);
+    parallel_for_each_vector(from.count, from.width, [&](int64_t row, int64_t at, auto... tail) {
+      store(to[row] + at, function(load(from[row] + at, tail...)), tail...);
     });
     return y;
   });
@@ -19,16 +19,16 @@ Tensor unary(const Tensor& x, Function function) {
 
 template <class Function>
 Tensor gated(const Tensor& gate, const Tensor& up, Function function) {
-  return with_dtype(gate, [&](auto tag) {
+  return dispatch_dtype(gate, [&](auto tag) {
     using T = decltype(tag);
-    need_like(up, gate);
-    need(std::ranges::equal(gate.sizes(), up.sizes()), "one shape");
+    check_same_dtype(up, gate);
+    check(std::ranges::equal(gate.sizes(), up.sizes()), "gate and up must have the same shape");
     Rows<T> g(gate), u(up);
-    Tensor y = made_like(gate);
+    Tensor y = allocate_like(gate);
     Rows<T> to(y);
-    each(g.count, g.width, [&](int64_t row, int64_t at, auto... part) {
-      Floats a = load(g[row] + at, part...), b = load(u[row] + at, part...);
-      store(to[row] + at, function(a) * b, part...);
+    parallel_for_each_vector(g.count, g.width, [&](int64_t row, int64_t at, auto... tail) {
+      Floats a = load(g[row] + at, tail...), b = load(u[row] + at, tail...);
+      store(to[row] + at, function(a) * b, tail...);
     });
     return y;
   });
@@ -52,10 +52,10 @@ Tensor geglu_tanh(const Tensor& gate, const Tensor& up) {
 
 }  // namespace ingot::kernels
 
-OP(gelu)
-OP(gelu_tanh)
-OP(silu)
-OP(relu_squared)
-OP(swiglu)
-OP(geglu)
-OP(geglu_tanh)
+REGISTER_OP(gelu)
+REGISTER_OP(gelu_tanh)
+REGISTER_OP(silu)
+REGISTER_OP(relu_squared)
+REGISTER_OP(swiglu)
+REGISTER_OP(geglu)
+REGISTER_OP(geglu_tanh)

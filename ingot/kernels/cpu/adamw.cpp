@@ -7,8 +7,8 @@
 namespace ingot {
 
 template <>
-struct Result<void> {
-  static void from(StableIValue*) {}
+struct ReturnValue<void> {
+  static void from_stack(StableIValue*) {}
 };
 
 namespace kernels {
@@ -43,10 +43,10 @@ struct Plain {
   T* first;
 
   explicit Plain(const Tensor& param) : first(data<T>(param)) {}
-  template <class... Count>
-  Floats read(int64_t at, Count... count) const { return load(first + at, count...); }
-  template <class... Count>
-  void write(int64_t at, Floats values, Count... count) const { store(first + at, values, count...); }
+  template <class... Tail>
+  Floats read(int64_t at, Tail... tail) const { return load(first + at, tail...); }
+  template <class... Tail>
+  void write(int64_t at, Floats values, Tail... tail) const { store(first + at, values, tail...); }
 };
 
 // A float32 parameter in two parts, (high << 16) + low: bfloat16, rounded, and what that lacks.
@@ -76,29 +76,29 @@ struct Update {
   Floats factor, beta1, rest1, beta2, rest2, rate, scale, eps, shrink;
 
   Update(int64_t step, double lr, double beta1, double beta2, double eps, double decay, double factor)
-      : factor(all(float(factor))),
-        beta1(all(float(beta1))),
-        rest1(all(float(1 - beta1))),
-        beta2(all(float(beta2))),
-        rest2(all(float(1 - beta2))),
-        rate(all(float(lr / (1 - std::pow(beta1, double(step)))))),
-        scale(all(float(1 / std::sqrt(1 - std::pow(beta2, double(step)))))),
-        eps(all(float(eps))),
-        shrink(all(float(lr * decay))) {}
+      : factor(broadcast(float(factor))),
+        beta1(broadcast(float(beta1))),
+        rest1(broadcast(float(1 - beta1))),
+        beta2(broadcast(float(beta2))),
+        rest2(broadcast(float(1 - beta2))),
+        rate(broadcast(float(lr / (1 - std::pow(beta1, double(step)))))),
+        scale(broadcast(float(1 / std::sqrt(1 - std::pow(beta2, double(step)))))),
+        eps(broadcast(float(eps))),
+        shrink(broadcast(float(lr * decay))) {}
 
   template <class P, class G, class M>
   void operator()(const P& param, const G* grad, M* first, M* second, int64_t begin, int64_t end) const {
     Update u = *this;  // in registers: what is written below might be this one
-    along(end - begin, [=](int64_t from, auto... part) {
+    for_each_vector(end - begin, [=](int64_t from, auto... tail) {
       int64_t at = begin + from;
-      Floats g = u.factor * load(grad + at, part...);
-      Floats m = fma(u.beta1, load(first + at, part...), u.rest1 * g);
-      Floats v = fma(u.beta2, load(second + at, part...), u.rest2 * g * g);
-      store(first + at, m, part...);
-      store(second + at, v, part...);
-      Floats p = param.read(at, part...), move = u.rate * m / fma(root(v), u.scale, u.eps);
+      Floats g = u.factor * load(grad + at, tail...);
+      Floats m = fma(u.beta1, load(first + at, tail...), u.rest1 * g);
+      Floats v = fma(u.beta2, load(second + at, tail...), u.rest2 * g * g);
+      store(first + at, m, tail...);
+      store(second + at, v, tail...);
+      Floats p = param.read(at, tail...), move = u.rate * m / fma(root(v), u.scale, u.eps);
       // A factor of 1 - lr * decay would be rounded: 1 - 1e-6 by 1.3 % of what it takes.
-      param.write(at, p - fma(u.shrink, p, move), part...);
+      param.write(at, p - fma(u.shrink, p, move), tail...);
     });
   }
 };
@@ -140,20 +140,20 @@ struct Pieces {
   }
   template <class Body>
   void each(const Body& body) const {
-    shared(int64_t(starts.size()) - 1, [&](Next& next) {
+    parallel_for_dynamic(int64_t(starts.size()) - 1, [&](TaskQueue& queue) {
       [[maybe_unused]] Flushing flushing;
-      for (int64_t piece; next(piece);)
+      for (int64_t piece; queue.pop(piece);)
         for (size_t i = starts[piece]; i < starts[piece + 1]; i++) body(parts[i]);
     });
   }
 };
 
 void need_all(const Tensors& tensors, const Tensors& params, ScalarType dtype, ScalarType other) {
-  need(tensors.size() == params.size(), "as many of each");
+  check(tensors.size() == params.size(), "all lists must have one tensor per parameter");
   for (size_t i = 0; i < params.size(); i++) {
-    need(tensors[i].is_cpu(), "tensors on the CPU");
-    need(tensors[i].scalar_type() == dtype || tensors[i].scalar_type() == other, "other dtypes");
-    need(std::ranges::equal(tensors[i].sizes(), params[i].sizes()), "one shape");
+    check(tensors[i].is_cpu(), "all tensors must be on the CPU");
+    check(tensors[i].scalar_type() == dtype || tensors[i].scalar_type() == other, "unsupported combination of dtypes");
+    check(std::ranges::equal(tensors[i].sizes(), params[i].sizes()), "gradients and state must have the shapes of their parameters");
   }
 }
 
@@ -161,9 +161,9 @@ void need_all(const Tensors& tensors, const Tensors& params, ScalarType dtype, S
 void adamw(const Tensors& params, const Tensors& grads, const Tensors& first, const Tensors& second,
            const Tensors& low, int64_t step, double lr, double beta1, double beta2, double eps,
            double decay, double factor) {
-  need(!params.empty() && !first.empty(), "a parameter at least");
-  need(step >= 1 && beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "steps from 1, betas below 1");
-  with_dtype(params[0], [&](auto param_tag) {
+  check(!params.empty() && !first.empty(), "params must not be empty");
+  check(step >= 1 && beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "step must be at least 1, betas must be in [0, 1)");
+  dispatch_dtype(params[0], [&](auto param_tag) {
     using P = decltype(param_tag);
     ScalarType dtype = params[0].scalar_type();
     ScalarType moment = first[0].scalar_type() == ScalarType::Float ? ScalarType::Float : ScalarType::BFloat16;
@@ -172,16 +172,16 @@ void adamw(const Tensors& params, const Tensors& grads, const Tensors& first, co
     need_all(first, params, moment, moment);
     need_all(second, params, moment, moment);
     bool split = !low.empty();
-    need(!split || dtype == ScalarType::BFloat16, "parameters in bfloat16");
+    check(!split || dtype == ScalarType::BFloat16, "master_lo requires bfloat16 parameters");
     if (split) need_all(low, params, ScalarType::Short, ScalarType::Short);
 
     Packed p(params), g(grads), m(first), v(second), l(low);
     Update update(step, lr, beta1, beta2, eps, decay, factor);
-    with_dtype(first[0], [&](auto moment_tag) {
+    dispatch_dtype(first[0], [&](auto moment_tag) {
       using M = decltype(moment_tag);
       Pieces(params).each([&](const Pieces::Part& part) {
         size_t i = part.tensor;
-        with_dtype(grads[i], [&](auto grad_tag) {
+        dispatch_dtype(grads[i], [&](auto grad_tag) {
           using G = decltype(grad_tag);
           auto run = [&](auto param) {
             update(param, data<G>(g[i]), data<M>(m[i]), data<M>(v[i]), part.begin, part.end);
@@ -198,4 +198,4 @@ void adamw(const Tensors& params, const Tensors& grads, const Tensors& first, co
 }  // namespace kernels
 }  // namespace ingot
 
-OP(adamw)
+REGISTER_OP(adamw)

@@ -84,8 +84,8 @@ class Attention {
       return run_by_chunks(units);
     int64_t parts = threads == 1 ? 1 : std::min<int64_t>(4 * threads, units.size());
     std::vector<int64_t> bounds = shares(units, parts);
-    shared(parts, [&](Next& next) {
-      for (int64_t p; next(p);) {
+    parallel_for_dynamic(parts, [&](TaskQueue& queue) {
+      for (int64_t p; queue.pop(p);) {
         int64_t begin = bounds[p], end = bounds[p + 1];
         Chunk<T> chunk;
         if (begin < end) locate(units[begin], 0, chunk);
@@ -133,13 +133,13 @@ class Attention {
   // Where each part's units begin, so that all have about as many chunks.
   std::vector<int64_t> shares(const std::vector<Unit>& units, int64_t parts) const {
     auto cost = [&](const Unit& u) { return u.heads * u.chunks() * (lanes(u) + TILE_LANES); };
-    int64_t total = 0, so_far = 0;
+    int64_t total = 0, acc = 0;
     for (const Unit& u : units) total += cost(u);
     std::vector<int64_t> bounds{0};
     for (int64_t u = 0; u < int64_t(units.size()); u++) {
-      while (int64_t(bounds.size()) < parts && so_far * parts >= total * int64_t(bounds.size()))
+      while (int64_t(bounds.size()) < parts && acc * parts >= total * int64_t(bounds.size()))
         bounds.push_back(u);
-      so_far += cost(units[u]);
+      acc += cost(units[u]);
     }
     bounds.resize(parts, units.size());
     bounds.push_back(units.size());
@@ -150,7 +150,7 @@ class Attention {
   // memory while the ones before are worked on.
   void run_unit(const Unit& unit, Chunk<T>& chunk, const Unit* next) const {
     int64_t count = lanes(unit), size = State::size(count, shape_);
-    float* memory = scratch<float, 10>(2 * unit.heads * size);
+    float* memory = scratch<Scratch::ATTENTION_STATE, float>(2 * unit.heads * size);
     if (unit.chunks() == 0)
       for (int64_t h = 0; h < unit.heads; h++) clear(memory + h * size, count);
     float* parts = memory + unit.heads * size;
@@ -177,7 +177,7 @@ class Attention {
 #if defined(__AMX_BF16__)
     if constexpr (AMX) {
       int64_t size = packed_size(lanes(unit));
-      bf16* to = scratch<bf16, 14>(heads * size);
+      bf16* to = scratch<Scratch::ATTENTION_PACKED_QUERIES, bf16>(heads * size);
       for (int64_t h = 0; h < heads; h++) pack_queries(unit, head + h, to + h * size);
       return to;
     }
@@ -225,9 +225,9 @@ class Attention {
           tasks.push_back({u, units[u].head + h, c, total});
           total += State::size(lanes(units[u]), shape_);
         }
-    float* memory = scratch<float, 11>(total);
-    shared(tasks.size(), [&](Next& next) {
-      for (int64_t t; next(t);) {
+    float* memory = scratch<Scratch::ATTENTION_CHUNK_STATES, float>(total);
+    parallel_for_dynamic(tasks.size(), [&](TaskQueue& queue) {
+      for (int64_t t; queue.pop(t);) {
         auto [u, head, c, at] = tasks[t];
         Chunk<T> chunk;
         locate(units[u], c, chunk);
@@ -237,7 +237,7 @@ class Attention {
     for (size_t t = 0; t < tasks.size();) {
       auto [u, head, first, at] = tasks[t];
       int64_t count = lanes(units[u]);
-      float* whole = scratch<float, 10>(State::size(count, shape_));
+      float* whole = scratch<Scratch::ATTENTION_STATE, float>(State::size(count, shape_));
       clear(whole, count);
       for (int64_t c = 0; c < units[u].chunks(); c++, t++)
         join(State(whole, count), State(memory + tasks[t][3], count), count);
@@ -274,7 +274,7 @@ class Attention {
       return;
     }
 #endif
-    float* s = scratch<float, 12>(count * CHUNK);
+    float* s = scratch<Scratch::ATTENTION_SCORES, float>(count * CHUNK);
     for (int64_t h = 0; h < heads; h++) {
       State part(parts + h * size, count);
       scores(unit, head + h, chunk, s);
@@ -292,22 +292,22 @@ class Attention {
     auto masked = [&](int64_t at, Floats score) {
       if (at >= lo && at + WIDTH <= hi) return score;
       Ints key = lane + int(at);
-      return (key >= int(lo)) & (key < int(hi)) ? score : all(-INF);
+      return (key >= int(lo)) & (key < int(hi)) ? score : broadcast(-INF);
     };
     int64_t begin = lo / WIDTH * WIDTH, end = (hi + WIDTH - 1) / WIDTH * WIDTH;
-    Floats most = all(-INF), scale = all(shape_.scale), sums{};
+    Floats most = broadcast(-INF), scale = broadcast(shape_.scale), sums{};
     for (int64_t at = begin; at < end; at += WIDTH)
       most = max(most, masked(at, load(s + at) * scale));
-    largest_score = largest(most);
-    Floats shift = all(std::max(largest_score, -3e38f));
+    largest_score = reduce_max(most);
+    Floats shift = broadcast(std::max(largest_score, -3e38f));
     for (int64_t at = 0; at < begin; at += WIDTH) store(s + at, Floats{});
     for (int64_t at = begin; at < end; at += WIDTH) {
-      Floats weight = exp2_of_negative(masked(at, load(s + at) * scale - shift));
+      Floats weight = exp2_nonpositive(masked(at, load(s + at) * scale - shift));
       sums += weight;
       store(s + at, weight);
     }
     for (int64_t at = end; at < CHUNK; at += WIDTH) store(s + at, Floats{});
-    total = sum(sums);
+    total = reduce_sum(sums);
   }
 
   // Of the first chunk, what joining it to an empty state would give.
@@ -323,8 +323,8 @@ class Attention {
     for (int64_t lane = 0; lane < count; lane++) {
       if (part.largest[lane] == -INF) continue;  // it saw nothing of this chunk
       float most = std::max(whole.largest[lane], part.largest[lane]);
-      Floats a = exp2_of_negative(all(whole.largest[lane] - most));
-      Floats b = exp2_of_negative(all(part.largest[lane] - most));
+      Floats a = exp2_nonpositive(broadcast(whole.largest[lane] - most));
+      Floats b = exp2_nonpositive(broadcast(part.largest[lane] - most));
       whole.largest[lane] = most;
       whole.sum[lane] = whole.sum[lane] * a[0] + part.sum[lane] * b[0];
       float *to = whole.values + lane * width, *from = part.values + lane * width;
@@ -339,15 +339,15 @@ class Attention {
       int64_t of_group = head * shape_.group + lane % shape_.group;
       T* to = out_ + (token * shape_.heads + of_group) * shape_.width;
       const float* from = state.values + lane * shape_.padded();
-      Floats scale = all(state.sum[lane] > 0 ? 1.0f / state.sum[lane] : 0.0f);
+      Floats scale = broadcast(state.sum[lane] > 0 ? 1.0f / state.sum[lane] : 0.0f);
 #if defined(__AMX_BF16__)
       if constexpr (AMX) {
         put_side_by_side(from, scale, to);
         continue;
       }
 #endif
-      along(shape_.width, [&](int64_t at, auto... count) {
-        store(to + at, load(from + at, count...) * scale, count...);
+      for_each_vector(shape_.width, [&](int64_t at, auto... tail) {
+        store(to + at, load(from + at, tail...) * scale, tail...);
       });
     }
   }
@@ -356,7 +356,7 @@ class Attention {
   // such sums would cost more than the products.
   void scores(const Unit& unit, int64_t head, const Chunk<T>& chunk, float* s) const {
     int64_t count = lanes(unit), padded = (chunk.keys + WIDTH - 1) / WIDTH * WIDTH;
-    float* k = scratch<float, 13>(shape_.width * CHUNK);
+    float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(shape_.width * CHUNK);
     for (int64_t key = 0; key < padded; key++) {
       const T* from = chunk.k[std::min(key, chunk.keys - 1)] + head * k_.of_head;
       for (int64_t at = 0; at < shape_.width; at++) k[at * CHUNK + key] = widen(from[at]);
@@ -368,7 +368,7 @@ class Attention {
         int64_t vectors = std::min<int64_t>(VECTORS, (padded - key) / WIDTH);
         Floats total[LANES][VECTORS] = {};
         for (int64_t at = 0; at < shape_.width; at++)
-          add_products(total, [&](int i) { return widen(q[i][at]); },
+          accumulate_outer(total, [&](int i) { return widen(q[i][at]); },
                        [&](int64_t j) { return load(k + at * CHUNK + key + j * WIDTH); }, vectors);
         for (int i = 0; i < LANES && lane + i < count; i++)
           for (int64_t j = 0; j < vectors; j++)
@@ -386,7 +386,7 @@ class Attention {
         Floats total[LANES][VECTORS] = {};
         for (int64_t key = 0; key < chunk.keys; key++) {
           const T* v = chunk.v[key] + head * v_.of_head + at;
-          add_products(
+          accumulate_outer(
               total, [&](int i) { return p[std::min(lane + i, count - 1) * CHUNK + key]; },
               [&](int64_t j) {
                 int64_t left = width - at - j * WIDTH;
@@ -404,10 +404,10 @@ class Attention {
   static constexpr int LANES = WIDTH == 16 ? 4 : 2, VECTORS = 4;
 
   template <class Scalar, class Vector>
-  static void add_products(Floats (&total)[LANES][VECTORS], const Scalar& scalar,
+  static void accumulate_outer(Floats (&total)[LANES][VECTORS], const Scalar& scalar,
                            const Vector& vector, int64_t vectors) {
     Floats factors[LANES];
-    for (int i = 0; i < LANES; i++) factors[i] = all(scalar(i));
+    for (int i = 0; i < LANES; i++) factors[i] = broadcast(scalar(i));
     auto add = [&](int64_t j) {
       Floats values = vector(j);
       for (int i = 0; i < LANES; i++) total[i][j] = fma(values, factors[i], total[i][j]);
@@ -440,7 +440,7 @@ class Attention {
   void pack_queries(const Unit& unit, int64_t head, bf16* to) const {
     int64_t count = lanes(unit);
     if (count <= FEW) return pack_few_queries(unit, head, to);
-    bf16* rows = scratch<bf16, 18>(count * shape_.width);
+    bf16* rows = scratch<Scratch::ATTENTION_QUERY_ROWS, bf16>(count * shape_.width);
     for (int64_t lane = 0; lane < count; lane++)
       std::memcpy(rows + lane * shape_.width, query(unit, head, lane), shape_.width * sizeof(bf16));
     Matrix<bf16> x(rows, count, shape_.width, shape_.width);
@@ -460,11 +460,11 @@ class Attention {
 
   void many_chunk(const Unit& unit, int64_t head, const Chunk<T>& chunk, const T* queries,
                   State part) const {
-    Tiles session;
+    TileConfig tile_state;
     int64_t count = lanes(unit), tiles_of_lanes = (count + TILE - 1) / TILE;
     bool paged = sequences_[unit.sequence].pages;
-    Scores* s = scratch<Scores, 12>(tiles_of_lanes);
-    Weights* p = scratch<Weights, 13>(2 * tiles_of_lanes);
+    Scores* s = scratch<Scratch::ATTENTION_SCORES, Scores>(tiles_of_lanes);
+    Weights* p = scratch<Scratch::ATTENTION_PROBS, Weights>(2 * tiles_of_lanes);
     amx_scores(count, head, chunk, paged, queries, s);
     for (int64_t lane = 0; lane < count; lane += TILE) {
       int64_t rows = std::min<int64_t>(TILE, count - lane);
@@ -476,7 +476,7 @@ class Attention {
   void amx_scores(int64_t count, int64_t head, const Chunk<T>& chunk, bool paged, const T* queries,
                   Scores* s) const {
     int64_t size = packed_tile_size(shape_.width);
-    bf16* copies = scratch<bf16, 15>(4 * TILE * shape_.width);
+    bf16* copies = scratch<Scratch::ATTENTION_PADDED_KEYS, bf16>(4 * TILE * shape_.width);
     auto block = [&]<int P, int Q>(int64_t key, int64_t tile) {
       Panel k[P];
       const bf16* q[Q];
@@ -487,7 +487,7 @@ class Attention {
         k[p] = panel(k_, chunk.k, chunk.keys, head, key + p * TILE, paged, copy);
         for (int i = 0; i < Q; i++) out[p][i] = s[tile + i][key + p * TILE];
       }
-      tiles<P, Q>(k, q, shape_.width, out, 64);
+      tile_gemm<P, Q>(k, q, shape_.width, out, 64);
     };
     int64_t tile = 0;
     for (; (tile + 1) * TILE < count; tile += 2)
@@ -521,18 +521,18 @@ class Attention {
     for (int64_t r = 0; r < rows; r++) masked |= lo[r] > 0 || hi[r] < chunk.keys;
     auto visible = [&](int64_t key, Floats score) {
       if (!masked) return score;
-      return (lo <= int(key)) & (hi > int(key)) ? score : all(-INF);
+      return (lo <= int(key)) & (hi > int(key)) ? score : broadcast(-INF);
     };
-    Floats scale = all(shape_.scale), most[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
+    Floats scale = broadcast(shape_.scale), most[4] = {broadcast(-INF), broadcast(-INF), broadcast(-INF), broadcast(-INF)};
     for (int64_t key = 0; key < steps; key += 4)
       for (int i = 0; i < 4; i++)
         most[i] = max(most[i], visible(key + i, load(s[key + i]) * scale));
     Floats largest_scores = max(max(most[0], most[1]), max(most[2], most[3]));
-    Floats shift = max(all(-3e38f), largest_scores), sums[TILE];
+    Floats shift = max(broadcast(-3e38f), largest_scores), sums[TILE];
     for (int i = 0; i < TILE; i++) {
       sums[i] = Floats{};
       for (int64_t key = i; key < steps; key += TILE) {
-        Floats weight = exp2_of_negative(visible(key, load(s[key]) * scale - shift));
+        Floats weight = exp2_nonpositive(visible(key, load(s[key]) * scale - shift));
         sums[i] += weight;
         store(s[key], weight);
       }
@@ -559,15 +559,15 @@ class Attention {
     for (int64_t t = 0; t < count; t++) {
       tile_load<4>(v[t].first + at, v[t].stride);
       tile_load<6>(p[0][t], 64);
-      tile_multiply<0, 6, 4>();
+      tile_dpbf16<0, 6, 4>();
       if constexpr (Q > 1) {
         tile_load<5>(v[t].first + at + TILE_DEPTH, v[t].stride);
-        tile_multiply<1, 6, 5>();
+        tile_dpbf16<1, 6, 5>();
       }
       if constexpr (P > 1) {
         tile_load<7>(p[1][t], 64);
-        tile_multiply<Q, 7, 4>();
-        if constexpr (Q > 1) tile_multiply<3, 7, 5>();
+        tile_dpbf16<Q, 7, 4>();
+        if constexpr (Q > 1) tile_dpbf16<3, 7, 5>();
       }
     }
   }
@@ -575,7 +575,7 @@ class Attention {
   void amx_values(int64_t count, int64_t head, const Chunk<T>& chunk, bool paged, const Weights* p,
                   float* out) const {
     int64_t width = shape_.padded(), num = (chunk.keys + TILE - 1) / TILE;
-    bf16* copies = scratch<bf16, 16>(CHUNK * width);
+    bf16* copies = scratch<Scratch::ATTENTION_PADDED_VALUES, bf16>(CHUNK * width);
     Panel v[CHUNK / TILE];
     for (int64_t t = 0; t < num; t++)
       v[t] = padded_panel(v_, chunk.v, chunk.keys, head, t * TILE, paged, copies + t * TILE * width);
@@ -634,11 +634,11 @@ class Attention {
   void few_chunk(const Unit& unit, int64_t head, int64_t heads, const Chunk<T>& chunk,
                  const T* queries, float* parts, const Chunk<T>& then) const {
     constexpr int NARROW = FEW * sizeof(float);
-    Tiles session({16, 16, 2 * FEW, 2 * FEW, 2 * FEW, 2 * FEW, 2 * FEW, 16},
+    TileConfig tile_state({16, 16, 2 * FEW, 2 * FEW, 2 * FEW, 2 * FEW, 2 * FEW, 16},
                   {NARROW, NARROW, 64, 64, 64, 64, 64, 64});
     int64_t count = lanes(unit), size = State::size(count, shape_);
-    FewScores* s = scratch<FewScores, 12>(heads);
-    FewWeights* p = scratch<FewWeights, 13>(heads);
+    FewScores* s = scratch<Scratch::ATTENTION_SCORES, FewScores>(heads);
+    FewWeights* p = scratch<Scratch::ATTENTION_PROBS, FewWeights>(heads);
     few_scores(unit, head, heads, chunk, queries, s, then);
     for (int64_t h = 0; h < heads; h++)
       few_weights(unit, chunk, s[h], State(parts + h * size, count), p[h]);
@@ -655,7 +655,7 @@ class Attention {
   void few_scores(const Unit& unit, int64_t head, int64_t heads, const Chunk<T>& chunk,
                   const T* queries, FewScores* s, const Chunk<T>& then) const {
     bool paged = sequences_[unit.sequence].pages;
-    bf16* copy = scratch<bf16, 15>(TILE * shape_.padded());
+    bf16* copy = scratch<Scratch::ATTENTION_PADDED_KEYS, bf16>(TILE * shape_.padded());
     for (int64_t key = 0; key < chunk.keys; key += TILE)
       for (int64_t h = 0; h < heads; h++) {
         Panel k = padded_panel(k_, chunk.k, chunk.keys, head + h, key, paged, copy);
@@ -664,7 +664,7 @@ class Attention {
         for (int64_t at = 0; at < shape_.padded(); at += TILE_DEPTH) {
           tile_load<1>(q + at * FEW, FEW * 4);
           tile_load<7>(k.first + at, k.stride);
-          tile_multiply<0, 7, 1>();
+          tile_dpbf16<0, 7, 1>();
           fetch(then.k, then.keys, key, (head + h) * k_.of_head + at);
         }
         tile_store<0>(s[h][key], sizeof s[h][key]);
@@ -687,19 +687,19 @@ class Attention {
     auto visible = [&](int64_t first, Floats score) {
       if (!masked) return score;
       Ints key = key_of + int(first);
-      return (lo <= key) & (hi > key) ? score : all(-INF);
+      return (lo <= key) & (hi > key) ? score : broadcast(-INF);
     };
-    Floats scale = all(shape_.scale), most = all(-INF), sums[FEW] = {};
+    Floats scale = broadcast(shape_.scale), most = broadcast(-INF), sums[FEW] = {};
     for (int64_t key = 0; key < steps; key += KEYS)
       most = max(most, visible(key, load(s[key]) * scale));
     most = max(most, (Floats)_mm512_shuffle_f32x4((__m512)most, (__m512)most, 0x4e));
     most = max(most, (Floats)_mm512_shuffle_f32x4((__m512)most, (__m512)most, 0xb1));
-    Floats shift = max(all(-3e38f), most);
+    Floats shift = max(broadcast(-3e38f), most);
     for (int64_t t = 0; t * TILE < steps; t++) {
       Floats w[FEW];
       for (int i = 0; i < FEW; i++) {
         int64_t key = t * TILE + i * KEYS;
-        w[i] = exp2_of_negative(visible(key, load(s[key]) * scale - shift));
+        w[i] = exp2_nonpositive(visible(key, load(s[key]) * scale - shift));
         sums[i] += w[i];
       }
       put_few_weights(w, p[t]);
@@ -733,8 +733,8 @@ class Attention {
     int64_t count = lanes(unit), width = shape_.padded(), num = (chunk.keys + TILE - 1) / TILE;
     int64_t each = width / TILE_DEPTH, size = State::size(count, shape_);
     bool paged = sequences_[unit.sequence].pages;
-    bf16* copies = scratch<bf16, 16>(heads * CHUNK * width);
-    Panel* v = scratch<Panel, 17>(heads * num);
+    bf16* copies = scratch<Scratch::ATTENTION_PADDED_VALUES, bf16>(heads * CHUNK * width);
+    Panel* v = scratch<Scratch::ATTENTION_VALUE_PANELS, Panel>(heads * num);
     for (int64_t i = 0; i < heads * num; i++)
       v[i] = padded_panel(v_, chunk.v, chunk.keys, head + i / num, i % num * TILE, paged,
                           copies + i * TILE * width);
@@ -746,7 +746,7 @@ class Attention {
           int64_t h = (first + i) / each, at = (first + i) % each * TILE_DEPTH;
           if (i == 0 || at == 0) tile_load<6>(p[h][t], 64);
           tile_load<7>(v[h * num + t].first + at, v[h * num + t].stride);
-          tile_multiply<2 + i, 6, 7>();
+          tile_dpbf16<2 + i, 6, 7>();
           fetch(then.v, then.keys, t * TILE, (head + h) * v_.of_head + at);
         };
         step.template operator()<0>();
@@ -799,28 +799,28 @@ class Attention {
 std::vector<Sequence> sequences_of(const Tensor& q, const Tensor& k, const Integers& starts,
                                    const std::optional<Integers>& lengths, int64_t num_pages,
                                    int64_t pages_each, const int64_t* table) {
-  need(starts.count >= 1 && starts[0] == 0 && starts[starts.count - 1] == q.size(0),
-       "cu_seqlens from 0 to the number of queries");
+  check(starts.count >= 1 && starts[0] == 0 && starts[starts.count - 1] == q.size(0),
+       "cu_seqlens must run from 0 to the number of queries");
   int64_t num = starts.count - 1, keys_so_far = 0;
-  need(!lengths || lengths->count == num, "as many context_lens as sequences");
+  check(!lengths || lengths->count == num, "context_lens must have one entry per sequence");
   std::vector<Sequence> found(num);
   for (int64_t b = 0; b < num; b++) {
     int64_t queries = starts[b + 1] - starts[b], keys = lengths ? (*lengths)[b] : queries;
-    need(queries >= 0 && keys >= queries, "no fewer keys than queries");
+    check(queries >= 0 && keys >= queries, "cu_seqlens must be non-decreasing, and a sequence must have at least as many keys as queries");
     if (table) {
       int64_t used = (keys + k.size(1) - 1) / std::max<int64_t>(k.size(1), 1);
-      need(k.size(1) > 0 || keys == 0, "pages of some size");
-      need(used <= pages_each, "pages for all keys");
+      check(k.size(1) > 0 || keys == 0, "block size must be positive");
+      check(used <= pages_each, "block_table must have enough blocks for all keys");
       for (int64_t p = 0; p < used; p++) {
         int64_t page = table[b * pages_each + p];
-        need(page >= 0 && page < num_pages, "pages of the pool");
+        check(page >= 0 && page < num_pages, "block_table has a block index out of range");
       }
     }
     found[b] = {starts[b], queries, keys, keys_so_far, table ? table + b * pages_each : nullptr};
     keys_so_far += keys;
-    need(keys_so_far >= keys, "a sensible number of keys");
+    check(keys_so_far >= keys, "context_lens is too large");
   }
-  need(table || keys_so_far == k.size(0), "as many keys as the sequences have");
+  check(table || keys_so_far == k.size(0), "k must have one row per key of the sequences");
   return found;
 }
 
@@ -836,15 +836,15 @@ struct Call {
        const std::optional<Tensor>& context_lens, const std::optional<Tensor>& block_table,
        bool causal, std::optional<int64_t> window, std::optional<double> given_scale)
       : paged(block_table.has_value()) {
-    need(q.dim() == 3 && k.dim() == 3 + paged && v.dim() == k.dim(), "q, k, v of right dimensions");
-    need(std::ranges::equal(k.sizes(), v.sizes()), "k and v of one shape");
-    need(cu_seqlens.dim() == 1 && (!context_lens || context_lens->dim() == 1), "vectors of lengths");
-    need(!paged || (context_lens && block_table->dim() == 2), "context_lens and a table of pages");
-    need(!window || *window > 0, "a window of some size");
+    check(q.dim() == 3 && k.dim() == 3 + paged && v.dim() == k.dim(), "q must be (T, N, H), k and v (T, K, H), or (blocks, block size, K, H) with a block_table");
+    check(std::ranges::equal(k.sizes(), v.sizes()), "k and v must have the same shape");
+    check(cu_seqlens.dim() == 1 && (!context_lens || context_lens->dim() == 1), "cu_seqlens and context_lens must be vectors");
+    check(!paged || (context_lens && block_table->dim() == 2), "block_table must be a matrix and requires context_lens");
+    check(!window || *window > 0, "window must be positive");
     int64_t d = k.dim(), heads = q.size(1), kv_heads = k.size(d - 2), width = q.size(2);
-    need(k.size(d - 1) == width && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && heads > 0,
-         "heads and channels that fit");
-    need_like(k, q), need_like(v, q);
+    check(k.size(d - 1) == width && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && heads > 0,
+         "q and k must have the same head size, and the number of query heads must be a multiple of the key-value heads");
+    check_same_dtype(k, q), check_same_dtype(v, q);
     Integers starts(cu_seqlens);
     std::optional<Integers> lengths;
     if (context_lens) lengths.emplace(*context_lens);
@@ -852,7 +852,7 @@ struct Call {
     if (paged) {
       Integers pages(*block_table);
       each = block_table->size(1);
-      need(block_table->size(0) == starts.count - 1, "a row of pages for each sequence");
+      check(block_table->size(0) == starts.count - 1, "block_table must have one row per sequence");
       table.resize(pages.count + 1);
       for (int64_t i = 0; i < pages.count; i++) table[i] = pages[i];
     }
@@ -867,38 +867,38 @@ struct Call {
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
                  const std::optional<Tensor>& context_lens, const std::optional<Tensor>& block_table,
                  bool causal, std::optional<int64_t> window, std::optional<double> scale) {
-  return with_dtype(q, [&](auto tag) {
+  return dispatch_dtype(q, [&](auto tag) {
     using T = decltype(tag);
     Call call(q, k, v, cu_seqlens, context_lens, block_table, causal, window, scale);
-    Tensor out = made_like(q);
+    Tensor out = allocate_like(q);
     Attention<T>(q, k, v, call.paged, call.shape, std::move(call.sequences), out).run();
     return out;
   });
 }
 
-Tensors attention_backward(Needs needs, Tensors grads, const Tensor& q, const Tensor& k,
+Tensors attention_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& q, const Tensor& k,
                            const Tensor& v, const Tensor& cu_seqlens,
                            const std::optional<Tensor>& context_lens,
                            const std::optional<Tensor>& block_table, bool causal,
                            std::optional<int64_t> window, std::optional<double> scale) {
-  need(needs.size() == 9 && grads.size() == 1, "a flag for each argument, one gradient");
-  return with_dtype(q, [&](auto tag) {
+  check(needs_grad.size() == 9 && grads.size() == 1, "expected one flag per argument and one gradient");
+  return dispatch_dtype(q, [&](auto tag) {
     using T = decltype(tag);
     Call call(q, k, v, cu_seqlens, context_lens, block_table, causal, window, scale);
-    need(!call.paged, "keys that are not in pages");
-    need_like(grads[0], q);
-    need(std::ranges::equal(grads[0].sizes(), q.sizes()), "a gradient of the result's shape");
-    Tensors all{made_like(q), made_like(k), made_like(v)}, found;
+    check(!call.paged, "the gradient is not implemented for a block_table");
+    check_same_dtype(grads[0], q);
+    check(std::ranges::equal(grads[0].sizes(), q.sizes()), "the gradient must have the shape of the output");
+    Tensors all{allocate_like(q), allocate_like(k), allocate_like(v)}, found;
     AttentionTensors<T> of{Heads<T>(q), Heads<T>(k), Heads<T>(v)};
     AttentionTensors<T> to{Heads<T>(all[0]), Heads<T>(all[1]), Heads<T>(all[2])};
     AttentionGradient<T>(of, Heads<T>(grads[0]), to, call.shape, call.scale, call.sequences).run();
     for (size_t i = 0; i < all.size(); i++)
-      if (needs[i]) found.push_back(all[i]);
+      if (needs_grad[i]) found.push_back(all[i]);
     return found;
   });
 }
 
 }  // namespace ingot::kernels
 
-OP(attention)
-BACKWARD(attention)
+REGISTER_OP(attention)
+REGISTER_BACKWARD(attention)

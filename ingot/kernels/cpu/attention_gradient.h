@@ -45,9 +45,9 @@ class AttentionGradient {
       : of_(of), grad_(grad), to_(to), shape_(shape), scale_(float(scale)), sequences_(sequences) {}
 
   void run() const {
-    shared(sequences_.size() * shape_.kv_heads, [&](Next& next) {
-      [[maybe_unused]] typename Right<T>::Session session;
-      for (int64_t piece; next(piece);)
+    parallel_for_dynamic(sequences_.size() * shape_.kv_heads, [&](TaskQueue& queue) {
+      [[maybe_unused]] typename PackedB<T>::TileState tile_state;
+      for (int64_t piece; queue.pop(piece);)
         run_head(sequences_[piece / shape_.kv_heads], piece % shape_.kv_heads);
     });
   }
@@ -58,22 +58,22 @@ class AttentionGradient {
   // Keys and values of a head, as they lie and as right operands of 256 each; sums of their gradients.
   struct Side {
     Matrix<T> rows;
-    std::vector<Right<T>> groups;
+    std::vector<PackedB<T>> groups;
     float* sums;
   };
 
   void run_head(const Sequence& seq, int64_t head) const {
-    int64_t num = (seq.keys + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS, width = shape_.width;
-    int64_t each = Right<T>::size(BLOCK_COLUMNS, width);
-    T* memory = scratch<T, 20>(2 * num * each);
-    float* sums = scratch<float, 21>(2 * seq.keys * width);
+    int64_t num = (seq.keys + BLOCK_N - 1) / BLOCK_N, width = shape_.width;
+    int64_t each = PackedB<T>::size(BLOCK_N, width);
+    T* memory = scratch<Scratch::BACKWARD_PACKED_KV, T>(2 * num * each);
+    float* sums = scratch<Scratch::BACKWARD_GRAD_KV, float>(2 * seq.keys * width);
     std::fill_n(sums, 2 * seq.keys * width, 0.0f);
     Side k{of_.k.rows(seq.first_key, seq.keys, head), {}, sums};
     Side v{of_.v.rows(seq.first_key, seq.keys, head), {}, sums + seq.keys * width};
     for (Side* side : {&k, &v})
-      for (int64_t key = 0; key < seq.keys; key += BLOCK_COLUMNS, memory += each) {
-        int64_t count = std::min<int64_t>(BLOCK_COLUMNS, seq.keys - key);
-        side->groups.emplace_back(side->rows.some_rows(key, count), memory);
+      for (int64_t key = 0; key < seq.keys; key += BLOCK_N, memory += each) {
+        int64_t count = std::min<int64_t>(BLOCK_N, seq.keys - key);
+        side->groups.emplace_back(side->rows.slice_rows(key, count), memory);
       }
     int64_t lanes = seq.queries * shape_.group;
     for (int64_t lane = 0; lane < lanes; lane += LANES)
@@ -84,8 +84,8 @@ class AttentionGradient {
 
   static void put(const Matrix<T>& to, const float* sums) {
     for (int64_t row = 0; row < to.rows; row++)
-      along(to.width, [&](int64_t at, auto... count) {
-        store(const_cast<T*>(to[row]) + at, load(sums + row * to.width + at, count...), count...);
+      for_each_vector(to.width, [&](int64_t at, auto... tail) {
+        store(const_cast<T*>(to[row]) + at, load(sums + row * to.width + at, tail...), tail...);
       });
   }
 
@@ -93,10 +93,10 @@ class AttentionGradient {
     return x.at(seq.query + lane / shape_.group, head * shape_.group + lane % shape_.group);
   }
 
-  template <int use>
+  template <Scratch slot>
   Matrix<T> gathered(const Heads<T>& x, const Sequence& seq, int64_t head, int64_t first,
                      int64_t count) const {
-    T* rows = scratch<T, use>(LANES * shape_.width);
+    T* rows = scratch<slot, T>(LANES * shape_.width);
     for (int64_t lane = 0; lane < count; lane++)
       std::copy_n(of_lane(x, seq, head, first + lane), shape_.width, rows + lane * shape_.width);
     return {rows, count, shape_.width, shape_.width};
@@ -110,36 +110,36 @@ class AttentionGradient {
 
   void run_lanes(const Sequence& seq, int64_t head, int64_t first, int64_t count, const Side& k,
                  const Side& v) const {
-    Matrix<T> q = gathered<22>(of_.q, seq, head, first, count);
-    Matrix<T> grad = gathered<23>(grad_, seq, head, first, count);
+    Matrix<T> q = gathered<Scratch::BACKWARD_QUERIES>(of_.q, seq, head, first, count);
+    Matrix<T> grad = gathered<Scratch::BACKWARD_GRAD_OUTPUT>(grad_, seq, head, first, count);
     // Later queries see later keys. From a whole group on, as scores are computed by groups.
-    int64_t begin = seen_by(seq, first).begin / BLOCK_COLUMNS * BLOCK_COLUMNS;
-    int64_t keys = seen_by(seq, first + count - 1).end - begin, stride = odd_stride<T>(keys);
-    Matrix<T> p(scratch<T, 24>(LANES * stride), count, keys, stride);
-    Matrix<T> ds(scratch<T, 25>(LANES * stride), count, keys, stride);
-    for (int64_t lane = 0; lane < count; lane += BLOCK_ROWS) {
-      int64_t rows = std::min<int64_t>(BLOCK_ROWS, count - lane);
+    int64_t begin = seen_by(seq, first).begin / BLOCK_N * BLOCK_N;
+    int64_t keys = seen_by(seq, first + count - 1).end - begin, stride = padded_stride<T>(keys);
+    Matrix<T> p(scratch<Scratch::BACKWARD_P, T>(LANES * stride), count, keys, stride);
+    Matrix<T> ds(scratch<Scratch::BACKWARD_DS, T>(LANES * stride), count, keys, stride);
+    for (int64_t lane = 0; lane < count; lane += BLOCK_M) {
+      int64_t rows = std::min<int64_t>(BLOCK_M, count - lane);
       run_rows(seq, first, lane, rows, begin, q, grad, k, v, p, ds);
     }
-    product(ds, Turned<T>(k.rows.some_rows(begin, keys)),
-            [&](int64_t row, int64_t at, Floats values, auto... part) {
-              store(of_lane(to_.q, seq, head, first + row) + at, values, part...);
+    product(ds, Transposed<T>(k.rows.slice_rows(begin, keys)),
+            [&](int64_t row, int64_t at, Floats values, auto... tail) {
+              store(of_lane(to_.q, seq, head, first + row) + at, values, tail...);
             });
-    add_turned(ds, q, k.sums + begin * shape_.width);
-    add_turned(p, grad, v.sums + begin * shape_.width);
+    add_transposed(ds, q, k.sums + begin * shape_.width);
+    add_transposed(p, grad, v.sums + begin * shape_.width);
   }
 
   // P and dS of at most 32 lanes.
   void run_rows(const Sequence& seq, int64_t first, int64_t lane, int64_t rows, int64_t begin,
                 const Matrix<T>& q, const Matrix<T>& grad, const Side& k, const Side& v,
                 const Matrix<T>& p, const Matrix<T>& ds) const {
-    int64_t group = begin / BLOCK_COLUMNS;
+    int64_t group = begin / BLOCK_N;
     int64_t end = seen_by(seq, first + lane + rows - 1).end;
-    int64_t num = (end - begin + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
-    Values *s = scratch<Values, 26>(num), *dp = scratch<Values, 27>(num);
+    int64_t num = (end - begin + BLOCK_N - 1) / BLOCK_N;
+    AccTile *s = scratch<Scratch::BACKWARD_SCORES, AccTile>(num), *dp = scratch<Scratch::BACKWARD_GRAD_PROBS, AccTile>(num);
     for (int64_t g = 0; g < num; g++) {
-      k.groups[group + g].times(q, lane, rows, s[g]);
-      v.groups[group + g].times(grad, lane, rows, dp[g]);
+      k.groups[group + g].multiply(q, lane, rows, s[g]);
+      v.groups[group + g].multiply(grad, lane, rows, dp[g]);
     }
     for (int64_t r = 0; r < rows; r++) {
       Range here = seen_by(seq, first + lane + r);
@@ -151,69 +151,69 @@ class AttentionGradient {
     }
   }
 
-  void run_row(Range here, int64_t r, Values* s, Values* dp, T* p, T* ds) const {
+  void run_row(Range here, int64_t r, AccTile* s, AccTile* dp, T* p, T* ds) const {
     // Vectors of the keys that are seen; none lies in two groups.
     auto each = [&](const auto& body) {
       for (int64_t key = here.begin; key < here.end;) {
-        int64_t at = key % BLOCK_COLUMNS, g = key / BLOCK_COLUMNS;
-        int64_t count = std::min(here.end - key, BLOCK_COLUMNS - at);
-        along(count, [&](int64_t by, auto... part) {
-          body(s[g][r] + at + by, dp[g][r] + at + by, key + by, part...);
+        int64_t at = key % BLOCK_N, g = key / BLOCK_N;
+        int64_t count = std::min(here.end - key, BLOCK_N - at);
+        for_each_vector(count, [&](int64_t by, auto... tail) {
+          body(s[g][r] + at + by, dp[g][r] + at + by, key + by, tail...);
         });
         key += count;
       }
     };
-    Floats scale = all(shape_.scale), most = all(-INF), sums{}, dots{};
-    each([&](float* score, float*, int64_t, auto... part) {
-      Floats values = load(score, part...) * scale;
-      if constexpr (sizeof...(part) > 0) values = first(values, part..., all(-INF));
+    Floats scale = broadcast(shape_.scale), most = broadcast(-INF), sums{}, dots{};
+    each([&](float* score, float*, int64_t, auto... tail) {
+      Floats values = load(score, tail...) * scale;
+      if constexpr (sizeof...(tail) > 0) values = blend_first(values, tail..., broadcast(-INF));
       most = max(most, values);
     });
-    Floats shift = all(std::max(largest(most), -3e38f));
-    each([&](float* score, float* by, int64_t, auto... part) {
+    Floats shift = broadcast(std::max(reduce_max(most), -3e38f));
+    each([&](float* score, float* by, int64_t, auto... tail) {
       // Not fma: of the largest it is 1 then, and who sees one key alone has a dS of 0.
-      Floats weight = exp2_of_negative(load(score, part...) * scale - shift);
-      if constexpr (sizeof...(part) > 0) weight = first(weight, part..., Floats{});
+      Floats weight = exp2_nonpositive(load(score, tail...) * scale - shift);
+      if constexpr (sizeof...(tail) > 0) weight = blend_first(weight, tail..., Floats{});
       sums += weight;
-      dots = fma(weight, load(by, part...), dots);
-      store(score, weight, part...);
+      dots = fma(weight, load(by, tail...), dots);
+      store(score, weight, tail...);
     });
-    float total = sum(sums), one = total > 0 ? 1.0f / total : 0.0f;
-    Floats share = all(one), middle = all(sum(dots) * one), slope = all(one * scale_);
-    each([&](float* weight, float* by, int64_t key, auto... part) {
-      Floats weights = load(weight, part...);
-      store(p + key, weights * share, part...);
-      store(ds + key, weights * slope * (load(by, part...) - middle), part...);
+    float total = reduce_sum(sums), one = total > 0 ? 1.0f / total : 0.0f;
+    Floats share = broadcast(one), middle = broadcast(reduce_sum(dots) * one), slope = broadcast(one * scale_);
+    each([&](float* weight, float* by, int64_t key, auto... tail) {
+      Floats weights = load(weight, tail...);
+      store(p + key, weights * share, tail...);
+      store(ds + key, weights * slope * (load(by, tail...) - middle), tail...);
     });
   }
 
   // x W^T, by this thread alone: store(row, column, values, count...) gets it.
   template <class Store>
-  static void product(const Matrix<T>& x, const Turned<T>& w, const Store& put) {
-    T* memory = scratch<T, 28>(Right<T>::size(BLOCK_COLUMNS, x.width));
-    for (const Columns& columns : fixed_columns(w.rows)) {
-      Right<T> right(w.some_rows(columns.begin, columns.count), memory);
-      auto compute = [&](int64_t row, int64_t rows, int, Values& values) {
-        right.times(x, row, rows, values);
+  static void product(const Matrix<T>& x, const Transposed<T>& w, const Store& put) {
+    T* memory = scratch<Scratch::BACKWARD_PACKED_B, T>(PackedB<T>::size(BLOCK_N, x.width));
+    for (const ColumnRange& columns : fixed_size_columns(w.rows)) {
+      PackedB<T> right(w.slice_rows(columns.begin, columns.count), memory);
+      auto compute = [&](int64_t row, int64_t rows, int, AccTile& values) {
+        right.multiply(x, row, rows, values);
       };
-      by_blocks<1>(0, x.rows, columns, 0, compute, [&](const Block& block) {
+      for_each_block<1>(0, x.rows, columns, 0, compute, [&](const OutputBlock& block) {
         for (int64_t r = 0; r < block.rows; r++)
-          along(columns.count, [&](int64_t at, auto... count) {
-            put(block.row + r, columns.begin + at, load(block.of(0, r) + at, count...), count...);
+          for_each_vector(columns.count, [&](int64_t at, auto... tail) {
+            put(block.row + r, columns.begin + at, load(block.acc_row(0, r) + at, tail...), tail...);
           });
       });
     }
   }
 
   // sums += x^T y
-  void add_turned(const Matrix<T>& x, const Matrix<T>& y, float* sums) const {
-    int64_t stride = odd_stride<T>(x.rows);
-    T* turned = scratch<T, 29>(x.width * stride);
-    copy_turned(Turned<T>(x), 0, x.width, turned, stride);
+  void add_transposed(const Matrix<T>& x, const Matrix<T>& y, float* sums) const {
+    int64_t stride = padded_stride<T>(x.rows);
+    T* turned = scratch<Scratch::BACKWARD_TRANSPOSED, T>(x.width * stride);
+    transpose_copy(Transposed<T>(x), 0, x.width, turned, stride);
     Matrix<T> rows(turned, x.width, x.rows, stride);
-    product(rows, Turned<T>(y), [&](int64_t row, int64_t at, Floats values, auto... count) {
+    product(rows, Transposed<T>(y), [&](int64_t row, int64_t at, Floats values, auto... tail) {
       float* sum = sums + row * shape_.width + at;
-      store(sum, load(sum, count...) + values, count...);
+      store(sum, load(sum, tail...) + values, tail...);
     });
   }
 

@@ -115,7 +115,7 @@ def library(family: str) -> ctypes.CDLL | None:
     except (IngotError, OSError) as error:
         _warn(str(error))
         return None
-    loaded.ingot_join(ctypes.byref(PREFER_DEPTH), _pool(loaded))
+    loaded.ingot_connect(ctypes.byref(PREFER_DEPTH), _pool(loaded))
     return loaded
 
 
@@ -123,8 +123,8 @@ def _pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
     """The threads of all libraries: those of the first one that is loaded."""
     with _pooling:
         if not _pools:
-            loaded.ingot_pool.restype = ctypes.c_void_p
-            _pools.append(ctypes.c_void_p(loaded.ingot_pool()))
+            loaded.ingot_create_thread_pool.restype = ctypes.c_void_p
+            _pools.append(ctypes.c_void_p(loaded.ingot_create_thread_pool()))
         return _pools[0]
 
 

@@ -11,19 +11,19 @@ std::vector<int64_t> extended(const Tensor& x, int64_t size) {
 }
 
 Tensor embedding(const Tensor& tokens, const Tensor& weight) {
-  return with_dtype(weight, [&](auto tag) {
+  return dispatch_dtype(weight, [&](auto tag) {
     using T = decltype(tag);
-    need(weight.dim() == 2, "a matrix");
-    need(tokens.scalar_type() != ScalarType::Bool, "token ids");
+    check(weight.dim() == 2, "weight must be a matrix");
+    check(tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
     Integers token(tokens);
     int64_t vocabulary = weight.size(0), width = weight.size(1);
     for (int64_t i = 0; i < token.count; i++)
-      need(token[i] >= 0 && token[i] < vocabulary, "tokens of the vocabulary");
+      check(token[i] >= 0 && token[i] < vocabulary, "token id out of range");
     const T* table = data<T>(weight);
     int64_t row_stride = weight.stride(0), stride = weight.stride(1);
-    Tensor y = made(extended(tokens, width), weight.scalar_type());
+    Tensor y = allocate(extended(tokens, width), weight.scalar_type());
     T* rows = data<T>(y);
-    parallel(token.count, width, [&](int64_t begin, int64_t end) {
+    parallel_for(token.count, width, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         const T* from = table + token[i] * row_stride;
         T* to = rows + i * width;
@@ -36,23 +36,23 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight) {
 }
 
 // Each word's gradients added up in float, in the order of the tokens.
-Tensors embedding_backward(Needs needs, Tensors grads, const Tensor& tokens, const Tensor& weight) {
-  need(needs.size() == 2 && grads.size() == 1 && needs[1] && !needs[0], "the weight's gradient");
-  return with_dtype(weight, [&](auto tag) {
+Tensors embedding_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& tokens, const Tensor& weight) {
+  check(needs_grad.size() == 2 && grads.size() == 1 && needs_grad[1] && !needs_grad[0], "only the weight has a gradient");
+  return dispatch_dtype(weight, [&](auto tag) {
     using T = decltype(tag);
-    need(weight.dim() == 2, "a matrix");
-    need_like(grads[0], weight);
-    need(std::ranges::equal(grads[0].sizes(), extended(tokens, weight.size(1))), "a row for each token");
+    check(weight.dim() == 2, "weight must be a matrix");
+    check_same_dtype(grads[0], weight);
+    check(std::ranges::equal(grads[0].sizes(), extended(tokens, weight.size(1))), "the gradient must have the shape of the output");
     Integers token(tokens);
     Rows<T> grad(grads[0]);
-    Tensor found = made_like(weight);
+    Tensor found = allocate_like(weight);
     int64_t vocabulary = weight.size(0), width = weight.size(1);
     std::vector<std::pair<int64_t, int64_t>> places(token.count);  // of a word, of a token
     for (int64_t i = 0; i < token.count; i++) places[i] = {token[i], i};
     std::ranges::sort(places);
-    need(places.empty() || (places[0].first >= 0 && places.back().first < vocabulary),
-         "tokens of the vocabulary");
-    parallel(vocabulary, width, [&](int64_t begin, int64_t end) {
+    check(places.empty() || (places[0].first >= 0 && places.back().first < vocabulary),
+         "token id out of range");
+    parallel_for(vocabulary, width, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(width);
       auto place = std::ranges::lower_bound(places, std::pair(begin, int64_t(0)));
       for (int64_t word = begin; word < end; word++) {
@@ -63,12 +63,12 @@ Tensors embedding_backward(Needs needs, Tensors grads, const Tensor& tokens, con
         }
         std::ranges::fill(sums, 0.0f);
         for (; place != places.end() && place->first == word; place++)
-          along(width, [&](int64_t at, auto... part) {
-            Floats more = load(grad[place->second] + at, part...);
-            store(sums.data() + at, load(sums.data() + at, part...) + more, part...);
+          for_each_vector(width, [&](int64_t at, auto... tail) {
+            Floats more = load(grad[place->second] + at, tail...);
+            store(sums.data() + at, load(sums.data() + at, tail...) + more, tail...);
           });
-        along(width, [&](int64_t at, auto... part) {
-          store(to + at, load(sums.data() + at, part...), part...);
+        for_each_vector(width, [&](int64_t at, auto... tail) {
+          store(to + at, load(sums.data() + at, tail...), tail...);
         });
       }
     });
@@ -78,5 +78,5 @@ Tensors embedding_backward(Needs needs, Tensors grads, const Tensor& tokens, con
 
 }  // namespace ingot::kernels
 
-OP(embedding)
-BACKWARD(embedding)
+REGISTER_OP(embedding)
+REGISTER_BACKWARD(embedding)

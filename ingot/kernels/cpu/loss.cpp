@@ -13,30 +13,30 @@ struct LogSum {
 
 template <class T>
 LogSum log_sum(const T* logits, int64_t width) {
-  Exponentials sums;
-  auto values = [&](int64_t at, auto... part) { return load(logits + at, part...); };
+  OnlineSoftmax sums;
+  auto values = [&](int64_t at, auto... tail) { return load(logits + at, tail...); };
   for (int64_t at = 0; at < width; at += sums.BLOCK)
-    sums.take(at, std::min(at + sums.BLOCK, width), values, [](auto...) {});
+    sums.update(at, std::min(at + sums.BLOCK, width), values, [](auto...) {});
   float sum = sums.sum();
   if (sum == 0) return {-INF, 0};
-  return {largest(sums.peak), std::log(double(sum))};
+  return {reduce_max(sums.row_max), std::log(double(sum))};
 }
 
 template <class T>
 double mean(const T* logits, int64_t width) {
-  return sum(summed_row(width, [&](Floats so_far, int64_t at, auto... part) {
-           return so_far + load(logits + at, part...);
+  return reduce_sum(sum_row(width, [&](Floats acc, int64_t at, auto... tail) {
+           return acc + load(logits + at, tail...);
          })) / double(width);
 }
 
 void need_targets(const Integers& targets, std::optional<int64_t> ignored, int64_t vocabulary) {
   for (int64_t i = 0; i < targets.count; i++)
-    need(targets[i] == ignored || (targets[i] >= 0 && targets[i] < vocabulary),
-         "targets of the vocabulary");
+    check(targets[i] == ignored || (targets[i] >= 0 && targets[i] < vocabulary),
+         "target out of range");
 }
 
 Tensor made_for(const Tensor& targets) {
-  return made({targets.sizes().data(), size_t(targets.dim())}, ScalarType::Float);
+  return allocate({targets.sizes().data(), size_t(targets.dim())}, ScalarType::Float);
 }
 
 // The gradient of a loss by a logit: softmax * of_softmax + of_all, and of_target more at the target.
@@ -70,18 +70,18 @@ struct CrossEntropy {
 template <class Loss>
 Tensor by_token(const Tensor& logits, const Tensor& targets, std::optional<int64_t> ignored,
                 const Loss& loss) {
-  return with_dtype(logits, [&](auto tag) {
+  return dispatch_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
-    need(logits.dim() == targets.dim() + 1, "a target for each row");
-    need(std::equal(targets.sizes().begin(), targets.sizes().end(), logits.sizes().begin()),
-         "a target for each row");
+    check(logits.dim() == targets.dim() + 1, "targets must have one entry per row");
+    check(std::equal(targets.sizes().begin(), targets.sizes().end(), logits.sizes().begin()),
+         "targets must have one entry per row");
     Integers target(targets);
     int64_t vocabulary = logits.size(logits.dim() - 1);
     need_targets(target, ignored, vocabulary);
     Rows<T> rows(logits);
     Tensor y = made_for(targets);
     float* to = data<float>(y);
-    parallel(target.count, 4 * vocabulary, [&](int64_t begin, int64_t end) {
+    parallel_for(target.count, 4 * vocabulary, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         if (target[i] == ignored) {
           to[i] = 0;
@@ -103,21 +103,21 @@ struct Part {
   template <class Power>
   static Part of(const float* logits, int64_t width, int64_t target, bool with_total,
                  const Power& power) {
-    auto most = [&](Floats so_far, int64_t at, auto... part) {
-      return max(so_far, load(logits + at, part...));
+    auto most = [&](Floats acc, int64_t at, auto... tail) {
+      return max(acc, load(logits + at, tail...));
     };
     Part part{};
     auto larger = [](Floats a, Floats b) { return max(a, b); };
-    part.largest = ingot::largest(folded_row(width, all(-INF), most, larger));
-    Floats shift = all(std::max(part.largest, -3e38f));
-    part.sum = ingot::sum(summed_row(width, [&](Floats so_far, int64_t at, auto... count) {
-      Floats powers = exp_of_negative(load(logits + at, count...) - shift);
-      power(at, powers, count...);
-      return so_far + powers;
+    part.largest = ingot::reduce_max(reduce_row(width, broadcast(-INF), most, larger));
+    Floats shift = broadcast(std::max(part.largest, -3e38f));
+    part.sum = ingot::reduce_sum(sum_row(width, [&](Floats acc, int64_t at, auto... tail) {
+      Floats powers = exp_nonpositive(load(logits + at, tail...) - shift);
+      power(at, powers, tail...);
+      return acc + powers;
     }));
     if (with_total)
-      part.total = ingot::sum(summed_row(width, [&](Floats so_far, int64_t at, auto... count) {
-        return so_far + load(logits + at, count...);
+      part.total = ingot::reduce_sum(sum_row(width, [&](Floats acc, int64_t at, auto... tail) {
+        return acc + load(logits + at, tail...);
       }));
     part.chosen = target >= 0 && target < width ? logits[target] : 0;
     return part;
@@ -142,16 +142,16 @@ double joined(std::span<const Part> parts, int64_t vocabulary, const Loss& loss)
 }
 
 void need_fit(const Tensor& hidden, const Tensor& weight, const Tensor& targets) {
-  need_like(weight, hidden);
-  need(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
-       "hidden and weight of as many channels");
-  need(targets.dim() == 1 && targets.size(0) == hidden.size(0), "a target for each row");
+  check_same_dtype(weight, hidden);
+  check(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
+       "hidden must be (T, D) and weight (V, D)");
+  check(targets.dim() == 1 && targets.size(0) == hidden.size(0), "targets must have one entry per row");
 }
 
 template <class Loss>
 Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
                  std::optional<int64_t> ignored, const Loss& loss) {
-  return with_dtype(hidden, [&](auto tag) {
+  return dispatch_dtype(hidden, [&](auto tag) {
     using T = decltype(tag);
     need_fit(hidden, weight, targets);
     Integers target(targets);
@@ -160,14 +160,14 @@ Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targe
     need_targets(target, ignored, vocabulary);
     Tensor y = made_for(targets);
     float* to = data<float>(y);
-    std::vector<Columns> groups = fixed_columns(vocabulary);
+    std::vector<ColumnRange> groups = fixed_size_columns(vocabulary);
     std::vector<Part> parts(target.count * groups.size());
     std::array<Matrix<T>, 1> weights{Matrix<T>(w)};
-    multiply(Matrix<T>(x), weights, groups, [&](const Block& block) {
+    gemm(Matrix<T>(x), weights, groups, [&](const OutputBlock& block) {
       for (int64_t r = 0; r < block.rows; r++) {
         int64_t row = block.row + r, word = target[row] - block.columns.begin;
         parts[row * groups.size() + block.group] =
-            Part::of(block.of(0, r), block.columns.count, word, loss.needs_mean, [](auto...) {});
+            Part::of(block.acc_row(0, r), block.columns.count, word, loss.needs_mean, [](auto...) {});
       }
     });
     for (int64_t i = 0; i < target.count; i++)
@@ -185,7 +185,7 @@ Tensor by_hidden(const Tensor& hidden, const Tensor& weight, const Tensor& targe
 // Of each group of 256 words e^(logit - largest) is kept, in the weight's dtype; when all groups of
 // some tokens are done, their sums are known. Then some words at a time become dZ and go into both
 // products, while they are in a cache.
-constexpr int64_t WORDS = 12 * BLOCK_COLUMNS;
+constexpr int64_t WORDS = 12 * BLOCK_N;
 
 // The logits of some tokens, WORDS words of all of them after WORDS others: what is done with can be
 // given back before the rest is.
@@ -196,7 +196,7 @@ class Logits {
 
   // Values that each token takes.
   static int64_t size(int64_t words) {
-    return words / WORDS * odd_stride<T>(WORDS) + (words % WORDS ? odd_stride<T>(words % WORDS) : 0);
+    return words / WORDS * padded_stride<T>(WORDS) + (words % WORDS ? padded_stride<T>(words % WORDS) : 0);
   }
   T* at(int64_t token, int64_t word) const {
     Matrix<T> some = of_words(word / WORDS * WORDS);
@@ -205,7 +205,7 @@ class Logits {
   // Of those that begin with this one.
   Matrix<T> of_words(int64_t begin) const {
     int64_t count = std::min(WORDS, words_ - begin);
-    return {memory_ + tokens_ * size(begin), tokens_, count, odd_stride<T>(count)};
+    return {memory_ + tokens_ * size(begin), tokens_, count, padded_stride<T>(count)};
   }
 
  private:
@@ -221,17 +221,17 @@ class LossGradient {
   LossGradient(const Matrix<T>& hidden, const Matrix<T>& weight, std::span<const int64_t> targets,
                std::span<const float> grads, T* memory, const Loss& loss, float* losses)
       : targets_(targets),
-        groups_(fixed_columns(weight.rows)),
+        groups_(fixed_size_columns(weight.rows)),
         parts_(hidden.rows * groups_.size()),
         logits_(memory, hidden.rows, weight.rows) {
     std::array<Matrix<T>, 1> weights{weight};
-    multiply(hidden, weights, groups_, [&](const Block& block) {
+    gemm(hidden, weights, groups_, [&](const OutputBlock& block) {
       for (int64_t r = 0; r < block.rows; r++) {
         int64_t token = block.row + r, word = targets_[token] - block.columns.begin;
         T* to = logits_.at(token, block.columns.begin);
         parts_[token * groups_.size() + block.group] =
-            Part::of(block.of(0, r), block.columns.count, word, loss.needs_mean,
-                     [&](int64_t at, Floats power, auto... count) { store(to + at, power, count...); });
+            Part::of(block.acc_row(0, r), block.columns.count, word, loss.needs_mean,
+                     [&](int64_t at, Floats power, auto... tail) { store(to + at, power, tail...); });
       }
     });
     for (int64_t token = 0; token < hidden.rows; token++) {
@@ -247,10 +247,10 @@ class LossGradient {
   // dZ of WORDS words, or of all that are left.
   Matrix<T> of_words(int64_t begin) const {
     Matrix<T> some = logits_.of_words(begin);
-    parallel(some.rows, some.width, [&](int64_t first, int64_t last) {
+    parallel_for(some.rows, some.width, [&](int64_t first, int64_t last) {
       for (int64_t token = first; token < last; token++)
-        for (int64_t word = begin; word < begin + some.width; word += BLOCK_COLUMNS)
-          finish(token, word / BLOCK_COLUMNS);
+        for (int64_t word = begin; word < begin + some.width; word += BLOCK_N)
+          finish(token, word / BLOCK_N);
     });
     return some;
   }
@@ -262,22 +262,22 @@ class LossGradient {
 
   void finish(int64_t token, int64_t group) const {
     const Slopes& slopes = slopes_[token];
-    Columns words = groups_[group];
+    ColumnRange words = groups_[group];
     T* to = logits_.at(token, words.begin);
     if (slopes.of_softmax == 0) return (void)std::fill_n(to, words.count, T{});
     double share = std::exp(double(parts(token)[group].largest) - totals_[token]);
-    Floats scale = all(float(slopes.of_softmax * share)), rest = all(float(slopes.of_all));
+    Floats scale = broadcast(float(slopes.of_softmax * share)), rest = broadcast(float(slopes.of_all));
     int64_t target = targets_[token] - words.begin;
     bool here = target >= 0 && target < words.count;
     double chosen = here ? widen(to[target]) * double(scale[0]) + slopes.of_all + slopes.of_target : 0;
-    along(words.count, [&](int64_t at, auto... count) {
-      store(to + at, fma(load(to + at, count...), scale, rest), count...);
+    for_each_vector(words.count, [&](int64_t at, auto... tail) {
+      store(to + at, fma(load(to + at, tail...), scale, rest), tail...);
     });
-    if (here) to[target] = rounded<T>(float(chosen));
+    if (here) to[target] = round_to<T>(float(chosen));
   }
 
   std::span<const int64_t> targets_;
-  std::vector<Columns> groups_;
+  std::vector<ColumnRange> groups_;
   std::vector<Part> parts_;
   Logits<T> logits_;
   std::vector<Slopes> slopes_;
@@ -286,12 +286,12 @@ class LossGradient {
 
 // sums += x W^T, or = that the first time.
 template <class T, class Sum>
-void add_product(const Factors<T>& factors, bool first, Sum* sums) {
+void add_product(const GemmOperands<T>& factors, bool first, Sum* sums) {
   int64_t width = factors.w.rows;
-  add_products<T>({factors}, [&](int64_t row, int64_t column, Floats values, auto... count) {
+  gemm_sum<T>({factors}, [&](int64_t row, int64_t column, Floats values, auto... tail) {
     Sum* to = sums + row * width + column;
-    if (!first) values += load(to, count...);
-    store(to, values, count...);
+    if (!first) values += load(to, tail...);
+    store(to, values, tail...);
   });
 }
 
@@ -304,20 +304,20 @@ void add_gradients(const Matrix<T>& hidden, const Matrix<T>& weight, std::span<c
   LossGradient<T> gradient(hidden, weight, targets, grads, memory, loss, losses);
   for (int64_t begin = 0; begin < weight.rows; begin += WORDS) {
     Matrix<T> logits = gradient.of_words(begin);
-    Turned<T> words(weight.some_rows(begin, logits.width));
+    Transposed<T> words(weight.slice_rows(begin, logits.width));
     if (of_hidden) add_product<T>({logits, words}, begin == 0, of_hidden);
     if (of_weight) {
-      Matrix<T> turned = turned_copy<6>(Turned<T>(logits));
-      add_product<T>({turned, Turned<T>(hidden)}, first, of_weight + begin * hidden.width);
+      Matrix<T> turned = parallel_transpose_copy<Scratch::TRANSPOSED_GRAD>(Transposed<T>(logits));
+      add_product<T>({turned, Transposed<T>(hidden)}, first, of_weight + begin * hidden.width);
     }
-    if (last) advise(logits.first, logits.rows * logits.stride * sizeof(T), Pages::UNUSED);
+    if (last) advise_memory(logits.first, logits.rows * logits.stride * sizeof(T), Advice::DONT_NEED);
   }
 }
 
 template <class T>
 void put_narrowed(const float* from, int64_t rows, int64_t width, T* to) {
-  each(rows, width, [&](int64_t row, int64_t at, auto... part) {
-    store(to + row * width + at, load(from + row * width + at, part...), part...);
+  parallel_for_each_vector(rows, width, [&](int64_t row, int64_t at, auto... tail) {
+    store(to + row * width + at, load(from + row * width + at, tail...), tail...);
   });
 }
 
@@ -328,11 +328,11 @@ std::tuple<Tensor, Tensor, Tensor> with_gradients(const Tensor& hidden, const Te
                                                   std::optional<int64_t> ignored, const Loss& loss,
                                                   bool needs_hidden, bool needs_weight,
                                                   const Grad& grad) {
-  return with_dtype(hidden, [&](auto tag) {
+  return dispatch_dtype(hidden, [&](auto tag) {
     using T = decltype(tag);
     need_fit(hidden, weight, targets);
     Integers given(targets);
-    need(weight.size(0) > 0, "a vocabulary");
+    check(weight.size(0) > 0, "the vocabulary must not be empty");
     need_targets(given, ignored, weight.size(0));
     Rows<T> x(hidden), w(weight);
     std::vector<int64_t> target(x.count);
@@ -345,14 +345,14 @@ std::tuple<Tensor, Tensor, Tensor> with_gradients(const Tensor& hidden, const Te
     int64_t size = Logits<T>::size(w.count), room = (int64_t(256) << 20) / (size * int64_t(sizeof(T)));
     int64_t most = std::min(std::max<int64_t>(256, room), std::max<int64_t>(x.count, 1));
     bool at_once = most >= x.count;
-    Tensor memory = made(std::array{most, size}, hidden.scalar_type());
-    Tensor losses = made_for(targets), of_hidden = made_like(hidden), of_weight = made_like(weight);
-    Tensor sums = made(std::array{needs_weight && !at_once ? w.count : 0, w.width}, ScalarType::Float);
+    Tensor memory = allocate(std::array{most, size}, hidden.scalar_type());
+    Tensor losses = made_for(targets), of_hidden = allocate_like(hidden), of_weight = allocate_like(weight);
+    Tensor sums = allocate(std::array{needs_weight && !at_once ? w.count : 0, w.width}, ScalarType::Float);
     float* to = data<float>(losses);
     for (int64_t begin = 0; begin == 0 || begin < x.count; begin += most) {
       int64_t count = std::min(most, x.count - begin);
-      Matrix<T> rows = Matrix<T>(x).some_rows(begin, count);
-      float* added = needs_hidden ? scratch<float, 7>(count * x.width) : nullptr;
+      Matrix<T> rows = Matrix<T>(x).slice_rows(begin, count);
+      float* added = needs_hidden ? scratch<Scratch::LOSS_GRAD_HIDDEN, float>(count * x.width) : nullptr;
       auto run = [&](auto* sum) {
         add_gradients<T>(rows, w, {target.data() + begin, size_t(count)},
                          {slope.data() + begin, size_t(count)}, loss, data<T>(memory), begin == 0,
@@ -371,17 +371,17 @@ std::tuple<Tensor, Tensor, Tensor> with_gradients(const Tensor& hidden, const Te
 }
 
 template <class Loss>
-Tensors by_hidden_backward(const Needs& needs, const Tensors& grads, const Tensor& hidden,
+Tensors by_hidden_backward(const NeedsGrad& needs_grad, const Tensors& grads, const Tensor& hidden,
                            const Tensor& weight, const Tensor& targets,
                            std::optional<int64_t> ignored, const Loss& loss) {
-  need(needs.size() >= 3 && grads.size() == 1, "a flag for each argument, one gradient");
-  need(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float, "gradients in float32");
+  check(needs_grad.size() >= 3 && grads.size() == 1, "expected one flag per argument and one gradient");
+  check(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float, "the gradient must be float32 on the CPU");
   Vector<float> grad(grads[0], hidden.size(0));
-  auto [losses, of_hidden, of_weight] = with_gradients(hidden, weight, targets, ignored, loss, needs[0],
-                                                       needs[1], [&](int64_t i) { return grad[i]; });
+  auto [losses, of_hidden, of_weight] = with_gradients(hidden, weight, targets, ignored, loss, needs_grad[0],
+                                                       needs_grad[1], [&](int64_t i) { return grad[i]; });
   Tensors found;
-  if (needs[0]) found.push_back(of_hidden);
-  if (needs[1]) found.push_back(of_weight);
+  if (needs_grad[0]) found.push_back(of_hidden);
+  if (needs_grad[1]) found.push_back(of_weight);
   return found;
 }
 
@@ -407,24 +407,24 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(
                         true, true, [&](int64_t) { return float(slope); });
 }
 
-Tensors linear_token_logprobs_backward(Needs needs, Tensors grads, const Tensor& hidden,
+Tensors linear_token_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& hidden,
                                        const Tensor& weight, const Tensor& targets) {
-  return by_hidden_backward(needs, grads, hidden, weight, targets, std::nullopt, Logprob{});
+  return by_hidden_backward(needs_grad, grads, hidden, weight, targets, std::nullopt, Logprob{});
 }
-Tensors linear_cross_entropy_backward(Needs needs, Tensors grads, const Tensor& hidden,
+Tensors linear_cross_entropy_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& hidden,
                                       const Tensor& weight, const Tensor& targets,
                                       int64_t ignore_index, double label_smoothing, double z_loss) {
   CrossEntropy loss{label_smoothing, z_loss};
-  return by_hidden_backward(needs, grads, hidden, weight, targets, ignore_index, loss);
+  return by_hidden_backward(needs_grad, grads, hidden, weight, targets, ignore_index, loss);
 }
 
 }  // namespace ingot::kernels
 
-OP(token_logprobs)
-OP(cross_entropy)
-OP(linear_token_logprobs)
-OP(linear_cross_entropy)
-OP(linear_cross_entropy_fwd_bwd)
+REGISTER_OP(token_logprobs)
+REGISTER_OP(cross_entropy)
+REGISTER_OP(linear_token_logprobs)
+REGISTER_OP(linear_cross_entropy)
+REGISTER_OP(linear_cross_entropy_fwd_bwd)
 
-BACKWARD(linear_token_logprobs)
-BACKWARD(linear_cross_entropy)
+REGISTER_BACKWARD(linear_token_logprobs)
+REGISTER_BACKWARD(linear_cross_entropy)

@@ -18,8 +18,8 @@ struct Widened {
   const float* take(const T* from, int64_t width) {
     if constexpr (sizeof(T) == 4) return first = from;
     else
-      along(width, [&](int64_t at, auto... part) {
-        store(copy.get() + at, load(from + at, part...), part...);
+      for_each_vector(width, [&](int64_t at, auto... tail) {
+        store(copy.get() + at, load(from + at, tail...), tail...);
       });
     return first = copy.get();
   }
@@ -33,12 +33,12 @@ struct Scales {
 
   Scales(const Tensor& w, const std::optional<Tensor>& b, double eps, const Tensor& x)
       : weight(vector(w, x)), eps(float(eps)) {
-    need(eps >= 0, "an eps of 0 or more");
+    check(eps >= 0, "eps must not be negative");
     if (b) bias.emplace(vector(*b, x));
   }
   static Vector<T> vector(const Tensor& v, const Tensor& x) {
-    need_like(v, x);
-    need(x.dim() >= 1, "at least one dimension");
+    check_same_dtype(v, x);
+    check(x.dim() >= 1, "x must have at least one dimension");
     return Vector<T>(v, x.size(x.dim() - 1));
   }
 };
@@ -59,45 +59,45 @@ struct Desk {
 template <class T>
 void rms(const Desk<T>& desk, const Output<T>& to, int64_t row) {
   const float *x = desk.x.first, *weight = desk.weight.first;
-  Floats squares = summed_row(to.width, [&](Floats so_far, int64_t at, auto... part) {
-    Floats values = load(x + at, part...);
-    return fma(values, values, so_far);
+  Floats squares = sum_row(to.width, [&](Floats acc, int64_t at, auto... tail) {
+    Floats values = load(x + at, tail...);
+    return fma(values, values, acc);
   });
-  Floats scale = all(1.0f / std::sqrt(sum(squares) / to.width + desk.eps));
-  along(to.width, [&](int64_t at, auto... part) {
-    to.write(row, at, load(x + at, part...) * scale * load(weight + at, part...), part...);
+  Floats scale = broadcast(1.0f / std::sqrt(reduce_sum(squares) / to.width + desk.eps));
+  for_each_vector(to.width, [&](int64_t at, auto... tail) {
+    to.write(row, at, load(x + at, tail...) * scale * load(weight + at, tail...), tail...);
   });
 }
 
 template <class T>
 void layer(const Desk<T>& desk, const Output<T>& to, int64_t row) {
   const float *x = desk.x.first, *weight = desk.weight.first, *bias = desk.bias.first;
-  Floats total = summed_row(to.width, [&](Floats so_far, int64_t at, auto... part) {
-    return so_far + load(x + at, part...);
+  Floats total = sum_row(to.width, [&](Floats acc, int64_t at, auto... tail) {
+    return acc + load(x + at, tail...);
   });
-  Floats mean = all(sum(total) / to.width);
-  Floats squares = summed_row(to.width, [&](Floats so_far, int64_t at, auto... part) {
-    Floats centred = load(x + at, part...) - mean;
-    return fma(centred, centred, so_far);
+  Floats mean = broadcast(reduce_sum(total) / to.width);
+  Floats squares = sum_row(to.width, [&](Floats acc, int64_t at, auto... tail) {
+    Floats centred = load(x + at, tail...) - mean;
+    return fma(centred, centred, acc);
   });
-  Floats scale = all(1.0f / std::sqrt(sum(squares) / to.width + desk.eps));
-  along(to.width, [&](int64_t at, auto... part) {
-    Floats normal = (load(x + at, part...) - mean) * scale;
-    Floats shift = bias ? load(bias + at, part...) : Floats{};
-    to.write(row, at, fma(normal, load(weight + at, part...), shift), part...);
+  Floats scale = broadcast(1.0f / std::sqrt(reduce_sum(squares) / to.width + desk.eps));
+  for_each_vector(to.width, [&](int64_t at, auto... tail) {
+    Floats normal = (load(x + at, tail...) - mean) * scale;
+    Floats shift = bias ? load(bias + at, tail...) : Floats{};
+    to.write(row, at, fma(normal, load(weight + at, tail...), shift), tail...);
   });
 }
 
 template <class Norm>
 Tensor alone(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, double eps,
              Norm norm) {
-  return with_dtype(x, [&](auto tag) {
+  return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Scales<T> scales(weight, bias, eps, x);
     Rows<T> rows(x);
-    Tensor y = made_like(x);
+    Tensor y = allocate_like(x);
     Output<T> to(y);
-    parallel(rows.count, rows.width, [&](int64_t begin, int64_t end) {
+    parallel_for(rows.count, rows.width, [&](int64_t begin, int64_t end) {
       Desk<T> desk(scales, rows.width);
       for (int64_t row = begin; row < end; row++) {
         desk.x.take(rows[row], rows.width);
@@ -110,8 +110,8 @@ Tensor alone(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
 
 template <class T>
 void put_sum(const T* a, const T* b, int64_t width, T* to) {
-  along(width, [&](int64_t at, auto... part) {
-    store(to + at, load(a + at, part...) + load(b + at, part...), part...);
+  for_each_vector(width, [&](int64_t at, auto... tail) {
+    store(to + at, load(a + at, tail...) + load(b + at, tail...), tail...);
   });
 }
 
@@ -119,15 +119,15 @@ void put_sum(const T* a, const T* b, int64_t width, T* to) {
 template <class Norm>
 std::tuple<Tensor, Tensor> of_sum(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                   const std::optional<Tensor>& bias, double eps, Norm norm) {
-  return with_dtype(x, [&](auto tag) {
+  return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
-    need_like(residual, x);
-    need(std::ranges::equal(x.sizes(), residual.sizes()), "one shape");
+    check_same_dtype(residual, x);
+    check(std::ranges::equal(x.sizes(), residual.sizes()), "all inputs must have the shape of x");
     Scales<T> scales(weight, bias, eps, x);
     Rows<T> a(x), b(residual);
-    Tensor y = made_like(x), total = made_like(x);
+    Tensor y = allocate_like(x), total = allocate_like(x);
     Output<T> to(y), sums(total);
-    parallel(a.count, a.width, [&](int64_t begin, int64_t end) {
+    parallel_for(a.count, a.width, [&](int64_t begin, int64_t end) {
       Desk<T> desk(scales, a.width);
       for (int64_t row = begin; row < end; row++) {
         put_sum<T>(a[row], b[row], a.width, sums[row]);
@@ -181,45 +181,45 @@ template <bool CENTRED, class T>
 void slope(const float* x, const float* grad, const float* weight, const T* more, float eps,
            int64_t width, const Sums& sums, T* to) {
   auto mean = [&](const auto& value) {
-    return all(sum(summed_row(width, [&](Floats so_far, int64_t at, auto... part) {
-             return so_far + value(at, part...);
+    return broadcast(reduce_sum(sum_row(width, [&](Floats acc, int64_t at, auto... tail) {
+             return acc + value(at, tail...);
            })) / width);
   };
   Floats middle{};
-  if constexpr (CENTRED) middle = mean([&](int64_t at, auto... part) { return load(x + at, part...); });
-  Floats square = mean([&](int64_t at, auto... part) {
-    Floats centred = load(x + at, part...) - middle;
+  if constexpr (CENTRED) middle = mean([&](int64_t at, auto... tail) { return load(x + at, tail...); });
+  Floats square = mean([&](int64_t at, auto... tail) {
+    Floats centred = load(x + at, tail...) - middle;
     return centred * centred;
   });
-  Floats scale = all(1.0f / std::sqrt(square[0] + eps));
-  auto normal = [&](int64_t at, auto... part) { return (load(x + at, part...) - middle) * scale; };
-  auto weighted = [&](int64_t at, auto... part) {
-    return load(grad + at, part...) * load(weight + at, part...);
+  Floats scale = broadcast(1.0f / std::sqrt(square[0] + eps));
+  auto normal = [&](int64_t at, auto... tail) { return (load(x + at, tail...) - middle) * scale; };
+  auto weighted = [&](int64_t at, auto... tail) {
+    return load(grad + at, tail...) * load(weight + at, tail...);
   };
   Floats shift{};
   if constexpr (CENTRED) shift = mean(weighted);
-  Floats along_normal = mean([&](int64_t at, auto... part) {
-    return weighted(at, part...) * normal(at, part...);
+  Floats along_normal = mean([&](int64_t at, auto... tail) {
+    return weighted(at, tail...) * normal(at, tail...);
   });
-  along(width, [&](int64_t at, auto... part) {
-    Floats n = normal(at, part...), g = load(grad + at, part...);
-    Floats value = (weighted(at, part...) - shift - n * along_normal) * scale;
-    if (more) value += load(more + at, part...);
-    store(to + at, value, part...);
-    store(sums.weight + at, fma(g, n, load(sums.weight + at, part...)), part...);
-    store(sums.bias + at, load(sums.bias + at, part...) + g, part...);
+  for_each_vector(width, [&](int64_t at, auto... tail) {
+    Floats n = normal(at, tail...), g = load(grad + at, tail...);
+    Floats value = (weighted(at, tail...) - shift - n * along_normal) * scale;
+    if (more) value += load(more + at, tail...);
+    store(to + at, value, tail...);
+    store(sums.weight + at, fma(g, n, load(sums.weight + at, tail...)), tail...);
+    store(sums.bias + at, load(sums.bias + at, tail...) + g, tail...);
   });
 }
 
 template <class T>
 Tensor summed(const std::vector<float>& memory, int64_t blocks, int64_t width, bool of_bias,
               const Tensor& like) {
-  Tensor y = made_like(like);
-  along(width, [&](int64_t at, auto... part) {
+  Tensor y = allocate_like(like);
+  for_each_vector(width, [&](int64_t at, auto... tail) {
     Floats total{};
     for (int64_t b = 0; b < blocks; b++)
-      total += load(memory.data() + (2 * b + of_bias) * width + at, part...);
-    store(data<T>(y) + at, total, part...);
+      total += load(memory.data() + (2 * b + of_bias) * width + at, tail...);
+    store(data<T>(y) + at, total, tail...);
   });
   return y;
 }
@@ -237,23 +237,23 @@ struct NormGradients {
 
 template <bool CENTRED>
 NormGradients norm_gradients(const Norm& of, const Tensor& grad, const std::optional<Tensor>& more) {
-  return with_dtype(of.x, [&](auto tag) {
+  return dispatch_dtype(of.x, [&](auto tag) {
     using T = decltype(tag);
     Scales<T> scales(of.weight, of.bias, of.eps, of.x);
     auto rows_like_x = [&](const Tensor& tensor) {
-      need_like(tensor, of.x);
-      need(std::ranges::equal(tensor.sizes(), of.x.sizes()), "one shape");
+      check_same_dtype(tensor, of.x);
+      check(std::ranges::equal(tensor.sizes(), of.x.sizes()), "all inputs must have the shape of x");
       return Rows<T>(tensor);
     };
     Rows<T> x(of.x), g = rows_like_x(grad);
     std::optional<Rows<T>> residual, m;
     if (of.residual) residual = rows_like_x(*of.residual);
     if (more) m = rows_like_x(*more);
-    Tensor dx = made_like(of.x);
+    Tensor dx = allocate_like(of.x);
     Output<T> to(dx);
     int64_t width = x.width, blocks = (x.count + SUMMED - 1) / SUMMED;
     std::vector<float> memory(2 * blocks * width);
-    parallel(blocks, SUMMED * width, [&](int64_t begin, int64_t end) {
+    parallel_for(blocks, SUMMED * width, [&](int64_t begin, int64_t end) {
       Desk<T> desk(scales, width);
       Widened<T> grads(width);
       auto total = std::make_unique_for_overwrite<T[]>(residual ? width : 0);
@@ -273,46 +273,46 @@ NormGradients norm_gradients(const Norm& of, const Tensor& grad, const std::opti
 
 // Those that are needed, in the order of the arguments.
 template <bool CENTRED>
-Tensors needed_gradients(const Needs& needs, const Tensors& grads, const Norm& of) {
+Tensors needed_gradients(const NeedsGrad& needs_grad, const Tensors& grads, const Norm& of) {
   bool sum = of.residual.has_value();
-  need(grads.size() == 1 + size_t(sum), "a gradient for each result");
-  need(needs.size() == 3 + size_t(sum) + CENTRED, "a flag for each argument");
+  check(grads.size() == 1 + size_t(sum), "expected one gradient per output");
+  check(needs_grad.size() == 3 + size_t(sum) + CENTRED, "expected one flag per argument");
   std::optional<Tensor> more;
   if (sum) more = grads[1];
   NormGradients all = norm_gradients<CENTRED>(of, grads[0], more);
   Tensors found;
-  if (needs[0]) found.push_back(all.x);
-  if (sum && needs[1]) found.push_back(needs[0] ? copied(all.x) : all.x);
-  if (needs[1 + sum]) found.push_back(all.weight);
-  if (CENTRED && needs[2 + sum]) need(all.bias.has_value(), "a bias"), found.push_back(*all.bias);
+  if (needs_grad[0]) found.push_back(all.x);
+  if (sum && needs_grad[1]) found.push_back(needs_grad[0] ? clone_tensor(all.x) : all.x);
+  if (needs_grad[1 + sum]) found.push_back(all.weight);
+  if (CENTRED && needs_grad[2 + sum]) check(all.bias.has_value(), "the gradient of bias requires a bias"), found.push_back(*all.bias);
   return found;
 }
 
-Tensors rms_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+Tensors rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& weight,
                           double eps) {
-  return needed_gradients<false>(needs, grads, {x, weight, {}, {}, eps});
+  return needed_gradients<false>(needs_grad, grads, {x, weight, {}, {}, eps});
 }
-Tensors layer_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& weight,
+Tensors layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& weight,
                             const std::optional<Tensor>& bias, double eps) {
-  return needed_gradients<true>(needs, grads, {x, weight, {}, bias, eps});
+  return needed_gradients<true>(needs_grad, grads, {x, weight, {}, bias, eps});
 }
-Tensors add_rms_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& residual,
+Tensors add_rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& residual,
                               const Tensor& weight, double eps) {
-  return needed_gradients<false>(needs, grads, {x, weight, residual, {}, eps});
+  return needed_gradients<false>(needs_grad, grads, {x, weight, residual, {}, eps});
 }
-Tensors add_layer_norm_backward(Needs needs, Tensors grads, const Tensor& x, const Tensor& residual,
+Tensors add_layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& residual,
                                 const Tensor& weight, const std::optional<Tensor>& bias, double eps) {
-  return needed_gradients<true>(needs, grads, {x, weight, residual, bias, eps});
+  return needed_gradients<true>(needs_grad, grads, {x, weight, residual, bias, eps});
 }
 
 }  // namespace ingot::kernels
 
-OP(rms_norm)
-OP(layer_norm)
-OP(add_rms_norm)
-OP(add_layer_norm)
+REGISTER_OP(rms_norm)
+REGISTER_OP(layer_norm)
+REGISTER_OP(add_rms_norm)
+REGISTER_OP(add_layer_norm)
 
-BACKWARD(rms_norm)
-BACKWARD(layer_norm)
-BACKWARD(add_rms_norm)
-BACKWARD(add_layer_norm)
+REGISTER_BACKWARD(rms_norm)
+REGISTER_BACKWARD(layer_norm)
+REGISTER_BACKWARD(add_rms_norm)
+REGISTER_BACKWARD(add_layer_norm)

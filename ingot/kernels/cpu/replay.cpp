@@ -16,7 +16,7 @@
 namespace ingot {
 
 struct Argument {
-  char kind;  // t tensor, i int, f float, b bool; in capitals where it is optional; n for none
+  char type;  // t tensor, i int, f float, b bool; in capitals where it is optional; n for none
   int64_t number = 0;
   double value = 0;
 };
@@ -27,7 +27,7 @@ struct Step {
   int64_t base = 0, offset = 0;  // of a view: from where its base begins
   std::vector<int64_t> sizes, strides;
   std::vector<int64_t> outputs, freed;
-  std::array<Expected, 2> next;  // of a call: the weights that are read after it
+  std::array<PrefetchHint, 2> next;  // of a call: the weights that are read after it
 
   bool is_view() const { return op.empty(); }
 };
@@ -42,20 +42,20 @@ class Program {
       else if (word == "view") steps_.push_back(view(lines));
       else if (word == "free" && !steps_.empty()) steps_.back().freed = numbers(lines);
       else if (word == "give") lines >> result_;
-      else need(false, "a known step");
+      else check(false, "unknown step");
     }
     for (const Step& step : steps_)
       for (int64_t reg : step.outputs) registers_ = std::max(registers_, reg + 1);
-    check();
-    look_ahead();
+    validate();
+    assign_prefetch_hints();
   }
 
   Tensor run() const {
     Registers registers(constants_);
     registers.resize(registers_);
     for (const Step& step : steps_) {
-      if (step.is_view()) registers[step.outputs[0]] = viewed(*registers[step.base], step);
-      else run(step, registers, pool);
+      if (step.is_view()) registers[step.outputs[0]] = make_view(*registers[step.base], step);
+      else run(step, registers, thread_pool);
       for (int64_t reg : step.freed) registers[reg].reset();
     }
     return *registers[result_];
@@ -63,13 +63,13 @@ class Program {
 
  private:
   using Registers = std::vector<std::optional<Tensor>>;
-  static constexpr int64_t MOST = 1 << 16;  // of anything that is counted here
+  static constexpr int64_t MAX_COUNT = 1 << 16;  // of anything that is counted here
 
   static std::vector<int64_t> numbers(std::istream& from, int64_t count) {
-    need(from && count >= 0 && count < MOST, "a sensible number of numbers");
-    std::vector<int64_t> found(count);
-    for (int64_t& number : found) from >> number;
-    return found;
+    check(from && count >= 0 && count < MAX_COUNT, "a count is malformed or out of range");
+    std::vector<int64_t> result(count);
+    for (int64_t& number : result) from >> number;
+    return result;
   }
   static std::vector<int64_t> numbers(std::istream& from) {
     int64_t count = -1;
@@ -80,12 +80,12 @@ class Program {
     Step step;
     int64_t count = -1;
     from >> step.op >> step.overload >> count;
-    need(from && count >= 0 && count < MOST, "a sensible number of arguments");
+    check(from && count >= 0 && count < MAX_COUNT, "the number of arguments is malformed or out of range");
     if (step.overload == "-") step.overload.clear();
     step.arguments.resize(count);
     for (Argument& argument : step.arguments) {
-      from >> argument.kind;
-      if (argument.kind == 'f' || argument.kind == 'F') from >> argument.value;
+      from >> argument.type;
+      if (argument.type == 'f' || argument.type == 'F') from >> argument.value;
       else from >> argument.number;
     }
     step.outputs = numbers(from);
@@ -98,53 +98,53 @@ class Program {
     step.sizes = numbers(from, dims), step.strides = numbers(from, dims);
     from >> step.offset;
     step.outputs = numbers(from, 1);
-    need(bool(from), "a whole view");
+    check(bool(from), "incomplete view");
     return step;
   }
 
   // Every register is made before it is used, and not used once it is freed.
-  void check() const {
-    need(registers_ < MOST, "a sensible number of registers");
-    std::vector<bool> there(registers_, false);
-    std::fill_n(there.begin(), constants_.size(), true);
+  void validate() const {
+    check(registers_ < MAX_COUNT, "too many registers");
+    std::vector<bool> defined(registers_, false);
+    std::fill_n(defined.begin(), constants_.size(), true);
     auto use = [&](int64_t reg) {
-      need(reg >= 0 && reg < registers_ && there[reg], "registers that were made");
+      check(reg >= 0 && reg < registers_ && defined[reg], "a register is used before it is defined or after it is freed");
     };
     for (const Step& step : steps_) {
       if (step.is_view()) use(step.base);
       for (const Argument& argument : step.arguments)
-        if (argument.kind == 't' || argument.kind == 'T') use(argument.number);
-      for (int64_t reg : step.outputs) need(reg >= 0, "registers"), there[reg] = true;
-      for (int64_t reg : step.freed) use(reg), there[reg] = false;
+        if (argument.type == 't' || argument.type == 'T') use(argument.number);
+      for (int64_t reg : step.outputs) check(reg >= 0, "a register number is negative"), defined[reg] = true;
+      for (int64_t reg : step.freed) use(reg), defined[reg] = false;
     }
     use(result_);
   }
 
   // Behind the last weights come the first ones again: the next token's.
-  void look_ahead() {
-    std::array<Expected, 2> next;
-    for (int turn = 0; turn < 2; turn++)
+  void assign_prefetch_hints() {
+    std::array<PrefetchHint, 2> next;
+    for (int pass = 0; pass < 2; pass++)
       for (auto step = steps_.rbegin(); step != steps_.rend(); step++) {
         step->next = next;
-        if (step->op.starts_with("ingot::linear")) next = weights(*step);
+        if (step->op.starts_with("ingot::linear")) next = weight_hints(*step);
       }
   }
 
-  std::array<Expected, 2> weights(const Step& step) const {
-    std::array<Expected, 2> found;
+  std::array<PrefetchHint, 2> weight_hints(const Step& step) const {
+    std::array<PrefetchHint, 2> result;
     size_t count = 0;
     for (const Argument& argument : step.arguments) {
-      if (argument.kind != 't' || argument.number >= int64_t(constants_.size())) continue;
+      if (argument.type != 't' || argument.number >= int64_t(constants_.size())) continue;
       const Tensor& weight = *constants_[argument.number];
-      if (weight.dim() != 2 || weight.size(0) == 0 || count == found.size()) continue;
-      std::vector<Columns> groups = even_columns(weight.size(0));
+      if (weight.dim() != 2 || weight.size(0) == 0 || count == result.size()) continue;
+      std::vector<ColumnRange> groups = balanced_columns(weight.size(0));
       int64_t row = weight.stride(0) * weight.element_size();
-      found[count++] = {(const char*)weight.data_ptr(), groups[0].count * row, int64_t(groups.size())};
+      result[count++] = {(const char*)weight.data_ptr(), groups[0].count * row, int64_t(groups.size())};
     }
-    return found;
+    return result;
   }
 
-  static Tensor viewed(const Tensor& base, const Step& step) {
+  static Tensor make_view(const Tensor& base, const Step& step) {
     AtenTensorHandle handle;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
         base.get(), step.sizes.size(), step.sizes.data(), step.strides.data(), step.offset, &handle));
@@ -153,7 +153,7 @@ class Program {
 
   static StableIValue value(const Argument& argument, const Registers& registers) {
     using torch::stable::detail::from;
-    switch (argument.kind) {
+    switch (argument.type) {
       case 't': return from(*registers[argument.number]);
       case 'T': return from(registers[argument.number]);
       case 'i': return from(argument.number);
@@ -165,14 +165,14 @@ class Program {
     }
   }
 
-  static void run(const Step& step, Registers& registers, Pool* pool) {
-    for (size_t i = 0; pool && i < step.next.size(); i++) pool->expect(i, step.next[i]);
+  static void run(const Step& step, Registers& registers, ThreadPool* thread_pool) {
+    for (size_t i = 0; thread_pool && i < step.next.size(); i++) thread_pool->hint_next(i, step.next[i]);
     std::vector<StableIValue> stack(std::max(step.arguments.size(), step.outputs.size()));
     for (size_t i = 0; i < step.arguments.size(); i++) stack[i] = value(step.arguments[i], registers);
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(step.op.c_str(), step.overload.c_str(),
                                                         stack.data(), TORCH_ABI_VERSION));
     for (size_t i = 0; i < step.outputs.size(); i++)
-      registers[step.outputs[i]] = taken<Tensor>(stack.data(), i);
+      registers[step.outputs[i]] = pop_stack<Tensor>(stack.data(), i);
   }
 
   Registers constants_;
@@ -195,9 +195,9 @@ Tensor run(int64_t number) {
   std::shared_ptr<const Program> program;
   {
     std::lock_guard guard(programs_lock);
-    auto found = programs.find(number);
-    need(found != programs.end(), "a program that was made");
-    program = found->second;
+    auto result = programs.find(number);
+    check(result != programs.end(), "unknown program");
+    program = result->second;
   }
   return program->run();
 }

@@ -27,11 +27,11 @@ struct Turn {
 
   void halves(int64_t position, const Vector<float>& freqs, int64_t count, float scale) {
     sine.resize(count), cosine.resize(count);
-    along(count, [&](int64_t at, auto... part) {
+    for_each_vector(count, [&](int64_t at, auto... tail) {
       Floats s, c;
-      turn(double(position), load(&freqs[at], part...), s, c);
-      store(sine.data() + at, s * scale, part...);
-      store(cosine.data() + at, c * scale, part...);
+      rope_sincos(double(position), load(&freqs[at], tail...), s, c);
+      store(sine.data() + at, s * scale, tail...);
+      store(cosine.data() + at, c * scale, tail...);
     });
   }
   // (a, b) becomes (a, b) cosine + (b, a) (-sine, sine)
@@ -48,11 +48,11 @@ struct Turn {
 
 template <class T>
 void rotate_halves(const T* from, T* to, const Turn& turn, int64_t count) {
-  along(count, [&](int64_t at, auto... part) {
-    Floats a = load(from + at, part...), b = load(from + count + at, part...);
-    Floats s = load(&turn.sine[at], part...), c = load(&turn.cosine[at], part...);
-    store(to + at, fma(a, c, -(b * s)), part...);
-    store(to + count + at, fma(b, c, a * s), part...);
+  for_each_vector(count, [&](int64_t at, auto... tail) {
+    Floats a = load(from + at, tail...), b = load(from + count + at, tail...);
+    Floats s = load(&turn.sine[at], tail...), c = load(&turn.cosine[at], tail...);
+    store(to + at, fma(a, c, -(b * s)), tail...);
+    store(to + count + at, fma(b, c, a * s), tail...);
   });
 }
 
@@ -64,10 +64,10 @@ inline Floats swapped_pairs(Floats values) {
 
 template <class T>
 void rotate_alternating(const T* from, T* to, const Turn& turn, int64_t count) {
-  along(2 * count, [&](int64_t at, auto... part) {
-    Floats x = load(from + at, part...);
-    Floats s = load(&turn.sine[at], part...), c = load(&turn.cosine[at], part...);
-    store(to + at, fma(x, c, swapped_pairs(x) * s), part...);
+  for_each_vector(2 * count, [&](int64_t at, auto... tail) {
+    Floats x = load(from + at, tail...);
+    Floats s = load(&turn.sine[at], tail...), c = load(&turn.cosine[at], tail...);
+    store(to + at, fma(x, c, swapped_pairs(x) * s), tail...);
   });
 }
 
@@ -101,11 +101,11 @@ struct Turning {
 
  private:
   static void checked(const Tensor& positions, const Tensor& freqs, const Tensor& x) {
-    need(x.dim() == 3, "(tokens, heads, channels)");
-    need(positions.dim() == 1 && positions.size(0) == x.size(0), "a position for each token");
-    need(freqs.dim() == 1 && 2 * freqs.size(0) <= x.size(2), "frequencies for the channels");
-    if (freqs.scalar_type() == ScalarType::Double) throw Elsewhere();
-    need(freqs.is_cpu() && freqs.scalar_type() == ScalarType::Float, "frequencies in float32");
+    check(x.dim() == 3, "x must be (T, N, H)");
+    check(positions.dim() == 1 && positions.size(0) == x.size(0), "positions must have one entry per token");
+    check(freqs.dim() == 1 && 2 * freqs.size(0) <= x.size(2), "freqs must be a vector of at most half the head size");
+    if (freqs.scalar_type() == ScalarType::Double) throw Unsupported();
+    check(freqs.is_cpu() && freqs.scalar_type() == ScalarType::Float, "freqs must be float32 on the CPU");
   }
   // Beyond 2^40, turn() loses count of the turns.
   void need_countable() const {
@@ -115,19 +115,19 @@ struct Turning {
       furthest = std::max(furthest, std::abs(double(position[i])));
     for (int64_t i = 0; i < count; i++)
       fastest = std::max(fastest, std::abs(double(frequency[i])));  // a NaN is not larger, and stays
-    need(furthest * fastest < FAR, "positions and angles (positions times frequencies) below 2**40");
+    check(furthest * fastest < FAR, "positions and angles (positions times freqs) must be below 2**40");
   }
 };
 
 Tensor rope(const Tensor& x, const Tensor& positions, const Tensor& freqs, bool interleaved,
             double scale) {
-  return with_dtype(x, [&](auto tag) {
+  return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Turning turning(positions, freqs, x, interleaved, scale);
     Heads<T> in(x);
-    Tensor y = made_like(x);
+    Tensor y = allocate_like(x);
     Heads<T> out(y);
-    parallel(in.tokens, in.heads * in.channels, [&](int64_t begin, int64_t end) {
+    parallel_for(in.tokens, in.heads * in.channels, [&](int64_t begin, int64_t end) {
       Turn turn;
       for (int64_t token = begin; token < end; token++) {
         turning.set(turn, token);
@@ -148,12 +148,12 @@ struct Slots {
 
   Slots(const Tensor& pool, const Tensor& slots, const Tensor& k)
       : pool(pool), slot(slots), page(pool.dim() == 4 ? pool.size(1) : 0) {
-    need(pool.dim() == 4 && pool.size(2) == k.size(1) && pool.size(3) == k.size(2),
-         "a pool of (pages, slots, heads, channels)");
-    need(pool.stride(3) == 1, "channels side by side");
-    need(slots.dim() == 1 && slot.count == k.size(0), "a slot for each token");
+    check(pool.dim() == 4 && pool.size(2) == k.size(1) && pool.size(3) == k.size(2),
+         "the KV cache must be (blocks, block size, K, H)");
+    check(pool.stride(3) == 1, "the KV cache must be contiguous in its last dimension");
+    check(slots.dim() == 1 && slot.count == k.size(0), "slot_mapping must have one entry per token");
     for (int64_t i = 0; i < slot.count; i++)
-      need(slot[i] >= 0 && slot[i] < pool.size(0) * page, "slots of the pool");
+      check(slot[i] >= 0 && slot[i] < pool.size(0) * page, "slot out of range");
   }
   T* operator()(int64_t token, int64_t head) const {
     int64_t at = slot[token];
@@ -165,18 +165,18 @@ struct Slots {
 Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
                   const Tensor& freqs, const Tensor& k_pool, const Tensor& v_pool,
                   const Tensor& slots, bool interleaved, double scale) {
-  return with_dtype(q, [&](auto tag) {
+  return dispatch_dtype(q, [&](auto tag) {
     using T = decltype(tag);
-    for (const Tensor* other : {&k, &v, &k_pool, &v_pool}) need_like(*other, q);
+    for (const Tensor* other : {&k, &v, &k_pool, &v_pool}) check_same_dtype(*other, q);
     Turning turning(positions, freqs, q, interleaved, scale);
-    need(k.dim() == 3 && k.size(0) == q.size(0) && k.size(2) == q.size(2), "keys like the queries");
-    need(std::ranges::equal(k.sizes(), v.sizes()), "k and v of one shape");
-    need(std::ranges::equal(k_pool.sizes(), v_pool.sizes()), "pools of one shape");
+    check(k.dim() == 3 && k.size(0) == q.size(0) && k.size(2) == q.size(2), "k must be (T, K, H) with the tokens and head size of q");
+    check(std::ranges::equal(k.sizes(), v.sizes()), "k and v must have the same shape");
+    check(std::ranges::equal(k_pool.sizes(), v_pool.sizes()), "the caches of k and v must have the same shape");
     Slots<T> k_to(k_pool, slots, k), v_to(v_pool, slots, v);
     Heads<T> q_in(q), k_in(k), v_in(v);
-    Tensor turned = made_like(q);
+    Tensor turned = allocate_like(q);
     Heads<T> q_out(turned);
-    parallel(q_in.tokens, (q_in.heads + 2 * k_in.heads) * q_in.channels,
+    parallel_for(q_in.tokens, (q_in.heads + 2 * k_in.heads) * q_in.channels,
              [&](int64_t begin, int64_t end) {
                Turn turn;
                for (int64_t token = begin; token < end; token++) {
@@ -195,5 +195,5 @@ Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const T
 
 }  // namespace ingot::kernels
 
-OP(rope)
-OP(rope_and_cache)
+REGISTER_OP(rope)
+REGISTER_OP(rope_and_cache)

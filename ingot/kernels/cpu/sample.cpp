@@ -12,10 +12,10 @@ struct Option {
   const float* floats = nullptr;
 
   Option(const Tensor& x, int64_t rows) : owner(x) {
-    need(x.is_cpu() && x.dim() == 1 && x.size(0) == rows, "an option for each row");
+    check(x.is_cpu() && x.dim() == 1 && x.size(0) == rows, "sampling parameters must be vectors with one entry per row");
     switch (x.scalar_type()) {
       case ScalarType::Half:
-      case ScalarType::Double: throw Elsewhere();
+      case ScalarType::Double: throw Unsupported();
       case ScalarType::BFloat16: owner = torch::stable::to(x, ScalarType::Float); break;
       case ScalarType::Float: break;
       default: integers.emplace(x); return;
@@ -48,7 +48,7 @@ struct Cut {
   int32_t last;
 
   Ints keeps(Floats logits, int64_t at) const {
-    Ints behind = lanes() + int32_t(at) > last;
+    Ints behind = lane_indices() + int32_t(at) > last;
     return ~((logits < least) | ((logits == least) & behind));
   }
 };
@@ -61,7 +61,7 @@ struct Ranking {
 
   void clear() { tokens.clear(), ordered = 0; }
   void add(float logit, int32_t index) {
-    uint32_t bits = logit == 0 ? 0 : logit != logit ? 0x7fffffff : bits_of<uint32_t>(logit);
+    uint32_t bits = logit == 0 ? 0 : logit != logit ? 0x7fffffff : bit_cast<uint32_t>(logit);
     uint32_t upside_down = bits >> 31 ? bits : bits ^ 0x7fffffff;
     tokens.push_back(uint64_t(upside_down) << 32 | uint32_t(index));
   }
@@ -106,28 +106,28 @@ struct Row {
   double rate;
 
   Row(const T* logits, int64_t width, double rate) : logits(logits), width(width), rate(rate) {
-    peak = largest(folded_row(width, all(-INF), [&](Floats so_far, int64_t at, auto... part) {
-      return max(so_far, load(logits + at, part...));
+    peak = reduce_max(reduce_row(width, broadcast(-INF), [&](Floats acc, int64_t at, auto... tail) {
+      return max(acc, load(logits + at, tail...));
     }, max));
   }
 
-  template <class... Part>
-  Floats scores(int64_t at, Part... part) const {
-    return (load(logits + at, part...) - all(peak)) * all(float(rate));
+  template <class... Tail>
+  Floats scores(int64_t at, Tail... tail) const {
+    return (load(logits + at, tail...) - broadcast(peak)) * broadcast(float(rate));
   }
   double weight(int64_t token) const {
     return std::exp((double(widen(logits[token])) - peak) * rate);
   }
   // The powers of what is left, 0 elsewhere.
-  template <class... Part>
-  Floats powers(const Cut& cut, int64_t at, Part... part) const {
-    Ints kept = cut.keeps(load(logits + at, part...), at);
-    if (!bits_set(kept)) return Floats{};
-    return kept ? exp_of_negative(scores(at, part...)) : Floats{};
+  template <class... Tail>
+  Floats powers(const Cut& cut, int64_t at, Tail... tail) const {
+    Ints kept = cut.keeps(load(logits + at, tail...), at);
+    if (!movemask(kept)) return Floats{};
+    return kept ? exp_nonpositive(scores(at, tail...)) : Floats{};
   }
   float sum(const Cut& cut, int64_t begin, int64_t end) const {
-    return ingot::sum(summed_row(end - begin, [&](Floats so_far, int64_t at, auto... part) {
-      return so_far + powers(cut, begin + at, part...);
+    return ingot::reduce_sum(sum_row(end - begin, [&](Floats acc, int64_t at, auto... tail) {
+      return acc + powers(cut, begin + at, tail...);
     }));
   }
   Cut everything() const { return {-INF, int32_t(width)}; }
@@ -146,7 +146,7 @@ float reached_by(int64_t k, const Row<T>& row, std::vector<float>& maxima) {
   if (k > COLUMNS || row.width < 4 * COLUMNS || k < 1) return -INF;
   maxima.assign(COLUMNS, -INF);
   for (int64_t begin = 0; begin + COLUMNS <= row.width; begin += COLUMNS)
-    along(COLUMNS, [&](int64_t at, auto...) {
+    for_each_vector(COLUMNS, [&](int64_t at, auto...) {
       store(&maxima[at], max(load(&maxima[at]), load(row.logits + begin + at)));
     });
   std::nth_element(maxima.begin(), maxima.begin() + k - 1, maxima.end(), std::greater<float>());
@@ -164,9 +164,9 @@ float reached_with(double weight, const Row<T>& row) {
 template <class T>
 void rank(const Row<T>& row, float least, Ranking& ranking) {
   ranking.clear();
-  along(row.width, [&](int64_t at, auto... part) {
-    uint32_t bits = bits_set(~(load(row.logits + at, part...) < least));
-    if constexpr (sizeof...(part)) bits &= (1u << (part, ...)) - 1;
+  for_each_vector(row.width, [&](int64_t at, auto... tail) {
+    uint32_t bits = movemask(~(load(row.logits + at, tail...) < least));
+    if constexpr (sizeof...(tail)) bits &= (1u << (tail, ...)) - 1;
     for (; bits; bits &= bits - 1) {
       int64_t token = at + __builtin_ctz(bits);
       ranking.add(widen(row.logits[token]), int32_t(token));
@@ -223,8 +223,8 @@ int64_t drawn(const Row<T>& row, const Cut& cut, float share, std::vector<double
 
   float powers[BLOCK];
   int64_t begin = block * BLOCK, size = std::min(BLOCK, row.width - begin), last = 0;
-  along(size, [&](int64_t at, auto... part) {
-    store(powers + at, row.powers(cut, begin + at, part...), part...);
+  for_each_vector(size, [&](int64_t at, auto... tail) {
+    store(powers + at, row.powers(cut, begin + at, tail...), tail...);
   });
   for (int64_t i = 0; i < size; i++) {
     before += powers[i];
@@ -237,7 +237,7 @@ int64_t drawn(const Row<T>& row, const Cut& cut, float share, std::vector<double
 // Runs body(row index, row, cut, desk) for each row of logits.
 template <class T, class Body>
 void each_cut(const Rows<T>& rows, const Wishes& wishes, const Body& body) {
-  parallel(rows.count, 8 * rows.width, [&](int64_t begin, int64_t end) {
+  parallel_for(rows.count, 8 * rows.width, [&](int64_t begin, int64_t end) {
     Desk desk;
     for (int64_t i = begin; i < end; i++) {
       Wish wish = wishes[i];
@@ -248,25 +248,25 @@ void each_cut(const Rows<T>& rows, const Wishes& wishes, const Body& body) {
 }
 
 void need_logits(const Tensor& logits) {
-  need(logits.dim() == 2, "(tokens, vocabulary)");
-  need(logits.size(1) > 0 || logits.size(0) == 0, "a vocabulary");
-  need(logits.size(1) < std::numeric_limits<int32_t>::max(), "a vocabulary of fewer than 2^31");
+  check(logits.dim() == 2, "logits must be (T, V)");
+  check(logits.size(1) > 0 || logits.size(0) == 0, "the vocabulary must not be empty");
+  check(logits.size(1) < std::numeric_limits<int32_t>::max(), "the vocabulary must be smaller than 2**31");
 }
 
 Tensor sampling_logprobs(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                 const Tensor& top_p, const Tensor& min_p) {
-  return with_dtype(logits, [&](auto tag) {
+  return dispatch_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
     need_logits(logits);
     int64_t count = logits.size(0);
     Wishes wishes{{temperature, count}, {top_k, count}, {top_p, count}, {min_p, count}};
-    Tensor y = made({logits.sizes().data(), 2}, ScalarType::Float);
+    Tensor y = allocate({logits.sizes().data(), 2}, ScalarType::Float);
     Output<float> to(y);
     each_cut(Rows<T>(logits), wishes, [&](int64_t i, const Row<T>& row, const Cut& cut, Desk&) {
-      Floats log_sum = all(std::log(row.sum(cut, 0, row.width)));
-      along(row.width, [&](int64_t at, auto... part) {
-        Ints kept = cut.keeps(load(row.logits + at, part...), at);
-        to.write(i, at, kept ? row.scores(at, part...) - log_sum : all(-INF), part...);
+      Floats log_sum = broadcast(std::log(row.sum(cut, 0, row.width)));
+      for_each_vector(row.width, [&](int64_t at, auto... tail) {
+        Ints kept = cut.keeps(load(row.logits + at, tail...), at);
+        to.write(i, at, kept ? row.scores(at, tail...) - log_sum : broadcast(-INF), tail...);
       });
     });
     return y;
@@ -276,15 +276,15 @@ Tensor sampling_logprobs(const Tensor& logits, const Tensor& temperature, const 
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
               const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
               const Tensor& positions) {
-  return with_dtype(logits, [&](auto tag) {
+  return dispatch_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
     need_logits(logits);
     int64_t count = logits.size(0);
     Wishes wishes{{temperature, count}, {top_k, count}, {top_p, count}, {min_p, count}};
-    need(seeds.dim() == 1 && seeds.size(0) == count, "a seed for each row");
-    need(positions.dim() == 1 && positions.size(0) == count, "a position for each row");
+    check(seeds.dim() == 1 && seeds.size(0) == count, "seeds must have one entry per row");
+    check(positions.dim() == 1 && positions.size(0) == count, "positions must have one entry per row");
     Integers seed(seeds), position(positions);
-    Tensor y = made({&count, 1}, ScalarType::Long);
+    Tensor y = allocate({&count, 1}, ScalarType::Long);
     int64_t* tokens = data<int64_t>(y);
     each_cut(Rows<T>(logits), wishes,
              [&](int64_t i, const Row<T>& row, const Cut& cut, Desk& desk) {
@@ -297,17 +297,17 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
 }
 
 Tensor philox_uniform(const Tensor& seeds, const Tensor& positions) {
-  need(std::ranges::equal(seeds.sizes(), positions.sizes()), "one shape");
+  check(std::ranges::equal(seeds.sizes(), positions.sizes()), "all inputs must have the same shape");
   Integers seed(seeds), position(positions);
-  Tensor y = made({seeds.sizes().data(), size_t(seeds.dim())}, ScalarType::Float);
+  Tensor y = allocate({seeds.sizes().data(), size_t(seeds.dim())}, ScalarType::Float);
   float* to = data<float>(y);
-  parallel(seed.count, 16, [&](int64_t begin, int64_t end) {
+  parallel_for(seed.count, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) to[i] = uniform_of(seed[i], position[i]);
   });
   return y;
 }
 
-inline Floats counts_at(const float* from, auto... part) { return load(from, part...); }
+inline Floats counts_at(const float* from, auto... tail) { return load(from, tail...); }
 inline Floats counts_at(const int32_t* from, int64_t count = WIDTH) {
   Ints counts{};
   std::memcpy(&counts, from, 4 * count);
@@ -320,20 +320,20 @@ Tensor penalized(const Tensor& logits, const Tensor& prompt, const Tensor& count
   Rows<T> rows(logits);
   Rows<bool> prompts(prompt);
   Rows<Count> count_rows(counts);
-  Tensor y = made_like(logits);
+  Tensor y = allocate_like(logits);
   Output<T> to(y);
-  parallel(rows.count, rows.width, [&](int64_t begin, int64_t end) {
+  parallel_for(rows.count, rows.width, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-      Floats factor = all(float(repetition[row])), once = all(float(presence[row]));
-      Floats each_time = all(float(frequency[row])), one = all(1), none{};
-      along(rows.width, [&](int64_t at, auto... part) {
-        Floats x = load(rows[row] + at, part...);
-        Floats count = counts_at(count_rows[row] + at, part...);
+      Floats factor = broadcast(float(repetition[row])), once = broadcast(float(presence[row]));
+      Floats each_time = broadcast(float(frequency[row])), one = broadcast(1), none{};
+      for_each_vector(rows.width, [&](int64_t at, auto... tail) {
+        Floats x = load(rows[row] + at, tail...);
+        Floats count = counts_at(count_rows[row] + at, tail...);
         Floats generated = count > none ? one : none;
-        Floats seen = where(prompts[row] + at, one, generated, part...);
+        Floats seen = where(prompts[row] + at, one, generated, tail...);
         Floats repeated = x > none ? x / factor : x * factor;
         Floats penalty = once * generated + each_time * count;
-        to.write(row, at, (seen > none ? repeated : x) - penalty, part...);
+        to.write(row, at, (seen > none ? repeated : x) - penalty, tail...);
       });
     }
   });
@@ -342,21 +342,21 @@ Tensor penalized(const Tensor& logits, const Tensor& prompt, const Tensor& count
 
 Tensor apply_penalties(const Tensor& logits, const Tensor& prompt, const Tensor& counts,
                 const Tensor& repetition, const Tensor& presence, const Tensor& frequency) {
-  return with_dtype(logits, [&](auto tag) {
+  return dispatch_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
-    need(logits.dim() == 2, "(tokens, vocabulary)");
-    need(prompt.is_cpu() && prompt.scalar_type() == ScalarType::Bool, "a prompt of bools");
-    need(std::ranges::equal(prompt.sizes(), logits.sizes()), "one shape");
-    need(std::ranges::equal(counts.sizes(), logits.sizes()), "one shape");
+    check(logits.dim() == 2, "logits must be (T, V)");
+    check(prompt.is_cpu() && prompt.scalar_type() == ScalarType::Bool, "prompt must be bool on the CPU");
+    check(std::ranges::equal(prompt.sizes(), logits.sizes()), "all inputs must have the same shape");
+    check(std::ranges::equal(counts.sizes(), logits.sizes()), "all inputs must have the same shape");
     int64_t rows = logits.size(0);
     Option times(repetition, rows), once(presence, rows), each_time(frequency, rows);
-    need(counts.is_cpu(), "counts on the CPU");
+    check(counts.is_cpu(), "counts must be on the CPU");
     switch (counts.scalar_type()) {
       case ScalarType::Half:
-      case ScalarType::Double: throw Elsewhere();
+      case ScalarType::Double: throw Unsupported();
       case ScalarType::ComplexHalf:
       case ScalarType::ComplexFloat:
-      case ScalarType::ComplexDouble: throw Unfit("real counts");
+      case ScalarType::ComplexDouble: throw InvalidArgument("counts must be real");
       case ScalarType::Int:
         return penalized<T, int32_t>(logits, prompt, counts, times, once, each_time);
       default:
@@ -368,7 +368,7 @@ Tensor apply_penalties(const Tensor& logits, const Tensor& prompt, const Tensor&
 
 }  // namespace ingot::kernels
 
-OP(sampling_logprobs)
-OP(sample)
-OP(philox_uniform)
-OP(apply_penalties)
+REGISTER_OP(sampling_logprobs)
+REGISTER_OP(sample)
+REGISTER_OP(philox_uniform)
+REGISTER_OP(apply_penalties)

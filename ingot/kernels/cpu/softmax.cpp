@@ -13,15 +13,15 @@ struct Mask {
 
   Mask(const std::optional<Tensor>& mask, const Tensor& x) : owner(mask ? *mask : x) {
     if (!mask) return;
-    need(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool, "a mask of bools");
-    need(mask->dim() <= x.dim(), "a mask of no more dimensions");
+    check(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool, "mask must be bool on the CPU");
+    check(mask->dim() <= x.dim(), "mask must not have more dimensions than x");
     owner = torch::stable::contiguous(*mask);
     first = data<bool>(owner);
     int64_t stride = 1;
     for (int64_t back = 1; back <= x.dim(); back++) {
       int64_t size = x.size(x.dim() - back);
       int64_t own = back <= mask->dim() ? mask->size(mask->dim() - back) : 1;
-      need(own == 1 || own == size, "a mask that broadcasts");
+      check(own == 1 || own == size, "mask must be broadcastable to x");
       if (back == 1) by_row = own == 1 && size > 1;
       else sizes.push_back(size), strides.push_back(own == 1 ? 0 : stride);
       stride *= own;
@@ -43,11 +43,11 @@ struct Scores {
 
   Floats operator()(int64_t at) const {
     Floats scores = load(x + at) * scale;
-    return mask ? where(mask + at, scores, all(-INF)) : scores;
+    return mask ? where(mask + at, scores, broadcast(-INF)) : scores;
   }
   Floats operator()(int64_t at, int64_t count) const {
     Floats scores = load(x + at, count) * scale;
-    return mask ? where(mask + at, scores, all(-INF), count) : scores;
+    return mask ? where(mask + at, scores, broadcast(-INF), count) : scores;
   }
 };
 
@@ -57,27 +57,27 @@ void scored(const Tensor& x, double scale, const std::optional<Tensor>& mask, co
             const Nothing& nothing) {
   Rows<T> rows(x);
   Mask masks(mask, x);
-  parallel(rows.count, 4 * rows.width, [&](int64_t begin, int64_t end) {
+  parallel_for(rows.count, 4 * rows.width, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const bool* flags = masks.first ? masks[row] : nullptr;
       if (flags && masks.by_row && !*flags) nothing(row);
-      else body(row, Scores<T>{rows[row], all(float(scale)), masks.by_row ? nullptr : flags});
+      else body(row, Scores<T>{rows[row], broadcast(float(scale)), masks.by_row ? nullptr : flags});
     }
   });
 }
 
 template <class T>
 void fill(const Output<T>& to, int64_t row, float value) {
-  along(to.width, [&](int64_t at, auto... part) { to.write(row, at, all(value), part...); });
+  for_each_vector(to.width, [&](int64_t at, auto... tail) { to.write(row, at, broadcast(value), tail...); });
 }
 
 // A row whose entries are all -inf: the masked ones get theirs, the others are 0 / 0.
 template <class T>
 void no_softmax(const Scores<T>& scores, const Output<T>& to, int64_t row, float masked) {
-  along(to.width, [&](int64_t at, auto... part) {
-    Floats nan = all(NAN);
-    Floats y = scores.mask ? where(scores.mask + at, nan, all(masked), part...) : nan;
-    to.write(row, at, y, part...);
+  for_each_vector(to.width, [&](int64_t at, auto... tail) {
+    Floats nan = broadcast(NAN);
+    Floats y = scores.mask ? where(scores.mask + at, nan, broadcast(masked), tail...) : nan;
+    to.write(row, at, y, tail...);
   });
 }
 
@@ -85,50 +85,50 @@ void no_softmax(const Scores<T>& scores, const Output<T>& to, int64_t row, float
 struct Scratch {
   std::vector<float> powers, peaks;
   explicit Scratch(int64_t width)
-      : powers(width), peaks((width / Exponentials::BLOCK + 1) * WIDTH) {}
+      : powers(width), peaks((width / OnlineSoftmax::BLOCK + 1) * WIDTH) {}
 };
 
 template <class T>
 void softmax_row(const Scores<T>& scores, Scratch& scratch, const Output<T>& to, int64_t row) {
-  constexpr int64_t BLOCK = Exponentials::BLOCK;
+  constexpr int64_t BLOCK = OnlineSoftmax::BLOCK;
   float* powers = scratch.powers.data();
   float* peaks = scratch.peaks.data();
-  Exponentials sums;
+  OnlineSoftmax sums;
   for (int64_t at = 0; at < to.width; at += BLOCK) {
-    sums.take(at, std::min(at + BLOCK, to.width), scores, [&](int64_t at, Floats power, auto... part) {
-      store(powers + at, power, part...);
+    sums.update(at, std::min(at + BLOCK, to.width), scores, [&](int64_t at, Floats power, auto... tail) {
+      store(powers + at, power, tail...);
     });
-    store(peaks + at / BLOCK * WIDTH, sums.peak);
+    store(peaks + at / BLOCK * WIDTH, sums.row_max);
   }
   float sum = sums.sum(), factor = 1 / sum;
   if (sum == 0) return no_softmax(scores, to, row, 0);
-  Floats peak = all(largest(sums.peak));
+  Floats peak = broadcast(reduce_max(sums.row_max));
   for (int64_t at = 0; at < to.width; at += BLOCK) {
-    Floats correction = exp_of_negative(load(peaks + at / BLOCK * WIDTH) - peak) * factor;
-    along(std::min(BLOCK, to.width - at), [&](int64_t i, auto... part) {
-      to.write(row, at + i, load(powers + at + i, part...) * correction, part...);
+    Floats correction = exp_nonpositive(load(peaks + at / BLOCK * WIDTH) - peak) * factor;
+    for_each_vector(std::min(BLOCK, to.width - at), [&](int64_t i, auto... tail) {
+      to.write(row, at + i, load(powers + at + i, tail...) * correction, tail...);
     });
   }
 }
 
 template <class T>
 void log_softmax_row(const Scores<T>& scores, const Output<T>& to, int64_t row) {
-  Exponentials sums;
+  OnlineSoftmax sums;
   for (int64_t at = 0; at < to.width; at += sums.BLOCK)
-    sums.take(at, std::min(at + sums.BLOCK, to.width), scores, [](auto...) {});
+    sums.update(at, std::min(at + sums.BLOCK, to.width), scores, [](auto...) {});
   float sum = sums.sum();
   if (sum == 0) return no_softmax(scores, to, row, -INF);
-  Floats peak = all(largest(sums.peak)), log_sum = all(std::log(sum));
-  along(to.width, [&](int64_t at, auto... part) {
-    to.write(row, at, scores(at, part...) - peak - log_sum, part...);
+  Floats peak = broadcast(reduce_max(sums.row_max)), log_sum = broadcast(std::log(sum));
+  for_each_vector(to.width, [&](int64_t at, auto... tail) {
+    to.write(row, at, scores(at, tail...) - peak - log_sum, tail...);
   });
 }
 
 Tensor softmax(const Tensor& x, double scale, const std::optional<Tensor>& mask) {
-  return with_dtype(x, [&](auto tag) {
+  return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
-    need(x.dim() >= 1, "at least one dimension");
-    Tensor y = made_like(x);
+    check(x.dim() >= 1, "x must have at least one dimension");
+    Tensor y = allocate_like(x);
     Output<T> to(y);
     scored<T>(x, scale, mask, [&](int64_t row, const Scores<T>& scores) {
       thread_local Scratch scratch(0);
@@ -140,10 +140,10 @@ Tensor softmax(const Tensor& x, double scale, const std::optional<Tensor>& mask)
 }
 
 Tensor log_softmax(const Tensor& x, double scale, const std::optional<Tensor>& mask) {
-  return with_dtype(x, [&](auto tag) {
+  return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
-    need(x.dim() >= 1, "at least one dimension");
-    Tensor y = made_like(x);
+    check(x.dim() >= 1, "x must have at least one dimension");
+    Tensor y = allocate_like(x);
     Output<T> to(y);
     scored<T>(x, scale, mask, [&](int64_t row, const Scores<T>& scores) {
       log_softmax_row(scores, to, row);
@@ -154,5 +154,5 @@ Tensor log_softmax(const Tensor& x, double scale, const std::optional<Tensor>& m
 
 }  // namespace ingot::kernels
 
-OP(softmax)
-OP(log_softmax)
+REGISTER_OP(softmax)
+REGISTER_OP(log_softmax)

@@ -1,19 +1,19 @@
-// Work in pieces, shared out among threads: whoever is free takes the next one.
+// Dynamic scheduling: work is split into tasks that idle threads pop from a queue.
 //
-//   shared(pieces, [&](Next& next) {
-//     ...                                                  // once for each thread that takes part
-//     for (int64_t piece; next(piece);) ...
+//   parallel_for_dynamic(tasks, [&](TaskQueue& queue) {
+//     ...                                                  // once per participating thread
+//     for (int64_t task; queue.pop(task);) ...
 //   });
 //
-// It returns when all pieces are done, not when all threads have come: a thread that has lost its core
-// to another program is not waited for unless it holds a piece. OpenMP's regions do wait, and where two
-// programs share two cores, decoding fell from 60 to 1.5 tokens/s for it.
+// The call returns when all tasks are done, not when all threads have arrived: a preempted thread
+// only delays it while it holds a task. OpenMP regions wait for all threads; with two programs on
+// two cores, that slowed decoding from 60 to 1.5 tokens/s.
 //
-// A thread looks for work for some 50 us before it sleeps, which is longer than Python takes from one
-// op to the next. Who computes a piece has no influence on its bits.
+// A thread spins for about 50 us before it sleeps, which is longer than Python takes between two
+// ops. Results do not depend on which thread runs a task.
 //
-// Who knows what the next job will read can say so with `expect`: a waiting thread fetches its first
-// piece into its cache. A sixth of a second thread's time in a decode step was waiting.
+// A caller that knows what the next job reads can pass it to `hint_next`: an idle thread then
+// prefetches the memory of its first task. The second thread was idle for a sixth of a decode step.
 #pragma once
 
 #include <atomic>
@@ -30,76 +30,80 @@
 
 namespace ingot {
 
-class Next {
+class TaskQueue {
  public:
-  Next(std::atomic<int64_t>& at, int64_t pieces) : at_(at), pieces_(pieces) {}
-  bool operator()(int64_t& piece) {
-    piece = at_.fetch_add(1, std::memory_order_relaxed);
-    return piece < pieces_;
+  TaskQueue(std::atomic<int64_t>& at, int64_t tasks) : at_(at), tasks_(tasks) {}
+  bool pop(int64_t& task) {
+    task = at_.fetch_add(1, std::memory_order_relaxed);
+    return task < tasks_;
   }
 
  private:
   std::atomic<int64_t>& at_;
-  int64_t pieces_;
+  int64_t tasks_;
 };
 
-using Body = std::function<void(Next&)>;
+using TaskBody = std::function<void(TaskQueue&)>;
 
-// Memory that a job will read, in pieces.
-struct Expected {
+// Memory that a job will read: `tasks` contiguous parts of `bytes` each.
+struct PrefetchHint {
   const char* begin = nullptr;
-  int64_t bytes = 0, pieces = 0;  // of one, how many
+  int64_t bytes = 0, tasks = 0;
 };
 
-// One job at a time. Its threads live as long as the process.
-class Pool {
+// Runs one job at a time. Its threads live as long as the process.
+class ThreadPool {
  public:
-  // With so many threads at most, this one included. A second caller meanwhile works alone.
-  void run(int64_t pieces, int64_t threads, const Body& body) {
-    int64_t helpers = std::min(pieces, threads) - 1;
-    after_fork();
-    if (helpers < 1 || busy_.exchange(true, std::memory_order_acquire)) return alone(pieces, body);
-    while (workers_ < helpers && start()) workers_++;
+  // Run on at most `threads` threads including the caller. A concurrent second caller runs
+  // serially.
+  void run(int64_t tasks, int64_t threads, const TaskBody& body) {
+    int64_t helpers = std::min(tasks, threads) - 1;
+    reset_after_fork();
+    if (helpers < 1 || busy_.exchange(true, std::memory_order_acquire))
+      return run_serial(tasks, body);
+    while (workers_ < helpers && start_worker()) workers_++;
     at_.store(0, std::memory_order_relaxed);
-    pieces_ = pieces, body_ = &body, error_ = nullptr;
+    tasks_ = tasks, body_ = &body, error_ = nullptr;
     failed_.clear();
-    limit_.store(helpers, std::memory_order_relaxed);
-    inside_.store(OPEN, std::memory_order_release);
+    max_helpers_.store(helpers, std::memory_order_relaxed);
+    state_.store(OPEN, std::memory_order_release);
     job_.fetch_add(1, std::memory_order_release);
     job_.notify_all();
-    take_part();
-    inside_.fetch_and(~OPEN, std::memory_order_acq_rel);
-    for (int i = 0; inside_.load(std::memory_order_acquire) != 0; i++) relax(i);
+    run_tasks();
+    state_.fetch_and(~OPEN, std::memory_order_acq_rel);
+    for (int i = 0; state_.load(std::memory_order_acquire) != 0; i++) relax(i);
     std::exception_ptr error = error_;
     busy_.store(false, std::memory_order_release);
     if (error) std::rethrow_exception(error);
   }
 
-  // Up to two at once. Nothing depends on them, so they may have been freed since, or be half renewed.
-  void expect(int which, const Expected& next) {
-    next_[which].begin.store(next.begin, std::memory_order_relaxed);
-    next_[which].bytes.store(next.bytes, std::memory_order_relaxed);
-    next_[which].pieces.store(next.pieces, std::memory_order_relaxed);
+  // Up to two hints. They are only prefetched, so the memory may be freed or a hint half updated.
+  void hint_next(int index, const PrefetchHint& hint) {
+    hints_[index].begin.store(hint.begin, std::memory_order_relaxed);
+    hints_[index].bytes.store(hint.bytes, std::memory_order_relaxed);
+    hints_[index].tasks.store(hint.tasks, std::memory_order_relaxed);
   }
 
-  static void alone(int64_t pieces, const Body& body) {
+  static void run_serial(int64_t tasks, const TaskBody& body) {
     std::atomic<int64_t> at = 0;
-    Next next(at, pieces);
-    body(next);
+    TaskQueue queue(at, tasks);
+    body(queue);
   }
 
  private:
-  static constexpr int64_t OPEN = 1, ONE = 2;  // of inside_: a flag, and a count above it
+  // state_ is the flag OPEN plus the number of helpers times ONE.
+  static constexpr int64_t OPEN = 1, ONE = 2;
   static constexpr int SPINS = 1000;
 
-  // Signals are for the threads that Python knows. Without a new thread those that are there do it.
-  bool start() {
+  // Workers block signals, which belong to Python's threads. If no thread can be started, the
+  // existing ones do the work.
+  bool start_worker() {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     bool started = true;
     try {
-      std::thread([this, number = workers_ + 1] { work(number); }).detach();
+      std::thread([this, number = workers_ + 1] { worker_loop(number); }).detach();
     } catch (const std::system_error&) {
       started = false;
     }
@@ -107,92 +111,93 @@ class Pool {
     return started;
   }
 
-  void work(int64_t number) {
-    Fetching fetching[2];
-    for (uint32_t seen = 0;;) {
-      for (int i = 0; i < SPINS && job_.load(std::memory_order_acquire) == seen; i++) {
-        bool more = fetch(number, next_[0], fetching[0]);
-        if (fetch(number, next_[1], fetching[1]) || more) continue;
+  void worker_loop(int64_t number) {
+    PrefetchCursor cursor[2];
+    for (uint32_t seen_job = 0;;) {
+      for (int i = 0; i < SPINS && job_.load(std::memory_order_acquire) == seen_job; i++) {
+        bool more = prefetch(number, hints_[0], cursor[0]);
+        if (prefetch(number, hints_[1], cursor[1]) || more) continue;
         relax(0);
       }
-      job_.wait(seen, std::memory_order_acquire);
-      seen = job_.load(std::memory_order_acquire);
-      // Who comes late finds the job closed, or the next one open: its data were there before it was.
-      int64_t inside = inside_.load(std::memory_order_acquire);
-      while ((inside & OPEN) && inside / ONE < limit_.load(std::memory_order_relaxed))
-        if (inside_.compare_exchange_weak(inside, inside + ONE, std::memory_order_acq_rel)) {
-          take_part();
-          inside_.fetch_sub(ONE, std::memory_order_acq_rel);
+      job_.wait(seen_job, std::memory_order_acquire);
+      seen_job = job_.load(std::memory_order_acquire);
+      // A late thread finds this job closed or the next one open; a job's data are set before it
+      // opens.
+      int64_t state = state_.load(std::memory_order_acquire);
+      while ((state & OPEN) && state / ONE < max_helpers_.load(std::memory_order_relaxed))
+        if (state_.compare_exchange_weak(state, state + ONE, std::memory_order_acq_rel)) {
+          run_tasks();
+          state_.fetch_sub(ONE, std::memory_order_acq_rel);
           break;
         }
     }
   }
 
-  struct Fetching {
-    const char* of = nullptr;
+  struct PrefetchCursor {
+    const char* begin = nullptr;
     int64_t at = 0;
   };
-  struct Shown {
+  struct AtomicHint {
     std::atomic<const char*> begin{nullptr};
-    std::atomic<int64_t> bytes{0}, pieces{0};
+    std::atomic<int64_t> bytes{0}, tasks{0};
   };
 
-  // Some lines of the piece that this thread will likely take; false if there is nothing left.
-  static bool fetch(int64_t number, const Shown& next, Fetching& fetching) {
-    const char* begin = next.begin.load(std::memory_order_relaxed);
-    int64_t bytes = next.bytes.load(std::memory_order_relaxed);
-    if (begin != fetching.of) fetching = {begin, 0};
-    if (fetching.at >= bytes || number >= next.pieces.load(std::memory_order_relaxed)) return false;
-    for (int64_t end = fetching.at + 256; fetching.at < end; fetching.at += 64)
-      __builtin_prefetch(begin + number * bytes + fetching.at, 0, 2);
+  // Prefetch four cache lines of the task this thread will likely pop; return false at its end.
+  static bool prefetch(int64_t number, const AtomicHint& hint, PrefetchCursor& cursor) {
+    const char* begin = hint.begin.load(std::memory_order_relaxed);
+    int64_t bytes = hint.bytes.load(std::memory_order_relaxed);
+    if (begin != cursor.begin) cursor = {begin, 0};
+    if (cursor.at >= bytes || number >= hint.tasks.load(std::memory_order_relaxed)) return false;
+    for (int64_t end = cursor.at + 256; cursor.at < end; cursor.at += 64)
+      __builtin_prefetch(begin + number * bytes + cursor.at, 0, 2);
     return true;
   }
 
-  void take_part() {
-    Next next(at_, pieces_);
+  void run_tasks() {
+    TaskQueue queue(at_, tasks_);
     try {
-      (*body_)(next);
+      (*body_)(queue);
     } catch (...) {
-      at_.store(pieces_, std::memory_order_relaxed);
+      at_.store(tasks_, std::memory_order_relaxed);
       if (!failed_.test_and_set()) error_ = std::current_exception();
     }
   }
 
-  static void relax(int turn) {
+  static void relax(int spin) {
 #if defined(__x86_64__)
-    if (turn < SPINS) return __builtin_ia32_pause();
+    if (spin < SPINS) return __builtin_ia32_pause();
 #endif
     std::this_thread::yield();
   }
 
-  // A child has the memory of its parent, but not its threads.
-  void after_fork() {
+  // A forked child has its parent's memory but none of its threads.
+  void reset_after_fork() {
     if (process_ == getpid()) return;
     process_ = getpid();
-    workers_ = 0, inside_ = 0, busy_ = false;
+    workers_ = 0, state_ = 0, busy_ = false;
   }
 
-  alignas(64) Shown next_[2];
+  alignas(64) AtomicHint hints_[2];
   alignas(64) std::atomic<uint32_t> job_{0};
-  alignas(64) std::atomic<int64_t> inside_{0};
+  alignas(64) std::atomic<int64_t> state_{0};
   alignas(64) std::atomic<int64_t> at_{0};
   alignas(64) std::atomic<bool> busy_{false};
-  std::atomic<int64_t> limit_{0};
-  int64_t workers_ = 0, pieces_ = 0;
+  std::atomic<int64_t> max_helpers_{0};
+  int64_t workers_ = 0, tasks_ = 0;
   pid_t process_ = getpid();
-  const Body* body_ = nullptr;
+  const TaskBody* body_ = nullptr;
   std::exception_ptr error_;
   std::atomic_flag failed_;
 };
 
-// The one of the process, which the library that was loaded first has made.
-inline Pool* pool = nullptr;
+// The process-wide pool, created by the library that was loaded first.
+inline ThreadPool* thread_pool = nullptr;
 
 template <class Work>
-inline void shared(int64_t pieces, const Work& work) {
-  int64_t threads = pool && pieces > 1 ? torch::stable::get_num_threads() : 1;
-  if (threads > 1) pool->run(pieces, threads, work);
-  else Pool::alone(pieces, work);
+inline void parallel_for_dynamic(int64_t tasks, const Work& work) {
+  int64_t threads = thread_pool && tasks > 1 ? torch::stable::get_num_threads() : 1;
+  if (threads > 1) thread_pool->run(tasks, threads, work);
+  else ThreadPool::run_serial(tasks, work);
 }
 
 }  // namespace ingot

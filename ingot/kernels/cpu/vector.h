@@ -1,14 +1,14 @@
-// Vectors of floats, in the widest registers of the tier this file is compiled for.
+// Vectors of floats in the widest registers of the ISA tier this file is compiled for.
 //
 //   amx, avx512_bf16, avx512   16 floats
 //   avx2                        8
-//   portable                    4, by the compiler's own vector extension
+//   portable                    4, with the compiler's vector extension only
 //
-// GCC's and clang's vector types have + - * /, comparisons and ?: per element already. What is
-// missing is here: loads and stores of both dtypes, whole or in part, multiply-add, sums and
-// the elementary functions. Files are compiled with -ffp-contract=off, so that a product and a
-// sum are rounded as they stand, wherever the compiler inlines them; fma() is one rounding where
-// the tier has it. That is part of exactness: within a tier, one expression has one result.
+// GCC's and clang's vector types have elementwise + - * /, comparisons and ?:. This file adds loads
+// and stores of both dtypes, full and partial, fma, reductions and elementary functions. All files
+// are compiled with -ffp-contract=off, so that a multiplication and an addition are rounded
+// separately wherever the compiler inlines them; fma() rounds once where the tier has it. Batch
+// invariance depends on this: within a tier, an expression has one result.
 #pragma once
 
 #include <cmath>
@@ -37,7 +37,7 @@ typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
-typedef double Doubles __attribute__((vector_size(4 * WIDTH)));  // half as many
+typedef double Doubles __attribute__((vector_size(4 * WIDTH)));  // half as many lanes
 
 struct bf16 {
   uint16_t bits;
@@ -46,26 +46,27 @@ struct bf16 {
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 template <class To, class From>
-inline To bits_of(From value) {
+inline To bit_cast(From value) {
   static_assert(sizeof(To) == sizeof(From));
   To result;
   std::memcpy(&result, &value, sizeof(To));
   return result;
 }
 
-inline Floats all(float value) { return value - Floats{}; }  // x - 0 keeps every x as it is
+// All lanes equal to `value`: x - 0 is x for every x, also for -0.
+inline Floats broadcast(float value) { return value - Floats{}; }
 
 inline float widen(float value) { return value; }
-inline float widen(bf16 value) { return bits_of<float>(uint32_t(value.bits) << 16); }
+inline float widen(bf16 value) { return bit_cast<float>(uint32_t(value.bits) << 16); }
 
-// Round to nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; a NaN stays a NaN.
 inline bf16 narrow(float value) {
-  uint32_t bits = bits_of<uint32_t>(value);
+  uint32_t bits = bit_cast<uint32_t>(value);
   if (value != value) return {uint16_t((bits >> 16) | 0x40)};
   return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 template <class T>
-inline T rounded(float value) {
+inline T round_to(float value) {
   if constexpr (sizeof(T) == 4) return value;
   else return narrow(value);
 }
@@ -79,7 +80,7 @@ inline Halves narrow(Floats values) {
   __m512i even = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   __mmask16 nan = _mm512_cmp_ps_mask((__m512)values, (__m512)values, _CMP_UNORD_Q);
   even = _mm512_mask_or_epi32(even, nan, bits, _mm512_set1_epi32(0x400000));
-  // The upper half of each word: one shuffle, where a shift and vpmovdw would be three steps.
+  // The upper half of each word in one shuffle; a shift and vpmovdw would be three instructions.
   typedef uint16_t Upper __attribute__((vector_size(64)));
   Upper upper{};
   for (int i = 0; i < WIDTH; i++) upper[i] = 2 * i + 1;
@@ -96,7 +97,7 @@ inline Floats widen(Halves values) {
   return (Floats)(__builtin_convertvector(values, Words) << 16);
 }
 
-// Whole vectors.
+// Full vectors.
 inline Floats load(const float* from) {
   Floats values;
   std::memcpy(&values, from, sizeof values);
@@ -113,7 +114,7 @@ inline void store(bf16* to, Floats values) {
   std::memcpy(to, &narrowed, sizeof narrowed);
 }
 
-// The first `count` elements, 0 < count < WIDTH; the others are 0, or not written.
+// The first `count` elements, 0 < count < WIDTH; the others are loaded as 0 and not stored.
 inline Floats load(const float* from, int64_t count) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_maskz_loadu_ps((1u << count) - 1, from);
@@ -138,33 +139,33 @@ inline void store(bf16* to, Floats values, int64_t count) {
   std::memcpy(to, &narrowed, 2 * count);
 }
 
-inline Ints lanes() {
+inline Ints lane_indices() {
   Ints lane;
   for (int i = 0; i < WIDTH; i++) lane[i] = i;
   return lane;
 }
-// The first `count` lanes of one, the rest of the other.
-inline Floats first(Floats values, int64_t count, Floats rest) {
-  return lanes() < int(count) ? values : rest;
+// The first `count` lanes of `values`, the others of `rest`.
+inline Floats blend_first(Floats values, int64_t count, Floats rest) {
+  return lane_indices() < int(count) ? values : rest;
 }
-// One where the flag is set, the other elsewhere. Of a part, the other beyond it.
+// `set` where the flag is true, `unset` elsewhere and beyond `count`.
 inline Floats where(const bool* flags, Floats set, Floats unset, int64_t count = WIDTH) {
   typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
   Bytes bytes{};
   std::memcpy(&bytes, flags, count);
-  // __builtin_convertvector takes bytes one by one in gcc 12.
+  // GCC 12's __builtin_convertvector converts bytes one by one.
 #if defined(__AVX512F__)
   Ints wide = (Ints)_mm512_cvtepu8_epi32((__m128i)bytes);
 #elif defined(__AVX2__)
-  Ints wide = (Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits_of<long long>(bytes)));
+  Ints wide = (Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bit_cast<long long>(bytes)));
 #else
   Ints wide;
   for (int i = 0; i < WIDTH; i++) wide[i] = bytes[i];
 #endif
   return wide != 0 ? set : unset;
 }
-// A bit for each lane of a comparison, the first lane's lowest.
-inline uint32_t bits_set(Ints comparison) {
+// One bit per lane of a comparison; lane 0 is the lowest bit.
+inline uint32_t movemask(Ints comparison) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)comparison);
 #elif defined(__AVX2__)
@@ -188,7 +189,7 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Where one is NaN, the second is taken: of max(known, unknown), an unknown NaN stays.
+// If either is NaN, the second is returned: max(acc, x) propagates a NaN in x.
 inline Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -208,197 +209,200 @@ inline Floats min(Floats a, Floats b) {
 #endif
 }
 
-// Elements half the width apart are paired, then a quarter, ...: one order for every width.
-template <class Fold>
-inline float folded(Floats values, Fold fold) {
+// Pairwise reduction of elements half the width apart, then a quarter, ...: a fixed order per
+// width.
+template <class Combine>
+inline float reduce(Floats values, Combine combine) {
   float lanes[WIDTH];
   std::memcpy(lanes, &values, sizeof lanes);
   for (int half = WIDTH / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = fold(lanes[i], lanes[i + half]);
+    for (int i = 0; i < half; i++) lanes[i] = combine(lanes[i], lanes[i + half]);
   return lanes[0];
 }
-inline float sum(Floats values) {
+inline float reduce_sum(Floats values) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)values);
 #else
-  return folded(values, [](float a, float b) { return a + b; });
+  return reduce(values, [](float a, float b) { return a + b; });
 #endif
 }
-inline float largest(Floats values) {
+inline float reduce_max(Floats values) {
 #if defined(__AVX512F__)
   if (_mm512_cmp_ps_mask((__m512)values, (__m512)values, _CMP_UNORD_Q)) return NAN;
   return _mm512_reduce_max_ps((__m512)values);
 #else
-  return folded(values, [](float a, float b) { return a > b || a != a ? a : b; });
+  return reduce(values, [](float a, float b) { return a > b || a != a ? a : b; });
 #endif
 }
 
-// Runs body(at) for every whole vector of a row, body(at, count) for the rest.
+// Run body(at) for every full vector of a row, body(at, count) for the tail.
 template <class Body>
-inline void along(int64_t width, const Body& body) {
+inline void for_each_vector(int64_t width, const Body& body) {
   int64_t at = 0;
   for (; at + WIDTH <= width; at += WIDTH) body(at);
   if (at < width) body(at, width - at);
 }
 
-// Folds a row into one vector: step(so_far, at) or step(so_far, at, count) takes in a vector of
-// it, join(a, b) adds up. Four chains, so that the latency of a step does not count; lanes beyond
-// the end keep what they have.
-template <class Step, class Join>
-inline Floats folded_row(int64_t width, Floats start, const Step& step, const Join& join) {
-  Floats chain[4] = {start, start, start, start};
+// Reduce a row to one vector: step(acc, at) or step(acc, at, count) adds a vector of the row,
+// combine(a, b) merges accumulators. Four independent accumulators hide the latency of a step; in
+// the tail, lanes beyond the end keep their value.
+template <class Step, class Combine>
+inline Floats reduce_row(int64_t width, Floats init, const Step& step, const Combine& combine) {
+  Floats chain[4] = {init, init, init, init};
   int64_t at = 0;
   for (; at + 4 * WIDTH <= width; at += 4 * WIDTH)
     for (int i = 0; i < 4; i++) chain[i] = step(chain[i], at + i * WIDTH);
   for (; at + WIDTH <= width; at += WIDTH) chain[0] = step(chain[0], at);
-  if (at < width) chain[1] = first(step(chain[1], at, width - at), width - at, chain[1]);
-  return join(join(chain[0], chain[1]), join(chain[2], chain[3]));
+  if (at < width) chain[1] = blend_first(step(chain[1], at, width - at), width - at, chain[1]);
+  return combine(combine(chain[0], chain[1]), combine(chain[2], chain[3]));
 }
 template <class Step>
-inline Floats summed_row(int64_t width, const Step& step) {
-  return folded_row(width, Floats{}, step, [](Floats a, Floats b) { return a + b; });
+inline Floats sum_row(int64_t width, const Step& step) {
+  return reduce_row(width, Floats{}, step, [](Floats a, Floats b) { return a + b; });
 }
 
 #if defined(__AVX512F__)
-// From (row, word) to (word, row): with 16 rows, columns become rows. Each round deals the first half
-// of all words out between those of the second.
+// From (row, word) to (word, row); with 16 rows this is a transpose. Each round interleaves the
+// first half of all words with the second.
 template <int ROWS>
 inline void interleave(__m512i (&rows)[ROWS]) {
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   for (int round = 1; round < ROWS; round *= 2) {
-    __m512i dealt[ROWS];
+    __m512i shuffled[ROWS];
     for (int i = 0; i < ROWS / 2; i++) {
-      dealt[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + ROWS / 2]);
-      dealt[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + ROWS / 2]);
+      shuffled[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + ROWS / 2]);
+      shuffled[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + ROWS / 2]);
     }
-    std::copy_n(dealt, ROWS, rows);
+    std::copy_n(shuffled, ROWS, rows);
   }
 }
 #endif
 
-// Coefficients below are least-maximum fits of our own; the errors are those of the polynomial.
+// Coefficients below are minimax fits; errors are those of the polynomial in exact arithmetic.
 
-// 2^x for x <= 0, what a softmax needs, in fewer steps: 2.0e-9 relative, and 0 below 2^-126. A
-// vector with a subnormal result takes 70 ns instead of 0.5, and -inf is what masks are made of.
-inline Floats exp2_of_negative(Floats x) {
-  const Floats magic = all(12582912.0f);
+// 2^x for x <= 0, as a softmax needs it: relative error 2.0e-9, and 0 below 2^-126. Subnormal
+// results are flushed because such a vector takes 70 ns instead of 0.5; -inf (masked) gives 0.
+inline Floats exp2_nonpositive(Floats x) {
+  const Floats magic = broadcast(12582912.0f);
 #if defined(__AVX512F__)
   Floats clamped = x;
 #else
-  Floats clamped = max(all(-126.0f), x);
+  Floats clamped = max(broadcast(-126.0f), x);
 #endif
   Floats shifted = clamped + magic;
   Floats n = shifted - magic;
   Floats r = clamped - n;
-  Floats p = all(1.5353362e-4f);
-  p = fma(p, r, all(1.33988747e-3f));
-  p = fma(p, r, all(9.61843736e-3f));
-  p = fma(p, r, all(5.55033247e-2f));
-  p = fma(p, r, all(0.240226479f));
-  p = fma(p, r, all(0.693147203f));
-  p = fma(p, r, all(1.0f));
+  Floats p = broadcast(1.5353362e-4f);
+  p = fma(p, r, broadcast(1.33988747e-3f));
+  p = fma(p, r, broadcast(9.61843736e-3f));
+  p = fma(p, r, broadcast(5.55033247e-2f));
+  p = fma(p, r, broadcast(0.240226479f));
+  p = fma(p, r, broadcast(0.693147203f));
+  p = fma(p, r, broadcast(1.0f));
 #if defined(__AVX512F__)
   __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return (Floats)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 #else
-  Floats power = (Floats)(((Ints)shifted - (Ints)magic + 127) << 23);
-  return x < all(-126.0f) ? Floats{} : p * power;
+  Floats exps = (Floats)(((Ints)shifted - (Ints)magic + 127) << 23);
+  return x < broadcast(-126.0f) ? Floats{} : p * exps;
 #endif
 }
-inline Floats exp_of_negative(Floats x) { return exp2_of_negative(x * all(1.44269504f)); }
+inline Floats exp_nonpositive(Floats x) { return exp2_nonpositive(x * broadcast(1.44269504f)); }
 
-// 1 / x for normal x; twice as fast as a division where there is an estimate to refine.
+// 1 / x for normal x. With AVX-512 a refined estimate, twice as fast as a division.
 inline Floats reciprocal(Floats x) {
 #if defined(__AVX512F__)
   Floats y = (Floats)_mm512_rcp14_ps((__m512)x);
-  return fma(y, fma(-x, y, all(1.0f)), y);
+  return fma(y, fma(-x, y, broadcast(1.0f)), y);
 #else
   return 1.0f / x;
 #endif
 }
 
 inline Floats sigmoid(Floats x) {
-  Floats e = exp_of_negative(x > Floats{} ? -x : x);  // at most 1, and 0 where it should be
-  Floats r = reciprocal(all(1.0f) + e);
+  Floats e = exp_nonpositive(x > Floats{} ? -x : x);  // at most 1
+  Floats r = reciprocal(broadcast(1.0f) + e);
   return x < Floats{} ? e * r : r;
 }
 
-// The cumulative normal distribution; 5.5e-9 absolute up to 5.4, beyond which it is 0 or 1.
+// Cumulative normal distribution: absolute error 5.5e-9 for |x| <= 5.4, 0 or 1 beyond.
 inline Floats normal_cdf(Floats x) {
-  Floats clamped = min(all(5.4f), max(all(-5.4f), x));
+  Floats clamped = min(broadcast(5.4f), max(broadcast(-5.4f), x));
   Floats t = clamped * clamped;
-  Floats p = all(2.33867961e-8f);
-  p = fma(p, t, all(6.36001945e-6f));
-  p = fma(p, t, all(1.64321183e-4f));
-  p = fma(p, t, all(4.65084802e-3f));
-  p = fma(p, t, all(3.33721752e-2f));
-  p = fma(p, t, all(0.398942245f));
-  Floats q = all(1.21659276e-6f);
-  q = fma(q, t, all(7.24000382e-5f));
-  q = fma(q, t, all(1.85897854e-3f));
-  q = fma(q, t, all(2.83786572e-2f));
-  q = fma(q, t, all(0.250317727f));
-  q = fma(q, t, all(1.0f));
-  Floats cdf = fma(clamped * p, reciprocal(q), all(0.5f));
-  return x < all(-5.4f) ? Floats{} : cdf;
+  Floats p = broadcast(2.33867961e-8f);
+  p = fma(p, t, broadcast(6.36001945e-6f));
+  p = fma(p, t, broadcast(1.64321183e-4f));
+  p = fma(p, t, broadcast(4.65084802e-3f));
+  p = fma(p, t, broadcast(3.33721752e-2f));
+  p = fma(p, t, broadcast(0.398942245f));
+  Floats q = broadcast(1.21659276e-6f);
+  q = fma(q, t, broadcast(7.24000382e-5f));
+  q = fma(q, t, broadcast(1.85897854e-3f));
+  q = fma(q, t, broadcast(2.83786572e-2f));
+  q = fma(q, t, broadcast(0.250317727f));
+  q = fma(q, t, broadcast(1.0f));
+  Floats cdf = fma(clamped * p, reciprocal(q), broadcast(0.5f));
+  return x < broadcast(-5.4f) ? Floats{} : cdf;
 }
 
-// The largest of a row, lane by lane, and the sum of e^(x - that): a row is taken in blocks that
-// stay in the first cache, so it comes from memory once. A lane that saw nothing but -inf has the
-// lowest float and a sum of 0.
-struct Exponentials {
+// Online softmax, per lane: the running max of a row and the sum of e^(x - max). A row is processed
+// in blocks that stay in L1, so it is read from memory once. A lane that has only seen -inf has the
+// lowest float as its max and a sum of 0.
+struct OnlineSoftmax {
   static constexpr int64_t BLOCK = 64 * WIDTH;
-  Floats peak = all(std::numeric_limits<float>::lowest());
-  Floats total{};
+  Floats row_max = broadcast(std::numeric_limits<float>::lowest());
+  Floats row_sum{};
 
-  // x(at) or x(at, count) loads a vector; each(at, e^(x - peak of its block)) sees the powers.
-  template <class Load, class Each>
-  void take(int64_t begin, int64_t end, const Load& x, const Each& each) {
-    Floats before = peak;
-    peak = folded_row(end - begin, peak, [&](Floats so_far, int64_t at, auto... part) {
-      return max(so_far, x(begin + at, part...));
+  // x(at) or x(at, count) loads a vector; visit(at, e^(x - row_max so far)) receives its
+  // exponentials.
+  template <class Load, class Visit>
+  void update(int64_t begin, int64_t end, const Load& x, const Visit& visit) {
+    Floats previous = row_max;
+    row_max = reduce_row(end - begin, row_max, [&](Floats acc, int64_t at, auto... tail) {
+      return max(acc, x(begin + at, tail...));
     }, max);
-    Floats part_total = summed_row(end - begin, [&](Floats so_far, int64_t at, auto... part) {
-      Floats power = exp_of_negative(x(begin + at, part...) - peak);
-      each(begin + at, power, part...);
-      return so_far + power;
+    Floats block_sum = sum_row(end - begin, [&](Floats acc, int64_t at, auto... tail) {
+      Floats exps = exp_nonpositive(x(begin + at, tail...) - row_max);
+      visit(begin + at, exps, tail...);
+      return acc + exps;
     });
-    total = fma(total, exp_of_negative(before - peak), part_total);
+    row_sum = fma(row_sum, exp_nonpositive(previous - row_max), block_sum);
   }
-  // What brings powers of a lane's peak to those of the row's.
-  Floats weights() const { return exp_of_negative(peak - all(largest(peak))); }
-  float sum() const { return ingot::sum(total * weights()); }
+  // Factor from exponentials relative to a lane's max to those relative to the max of the row.
+  Floats rescale() const { return exp_nonpositive(row_max - broadcast(reduce_max(row_max))); }
+  float sum() const { return ingot::reduce_sum(row_sum * rescale()); }
 };
 
 inline Floats silu(Floats x) { return x * sigmoid(x); }
 inline Floats gelu(Floats x) { return x * normal_cdf(x); }
 inline Floats gelu_tanh(Floats x) {
-  return x * sigmoid(x * fma(x * x, all(0.0713548162f), all(1.59576912f)));
+  return x * sigmoid(x * fma(x * x, broadcast(0.0713548162f), broadcast(1.59576912f)));
 }
 inline Floats relu(Floats x) { return max(Floats{}, x); }
 
-// Their derivatives. Beyond 16 those of the curved part are 0, where x^3 might overflow.
-inline Floats curved(Floats x) { return min(all(16.0f), max(all(-16.0f), x)); }
-inline Floats silu_slope(Floats x) {
+// Derivatives. Beyond |x| = 16 they are constant; clamping keeps x^3 from overflowing.
+inline Floats clamp16(Floats x) { return min(broadcast(16.0f), max(broadcast(-16.0f), x)); }
+inline Floats silu_grad(Floats x) {
   Floats s = sigmoid(x);
-  return fma(x * s, all(1.0f) - s, s);
+  return fma(x * s, broadcast(1.0f) - s, s);
 }
-inline Floats gelu_slope(Floats x) {
-  Floats c = curved(x), density = all(0.398942280f) * exp_of_negative(c * c * all(-0.5f));
+inline Floats gelu_grad(Floats x) {
+  Floats c = clamp16(x);
+  Floats density = broadcast(0.398942280f) * exp_nonpositive(c * c * broadcast(-0.5f));
   return fma(c, density, normal_cdf(x));
 }
-inline Floats gelu_tanh_slope(Floats x) {
-  Floats c = curved(x), square = c * c;
-  Floats s = sigmoid(c * fma(square, all(0.0713548162f), all(1.59576912f)));
-  Floats inner = fma(square, all(3 * 0.0713548162f), all(1.59576912f));
-  return fma(c * inner, s * (all(1.0f) - s), s);
+inline Floats gelu_tanh_grad(Floats x) {
+  Floats c = clamp16(x), square = c * c;
+  Floats s = sigmoid(c * fma(square, broadcast(0.0713548162f), broadcast(1.59576912f)));
+  Floats inner = fma(square, broadcast(3 * 0.0713548162f), broadcast(1.59576912f));
+  return fma(c * inner, s * (broadcast(1.0f) - s), s);
 }
-inline Floats relu_slope(Floats x) { return x > Floats{} ? all(1.0f) : Floats{}; }
+inline Floats relu_grad(Floats x) { return x > Floats{} ? broadcast(1.0f) : Floats{}; }
 
-// Sine and cosine of position * frequency. The product is reduced in double: a position of 1e5
-// would leave three digits of it in float. 1.8e-9 after that.
-inline void turn(double position, Floats frequency, Floats& sine, Floats& cosine) {
+// Sine and cosine of position * frequency. The angle is reduced in double: in float, a position of
+// 1e5 would leave three digits of it. Absolute error 1.8e-9 after the reduction.
+inline void rope_sincos(double position, Floats frequency, Floats& sine, Floats& cosine) {
   typedef float Part __attribute__((vector_size(2 * WIDTH)));
   typedef int64_t Longs __attribute__((vector_size(4 * WIDTH)));
   Floats r;
@@ -418,10 +422,12 @@ inline void turn(double position, Floats frequency, Floats& sine, Floats& cosine
     std::memcpy((char*)&quadrant + half * sizeof q, &q, sizeof q);
   }
   Floats t = r * r;
-  Floats s = fma(fma(all(-1.94956352e-4f), t, all(8.33197866e-3f)), t, all(-0.166666507f));
+  Floats s = fma(fma(broadcast(-1.94956352e-4f), t, broadcast(8.33197866e-3f)), t,
+                 broadcast(-0.166666507f));
   s = fma(s * t, r, r);
-  Floats c = fma(fma(all(2.44384506e-5f), t, all(-1.38873675e-3f)), t, all(4.16666469e-2f));
-  c = fma(c * t, t, fma(all(-0.5f), t, all(1.0f)));
+  Floats c = fma(fma(broadcast(2.44384506e-5f), t, broadcast(-1.38873675e-3f)), t,
+                 broadcast(4.16666469e-2f));
+  c = fma(c * t, t, fma(broadcast(-0.5f), t, broadcast(1.0f)));
   Ints swapped = (quadrant & 1) != 0;
   Floats a = swapped ? c : s, b = swapped ? s : c;
   sine = (Floats)((Ints)a ^ ((quadrant & 2) << 30));
