@@ -53,7 +53,7 @@ PROVIDER_PRIORITY = ("cpu", "triton", "aten", "reference")  # first that support
 # How many `prefer` are active, in all threads: C++ kernels read it, and ask Python unless it is 0.
 PREFER_DEPTH = ctypes.c_int(0)
 
-_UNFIT = "unfit: "  # how C++ kernels begin what they refuse a call for
+_INVALID_ARGUMENT = "invalid argument: "  # prefix of the C++ kernels' InvalidArgument
 
 _LIBRARY = torch.library.Library("ingot", "DEF")
 # The same ops without their C++ kernels, which come here when they do not know what to do.
@@ -214,7 +214,7 @@ class Op(Generic[P, R]):
         try:
             return self.overload(*args, **kwargs)
         except RuntimeError as error:
-            if not str(error).startswith(_UNFIT):
+            if not str(error).startswith(_INVALID_ARGUMENT):
                 raise
             bound = self.signature.bind(*args, **kwargs)
             bound.apply_defaults()
@@ -318,14 +318,14 @@ class Op(Generic[P, R]):
         try:
             self._forward_kernel(*args)  # from Python, where an error keeps its words
         except RuntimeError as error:
-            if not str(error).startswith(_UNFIT):
+            if not str(error).startswith(_INVALID_ARGUMENT):
                 raise
-            needed = str(error).removeprefix(_UNFIT).partition("\n")[0]
+            condition = str(error).removeprefix(_INVALID_ARGUMENT).partition("\n")[0]
         else:
             return
         raise OpError(
-            f"{self.name}: the CPU kernel needs {needed}",
-            hint="give it that, or compute this call `with ingot.ops.prefer('reference'):`",
+            f"{self.name}: {condition}",
+            hint="fix the argument, or run this call with `ingot.ops.prefer('reference')`",
         )
 
     def _forward_fake(self, *args: Any) -> Any:

@@ -195,7 +195,7 @@ def test_a_weight_without_memory_is_refused() -> None:
 def test_what_only_a_kernel_refuses_has_a_hint(preferred: str | None) -> None:
     with prefer(preferred) if preferred else nullcontext(), pytest.raises(OpError) as refused:
         ops.softmax(torch.tensor(3.0))
-    assert refused.value.message == "softmax: the CPU kernel needs at least one dimension"
+    assert refused.value.message == "softmax: x must have at least one dimension"
     assert "ingot.ops.prefer('reference')" in refused.value.hint
     with prefer("reference"):
         assert ops.softmax(torch.tensor(3.0)) == 1

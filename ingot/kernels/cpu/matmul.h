@@ -151,7 +151,7 @@ class PackedB {
  public:
   using TileState = char;  // per-thread state during the matmul: none
 
-  static int64_t size(int64_t columns, int64_t k) { return columns * k; }
+  static int64_t size(int64_t columns, int64_t depth) { return columns * depth; }
 
   PackedB(const Matrix<T>& w, T*) : w_(w) {}
   PackedB(const Transposed<T>& w, T* memory) : w_(memory, w.rows, w.width, w.width) {
@@ -307,8 +307,8 @@ class PackedB<bf16> {
  public:
   using TileState = TileConfig;
 
-  static int64_t size(int64_t columns, int64_t k) {
-    return (columns + 2 * TILE - 1) / (2 * TILE) * 2 * packed_tile_size(k);
+  static int64_t size(int64_t columns, int64_t depth) {
+    return (columns + 2 * TILE - 1) / (2 * TILE) * 2 * packed_tile_size(depth);
   }
 
   template <class Weights>
@@ -335,8 +335,8 @@ class PackedB<bf16> {
         const bf16* b[2] = {tile, tile + packed_tile_size(x.width)};
         float* out[2][2] = {{&acc[0][c], &acc[0][c + TILE]},
                             {&acc[TILE][c], &acc[TILE][c + TILE]}};
-        int64_t k = std::min(K_BLOCK, x.width - k);
-        tile_gemm<2, 2, CacheHint::STREAM_B>(a, b, k, out, sizeof acc[0], TILE, k > 0);
+        int64_t depth = std::min(K_BLOCK, x.width - k);
+        tile_gemm<2, 2, CacheHint::STREAM_B>(a, b, depth, out, sizeof acc[0], TILE, k > 0);
       }
       for (Panel& panel : a) panel.first += K_BLOCK;
     }
