@@ -1,4 +1,4 @@
-"""Finds words that the project does not use, where users and contributors would read them.
+"""Find words that the project does not use, where users and contributors would read them.
 
 `docs/glossary.md` explains the vocabulary; `tests/test_policy.py` counts the hits of each kind of
 text and allows none in what users read. A word is a regular expression and its replacement.

@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses in, TOML out, and nothing silently ignored.
+"""Configuration: frozen dataclasses to and from TOML, with nothing silently ignored.
 
 A config is the frozen keyword-only dataclass of the thing it configures:
 
@@ -15,14 +15,14 @@ A config is the frozen keyword-only dataclass of the thing it configures:
     save(run, Path("resolved.toml"))  # load(Run, Path("resolved.toml")) == run
 
 A table in the file changes only the keys it names; the others keep the field's own default.
-Where a field may be one of several dataclasses, the keys of the table tell which; or a tag does, a
+Where a field may be one of several dataclasses, the keys of the table select one; or a tag does, a
 field of the same name in each with a Literal of its own: `kind: Literal["lion"] = "lion"`.
 
 msgspec checks and converts the values, but it drops the unknown keys of a dataclass, so the
-dataclasses are built here, from the leaves up, and msgspec sees them ready-made.
+dataclasses are built here, from the leaves up, and passed to msgspec as objects.
 
 TOML has no null. A None is left out of the file, which is right where None is the default;
-anywhere else it could not be read back, so `save` refuses it. A NaN is written and read as
+anywhere else it could not be read back, so `save` raises an error. A NaN is written and read as
 `nan`, though like every NaN it then compares unequal to itself.
 """
 
@@ -55,7 +55,7 @@ _MISSING = dataclasses.MISSING
 def load(cls: type[T], path: Path | str | None = None, overrides: Sequence[str] = ()) -> T:
     """Build a `cls` from a TOML file and `dotted.key=value` overrides, the last one winning.
 
-    The right side of an override is a TOML value; what is not one is taken as a bare string.
+    The right side of an override is parsed as a TOML value, and taken as a string if it is not one.
     """
     path = None if path is None else Path(path)
     table = {} if path is None else _read(path)
@@ -68,7 +68,7 @@ def load(cls: type[T], path: Path | str | None = None, overrides: Sequence[str] 
 
 
 def dumps(config: object) -> str:
-    """Write the config as TOML text that `load` turns back into an equal config."""
+    """Return the config as TOML text from which `load` builds an equal config."""
     text = tomli_w.dumps(_to_table(config, (), None))
     try:
         text.encode()
@@ -81,7 +81,7 @@ def dumps(config: object) -> str:
 
 
 def save(config: object, path: Path) -> None:
-    """Write `dumps(config)` to `path` in one step."""
+    """Write `dumps(config)` to `path` atomically."""
     write_atomic(path, dumps(config))
 
 
@@ -122,7 +122,7 @@ def _parse_override_value(text: str) -> Any:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text.strip()
-    # More keys than one: a string of several lines that happens to look like TOML.
+    # Several keys: a multi-line string that happens to look like TOML.
     return table["value"] if len(table) == 1 else text.strip()
 
 
@@ -140,13 +140,13 @@ def _apply_override(table: dict[str, Any], keys: tuple[str, ...], value: Any, te
 
 @dataclass(frozen=True)
 class _Builder:
-    """Turns tables into dataclasses; knows where each value came from, for the errors."""
+    """Builds dataclasses from tables; keeps the source of each value for error messages."""
 
     file: Path | None
     overrides: tuple[tuple[Keys, str], ...]
 
     def build_dataclass(self, cls: type[T], table: dict[str, Any], at: Keys, base: T | None) -> T:
-        """Build `cls`; keys that the table lacks come from `base`, else from the defaults."""
+        """Build `cls`; take keys missing in the table from `base`, or else from the defaults."""
         fields = _init_fields(cls)
         if unknown := [key for key in table if key not in fields]:
             here = (*at, unknown[0])
@@ -169,7 +169,7 @@ class _Builder:
             raise ConfigError(f"{where}: {error}", hint="change the value") from error
 
     def build(self, annotation: Any, value: Any, at: Keys, default: Any) -> Any:
-        """Build the dataclasses anywhere inside `value`, then have msgspec convert the whole."""
+        """Build the dataclasses nested in `value`, then convert all of it with msgspec."""
         if isinstance(value, dict) and (
             arm := self.choose_dataclass(annotation, cast(dict[str, Any], value), at)
         ):
@@ -191,7 +191,7 @@ class _Builder:
             raise self.invalid(at, annotation, value, str(error)) from error
 
     def choose_dataclass(self, annotation: Any, table: dict[str, Any], at: Keys) -> type | None:
-        """Choose the dataclass that a table is meant to be; a wrong tag is an error."""
+        """Choose the dataclass for a table; raise an error for an unknown tag."""
         arm = _choose_dataclass(annotation, table)
         for name, own in (_tags(arm) if arm else {}).items():
             if name in table and table[name] not in own:
@@ -204,7 +204,7 @@ class _Builder:
         return arm
 
     def source(self, at: Keys) -> str:
-        """Name what set the value at `at`: one override, or the file and overrides inside it."""
+        """Return what set the value at `at`: one override, or the file and overrides inside it."""
         for keys, text in reversed(self.overrides):
             if at[: len(keys)] == keys:
                 return f"override '{text}'"
@@ -212,21 +212,21 @@ class _Builder:
         return ", ".join([str(self.file), *inside] if self.file else inside) or "no config file"
 
     def missing(self, at: Keys, annotation: Any) -> ConfigError:
-        """Make the error for a required field that nothing sets."""
+        """Return the error for a required field that is not set."""
         what = f"missing {_dotted_key(at)} (in {self.source(at)}): expected {_expected(annotation)}"
         return ConfigError(what, hint=f"set {_dotted_key(at)} in the file or as an override")
 
     def invalid(self, at: Keys, annotation: Any, value: Any, message: str) -> ConfigError:
-        """Make the error for a value of the wrong type."""
+        """Return the error for a value of the wrong type."""
         got = message.replace("`object`", "`table`")
         what = f"{_dotted_key(at)} in {self.source(at)}: {got[:1].lower()}{got[1:]}"
         hint = f"give it {_expected(annotation)}"
         if bool in _union_members(annotation):
             hint += ", written true or false"
         if type(None) in _union_members(annotation):
-            hint += "; TOML has no null: None is what it is when left out"
+            hint += "; TOML has no null: leave the key out for None"
         if str in _union_members(annotation) and not isinstance(value, (dict, list)):
-            hint += f"; to have it as a string, quote it: {_dotted_key(at)}='\"{value}\"'"
+            hint += f"; if it is a string, quote it: {_dotted_key(at)}='\"{value}\"'"
         return ConfigError(what, hint=hint)
 
 
@@ -254,7 +254,7 @@ def _to_toml(value: Any, at: Keys, default: Any) -> Any:
         return str(value)
     if value is None:
         raise ConfigError(
-            f"{_dotted_key(at)} is None, which TOML cannot say and which is not its default",
+            f"{_dotted_key(at)} is None, which TOML cannot express and which is not its default",
             hint="make None the default of the field, or give it another value",
         )
     return value
@@ -265,7 +265,7 @@ def _init_fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _default(field: dataclasses.Field[Any], base: Any) -> Any:
-    """Return what the field is when no file sets it: MISSING if it is required."""
+    """Return the value of a field that no file sets: MISSING if it is required."""
     if base is not None:
         return getattr(base, field.name)
     if field.default_factory is not dataclasses.MISSING:
@@ -287,7 +287,7 @@ def _union_members(annotation: Any) -> list[Any]:
 
 
 def _choose_dataclass(annotation: Any, table: dict[str, Any]) -> type | None:
-    """Of the dataclasses that a value may be, the one whose fields the table's keys are.
+    """Return the dataclass of a union whose fields fit the keys of a table best.
 
     >>> @dataclass
     ... class Point:
@@ -304,7 +304,7 @@ def _choose_dataclass(annotation: Any, table: dict[str, Any]) -> type | None:
         fields = _init_fields(arm)
         required = {name for name, field in fields.items() if _default(field, None) is _MISSING}
         wrong = [name for name, own in _tags(arm).items() if table.get(name, own[0]) not in own]
-        # A tag says it, whatever the other keys are.
+        # A tag decides, whatever the other keys are.
         return 1000 * len(wrong) + len(table.keys() - fields.keys()) + len(required - table.keys())
 
     return min(_dataclasses(annotation), key=misfits, default=None)
@@ -317,7 +317,7 @@ def _dataclasses(annotation: Any) -> list[Any]:
 
 
 def _tags(arm: Any) -> dict[str, tuple[Any, ...]]:
-    """The fields that may have but one value, and that value."""
+    """Return the fields whose type is a Literal with one value, and that value."""
     hints = type_hints(arm, include_extras=True)
     literal = {
         name: get_args(hints[name]) for name in _init_fields(arm) if _is_literal(hints[name])
@@ -330,7 +330,7 @@ def _is_literal(annotation: Any) -> bool:
 
 
 def check_bounds(config: object, **bounds: tuple[float, float]) -> None:
-    """Require fields of a config to be numbers from a least to a most.
+    """Raise an error unless each named field of a config is a number within its bounds.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Optimizer:
@@ -340,15 +340,16 @@ def check_bounds(config: object, **bounds: tuple[float, float]) -> None:
     >>> Optimizer(lr=-1.0)
     Traceback (most recent call last):
     ...
-    ingot.core.errors.ConfigError: lr of Optimizer is -1.0
+    ingot.core.errors.ConfigError: Optimizer.lr: expected a number from 0.0 to 10.0, got -1.0
       hint: give a number from 0.0 to 10.0
     """
     for name, (low, high) in bounds.items():
         value = getattr(config, name)
         if not (isinstance(value, int | float) and low <= value <= high):
+            expected = f"a number from {low} to {high}"
             raise ConfigError(
-                f"{name} of {type(config).__name__} is {value!r}"[:200],
-                hint=f"give a number from {low} to {high}",
+                f"{type(config).__name__}.{name}: expected {expected}, got {value!r}"[:200],
+                hint=f"give {expected}",
             )
 
 
@@ -371,7 +372,7 @@ def _decode(kind: type, value: Any) -> Any:
 
 
 def _expected(annotation: Any) -> str:
-    """Describe a type to its user.
+    """Return a description of a type for users.
 
     >>> _expected(Literal["adam", "muon"]), _expected(int | None)
     ("one of 'adam', 'muon'", 'int | None')
@@ -388,7 +389,7 @@ def _expected(annotation: Any) -> str:
 
 
 def _dotted_key(at: Keys) -> str:
-    """Spell a place in a config as an override would.
+    """Return the key of a value as an override would spell it.
 
     >>> _dotted_key(("groups", "a.b", 0, "lr"))
     'groups."a.b"[0].lr'

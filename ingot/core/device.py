@@ -1,19 +1,20 @@
-"""Facts about the machine this process runs on.
+"""The machine this process runs on, and the device that a setting names.
 
     device = detect()
     device.cpu.isa[0]      # the best instruction set the kernels may use, e.g. "amx"
-    device.cpu.cores       # how many threads are worth starting
-    device.fingerprint     # the key under which measured peaks and tuned kernels are kept
+    device.cpu.cores       # the number of threads worth starting
+    device.fingerprint     # the key under which measured peaks and tuned kernels are stored
+    resolve("auto")        # the torch.device to compute on
 
-Only what stays the same from one process to the next is a fact: no free memory, no current
-frequency. Anything that moves a measured peak is one, so the fingerprint covers all of them,
-the torch version included (it brings oneDNN and OpenMP). It leaves out Python's version: our
-kernels use torch's stable ABI, and no peak is measured in Python.
+A `Device` holds only properties that do not change from one process to the next: not the free
+memory, not the current frequency. Everything that influences a measured peak is included, also
+the torch version (it brings oneDNN and OpenMP), and all of it enters the fingerprint. Python's
+version does not: kernels use torch's stable ABI, and no peak is measured in Python.
 
-A process may be given less than the machine has, by affinity (taskset, Slurm) or by cgroup
-(containers). The counts here are what the process may use.
+Affinity (taskset, Slurm) or a cgroup (containers) may restrict a process. The counts here are those
+that this process may use.
 
-Functions that parse take text, so that the tests can show them machines that we do not have.
+Parsers take text, so that tests can pass the files of other machines.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 DeviceType: TypeAlias = Literal["cpu", "cuda"]
 """Device types with kernels of ingot's own; torch calls ROCm's GPUs "cuda", too."""
 
-# What each tier adds to the one before it. Best last; "portable" needs nothing.
+# CPU flags that each tier needs in addition to the previous one; "portable" needs none.
 _TIERS: dict[str, frozenset[str]] = {
     "portable": frozenset(),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
@@ -64,16 +65,16 @@ _COMPILER_VERSIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """The processor, as far as this process may use it. Cache sizes in bytes, of one core's."""
+    """The processor, as far as this process may use it. Cache sizes are bytes per core."""
 
     name: str
     architecture: str
     cores: int
     threads: int
     isa: tuple[str, ...]
-    """Tiers best first, out of amx, avx512_bf16, avx512, avx2, portable."""
+    """Available tiers, best first: of amx, avx512_bf16, avx512, avx2, portable."""
     int8: tuple[str, ...]
-    """Instructions for int8 dot products, out of amx_int8, avx512_vnni, avx_vnni."""
+    """Instructions for int8 dot products: of amx_int8, avx512_vnni, avx_vnni."""
     l1d: int | None
     l2: int | None
     l3: int | None
@@ -81,7 +82,7 @@ class Cpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator, as torch sees it."""
+    """An accelerator, as torch reports it."""
 
     type: str
     name: str
@@ -101,7 +102,7 @@ class Compiler:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """All facts together."""
+    """Everything about the machine."""
 
     cpu: Cpu
     memory: int
@@ -112,14 +113,14 @@ class Device:
 
     @property
     def fingerprint(self) -> str:
-        """Return a short hash that changes whenever a fact does."""
+        """Return a short hash of all properties."""
         facts = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 @cache
 def detect() -> Device:
-    """Find the facts out; once per process, since it imports torch and asks the compiler."""
+    """Inspect the machine; cached, because it imports torch and runs the compiler."""
     import torch
 
     membership = _read(Path("/proc/self/cgroup"))
@@ -137,7 +138,7 @@ def detect() -> Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What the system says about the processor, before this process's limits."""
+    """The processor as the system reports it, without the limits of this process."""
 
     name: str
     flags: frozenset[str]
@@ -146,9 +147,9 @@ class Processor:
 
 
 def parse_cpuinfo(text: str) -> Processor:
-    """Read Linux's /proc/cpuinfo.
+    """Parse Linux's /proc/cpuinfo.
 
-    ARM names no model and no cores there: its part number is the name, and each CPU a core.
+    On ARM it has neither model names nor cores: the part number is the name, and each CPU a core.
     """
     blocks = [dict(_pairs(block)) for block in text.strip().split("\n\n")]
     cpus = [block for block in blocks if "processor" in block]
@@ -165,7 +166,7 @@ def parse_cpuinfo(text: str) -> Processor:
 
 
 def parse_capabilities(capabilities: Mapping[str, Any]) -> Processor:
-    """Read what `torch.cpu.get_capabilities()` says, for systems without /proc/cpuinfo."""
+    """Parse `torch.cpu.get_capabilities()`, for systems without /proc/cpuinfo."""
     threads: int = capabilities.get("num_logical_cores") or os.cpu_count() or 1
     cores: int = capabilities.get("num_physical_cores") or threads
     return Processor(
@@ -190,7 +191,7 @@ def isa_tiers(flags: Collection[str]) -> tuple[str, ...]:
 
 
 def limit_isa_tiers(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ...]:
-    """Leave out the tiers above the one that is wanted (by INGOT_ISA): to test it, or to compare.
+    """Return the tiers up to the one that INGOT_ISA names, for tests and comparisons.
 
     >>> limit_isa_tiers(("avx512", "avx2", "portable"), "avx2")
     ('avx2', 'portable')
@@ -201,7 +202,7 @@ def limit_isa_tiers(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ..
         raise UnknownName("INGOT_ISA", wanted, _TIERS)
     if wanted not in tiers:
         raise IngotError(
-            f"INGOT_ISA is '{wanted}', which this CPU does not have",
+            f"INGOT_ISA: expected a tier of this CPU, got '{wanted}'",
             hint=f"choose one of {', '.join(tiers)}, or unset it",
         )
     return tiers[tiers.index(wanted) :]
@@ -210,10 +211,10 @@ def limit_isa_tiers(tiers: tuple[str, ...], wanted: str | None) -> tuple[str, ..
 def count_usable_cores(
     core_of: Mapping[int, tuple[str, str]], allowed: Iterable[int], quota: float | None
 ) -> tuple[int, int]:
-    """Count the (cores, threads) for a process bound to some CPUs and a quota of CPU time.
+    """Return the (cores, threads) of a process that is bound to some CPUs and a CPU quota.
 
-    A quota of 2.5 CPUs makes 2: a third thread would be stopped halfway through each period,
-    and in a parallel loop all others would wait for it.
+    A quota of 2.5 CPUs gives 2: the system would stop a third thread halfway through each period,
+    and all others would wait for it at the end of a parallel loop.
     """
     cpus = [cpu for cpu in allowed if cpu in core_of]
     cores, threads = len({core_of[cpu] for cpu in cpus}), len(cpus)
@@ -222,7 +223,7 @@ def count_usable_cores(
 
 
 def parse_size(text: str) -> int:
-    """Read a size as the kernel writes it.
+    """Parse a size as Linux writes it.
 
     >>> parse_size("48K"), parse_size("2M"), parse_size("512")
     (49152, 2097152, 512)
@@ -232,7 +233,7 @@ def parse_size(text: str) -> int:
 
 
 def read_data_caches(directory: Path) -> dict[str, int]:
-    """Map level to bytes for one CPU's directory in /sys; empty where Linux does not tell."""
+    """Return the bytes of each cache level from a CPU's directory in /sys; empty if unavailable."""
     indices = directory.glob("index*")
     data = [index for index in indices if _read(index / "type") in ("Data", "Unified")]
     sizes = {_read(index / "level"): _read(index / "size") for index in data}
@@ -240,9 +241,9 @@ def read_data_caches(directory: Path) -> dict[str, int]:
 
 
 def cgroup_limits(root: Path, membership: str) -> tuple[float | None, int | None]:
-    """Return the (CPUs, bytes of memory) that the process's cgroups, v1 or v2, allow it.
+    """Return the (CPUs, bytes of memory) to which cgroups, v1 or v2, limit the process.
 
-    `membership` is the text of /proc/self/cgroup. A limit on any group above holds too.
+    `membership` is the text of /proc/self/cgroup. Limits of parent groups apply, too.
     """
     groups = {group for line in membership.splitlines() for group in _cgroups(root, line)}
     quotas = [quota for group in groups if (quota := _cpu_quota(group)) is not None]
@@ -251,9 +252,9 @@ def cgroup_limits(root: Path, membership: str) -> tuple[float | None, int | None
 
 
 def request_amx() -> bool:
-    """Ask the kernel for the AMX tile registers; granted, they are the whole process's.
+    """Request permission to use the AMX tile registers, for the whole process.
 
-    It refuses if a thread has a signal stack (`sigaltstack`) too small to save them on.
+    Linux denies it if a thread has a signal stack (`sigaltstack`) too small for the registers.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
@@ -263,10 +264,10 @@ def request_amx() -> bool:
 
 
 def detect_gpus() -> tuple[Gpu, ...]:
-    """List the accelerators that torch sees.
+    """Return the accelerators that torch sees.
 
-    Where there are any, reading their properties starts the driver in this process, but sets
-    up no context on a device (`torch.accelerator.get_memory_info` would).
+    Reading their properties initializes the driver in this process, but creates no context on a
+    device (`torch.accelerator.get_memory_info` would).
     """
     import torch
 
@@ -317,7 +318,7 @@ def resolve(device: str | torch.device = "auto") -> torch.device:
 
 
 def _device_names() -> list[str]:
-    """List the device types that this torch can name and that compute: not "meta", for one."""
+    """Return the names of device types that can compute, unlike "meta"."""
     import torch
 
     backend: str = torch._C._get_privateuse1_backend_name()  # pyright: ignore
@@ -353,7 +354,7 @@ def _unavailable(kind: str) -> IngotError:
 
 
 def detect_compiler(preferred: str | None) -> Compiler | None:
-    """Find a C++ compiler: `preferred` ($CXX) if that is one executable, else the usual names."""
+    """Find a C++ compiler: `preferred` ($CXX) if it is an executable, or else a usual name."""
     for command in filter(None, (preferred, "g++", "clang++", "c++")):
         path = shutil.which(command)
         macros = path and _output([path, "-dM", "-E", "-x", "c++", os.devnull])
@@ -363,16 +364,16 @@ def detect_compiler(preferred: str | None) -> Compiler | None:
 
 
 def parse_compiler(path: str, macros: str) -> Compiler | None:
-    """Read the macros a compiler defines; None if they are not those of GCC or clang.
+    """Parse the predefined macros of a compiler; None if it is neither GCC nor clang.
 
-    A banner would not do: `false --version` prints one too.
+    The output of `--version` is not enough: `false --version` has one, too.
 
     >>> macros = "#define __GNUC__ 12\\n#define __GNUC_MINOR__ 2\\n#define __GNUC_PATCHLEVEL__ 0"
     >>> parse_compiler("/usr/bin/c++", macros)
     Compiler(path='/usr/bin/c++', name='gcc', version='12.2.0')
     """
     defined = dict(re.findall(r"^#define (\w+) (.*)$", macros, re.MULTILINE))
-    # clang says that it is GCC as well, so it is asked first.
+    # clang also defines the macros of GCC, so it is checked first.
     for name, parts in _COMPILER_VERSIONS.items():
         if defined.keys() >= set(parts):
             return Compiler(path=path, name=name, version=".".join(defined[p] for p in parts))
@@ -417,7 +418,7 @@ def _gpu(kind: str, properties: Any, hip: bool) -> Gpu:
 
 
 def _cgroups(root: Path, membership: str) -> list[Path]:
-    """List the directories of one line of /proc/self/cgroup, up to the controller's root."""
+    """Return the directories of one line of /proc/self/cgroup, up to the controller's root."""
     _, controllers, path = membership.split(":", 2)
     mounts = [root / name for name in controllers.split(",") if name in ("", "cpu", "memory")]
     parts = Path(path).parts[1:]
@@ -440,7 +441,7 @@ def _pairs(block: str) -> list[tuple[str, str]]:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text, or "" where this system or container does not have it."""
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
-"""Errors a user can act on.
+"""Errors that a user can act on.
 
-Every error a user may meet says what happened and what to do about it. Code raises a
-subclass; the command line prints the two parts and exits with status 2. A bug in ingot
-itself stays an ordinary exception with its traceback.
+Such an error has a message and a hint. Code raises `IngotError` or a subclass; the command line
+prints both parts and exits with status 2. A bug in ingot remains an ordinary exception with its
+traceback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class IngotError(Exception):
 
 
 class UnknownName(IngotError):
-    """A name that is not among the valid ones; the hint names the nearest.
+    """A name that is not valid; the hint suggests the nearest valid one.
 
     >>> raise UnknownName("verb", "docter", ["doctor", "ops"])
     Traceback (most recent call last):
@@ -52,8 +52,8 @@ class ConfigError(IngotError):
 
 
 class OpError(IngotError):
-    """An op was declared or called in a way it does not support."""
+    """An op that is declared or called in an unsupported way."""
 
 
 class DataError(IngotError):
-    """Data that is missing, broken or not what it was said to be."""
+    """Data that is missing, corrupt or different from its description."""

@@ -1,12 +1,12 @@
-"""Where a model directory comes from: `ingot.json`, one step for everything done to it.
+"""The history of a model directory: `ingot.json`, with one entry for each step.
 
     {"format": 1, "steps": [
         {"step": "import", "date": "2026-11-15T10:00:00+00:00", "ingot": "0.1.0",
          "source": "model.gguf", "sha256": "...", "size": 98362432}]}
 
-A step says its name, when, by which version, and whatever facts it wants to keep; facts of
-steps that this version does not know survive being read and written. Imports, training,
-compression all append here, so a served model can be followed back to the file it came from.
+A step has a name, a date, the version of ingot and any further fields. Fields that this version
+does not know are preserved. Import, training and compression append a step, so a served model can
+be traced back to the file it came from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(directory: Path) -> Lineage:
-    """Return the lineage of a model directory; one without steps where there is no file."""
+    """Return the lineage of a model directory; without steps if it has no file."""
     path = directory / NAME
     try:
         with path.open("rb") as file:
@@ -49,23 +49,23 @@ def read(directory: Path) -> Lineage:
     except OSError as error:
         raise _read_error(path, error.strerror or str(error)) from error
     if len(content) > MAX_BYTES:
-        raise _read_error(path, f"it is larger than {MAX_BYTES:,} bytes")
+        raise _read_error(path, f"expected at most {MAX_BYTES:,} bytes")
     try:
-        found = msgspec.json.decode(content, type=Lineage)
+        lineage = msgspec.json.decode(content, type=Lineage)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _read_error(path, str(error)) from error
-    if found.format != FORMAT:
+    if lineage.format != FORMAT:
         raise IngotError(
-            f"{path} has format {found.format}, this version of ingot knows {FORMAT}",
+            f"{path}: expected format {FORMAT}, got {lineage.format}",
             hint="use the version of ingot that wrote it, or a newer one",
         )
-    if len(found.steps) > MAX_STEPS or not all(_has_name(step) for step in found.steps):
-        raise _read_error(path, f"expected at most {MAX_STEPS} steps, each with its name")
-    return found
+    if len(lineage.steps) > MAX_STEPS or not all(_has_name(step) for step in lineage.steps):
+        raise _read_error(path, f"expected at most {MAX_STEPS} steps, each with a name")
+    return lineage
 
 
 def append(directory: Path, step: str, **facts: Any) -> Lineage:
-    """Add a step to the directory's lineage, with the date and ingot's version; write it back."""
+    """Add a step, with the date and ingot's version, to the lineage of a directory."""
     entry = {
         "step": step,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -76,9 +76,9 @@ def append(directory: Path, step: str, **facts: Any) -> Lineage:
     content = msgspec.json.format(msgspec.json.encode(after), indent=2) + b"\n"
     if len(content) > MAX_BYTES or len(after.steps) > MAX_STEPS:
         raise IngotError(
-            f"the lineage in {directory / NAME} would grow past its bounds of {MAX_STEPS} steps "
-            f"and {MAX_BYTES:,} bytes",
-            hint="import the model anew into a directory of its own, which starts a lineage",
+            f"{directory / NAME}: expected at most {MAX_STEPS} steps and {MAX_BYTES:,} bytes, "
+            f"got {len(after.steps)} and {len(content):,}",
+            hint="import the model into a new directory, which starts a new lineage",
         )
     write_atomic(directory / NAME, content)
     return after
@@ -90,6 +90,6 @@ def _has_name(step: dict[str, Any]) -> bool:
 
 def _read_error(path: Path, why: str) -> IngotError:
     return IngotError(
-        f"cannot read the lineage in {path}: {why}",
-        hint="restore the file, or delete it to go on without knowing where the model is from",
+        f"cannot read {path}: {why}",
+        hint="restore the file, or delete it to continue without the lineage",
     )

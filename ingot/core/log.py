@@ -1,9 +1,9 @@
-"""What ingot tells the person at the terminal, and the log file of the one who is not there.
+"""Logging, progress bars and consoles.
 
-Modules write to `logger(__name__)`. A program that embeds ingot configures logging as it
-likes; only the command line calls `setup`. Messages and progress go to stderr, so that stdout
-carries results alone and can be piped. Log lines and progress bars share one console, which
-is how a message appears above a running bar and not inside it.
+Modules log to `logger(__name__)`. A program that embeds ingot configures logging itself; only the
+command line calls `setup`. Messages and progress go to stderr, so that stdout has results alone and
+can be piped. Log lines and progress bars share one console, so a message appears above a running
+bar and not inside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROOT = "ingot"
 
 
 def logger(name: str = _ROOT) -> logging.Logger:
-    """Return the logger of that name below the "ingot" logger.
+    """Return the logger of this name below the "ingot" logger.
 
     >>> logger("ingot.serving").name, logger("serving").name
     ('ingot.serving', 'ingot.serving')
@@ -35,10 +35,10 @@ def logger(name: str = _ROOT) -> logging.Logger:
 
 
 def setup(verbose: bool = False, json: bool = False) -> None:
-    """Send ingot's messages to stderr: INFO and above, or all of them if `verbose`.
+    """Log to stderr: INFO and above, or everything if `verbose`.
 
-    As `json` a line is an object, with the `fields` that a message has besides its text.
-    Calling it again replaces the former setting. Python's root logger is left alone.
+    With `json`, each line is an object that includes the `fields` of the message. A second call
+    replaces the setting of the first. Python's root logger is not changed.
     """
     root = logger()
     for handler in [h for h in root.handlers if h.get_name() == _ROOT]:
@@ -51,7 +51,7 @@ def setup(verbose: bool = False, json: bool = False) -> None:
 
 @cache
 def stdout() -> Console:
-    """Return the console for results; as wide as they are where nobody looks at a terminal."""
+    """Return the console for results; 200 columns wide if it is not a terminal."""
     from rich.console import Console
 
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
@@ -67,14 +67,14 @@ def stderr() -> Console:
 
 
 class Progress(Protocol):
-    """What a piece of work reports to."""
+    """Receives the progress of a task."""
 
     def advance(self, n: float = 1) -> None:
-        """Say that `n` more units are done."""
+        """Report `n` more finished units."""
         ...
 
     def describe(self, text: str) -> None:
-        """Say what is being done now."""
+        """Show what is being done now."""
         ...
 
 
@@ -82,9 +82,9 @@ class Progress(Protocol):
 def progress(
     description: str, total: float | None, *, in_bytes: bool = False
 ) -> Generator[Progress]:
-    """Show a bar with elapsed and remaining time on a terminal's stderr; elsewhere nothing.
+    """Show a progress bar with elapsed and remaining time if stderr is a terminal.
 
-    A total of None is one that is not known. `in_bytes` is for work counted in bytes.
+    `total` is None if it is unknown. `in_bytes` formats the units as bytes.
     """
     if not sys.stderr.isatty():
         yield _NoProgress()
@@ -98,14 +98,14 @@ def progress(
         rich_progress.TimeElapsedColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-    # Left to itself, rich would send what is printed to a piped stdout to this stderr console.
+    # By default, rich would redirect output for a piped stdout to this stderr console.
     redirect = sys.stdout.isatty()
     with rich_progress.Progress(*columns, console=stderr(), redirect_stdout=redirect) as bar:
         yield _ProgressBar(bar, bar.add_task(description, total=total))
 
 
 class _JsonFormatter(logging.Formatter):
-    """A line of JSON for each message."""
+    """Formats each message as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {

@@ -34,7 +34,7 @@ def cache(*parts: str) -> Path:
 
 
 def runs() -> Path:
-    """Return the directory that holds the runs; nothing is created."""
+    """Return the directory of all runs; nothing is created."""
     return _xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "runs"
 
 
@@ -55,7 +55,7 @@ def find_runs(name: str) -> list[Path]:
 
 
 def create_run_dir(name: str) -> Path:
-    """Create a directory for one run, distinct from every other process's."""
+    """Create a directory for one run, which no other process uses."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_sanitize(name)}"
     parent = runs()
     with _os_errors_as_ingot_errors(parent):
@@ -64,17 +64,17 @@ def create_run_dir(name: str) -> Path:
         while True:
             path = parent / (f"{stem}-{counter}" if counter else stem)
             try:
-                path.mkdir()  # the kernel lets exactly one process succeed
+                path.mkdir()  # succeeds in one process only
                 return path
             except FileExistsError:
                 counter += 1
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace the file at `path` in one step; a reader sees the old content or the new.
+    """Replace the file at `path` atomically: a reader sees either the old or the new content.
 
-    Missing parent directories are created. After a power cut the file is whole too, though it
-    may be the old one: the file is synced, the directory entry is not.
+    Missing parent directories are created. After a power failure the file is complete, too, but may
+    be the old one: the file is synced, the directory entry is not.
     """
     with atomic_file(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -82,14 +82,14 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[Path]:
-    """A path to write a new file to, which replaces the one at `path` when the block ends.
+    """Yield a temporary path; what was written to it replaces `path` when the block ends.
 
-    As `write_atomic`, for what is too large to be had in one piece. If the block fails, the old
-    file stays.
+    For content that is too large for `write_atomic`. If the block raises an exception, the old file
+    remains.
     """
     with _os_errors_as_ingot_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile: it makes files of mode 0600 whatever the umask says.
+        # Not tempfile, which creates files of mode 0600 regardless of the umask.
         temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
         try:
             temporary.touch(exist_ok=False)
@@ -104,23 +104,23 @@ def atomic_file(path: Path) -> Generator[Path]:
 
 @contextmanager
 def atomic_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
-    """Fill a directory that appears at `path` when all of it is there, or not at all.
+    """Create a directory that appears at `path` when it is complete, or not at all.
 
-    Yields a temporary directory beside `path`; at the end it is renamed, and if anything fails
-    it is removed. What is at `path` already must be an empty directory. `num_bytes` is what
-    will be written, if known: nothing is begun that cannot be finished.
+    Yields a temporary directory next to `path`, which is renamed at the end, or removed if the
+    block raises an exception. If `path` exists, it must be an empty directory. `num_bytes` is the
+    size of what will be written, if known: too little free space is then an error at once.
     """
     with _os_errors_as_ingot_errors(path):
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise IngotError(
-                f"{path} exists already",
-                hint="name a directory that does not exist yet, or delete that one first",
+                f"{path}: exists already",
+                hint="name a directory that does not exist yet, or delete that one",
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(path.parent).free < num_bytes:
             raise IngotError(
-                f"{path} needs {num_bytes / 1e9:.1f} GB, more than is free there",
-                hint="make room, or choose a place on another disk",
+                f"{path}: not enough free space, {num_bytes / 1e9:.1f} GB needed",
+                hint="make room, or choose a directory on another disk",
             )
         temporary = path.parent / f".{path.name[:64]}.{secrets.token_hex(8)}.tmp"
         temporary.mkdir()
@@ -133,27 +133,28 @@ def atomic_directory(path: Path, num_bytes: int = 0) -> Generator[Path]:
 
 
 def ensure_trusted(directory: Path) -> Path:
-    """Make the directory if it is missing; refuse one that another user can write to.
+    """Create the directory if it is missing; raise an error if other users can write to it.
 
-    Its owner must be this user or root. A group may write: many systems give each user one.
+    Its owner must be this user or root. Group write permission is accepted: on many systems each
+    user has a group.
     """
     with _os_errors_as_ingot_errors(directory):
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         status = directory.stat()
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
         raise IngotError(
-            f"other users can write to {directory}, so nothing is run from there",
-            hint="take the right from them (chown, chmod o-w), or choose another place by "
-            "XDG_CACHE_HOME",
+            f"{directory}: other users can write to it, so code in it is not run",
+            hint="remove their permission (chown, chmod o-w), or set XDG_CACHE_HOME to another "
+            "directory",
         )
     return directory
 
 
 @contextmanager
 def lock(path: Path) -> Generator[None]:
-    """Hold the only lock on `path` among all processes of this machine; wait until it is free.
+    """Hold an exclusive lock on `path` among all processes of this machine; wait for it.
 
-    The lock is on `<path>.lock` beside it, so `path` itself need not exist.
+    The lock file is `<path>.lock`, so `path` itself need not exist.
     """
     import filelock
 
@@ -173,7 +174,7 @@ def _xdg(variable: str, default: str) -> Path:
 
 
 def _sanitize(name: str) -> str:
-    """Make a name fit for a directory.
+    """Return a name that is valid for a directory.
 
     >>> _sanitize("../SmolLM2 135M (bf16)"), _sanitize("///")
     ('SmolLM2-135M-bf16', 'run')
@@ -188,6 +189,6 @@ def _os_errors_as_ingot_errors(path: Path) -> Generator[None]:
     except OSError as error:
         raise IngotError(
             f"cannot write {path}: {error.strerror or error}",
-            hint="make room or grant write access there, or choose another place (for caches "
-            "and runs by XDG_CACHE_HOME and XDG_DATA_HOME)",
+            hint="make room or grant write access, or choose another directory (for caches "
+            "and runs: XDG_CACHE_HOME and XDG_DATA_HOME)",
         ) from error

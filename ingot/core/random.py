@@ -1,8 +1,7 @@
-"""Randomness that is a function of its key: the same bits whenever and wherever it is asked for.
+"""Counter-based random numbers: a function of their key, without state.
 
-Philox (Salmon et al. 2011) turns a key and a counter into bits; nothing is carried from one number
-to the next. So a run that is resumed draws what it would have drawn, and a batch that is split
-otherwise gets the same numbers, piece by piece.
+Philox (Salmon et al. 2011) maps a key and a counter to bits. So a resumed run uses the same random
+numbers as an uninterrupted one, and a batch does not depend on how it is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 _WORD = 2**64
-_BLOCK = 4  # words that a counter gives
 
 
 class Purpose(IntEnum):
-    """What numbers are drawn for: no two draw the same."""
+    """Use of the random numbers; each has a stream of its own."""
 
     DROPOUT = 1
     MIXUP = 2
@@ -27,7 +25,7 @@ class Purpose(IntEnum):
 def philox_generator(
     purpose: Purpose, *, seed: int, step: int, index: int = 0, start: int = 0
 ) -> np.random.Philox:
-    """The stream of words of this key, from block `start` on, a block being four words.
+    """Return the generator of this key, from block `start` on; a block is four words.
 
     >>> whole = philox_generator(Purpose.MIXUP, seed=0, step=3).random_raw(8)
     >>> rest = philox_generator(Purpose.MIXUP, seed=0, step=3, start=1).random_raw(4)
@@ -37,6 +35,6 @@ def philox_generator(
     import numpy as np
 
     key = (seed % _WORD) | (step % _WORD) << 64
-    # The counter's lowest word runs; it is raised by one before the first words are made of it.
+    # numpy increments the counter, from its lowest word, before it generates the first block.
     counter = (start % _WORD) | (index % _WORD) << 64 | int(purpose) << 128
     return np.random.Philox(key=key, counter=counter)

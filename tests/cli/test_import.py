@@ -63,7 +63,7 @@ def test_nothing_is_overwritten(ingot: Run, tmp_path: Path, smollm2_gguf: Path) 
     (tmp_path / "out" / "mine").write_text("mine")
     result = ingot("import", str(smollm2_gguf), "out")
     assert result.returncode == 2
-    assert "error: out exists already" in result.stderr
+    assert "error: out: exists already" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 

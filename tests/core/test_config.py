@@ -446,6 +446,6 @@ def test_an_unknown_tag_names_the_known_ones() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e-9, 10.1, "1"])
 def test_a_number_out_of_its_bounds_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="lr of Lion"):
+    with pytest.raises(ConfigError, match=r"Lion\.lr: expected a number"):
         config.check_bounds(Lion(lr=value), lr=(0.0, 10.0))
     config.check_bounds(Lion(lr=10), lr=(0.0, 10.0))

@@ -34,17 +34,17 @@ def test_facts_of_unknown_steps_survive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "cannot read the lineage"),
-        (b"{", "cannot read the lineage"),
-        (b"\xff", "cannot read the lineage"),
-        (b"[]", "cannot read the lineage"),
-        (b"[" * 100_000, "cannot read the lineage"),
-        (b'{"format": 1, "steps": 5}', "cannot read the lineage"),
-        (b'{"format": 1, "steps": [{}]}', "each with its name"),
-        (b'{"format": 1, "steps": [{"step": 5}]}', "each with its name"),
+        (b"", "cannot read"),
+        (b"{", "cannot read"),
+        (b"\xff", "cannot read"),
+        (b"[]", "cannot read"),
+        (b"[" * 100_000, "cannot read"),
+        (b'{"format": 1, "steps": 5}', "cannot read"),
+        (b'{"format": 1, "steps": [{}]}', "each with a name"),
+        (b'{"format": 1, "steps": [{"step": 5}]}', "each with a name"),
         (b'{"format": 1, "steps": [' + b'{"step":"a"},' * 1000 + b'{"step":"a"}]}', "at most 1000"),
-        (b'{"format": 2, "steps": []}', "format 2, this version of ingot knows 1"),
-        (b" " * (lineage.MAX_BYTES + 1), "larger than"),
+        (b'{"format": 2, "steps": []}', "expected format 1, got 2"),
+        (b" " * (lineage.MAX_BYTES + 1), "expected at most 1,048,576 bytes"),
     ],
     ids=range(11),
 )
@@ -65,6 +65,6 @@ def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 def test_it_does_not_grow_without_end(tmp_path: Path) -> None:
     lineage.append(tmp_path, "import")
     before = (tmp_path / "ingot.json").read_bytes()
-    with pytest.raises(IngotError, match="past its bounds"):
+    with pytest.raises(IngotError, match="expected at most 1000 steps"):
         lineage.append(tmp_path, "import", note="a" * lineage.MAX_BYTES)
     assert (tmp_path / "ingot.json").read_bytes() == before

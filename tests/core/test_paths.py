@@ -180,7 +180,7 @@ def test_a_directory_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
 
 def test_a_directory_too_large_for_the_disk_is_not_begun(tmp_path: Path) -> None:
     with (
-        pytest.raises(IngotError, match="more than is free there"),
+        pytest.raises(IngotError, match="not enough free space"),
         paths.atomic_directory(tmp_path / "model", num_bytes=1 << 60),
     ):
         pass

@@ -249,7 +249,7 @@ def test_too_little_room_is_seen_before_anything_is_written(
     path = small()
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(IngotError, match="more than is free there"):
+    with pytest.raises(IngotError, match="not enough free space"):
         gguf.convert(path, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
 
