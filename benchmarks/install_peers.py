@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import sys
 
-from ingot.bench.environment import Environment, clone
+from ingot.bench.environment import Environment, peers_folder
 
 
 def main(names: list[str]) -> int:
     """Install the peers of these names, or all; the number of those that could not be."""
-    missing = 0
-    for pins in sorted(clone().glob("*.txt")):
+    failures = 0
+    for pins in sorted(peers_folder().glob("*.txt")):
         if names and pins.stem not in names:
             continue
         environment = Environment(pins.stem, pins)
         print(f"{environment.name}: {environment.path}", flush=True)  # noqa: T201
-        environment.make()
-        reason = environment.missing()
-        missing += reason is not None
+        environment.install()
+        reason = environment.unavailable_reason()
+        failures += reason is not None
         print(f"{environment.name}: {reason or 'installed'}", flush=True)  # noqa: T201
-    return missing
+    return failures
 
 
 if __name__ == "__main__":

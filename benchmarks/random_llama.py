@@ -2,7 +2,7 @@
 own library: what speeds of systems are compared on besides a real model.
 
     python benchmarks/random_llama.py llama-100m
-    ingot bench peers llama-100m --batch 8 --prompt 128
+    ingot bench compare llama-100m --batch-size 8 --input-len 128
 """
 
 from __future__ import annotations

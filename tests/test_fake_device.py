@@ -128,19 +128,19 @@ class Event:
 
 torch.Event = Event
 torch.compile = lambda function, **options: function
-from ingot.bench import gpu
-from ingot.bench.ops import Bench
+from ingot.bench import gpu_peaks
+from ingot.bench.ops import OpBench
 from ingot.bench.workloads import WORKLOADS
 
-gpu.ROUNDS = 2
+gpu_peaks.ROUNDS = 2
 sizes = {"fp32": 64, "bf16": 64, "int8": 64}
-machine = gpu.measure(str(fake_device.DEVICE), read=2**21, sizes=sizes)
+machine = gpu_peaks.measure(str(fake_device.DEVICE), read_bytes=2**21, sizes=sizes)
 assert all(machine.matmul.values()), machine
-bench = Bench(machine, 0.001, 2**26, str(fake_device.DEVICE))
+bench = OpBench(machine, 0.001, 2**26, str(fake_device.DEVICE))
 first = {workload.op: workload for workload in reversed(WORKLOADS)}
 for op in ("rope_and_cache", "cross_entropy", "philox_uniform", "attention"):
     rows = bench.rows(first[op])
-    assert all(row.p50_us > 0 and row.share_of_limit > 0 for row in rows), rows
+    assert all(row.p50_us > 0 and row.roofline_fraction > 0 for row in rows), rows
     print(op, *(row.provider for row in rows))
 """
     lines = run_script(code).splitlines()

@@ -1,7 +1,7 @@
 """Writes measured speeds into their docs page while the site is built.
 
 A hook of mkdocs: the tables are made from `benchmarks/results` at every build, so they say what the
-last `ingot bench ops`, `peers` and `train` with `--results benchmarks/results` have measured.
+last `ingot bench ops`, `compare` and `train` with `--results benchmarks/results` have measured.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ingot.bench.ops import Row
-from ingot.bench.results import Record, latest, means, read, served
-from ingot.bench.train import options
+from ingot.bench.ops import OpRow
+from ingot.bench.results import Record, called_rows, family_means, latest, read
+from ingot.bench.train import describe_options
 
 _Line = dict[str, str]
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
-PLACE, PEERS_PLACE = "<!-- measured -->", "<!-- measured peers -->"
+PLACE, COMPARE_PLACE = "<!-- measured -->", "<!-- measured compare -->"
 TRAIN_PLACE = "<!-- measured train -->"
-_MEANS = ("family", "shapes", "share of limit", "vs aten", "vs compile")
+_MEANS = ("family", "shapes", "% of roofline", "vs eager", "vs compile")
 _LINES = (
-    *("op", "shape", "dtype", "provider", "p50, us", "limit", "share of limit"),
-    *("vs aten", "vs compile", "batch-invariant"),
+    *("op", "shape", "dtype", "provider", "p50, us", "bound", "% of roofline"),
+    *("vs eager", "vs compile", "batch-invariant"),
 )
-_PEERS = (
-    *("system", "version", "dtype", "tokens/s", "share of limit", "ingot is"),
-    *("first token", "start", "memory"),
+_COMPARE = (
+    *("system", "version", "dtype", "tokens/s", "% of roofline", "speedup"),
+    *("TTFT", "load time", "memory"),
 )
-_TRAIN = ("system", "tokens/s", "limit", "ingot is", "fwd, bwd, upd in ms", "GB, step, kept")
+_TRAIN = (
+    *("system", "tokens/s", "% of roofline", "speedup", "forward, backward, optimizer in ms"),
+    "GB at peak, of the step, of activations",
+)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -38,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     ops = RESULTS / "ops.csv"
     markdown = markdown.replace(PLACE, render(latest(read(ops)) if ops.exists() else []))
-    markdown = markdown.replace(PEERS_PLACE, render_peers(RESULTS / "peers.csv"))
+    markdown = markdown.replace(COMPARE_PLACE, render_compare(RESULTS / "compare.csv"))
     return markdown.replace(TRAIN_PLACE, render_train(RESULTS / "train.csv"))
 
 
@@ -53,21 +56,24 @@ def render(records: list[Record]) -> str:
     return "\n\n".join(
         (
             f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {run.cpu} "
-            f"({run.isa}), torch {run.torch}, ingot {versions}. Geometric means, then every shape:",
+            f"({run.isa}), torch {run.torch}, ingot {versions}. Geometric "
+            "means, then every shape:",
             _table(_MEANS, _mean_lines(rows)),
-            _table(_LINES, map(_line, sorted(served(rows), key=lambda row: (row.family, row.op)))),
+            _table(
+                _LINES, map(_line, sorted(called_rows(rows), key=lambda row: (row.family, row.op)))
+            ),
         )
     )
 
 
-def render_peers(path: Path) -> str:
+def render_compare(path: Path) -> str:
     """For each model and size of batch and texts, the systems of the last run that is kept."""
-    return _runs(path, ("model", "batch", "prompt", "new"), _render_task)
+    return _runs(path, ("model", "batch_size", "input_len", "output_len"), _render_task)
 
 
 def render_train(path: Path) -> str:
     """For each model and size of batch, the systems of the last run that is kept."""
-    return _runs(path, ("model", "batch", "length"), _render_steps)
+    return _runs(path, ("model", "batch_size", "seq_len"), _render_steps)
 
 
 def _runs(path: Path, task: tuple[str, ...], render: Callable[[list[_Line]], str]) -> str:
@@ -87,20 +93,20 @@ def _render_task(rows: list[_Line]) -> str:
     one = rows[0]
     return (
         f"Measured {one['date'][:10]} on {one['cpu']} ({one['isa']}), ingot {one['ingot']}: "
-        f"{one['model']}, {one['batch']} x {one['prompt']} tokens in, {one['batch']} x "
-        f"{one['new']} out, {one['rounds']} rounds, reading at {one['read_gbs']} GB/s "
-        "meanwhile.\n\n" + _table(_PEERS, map(_peer_line, rows))
+        f"{one['model']}, {one['batch_size']} x {one['input_len']} tokens in, "
+        f"{one['batch_size']} x {one['output_len']} out, {one['rounds']} rounds, read bandwidth "
+        f"{one['read_gbs']} GB/s.\n\n" + _table(_COMPARE, map(_compare_line, rows))
     )
 
 
-def _peer_line(row: _Line) -> tuple[str, ...]:
-    if row["missing"]:
-        return (row["system"], f"missing: {row['missing']}", *("-" for _ in _PEERS[2:]))
+def _compare_line(row: _Line) -> tuple[str, ...]:
+    if row["error"]:
+        return (row["system"], f"error: {row['error']}", *("-" for _ in _COMPARE[2:]))
     return (
         *(row["system"], row["version"], row["dtype"]),
         f"{row['tokens_per_s']} ({row['p20']} to {row['p80']})",
-        *(_percent(float(row["share_of_limit"])), _times(float(row["ingot_faster"]))),
-        *(f"{row['first_token_ms']} ms", f"{row['start_s']} s", f"{row['memory_mb']} MB"),
+        *(_percent(float(row["roofline_fraction"])), _times(float(row["speedup"]))),
+        *(f"{row['ttft_ms']} ms", f"{row['load_s']} s", f"{row['memory_mb']} MB"),
     )
 
 
@@ -108,37 +114,37 @@ def _render_steps(rows: list[_Line]) -> str:
     one = rows[0]
     return (
         f"Measured {one['date'][:10]} on {one['cpu']} ({one['isa']}), torch {one['torch']}, ingot "
-        f"{one['ingot']}: {one['model']}, {one['batch']} x {one['length']} tokens a step, "
+        f"{one['ingot']}: {one['model']}, {one['batch_size']} x {one['seq_len']} tokens per step, "
         f"{one['rounds']} rounds.\n\n" + _table(_TRAIN, map(_step_line, rows))
     )
 
 
 def _step_line(row: _Line) -> tuple[str, ...]:
-    if row["missing"]:
-        return (row["system"], f"missing: {row['missing']}", *("-" for _ in _TRAIN[2:]))
-    others = options(row["recompute"], row["moments"])
-    parts, memory = ("forward", "backward", "update"), ("peak", "step", "activation")
+    if row["error"]:
+        return (row["system"], f"error: {row['error']}", *("-" for _ in _TRAIN[2:]))
+    others = describe_options(row["recompute"], row["state_dtype"])
+    parts, memory = ("forward", "backward", "optimizer"), ("peak", "step", "activation")
     return (
         f"{row['system']} {row['version']}, {row['precision']}" + (others and f", {others}"),
         f"{row['tokens_per_s']} ({row['p20']} to {row['p80']})",
-        _percent(float(row["share_of_limit"])) if row["share_of_limit"] else "-",
-        _times(float(row["ingot_faster"])) if row["ingot_faster"] else "-",
+        _percent(float(row["roofline_fraction"])) if row["roofline_fraction"] else "-",
+        _times(float(row["speedup"])) if row["speedup"] else "-",
         ", ".join(f"{1e3 * float(row[f'{part}_s']):.0f}" for part in parts),
         ", ".join(f"{int(row[f'{part}_memory_bytes']) / 1e9:.2f}" for part in memory),
     )
 
 
-def _mean_lines(rows: list[Row]) -> Iterable[tuple[str, ...]]:
-    for mean in means(rows):
-        share = _percent(mean.share_of_limit)
-        speedups = _times(mean.vs_aten), _times(mean.vs_compile)
+def _mean_lines(rows: list[OpRow]) -> Iterable[tuple[str, ...]]:
+    for mean in family_means(rows):
+        share = _percent(mean.roofline_fraction)
+        speedups = _times(mean.vs_eager), _times(mean.vs_compile)
         yield f"**{mean.family}**", str(mean.workloads), share, *speedups
 
 
-def _line(row: Row) -> tuple[str, ...]:
+def _line(row: OpRow) -> tuple[str, ...]:
     return (
         *(row.op, row.shape, row.dtype, row.provider, f"{row.p50_us:,g}"),
-        *(row.limit, _percent(row.share_of_limit), _times(row.vs_aten), _times(row.vs_compile)),
+        *(row.bound, _percent(row.roofline_fraction), _times(row.vs_eager), _times(row.vs_compile)),
         "yes" if row.batch_invariant else "no",
     )
 

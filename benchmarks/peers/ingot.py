@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
-from peers.talk import Peer, Prompts, serve
+from peers.protocol import LoadedModel, Prompts, serve
 
 
-def load(model: Path) -> Peer:
+def load(model: Path) -> LoadedModel:
     """As the server does, without HTTP and without an end of text."""
     import ingot
     from ingot.serving.engine.engine import Engine
@@ -30,7 +30,7 @@ def load(model: Path) -> Peer:
                 first = perf_counter() - start
         return first, tokens
 
-    return Peer(ingot.__version__, dtype, generate)
+    return LoadedModel(ingot.__version__, dtype, generate)
 
 
 if __name__ == "__main__":

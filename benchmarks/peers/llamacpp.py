@@ -13,11 +13,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from peers.talk import Peer, Prompts, serve
+from peers.protocol import LoadedModel, Prompts, serve
 from peers.weights import bf16
 
 
-def load(model: Path) -> Peer:
+def load(model: Path) -> LoadedModel:
     """With a thread on every core; the package's default is half of them."""
     import llama_cpp as lib
 
@@ -53,7 +53,7 @@ def load(model: Path) -> Peer:
 
         return _generated(step, prompts, new, start)
 
-    return Peer(lib.__version__, "bf16", generate)
+    return LoadedModel(lib.__version__, "bf16", generate)
 
 
 def _generated(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from peers.talk import Peer, Prompts, serve
+from peers.protocol import LoadedModel, Prompts, serve
 from peers.weights import f16
 
 
-def load(model: Path) -> Peer:
+def load(model: Path) -> LoadedModel:
     """As its documentation says; the time of the first token is its own metric."""
     import numpy as np
     import openvino
@@ -26,7 +26,7 @@ def load(model: Path) -> Peer:
         result = pipeline.generate(inputs, options)
         return result.perf_metrics.get_ttft().mean / 1000, result.tokens
 
-    return Peer(openvino_genai.__version__, "f16", generate)
+    return LoadedModel(openvino_genai.__version__, "f16", generate)
 
 
 if __name__ == "__main__":

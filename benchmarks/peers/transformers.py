@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
-from peers.talk import Peer, Prompts, serve
+from peers.protocol import LoadedModel, Prompts, serve
 
 
-def load(model: Path) -> Peer:
+def load(model: Path) -> LoadedModel:
     """As its documentation says. A streamer is given the prompt, then each token as it comes."""
     import torch
     import transformers
@@ -39,7 +39,7 @@ def load(model: Path) -> Peer:
             )
         return clock.times[1] - start, all_ids[:, ids.shape[1] :].tolist()
 
-    return Peer(transformers.__version__, "bf16", generate)
+    return LoadedModel(transformers.__version__, "bf16", generate)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from peers.talk import Peer, Prompts, serve
+from peers.protocol import LoadedModel, Prompts, serve
 
 
-def load(model: Path) -> Peer:
+def load(model: Path) -> LoadedModel:
     """As its documentation says; its statistics are on, which tell of the first token."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
@@ -25,7 +25,7 @@ def load(model: Path) -> Peer:
         first = max(result.metrics.first_token_latency for result in results)
         return first, [list(result.outputs[0].token_ids) for result in results]
 
-    return Peer(vllm.__version__, "bf16", generate)
+    return LoadedModel(vllm.__version__, "bf16", generate)
 
 
 if __name__ == "__main__":

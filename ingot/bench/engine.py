@@ -1,13 +1,13 @@
-"""How near the engine comes to its limit, and what its shortcuts save.
+"""Times the engine: decode steps against the memory bandwidth, and its optimizations.
 
-    decode    a step of 1, 8 and 32 requests, in turns with reading as many bytes of memory as it
-              has to: the weights, the keys and the values. The bandwidth of a machine with
-              neighbours moves by half within a minute, so only turns as short as these compare.
-    lookup    one request goes on copying a text, with and without `propose.Lookup`
-    prefix    requests whose prompts begin alike, nine tokens of ten, one after the other: with the
-              blocks of those before, and with a tenant each, who shares nothing
+    decode    a step of 1, 8 and 32 requests, interleaved with reading as many bytes of memory as
+              the step has to: the weights, the keys and the values. On a machine with other tenants
+              the bandwidth changes by half within a minute, so only interleaving is a comparison.
+    ngram     one request that copies a text of its prompt, with and without n-gram speculation
+    prefix    requests whose prompts share nine tokens of ten, one after the other, with the blocks
+              of the previous ones and with a cache salt each, which shares nothing
 
-Shortcuts take turns with doing without, and both have to write the same, token for token.
+Each optimization is interleaved with its baseline, and both have to produce the same tokens.
 """
 
 # pyright: basic
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from statistics import mean, median
 
-from ingot.bench.peaks import reader
+from ingot.bench.cpu_peaks import reader_on_all_cores
 from ingot.core.errors import IngotError
 from ingot.interop.model import Model
 from ingot.nn.decoder import Decoder
@@ -28,78 +28,77 @@ from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.request import Options, Request
 from ingot.serving.engine.speculate import Lookup
 
-# Words that a model has no reason to write but for the copy.
+# A text that a model would only write as a copy.
 TEXT = (
     "The harbour clock at Vessel Quay ran eleven minutes slow, and nobody would mend it. Sailors "
     "set their watches by the bakery instead, whose oven door opened at five, at nine and at noon. "
     "On Thursdays the baker slept late; on Thursdays, therefore, no ship ever left in time. "
 )
-PREFIX, PROMPT, SHARING = 288, 320, 16
-BATCHES, STEPS, SHORT = (1, 8, 32), 100, 16
-_MOST_READ = 2**30
+PREFIX, PROMPT, NUM_PROMPTS = 288, 320, 16
+BATCHES, STEPS, DECODE_PROMPT = (1, 8, 32), 100, 16
+_MAX_READ_BYTES = 2**30
+
+Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decode:
-    """A step that gives each of a batch one token: medians, and the median of the ratios."""
+class DecodeStep:
+    """A step with one token per request of a batch: medians, and the median of the ratios."""
 
-    batch: int
-    step: float
-    """Seconds."""
-    reading: float
+    batch_size: int
+    step_s: float
+    reading_s: float
     """Seconds that reading the same bytes takes."""
-    share_of_limit: float
+    roofline_fraction: float
     tokens_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
-    """Seconds with a shortcut and without: medians of the rounds, as is their ratio."""
+class Speedup:
+    """Seconds with and without an optimization, and their ratio: medians of the rounds."""
 
     name: str
-    what: str
-    without: float
-    with_it: float
+    description: str
+    baseline_s: float
+    optimized_s: float
     ratio: float
-    same: bool
-    """Both wrote the same tokens in every round."""
+    same_tokens: bool
+    """Both produced the same tokens in every round."""
 
 
-def decode(
-    model: Model, steps: int = STEPS, advance: Callable[[int], object] = lambda _: None
-) -> list[Decode]:
-    """Each batch for so many steps, after prompts of 16 tokens; `advance` hears of each step."""
-    return [_decode(model.decoder, batch, steps, advance) for batch in BATCHES]
+def decode(model: Model, steps: int = STEPS, advance: Advance = lambda _: None) -> list[DecodeStep]:
+    """Time `steps` decode steps of each batch size; `advance` is called after each step."""
+    return [_decode(model.decoder, batch_size, steps, advance) for batch_size in BATCHES]
 
 
-def _decode(decoder: Decoder, batch: int, steps: int, advance: Callable[[int], object]) -> Decode:
-    engine, vocabulary = Engine(decoder), decoder.config.vocab_size
-    for number in range(batch):
-        prompt = tuple((7 * at + number) % vocabulary for at in range(SHORT))
+def _decode(decoder: Decoder, batch_size: int, steps: int, advance: Advance) -> DecodeStep:
+    engine, vocab_size = Engine(decoder), decoder.config.vocab_size
+    for number in range(batch_size):
+        prompt = tuple((7 * at + number) % vocab_size for at in range(DECODE_PROMPT))
         options = Options(temperature=0.0)
         engine.add(Request(id=number, prompt=prompt, max_tokens=steps + 3, options=options))
     spec = KVSpec.of(decoder)
-    kept = spec.bytes_per_token if spec else 0
-    wanted = _weights(decoder) + batch * (SHORT + steps // 2) * kept
-    for _ in range(2):  # prompts; first touches, recordings
+    kv_bytes = spec.bytes_per_token if spec else 0
+    num_bytes = _weight_bytes(decoder) + batch_size * (DECODE_PROMPT + steps // 2) * kv_bytes
+    for _ in range(2):  # prefill; page faults, graph captures
         engine.step()
     pairs = []
-    with reader(min(wanted, _MOST_READ)) as (read, size):
+    with reader_on_all_cores(min(num_bytes, _MAX_READ_BYTES)) as (read, size):
         for _ in range(steps):
-            pairs.append((_seconds(engine.step), _seconds(read) * wanted / size))
+            pairs.append((_seconds(engine.step), _seconds(read) * num_bytes / size))
             advance(1)
     step = median(a for a, _ in pairs)
-    return Decode(
-        batch=batch,
-        step=step,
-        reading=median(b for _, b in pairs),
-        share_of_limit=median(b / a for a, b in pairs),
-        tokens_per_s=batch / step,
+    return DecodeStep(
+        batch_size=batch_size,
+        step_s=step,
+        reading_s=median(b for _, b in pairs),
+        roofline_fraction=median(b / a for a, b in pairs),
+        tokens_per_s=batch_size / step,
     )
 
 
-def _weights(decoder: Decoder) -> int:
-    """Bytes that a token needs read: of embeddings that are not also the head, a row or nothing."""
+def _weight_bytes(decoder: Decoder) -> int:
+    """Bytes of weights that a step reads: all but an input embedding that is not also the head."""
     read = dict.fromkeys(decoder.parameters())
     if decoder.lm_head is not None:
         del read[decoder.tok_embed.weight]
@@ -112,24 +111,26 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def shortcuts(
-    model: Model, rounds: int = 5, advance: Callable[[int], object] = lambda _: None
-) -> list[Gain]:
-    """Both shortcuts, each way once a round; `advance` hears of each round."""
+def measure_speedups(
+    model: Model, rounds: int = 5, advance: Advance = lambda _: None
+) -> list[Speedup]:
+    """Time both optimizations against their baselines; `advance` is called once per round."""
     if not 1 <= rounds <= 1000:
-        raise IngotError(f"{rounds} rounds", hint="give a number from 1 to 1000")
-    return [_lookup(model, rounds, advance), _prefix(model, rounds, advance)]
+        raise IngotError(
+            f"rounds: must be from 1 to 1000, got {rounds}", hint="choose another number"
+        )
+    return [_ngram(model, rounds, advance), _prefix(model, rounds, advance)]
 
 
-def _lookup(model: Model, rounds: int, advance: Callable[[int], object]) -> Gain:
+def _ngram(model: Model, rounds: int, advance: Advance) -> Speedup:
     ids = model.tokenizer.encode(TEXT)
     prompt = tuple(ids * 3 + ids[: len(ids) // 4])
     request = Request(id=0, prompt=prompt, max_tokens=len(ids), options=Options(temperature=0.0))
-    plain = Engine(model.decoder)
-    guessing = Engine(model.decoder, proposer=Lookup())
+    baseline = Engine(model.decoder)
+    speculative = Engine(model.decoder, proposer=Lookup())
 
     def run(engine: Engine) -> tuple[float, list[int]]:
-        """Seconds of all but the first token, whose prompt both compute alike."""
+        """Return the seconds of all tokens but the first, since prefill is the same in both."""
         engine.add(request)
         tokens: list[int] = []
         begin = time.perf_counter()
@@ -140,25 +141,27 @@ def _lookup(model: Model, rounds: int, advance: Callable[[int], object]) -> Gain
                 tokens += output.tokens
         return time.perf_counter() - begin, tokens
 
-    what = (
-        f"{request.max_tokens} tokens of a text that the prompt holds three times, batch 1: seconds"
+    description = (
+        f"{request.max_tokens} tokens of a text that the prompt has three times, batch 1: seconds"
     )
-    return _gain("lookup", what, lambda: run(plain), lambda: run(guessing), rounds, advance)
+    return _speedup(
+        "ngram", description, lambda: run(baseline), lambda: run(speculative), rounds, advance
+    )
 
 
-def _prefix(model: Model, rounds: int, advance: Callable[[int], object]) -> Gain:
-    engine, vocabulary = Engine(model.decoder), model.decoder.config.vocab_size
-    turns = {True: count(1), False: count(1)}
+def _prefix(model: Model, rounds: int, advance: Advance) -> Speedup:
+    engine, vocab_size = Engine(model.decoder), model.decoder.config.vocab_size
+    round_numbers = {True: count(1), False: count(1)}
 
-    def run(alone: bool) -> tuple[float, list[int]]:
-        """The mean time to a first token. A round has a prefix of its own, which nobody has yet."""
-        turn = next(turns[alone])
-        prefix = [(7 * at + turn) % vocabulary for at in range(PREFIX)]
+    def run(salted: bool) -> tuple[float, list[int]]:
+        """Return the mean TTFT. Each round has a new prefix, which is not cached yet."""
+        number = next(round_numbers[salted])
+        prefix = [(7 * at + number) % vocab_size for at in range(PREFIX)]
         times: list[float] = []
         tokens: list[int] = []
-        for own in range(SHARING):
-            rest = [(11 * at + own + 1) % vocabulary for at in range(PROMPT - PREFIX)]
-            salt = bytes([own + 1]) if alone else b""
+        for own in range(NUM_PROMPTS):
+            rest = [(11 * at + own + 1) % vocab_size for at in range(PROMPT - PREFIX)]
+            salt = bytes([own + 1]) if salted else b""
             options = Options(temperature=0.0)
             begin = time.perf_counter()
             engine.add(
@@ -170,29 +173,31 @@ def _prefix(model: Model, rounds: int, advance: Callable[[int], object]) -> Gain
             times.append(time.perf_counter() - begin)
         return mean(times), tokens
 
-    what = f"{SHARING} prompts of {PROMPT} tokens, {PREFIX} of them shared: mean seconds to a token"
-    return _gain("prefix", what, lambda: run(True), lambda: run(False), rounds, advance)
+    description = (
+        f"{NUM_PROMPTS} prompts of {PROMPT} tokens, {PREFIX} of them shared: mean TTFT in seconds"
+    )
+    return _speedup("prefix", description, lambda: run(True), lambda: run(False), rounds, advance)
 
 
-def _gain(
+def _speedup(
     name: str,
-    what: str,
-    without: Callable[[], tuple[float, list[int]]],
-    with_it: Callable[[], tuple[float, list[int]]],
+    description: str,
+    baseline: Callable[[], tuple[float, list[int]]],
+    optimized: Callable[[], tuple[float, list[int]]],
     rounds: int,
-    advance: Callable[[int], object],
-) -> Gain:
-    for once in (without, with_it):  # first touches, recordings
-        once()
+    advance: Advance,
+) -> Speedup:
+    for run in (baseline, optimized):  # page faults, graph captures
+        run()
     pairs = []
     for _ in range(rounds):
-        pairs.append((without(), with_it()))
+        pairs.append((baseline(), optimized()))
         advance(1)
-    return Gain(
+    return Speedup(
         name=name,
-        what=what,
-        without=median(a[0] for a, _ in pairs),
-        with_it=median(b[0] for _, b in pairs),
+        description=description,
+        baseline_s=median(a[0] for a, _ in pairs),
+        optimized_s=median(b[0] for _, b in pairs),
         ratio=median(a[0] / b[0] for a, b in pairs),
-        same=all(a[1] == b[1] for a, b in pairs),
+        same_tokens=all(a[1] == b[1] for a, b in pairs),
     )

@@ -1,13 +1,13 @@
-"""Where a peer lives: a virtual environment of its own, since each pins half of PyPI.
+"""The virtual environment of a compared system; each has its own, since each pins half of PyPI.
 
-    environment = Environment("vllm", clone() / "vllm.txt")
-    environment.make()              # downloads and may compile: minutes
+    environment = Environment("vllm", peers_folder() / "vllm.txt")
+    environment.install()           # downloads and may compile: minutes
     environment.python              # its interpreter
 
-`benchmarks/peers/NAME.txt` lists every package with its version, and is installed as it stands,
-without looking for dependencies: what is not listed is not there. An environment lies in the
-cache under the hash of this list and of the Python version, so a changed list makes another, and
-none is ever changed. What could not be installed leaves the reason.
+`benchmarks/peers/NAME.txt` lists every package with its version and is installed as it is, without
+resolving dependencies. An environment is cached under the hash of this list and of the Python
+version, so a changed list creates another one, and none is ever modified. If an installation fails,
+the reason is kept.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ingot.core import paths
 from ingot.core.errors import IngotError
 
 
-def clone() -> Path:
-    """`benchmarks/peers` of the clone that ingot is installed from."""
+def peers_folder() -> Path:
+    """Return `benchmarks/peers` of the clone that ingot is installed from."""
     path = Path(__file__).parents[2] / "benchmarks/peers"
     if not path.is_dir():
         raise IngotError(
-            "the scripts of the peers are not installed with the package",
-            hint="clone the repository, pip install -e . in it, and run it again",
+            "benchmarks/peers: not part of the installed package",
+            hint="clone the repository, run `pip install -e .` in it, and try again",
         )
     return path
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The virtual environment of one peer, which may be there or not."""
+    """The virtual environment of one system, installed or not."""
 
     name: str
     pins: Path
@@ -44,8 +44,8 @@ class Environment:
     @property
     def path(self) -> Path:
         """The directory, in the cache."""
-        made_of = sys.version.encode() + self.pins.read_bytes()
-        return paths.cache("peers", f"{self.name}-{hashlib.sha256(made_of).hexdigest()[:12]}")
+        content = sys.version.encode() + self.pins.read_bytes()
+        return paths.cache("peers", f"{self.name}-{hashlib.sha256(content).hexdigest()[:12]}")
 
     @property
     def python(self) -> Path:
@@ -54,36 +54,36 @@ class Environment:
 
     @property
     def log(self) -> Path:
-        """What pip said."""
+        """The output of pip."""
         return self.path / "install.log"
 
-    def missing(self) -> str | None:
-        """Why it is not there; None if it is."""
+    def unavailable_reason(self) -> str | None:
+        """Return why it cannot be used; None if it is installed."""
         if self._state == "complete":
             return None
         if self._state:
-            return f"cannot be installed: {self._state}"
+            return f"installation failed: {self._state}"
         return f"not installed: run `python benchmarks/install_peers.py {self.name}`"
 
-    def make(self) -> None:
-        """Install it, unless it is there; try again what failed before.
+    def install(self) -> None:
+        """Install it, unless it is installed; retry an installation that failed.
 
-        Where it cannot be installed, `missing` tells the reason from then on.
+        If it fails, `unavailable_reason` returns the reason from then on.
         """
         with paths.lock(self.path):
             if self._state == "complete":
                 return
             shutil.rmtree(self.path, ignore_errors=True)
             paths.ensure_trusted(self.path)
-            paths.write_atomic(self.path / "state", self._installed() or "complete")
+            paths.write_atomic(self.path / "state", self._run_pip() or "complete")
 
     @property
     def _state(self) -> str:
         file = self.path / "state"
         return file.read_text() if file.exists() else ""
 
-    def _installed(self) -> str | None:
-        """The reason of a failure, which is pip's last error."""
+    def _run_pip(self) -> str | None:
+        """Install all packages; return pip's last error if that fails."""
         pip = [str(self.python), "-m", "pip", "install", "--no-deps", "-r", str(self.pins)]
         with self.log.open("w") as log:
             for command in ([sys.executable, "-m", "venv", str(self.path)], pip):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ingot.bench.results import Run
-from ingot.bench.serve import Answer
+from ingot.bench.results import RunInfo
+from ingot.bench.serve import RequestRecord
 from ingot.serving.simulate import Goal
 
 
-def draw(answers: list[Answer], goal: Goal, run: Run, path: Path) -> None:
+def draw(answers: list[RequestRecord], goal: Goal, run: RunInfo, path: Path) -> None:
     """Two shares of all by time, and the tokens of each second."""
     from matplotlib.figure import Figure
 
@@ -39,7 +39,7 @@ def _shares(axes: Any, values: Any, label: str, goal: float) -> None:
     axes.grid(alpha=0.2)
 
 
-def _rates(axes: Any, answers: list[Answer]) -> None:
+def _rates(axes: Any, answers: list[RequestRecord]) -> None:
     begin = min((a.sent for a in answers), default=0.0)
     times = np.concatenate([np.frombuffer(a.times) for a in answers] or [np.zeros(0)]) - begin
     weights = np.concatenate(

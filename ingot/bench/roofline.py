@@ -15,9 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ingot.bench.ops import Row
+from ingot.bench.ops import OpRow
 from ingot.bench.peaks import Peaks
-from ingot.bench.results import Run, served
+from ingot.bench.results import RunInfo, called_rows
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, bottom, right, top."""
@@ -28,19 +28,19 @@ _OURS = ("cpu", "triton")
 _MARKERS = {"cpu": "o", "triton": "o", "aten": "o", "reference": "x"}
 
 
-def draw(rows: Iterable[Row], machine: Peaks, run: Run, path: Path) -> None:
+def draw(rows: Iterable[OpRow], machine: Peaks, run: RunInfo, path: Path) -> None:
     """Draw ingot's own kernels and PyTorch's functions, and the reference where it serves an op."""
     from matplotlib.figure import Figure
 
     rows = list(rows)
-    first = set(served(rows))
+    first = set(called_rows(rows))
     shown = [
         r for r in rows if r.provider in (*_OURS, "aten") or (r in first and r.provider in _MARKERS)
     ]
     figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
     axes: Any = figure.add_subplot(xscale="log", yscale="log")
     edge = 0.5 * min((i for row in shown if (i := intensity(row))), default=0.1)
-    points = {row: place(row, edge) for row in shown}
+    points = {row: point_of(row, edge) for row in shown}
     _draw_roofs(axes, machine, edge, max((x for x, _ in points.values()), default=1.0) * 4)
     colours = _colours(shown)
     for row, (x, y) in points.items():
@@ -56,12 +56,12 @@ def draw(rows: Iterable[Row], machine: Peaks, run: Run, path: Path) -> None:
     figure.savefig(path)
 
 
-def intensity(row: Row) -> float:
+def intensity(row: OpRow) -> float:
     """FLOPs for each byte."""
     return row.gflops / row.gbs
 
 
-def place(row: Row, edge: float) -> tuple[float, float]:
+def point_of(row: OpRow, edge: float) -> tuple[float, float]:
     """Where a row stands; `edge` is how far left those without FLOPs do."""
     return (intensity(row), row.gflops) if row.gflops else (edge, row.gbs * edge)
 
@@ -118,7 +118,7 @@ def _draw_roofs(axes: Any, machine: Peaks, left: float, right: float) -> None:
         )
 
 
-def _colours(rows: list[Row]) -> dict[str, Any]:
+def _colours(rows: list[OpRow]) -> dict[str, Any]:
     from matplotlib import colormaps
 
     families = sorted({row.family for row in rows})
@@ -126,7 +126,7 @@ def _colours(rows: list[Row]) -> dict[str, Any]:
 
 
 def _draw_labels(
-    axes: Any, points: dict[Row, tuple[float, float]], colours: dict[str, Any]
+    axes: Any, points: dict[OpRow, tuple[float, float]], colours: dict[str, Any]
 ) -> None:
     """Each op's name where there is room for it, with a line to its fastest row."""
     figure = axes.figure

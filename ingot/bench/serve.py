@@ -1,8 +1,8 @@
 """A load on a server, and what its clients see: first tokens, gaps between tokens, goodput.
 
     load = Load(trace=Trace(requests=256, rate=4.0), clients=None)
-    answers = over_http("http://127.0.0.1:8000", load)
-    print(report([answers], Goal()))
+    answers = send_over_http("http://127.0.0.1:8000", load)
+    print(summarize([answers], Goal()))
 
 **The load** is a `Trace`, as `ingot simulate` takes it: the same requests can be simulated, given
 to the bare engine and sent to a server. *Open loop*: requests come when the trace says, however the
@@ -46,7 +46,7 @@ from ingot.serving.simulate import PERCENTILES, Goal, Outcome, Trace
 if TYPE_CHECKING:
     from ingot.serving.engine.engine import Engine
 
-VOCABULARY = 256
+VOCAB_SIZE = 256
 _START = 120.0  # seconds that a server may take to load
 _ANSWERED = ("stop", "length")
 
@@ -67,7 +67,7 @@ class Load:
 
 
 @dataclass
-class Answer:
+class RequestRecord:
     """What became of a request: when it was sent, when its tokens came, how it ended."""
 
     sent: float
@@ -93,7 +93,8 @@ class Answer:
         """Seconds from one token to the next, as far as a client can tell: an event is of text, and
         where a character is of several tokens they share its time evenly.
 
-        >>> one = Answer(sent=0.0, prompt=8, asked=5, times=array("d", [1.0, 1.4, 2.0]), tokens=5)
+        >>> times = array("d", [1.0, 1.4, 2.0])
+        >>> one = RequestRecord(sent=0.0, prompt=8, asked=5, times=times, tokens=5)
         >>> one.gaps.round(6).tolist()
         [0.2, 0.3]
         """
@@ -101,12 +102,13 @@ class Answer:
         return gaps * min(1.0, len(gaps) / max(1, self.tokens - 1))
 
 
-def report(rounds: Sequence[list[Answer]], goal: Goal) -> Outcome:
+def summarize(rounds: Sequence[list[RequestRecord]], goal: Goal) -> Outcome:
     """Sum up one round or several.
 
-    >>> one = Answer(sent=0.0, prompt=8, asked=3, times=array("d", [0.5, 0.6, 0.7]), tokens=3)
+    >>> times = array("d", [0.5, 0.6, 0.7])
+    >>> one = RequestRecord(sent=0.0, prompt=8, asked=3, times=times, tokens=3)
     >>> one.end = "length"
-    >>> found = report([[one]], Goal())
+    >>> found = summarize([[one]], Goal())
     >>> found.first_token["p50"], round(found.between_tokens["p50"], 6), found.output_tokens
     (0.5, 0.1, 3)
     """
@@ -130,12 +132,12 @@ def report(rounds: Sequence[list[Answer]], goal: Goal) -> Outcome:
     )
 
 
-def rate(answers: list[Answer]) -> float:
+def output_rate(answers: list[RequestRecord]) -> float:
     """Tokens a second of a round."""
     return sum(a.tokens for a in answers) / _seconds(answers)
 
 
-def _seconds(answers: list[Answer]) -> float:
+def _seconds(answers: list[RequestRecord]) -> float:
     """From the first request to the last token."""
     begin = min((a.sent for a in answers), default=0.0)
     return max([a.times[-1] - begin for a in answers if a.times] or [0.0]) or 1e-9
@@ -148,21 +150,21 @@ def _percentiles(values: Any) -> dict[str, float]:
     return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, found, strict=True)}
 
 
-def real(prompt: tuple[int, ...]) -> tuple[int, ...]:
+def to_model_tokens(prompt: tuple[int, ...]) -> tuple[int, ...]:
     """Tokens that models have, in place of a trace's numbers: equal ones for equal ones.
 
-    >>> real((5, 2**31, 5))[::2]
+    >>> to_model_tokens((5, 2**31, 5))[::2]
     (159, 159)
     """
-    return tuple([(token * 0x9E3779B97F4A7C15 >> 32) % VOCABULARY for token in prompt])
+    return tuple([(token * 0x9E3779B97F4A7C15 >> 32) % VOCAB_SIZE for token in prompt])
 
 
 # Over HTTP
 
 
-def over_http(
+def send_over_http(
     address: str, load: Load, key: str | None = None, advance: Advance = lambda _: None
-) -> list[Answer]:
+) -> list[RequestRecord]:
     """Send the load to a server; `advance` hears of each request that has ended."""
     return asyncio.run(_Sender(address, key, advance).run(load))
 
@@ -182,9 +184,9 @@ class _Sender:
         self._head = "\r\n".join(lines).encode() + b"\r\nContent-Length: "
         self._advance = advance
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._answers: list[Answer] = []
+        self._answers: list[RequestRecord] = []
 
-    async def run(self, load: Load) -> list[Answer]:
+    async def run(self, load: Load) -> list[RequestRecord]:
         requests = load.trace.draw()
         if load.clients is None:
             await self._open(requests)
@@ -206,10 +208,10 @@ class _Sender:
             await self._ask(request, leaves and leaves - arrival)
 
     async def _ask(self, request: Request, leaves: float | None) -> None:
-        answer = Answer(time.perf_counter(), len(request.prompt), request.max_tokens)
+        answer = RequestRecord(time.perf_counter(), len(request.prompt), request.max_tokens)
         self._answers.append(answer)
         body = {
-            "prompt": real(request.prompt),
+            "prompt": to_model_tokens(request.prompt),
             "max_tokens": request.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -224,7 +226,7 @@ class _Sender:
             answer.end = "lost"
         self._advance(1)
 
-    async def _exchange(self, body: bytes, answer: Answer) -> None:
+    async def _exchange(self, body: bytes, answer: RequestRecord) -> None:
         reader, writer = self._idle.pop() if self._idle else await self._connect()
         done = False
         try:
@@ -245,7 +247,7 @@ class _Sender:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self._host, self._port)
 
-    async def _events(self, reader: asyncio.StreamReader, answer: Answer) -> None:
+    async def _events(self, reader: asyncio.StreamReader, answer: RequestRecord) -> None:
         """Chunks of events, to the empty one."""
         last = b""
         while size := int(await reader.readuntil(b"\r\n"), 16):
@@ -260,7 +262,7 @@ class _Sender:
         _finish(answer, last)
 
 
-def _finish(answer: Answer, events: bytes) -> None:
+def _finish(answer: RequestRecord, events: bytes) -> None:
     """What the last events say: how it ended, and how many tokens it has."""
     for line in events.split(b"\n"):
         if not line.startswith(b"data: {"):
@@ -275,7 +277,7 @@ def _finish(answer: Answer, events: bytes) -> None:
 
 
 @contextmanager
-def served(directory: Path) -> Generator[tuple[str, float]]:
+def start_server(directory: Path) -> Generator[tuple[str, float]]:
     """`ingot serve DIR` on a free port: its address, and the seconds to its first token."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -307,7 +309,7 @@ def _wait(server: subprocess.Popen[bytes], address: str, output: Any) -> None:
     one = Load(trace=Trace(requests=1, prompt=4, output=1, spread=0, shared=0))
     end = time.monotonic() + _START
     while time.monotonic() < end and server.poll() is None:
-        answers = over_http(address, one)
+        answers = send_over_http(address, one)
         if answers[0].end in _ANSWERED:
             return
         time.sleep(0.05)
@@ -319,7 +321,9 @@ def _wait(server: subprocess.Popen[bytes], address: str, output: Any) -> None:
 # Without HTTP
 
 
-def on_engine(engine: Engine, load: Load, advance: Advance = lambda _: None) -> list[Answer]:
+def run_on_engine(
+    engine: Engine, load: Load, advance: Advance = lambda _: None
+) -> list[RequestRecord]:
     """Give the load to an engine in this process: what the server has at most."""
     return _Feeder(engine, load, advance).run()
 
@@ -329,12 +333,12 @@ class _Feeder:
         self._engine, self._load, self._advance = engine, load, advance
         self._requests = load.trace.draw()
         self._next = next(self._requests, None)
-        self._open: dict[int, Answer] = {}
+        self._open: dict[int, RequestRecord] = {}
         self._leaving: dict[int, float] = {}
         self._begin = time.perf_counter()
 
-    def run(self) -> list[Answer]:
-        answers: list[Answer] = []
+    def run(self) -> list[RequestRecord]:
+        answers: list[RequestRecord] = []
         while self._next or self._engine.busy:
             while self._due():
                 answers.append(self._add())
@@ -352,19 +356,19 @@ class _Feeder:
             return len(self._open) < self._load.clients
         return time.perf_counter() - self._begin >= self._next[0]
 
-    def _add(self) -> Answer:
+    def _add(self) -> RequestRecord:
         assert self._next
         arrival, request, leaves = self._next
         self._next = next(self._requests, None)
         now = time.perf_counter()
-        answer = Answer(now, len(request.prompt), request.max_tokens)
+        answer = RequestRecord(now, len(request.prompt), request.max_tokens)
         self._open[request.id] = answer
         if leaves is not None:
             self._leaving[request.id] = now + leaves - arrival
         self._engine.add(
             Request(
                 id=request.id,
-                prompt=real(request.prompt),
+                prompt=to_model_tokens(request.prompt),
                 max_tokens=request.max_tokens,
                 options=Options(temperature=0.0),
             )

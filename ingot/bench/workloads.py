@@ -35,13 +35,13 @@ from ingot.ops.op import registry
 from ingot.ops.rope import rope_frequencies
 
 Args: TypeAlias = tuple[Any, ...]
-Draw: TypeAlias = "Callable[[Views], Args]"
+MakeArgs: TypeAlias = "Callable[[Views], Args]"
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int64": torch.int64}
 VOCABULARY = 32000
 # Heads of queries, heads of keys, channels of a head.
 HEADS = (12, 4, 64)
-PAGE = 16
+BLOCK_SIZE = 16
 # (out, in) of qkv, gate and up, down, vocabulary; then gate or up and vocabulary of SmolLM2-135M.
 PROJECTIONS = ((1280, 768), (4096, 768), (768, 2048), (32000, 768), (1728, 576), (49152, 576))
 EXPERTS = 8
@@ -63,16 +63,16 @@ class Workload:
     op: str
     shape: str
     dtype: str
-    draw: Draw
+    draw: MakeArgs
     """The arguments of one call."""
-    sdpa: Draw | None = None
+    sdpa: MakeArgs | None = None
     """Of attention: the same work for `scaled_dot_product_attention`, prepared favourably."""
 
 
 class Views:
     """Views of the arena, one behind the other from a place on; at its end again from the start.
 
-    >>> views = Views(filled(2**20), torch.float32, at=0)
+    >>> views = Views(new_arena(2**20), torch.float32, at=0)
     >>> x, y = views(2, 3), views(4)
     >>> y.storage_offset() * 4, views.taken
     (64, 40)
@@ -106,17 +106,17 @@ class Views:
         return torch.randperm(count, generator=self._random, dtype=torch.int32)
 
 
-def arena_size(device: Device, place: str = "cpu") -> int:
+def arena_size(device: Device, on: str = "cpu") -> int:
     """Four times the L3 cache and 512 MiB at least, but not more than an eighth of the memory.
 
     On a GPU it is 1 GiB: the largest cache there is 256 MB, that of MI300X.
     """
-    if place != "cpu":
+    if on != "cpu":
         return min(1024 * _MiB, (device.gpus[0].memory or 8192 * _MiB) // 8)
     return min(max(512 * _MiB, 4 * (device.cpu.l3 or 0)), device.memory // 8)
 
 
-def filled(size: int, place: torch.device | str = "cpu") -> Tensor:
+def new_arena(size: int, device: torch.device | str = "cpu") -> Tensor:
     """An arena of so many bytes: normally distributed bfloat16, repeating after 32 MiB.
 
     Half the size of unit normals, so that the logits they make are those of a model.
@@ -124,10 +124,10 @@ def filled(size: int, place: torch.device | str = "cpu") -> Tensor:
     random = torch.Generator().manual_seed(0)
     block = torch.randn(min(size, 32 * _MiB) // 2, generator=random) * 0.5
     repeats = -(-size // (2 * len(block)))
-    return block.bfloat16().to(place).repeat(repeats).view(torch.uint8)[:size]
+    return block.bfloat16().to(device).repeat(repeats).view(torch.uint8)[:size]
 
 
-def copies(workload: Workload, arena: Tensor, draw: Draw | None = None) -> list[Args]:
+def argument_sets(workload: Workload, arena: Tensor, draw: MakeArgs | None = None) -> list[Args]:
     """Arguments of as many calls as it takes to walk through the arena, drawn by `draw` if given.
 
     A call that reads less than it is given (rows of a table) moves on by what it reads. What is
@@ -163,10 +163,10 @@ class _Mover:
         return self._moved[id(tensor)][1]
 
 
-def chosen(names: Iterable[str] = ()) -> list[Workload]:
+def select_workloads(names: Iterable[str] = ()) -> list[Workload]:
     """The workloads of these ops and families, by family; of all if there are no names.
 
-    >>> {workload.op for workload in chosen(["rms_norm", "silu"])} == {"rms_norm", "silu"}
+    >>> {workload.op for workload in select_workloads(["rms_norm", "silu"])} == {"rms_norm", "silu"}
     True
     """
     ops = registry()
@@ -179,10 +179,10 @@ def chosen(names: Iterable[str] = ()) -> list[Workload]:
     return sorted(found, key=lambda workload: order[workload.op])
 
 
-def floats(*shapes: tuple[int, ...]) -> Draw:
-    """Draw floats of these shapes.
+def floats(*shapes: tuple[int, ...]) -> MakeArgs:
+    """Return a function that draws floats of these shapes.
 
-    >>> [len(x) for x in floats((3, 4), (5,))(Views(filled(2**20), torch.float32, at=0))]
+    >>> [len(x) for x in floats((3, 4), (5,))(Views(new_arena(2**20), torch.float32, at=0))]
     [3, 5]
     """
     return lambda new: tuple(new(*shape) for shape in shapes)
@@ -212,19 +212,19 @@ def _elementwise() -> Iterator[Workload]:
         yield Workload("embedding", _text(*hidden), dtype, _embedding(tokens))
 
 
-def _rope(tokens: int) -> Draw:
+def _rope(tokens: int) -> MakeArgs:
     heads, _, width = HEADS
     freqs, _ = rope_frequencies(width)
     positions = torch.arange(tokens)
     return lambda new: (new(tokens, heads, width), positions, freqs)
 
 
-def _rope_and_cache(tokens: int) -> Draw:
+def _rope_and_cache(tokens: int) -> MakeArgs:
     """Queries, keys and values come side by side from one projection; slots are anywhere."""
     heads, kv_heads, width = HEADS
     freqs, _ = rope_frequencies(width)
     positions = torch.arange(tokens)
-    pool = (tokens // PAGE, PAGE, kv_heads, width)
+    pool = (tokens // BLOCK_SIZE, BLOCK_SIZE, kv_heads, width)
 
     def draw(new: Views) -> Args:
         qkv, keys = new(tokens, heads + 2 * kv_heads, width), heads + kv_heads
@@ -234,7 +234,7 @@ def _rope_and_cache(tokens: int) -> Draw:
     return draw
 
 
-def _embedding(tokens: int) -> Draw:
+def _embedding(tokens: int) -> MakeArgs:
     return lambda new: (new.ints(VOCABULARY, tokens), new(VOCABULARY, 768))
 
 
@@ -254,7 +254,7 @@ def _linear_losses() -> Iterator[Workload]:
         yield Workload(op, _text(512, 768, VOCABULARY), dtype, draw)
 
 
-def _with_targets(*shapes: tuple[int, ...]) -> Draw:
+def _with_targets(*shapes: tuple[int, ...]) -> MakeArgs:
     tokens = shapes[0][0]
     return lambda new: (*floats(*shapes)(new), new.ints(VOCABULARY, tokens))
 
@@ -302,7 +302,7 @@ def _optimizers() -> Iterator[Workload]:
         yield Workload("adamw", _text(count, *shape), dtype, _adamw(count, shape, dtype))
 
 
-def _adamw(count: int, shape: tuple[int, ...], dtype: str) -> Draw:
+def _adamw(count: int, shape: tuple[int, ...], dtype: str) -> MakeArgs:
     @cache
     def args() -> Args:
         params = [torch.zeros(shape, dtype=DTYPES[dtype]) for _ in range(count)]
@@ -313,7 +313,7 @@ def _adamw(count: int, shape: tuple[int, ...], dtype: str) -> Draw:
     return lambda new: args()
 
 
-def _grouped(rows: int, weights: int) -> Draw:
+def _grouped(rows: int, weights: int) -> MakeArgs:
     offsets = torch.arange(EXPERTS + 1) * rows // EXPERTS
     shapes = [(rows, 768), *((EXPERTS, 1024, 768) for _ in range(weights))]
     return lambda new: (*floats(*shapes)(new), offsets)
@@ -328,29 +328,29 @@ def _attention() -> Iterator[Workload]:
         yield Workload("attention", f"prefill {tokens}", dtype, _prefill(tokens), sdpa)
 
 
-def _decode(sequences: int, context: int) -> Draw:
+def _decode(sequences: int, context: int) -> MakeArgs:
     """One query a sequence; its pages lie anywhere in the pool."""
     heads, kv_heads, width = HEADS
-    pages = sequences * context // PAGE
+    pages = sequences * context // BLOCK_SIZE
     starts = torch.arange(sequences + 1, dtype=torch.int32)
     lengths = torch.full((sequences,), context, dtype=torch.int32)
 
     def draw(new: Views) -> Args:
-        q, pool = new(sequences, heads, width), (pages, PAGE, kv_heads, width)
+        q, pool = new(sequences, heads, width), (pages, BLOCK_SIZE, kv_heads, width)
         table = new.order(pages).view(sequences, -1)
         return q, new(*pool), new(*pool), starts, lengths, table
 
     return draw
 
 
-def _prefill(tokens: int) -> Draw:
+def _prefill(tokens: int) -> MakeArgs:
     heads, kv_heads, width = HEADS
     starts = torch.tensor([0, tokens], dtype=torch.int32)
     kv = (tokens, kv_heads, width)
     return lambda new: (new(tokens, heads, width), new(*kv), new(*kv), starts)
 
 
-def _sdpa(sequences: int, queries: int, keys: int) -> Draw:
+def _sdpa(sequences: int, queries: int, keys: int) -> MakeArgs:
     """Contiguous by head and of equal length, which no server's keys are."""
     heads, kv_heads, width = HEADS
     kv = (sequences, kv_heads, keys, width)

@@ -26,23 +26,23 @@ from ingot.core.log import setup, stderr, stdout
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 SUMMARIES = {
-    "bench": "how fast ops and models are, beside the machine's limit and others",
-    "build": "compile the CPU kernels now rather than at their first use",
-    "chat": "talk to a model in the terminal",
-    "data": "text into tokens on disk, for training",
-    "doctor": "what this machine is and can do, what is missing, and the hint",
-    "generate": "have a model go on from a prompt",
-    "import": "a GGUF file or a Hugging Face directory into a model directory",
-    "info": "what a model directory holds: architecture, size, memory, lineage",
-    "kernels": "GPU kernels as machine code, without a GPU: registers, spills",
-    "ops": "the catalogue of ops: providers, exactness, tolerance, cost",
+    "bench": "time ops, generation, serving and training; compare systems",
+    "build": "compile the CPU kernels ahead of time",
+    "chat": "chat with a model in the terminal",
+    "doctor": "show the machine, its measured peaks, and issues with hints",
+    "generate": "generate text from a prompt",
+    "import": "import a GGUF file or a Hugging Face directory",
+    "info": "describe a model: architecture, size, memory, lineage",
+    "kernels": "compile the GPU kernels without a GPU; registers, spills",
+    "ops": "list the ops: providers, batch invariance, tolerance, cost",
     "pull": "download a model from the Hugging Face hub",
-    "runs": "what was trained: results, differences, curves beside each other",
-    "serve": "a model behind OpenAI's API, for any client",
-    "simulate": "how a server would do under a load: latencies, goodput, hits",
-    "train": "a recipe into a trained model; killed, it goes on to the bit",
-    "tune": "the fastest configurations of GPU kernels, found on the GPU",
-    "verify": "does serving a model compute what training computes, bit for bit",
+    "runs": "list and compare training runs",
+    "serve": "serve a model with an OpenAI-compatible API",
+    "simulate": "simulate a server under load: latencies, goodput, cache hits",
+    "tokenize": "tokenize text to disk, for training",
+    "train": "train from a recipe (resumable bit-for-bit)",
+    "tune": "autotune the GPU kernels on this GPU",
+    "verify": "check that serving and training agree bitwise",
 }
 Command: TypeAlias = Callable[..., Any] | dict[str, Callable[..., Any]]
 """The function of a verb, or the functions of its subcommands by name."""
@@ -57,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(status)
     except IngotError as error:
         stderr().print(
-            f"[bold red]error:[/] {plain(error.message)}", highlight=False, soft_wrap=True
+            f"[bold red]error:[/] {escape_markup(error.message)}", highlight=False, soft_wrap=True
         )
-        stderr().print(f"[bold]hint:[/] {plain(error.hint)}", highlight=False, soft_wrap=True)
+        stderr().print(
+            f"[bold]hint:[/] {escape_markup(error.hint)}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
     except BrokenPipeError:
         # `ingot ops | head`: the reader has left. Nothing may be flushed into the closed pipe.
@@ -132,10 +134,10 @@ def _print_help() -> None:
     console.print("`ingot VERB --help` tells a verb's options, with examples.", highlight=False)
 
 
-def plain(text: str) -> str:
+def escape_markup(text: str) -> str:
     """Return the text so that a terminal shows it, whatever a file's or a model's name holds.
 
-    >>> plain("[bold]name\\x1b[2J")
+    >>> escape_markup("[bold]name\\x1b[2J")
     '\\\\[bold]name?[2J'
     """
     from rich.markup import escape

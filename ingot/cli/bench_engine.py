@@ -1,4 +1,5 @@
-"""`ingot bench engine`: a step beside its limit; what guessed tokens and shared prefixes save."""
+"""`ingot bench engine`: decode steps against the memory bandwidth; what speculation and prefix
+caching save."""
 
 from __future__ import annotations
 
@@ -18,46 +19,44 @@ def engine(
     rounds: int = 5,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Time the engine on a model: steps of 1, 8 and 32 requests in turns with reading memory, which
-    is their limit, and its shortcuts in turns with doing without them: tokens guessed from the text
-    itself, and prefixes that another request has computed.
+    """Time the engine on a model: decode steps of 1, 8 and 32 requests, interleaved with reading
+    the same bytes from memory, which bounds them; and n-gram speculation and prefix caching, each
+    interleaved with running without it.
 
     Example: `ingot bench engine smollm2`.
 
     Args:
         directory: A model directory with a tokenizer.
-        rounds: How often each shortcut has its turn.
-        json: Print JSON instead of lines.
+        rounds: Number of measured rounds of each optimization.
+        json: Print JSON instead of text.
     """
-    from ingot.bench.engine import BATCHES, STEPS, decode, shortcuts
-    from ingot.bench.results import Run
+    from ingot.bench.engine import BATCHES, STEPS, decode, measure_speedups
+    from ingot.bench.results import RunInfo
 
-    run, model = Run.now(ingot.__version__), ingot.load(directory)
-    with log.progress("turns", len(BATCHES) * STEPS + 2 * rounds) as bar:
-        gains = shortcuts(model, rounds, bar.advance)
+    run, model = RunInfo.now(ingot.__version__), ingot.load(directory)
+    with log.progress("rounds", len(BATCHES) * STEPS + 2 * rounds) as bar:
+        speedups = measure_speedups(model, rounds, bar.advance)
         steps = decode(model, STEPS, bar.advance)
     if json:
-        found = {
+        report = {
             "run": dataclasses.asdict(run),
             "decode": [dataclasses.asdict(step) for step in steps],
-            "gains": [dataclasses.asdict(gain) for gain in gains],
+            "speedups": [dataclasses.asdict(speedup) for speedup in speedups],
         }
-        print(json_format.dumps(found, indent=2))  # noqa: T201
+        print(json_format.dumps(report, indent=2))  # noqa: T201
         return
     for step in steps:
         log.stdout().print(
-            f"[bold]decode[/]   batch {step.batch:2}: {step.tokens_per_s:.0f} tokens/s, "
-            f"{step.step * 1e3:.2f} ms a step; {step.share_of_limit:.2f} of what reading allows",
+            f"[bold]decode[/]   batch {step.batch_size:2}: {step.tokens_per_s:.0f} tokens/s, "
+            f"{step.step_s * 1e3:.2f} ms per step, {step.roofline_fraction:.0%} of the memory "
+            "bandwidth",
             highlight=False,
         )
-    for gain in gains:
-        same = "the same text" if gain.same else "ANOTHER TEXT"
+    for speedup in speedups:
+        same = "same tokens" if speedup.same_tokens else "DIFFERENT TOKENS"
         log.stdout().print(
-            f"[bold]{gain.name}[/]   {gain.ratio:.2f}x, {same}\n         {gain.what}: "
-            f"{gain.with_it:.3f}, {gain.without:.3f} without",
+            f"[bold]{speedup.name}[/]   {speedup.ratio:.2f}x, {same}\n         "
+            f"{speedup.description}: {speedup.optimized_s:.3f}, {speedup.baseline_s:.3f} without",
             highlight=False,
         )
-    log.stdout().print(
-        f"\n{run.date}, {run.cpu} ({run.isa}), torch {run.torch}, ingot {run.ingot}.",
-        highlight=False,
-    )
+    log.stdout().print(f"\n{run}.", highlight=False)

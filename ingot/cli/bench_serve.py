@@ -18,7 +18,7 @@ from ingot.core.errors import ConfigError
 from ingot.serving.simulate import Goal, Trace
 
 if TYPE_CHECKING:
-    from ingot.bench.serve import Answer, Load
+    from ingot.bench.serve import Load, RequestRecord
     from ingot.serving.engine.engine import Engine
 
 _TRACE = Trace(requests=256, rate=4.0, output=128, shared=0.0, spread=0.0)
@@ -55,11 +55,11 @@ def serve(
         json: Print JSON instead of lines.
     """
     from ingot.bench import latency as plots
-    from ingot.bench.results import Run
-    from ingot.bench.serve import Load, report
+    from ingot.bench.results import RunInfo
+    from ingot.bench.serve import Load, summarize
     from ingot.observe.plot import check
 
-    load, run = Load(trace=trace, clients=clients), Run.now(ingot.__version__)
+    load, run = Load(trace=trace, clients=clients), RunInfo.now(ingot.__version__)
     if engine and _is_url(target):
         raise ConfigError("--engine of an address", hint="give the directory of a model")
     if plot:
@@ -67,7 +67,7 @@ def serve(
     answers, start = _answers(target, load, rounds, engine, key)
     if plot:
         plots.draw(answers["server"][-1], goal, run, plot)
-    reports = {system: report(of, goal) for system, of in answers.items()}
+    reports = {system: summarize(of, goal) for system, of in answers.items()}
     if json:
         settings = {"run": run, "load": load, "goal": goal, **reports}
         found = {name: dataclasses.asdict(value) for name, value in settings.items()}
@@ -87,18 +87,20 @@ def _is_url(target: str) -> bool:
 
 def _answers(
     target: str, load: Load, rounds: int, engine: bool, key: str | None
-) -> tuple[dict[str, list[list[Answer]]], float | None]:
-    from ingot.bench.serve import on_engine, over_http, served
+) -> tuple[dict[str, list[list[RequestRecord]]], float | None]:
+    from ingot.bench.serve import run_on_engine, send_over_http, start_server
 
     here = _engine(Path(target)) if engine else None
-    found: dict[str, list[list[Answer]]] = {"server": [], "engine": []} if here else {"server": []}
-    server = nullcontext((target, None)) if _is_url(target) else served(Path(target))
+    found: dict[str, list[list[RequestRecord]]] = (
+        {"server": [], "engine": []} if here else {"server": []}
+    )
+    server = nullcontext((target, None)) if _is_url(target) else start_server(Path(target))
     total = load.trace.requests * rounds * len(found)
     with server as (address, start), log.progress("requests", total) as bar:
         for _ in range(rounds):
-            found["server"].append(over_http(address, load, key, bar.advance))
+            found["server"].append(send_over_http(address, load, key, bar.advance))
             if here:
-                found["engine"].append(on_engine(here, load, bar.advance))
+                found["engine"].append(run_on_engine(here, load, bar.advance))
     return found, start
 
 
@@ -109,11 +111,11 @@ def _engine(directory: Path) -> Engine:
     return Engine(hf.load(directory))
 
 
-def _share(answers: dict[str, list[list[Answer]]]) -> dict[str, float]:
+def _share(answers: dict[str, list[list[RequestRecord]]]) -> dict[str, float]:
     """What the server has of the engine's throughput, as the median of the rounds."""
-    from ingot.bench.serve import rate
+    from ingot.bench.serve import output_rate
 
     if "engine" not in answers:
         return {}
     pairs = zip(answers["server"], answers["engine"], strict=True)
-    return {"share_of_engine": round(median(rate(a) / rate(b) for a, b in pairs), 4)}
+    return {"share_of_engine": round(median(output_rate(a) / output_rate(b) for a, b in pairs), 4)}

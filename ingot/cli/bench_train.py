@@ -1,4 +1,4 @@
-"""`ingot bench train`: a training step beside plain PyTorch, torch.compile and Trainer."""
+"""`ingot bench train`: a training step, compared with eager PyTorch, torch.compile and Trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 import ingot
+from ingot.cli.tables import new_table, percent
 from ingot.core import log
 from ingot.core.errors import UnknownName
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ingot.bench.results import Run
-    from ingot.bench.train import Contender, Row, Summary
+    from ingot.bench.results import RunInfo
+    from ingot.bench.train import TrainingSystem, TrainRow, TrainSummary
 
 PRESET = "gpt2-124m"
 
@@ -30,72 +31,72 @@ def train(
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SYSTEM ...]")
     ] = (),
     model: Path | None = None,
-    batch: int = 4,
-    length: int = 512,
+    batch_size: int = 4,
+    seq_len: int = 512,
     rounds: int = 5,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
     results: Path | None = None,
 ) -> None:
-    """Time a step of GPT-2 124M in bfloat16 (forward, backward, update) in turns with plain
-    PyTorch, torch.compile and transformers' Trainer on the same weights and batches; in float32,
-    and with options that take less memory.
+    """Time a training step of GPT-2 124M in bfloat16 (forward, backward, optimizer), interleaved
+    with eager PyTorch, torch.compile and transformers' Trainer on the same weights and batches;
+    also in float32 and with options that use less memory.
 
     Examples: `ingot bench train`, `ingot bench train ingot compile --rounds 9`,
-    `ingot bench train --json` for machines.
+    `ingot bench train --json` for scripts.
 
     Args:
         names: Only these systems: ingot, eager, compile, trainer.
-        model: A directory of GPT-2's kind; one of random weights if left out.
-        batch: Sequences of a step.
-        length: Tokens of each.
-        rounds: How often each has its turn.
+        model: Directory of a GPT-2; random weights if left out.
+        batch_size: Number of sequences of a step.
+        seq_len: Number of tokens of each sequence.
+        rounds: Number of measured rounds.
         json: Print JSON instead of a table.
-        results: Add the rows to `train.csv` in this directory.
+        results: Append the rows to `train.csv` in this directory.
     """
-    from ingot.bench import results as kept
-    from ingot.bench import train as steps
-    from ingot.bench.peaks import peaks
-    from ingot.cli.bench import report
+    from ingot.bench import machine
+    from ingot.bench import results as csv_files
+    from ingot.bench import train as steps_bench
 
-    task = steps.Task(batch=batch, length=length, rounds=rounds)
-    contenders = _chosen(names, steps.CONTENDERS)
-    run, file = kept.Run.now(ingot.__version__), results and results / "train.csv"
+    task = steps_bench.TrainTask(batch_size=batch_size, seq_len=seq_len, rounds=rounds)
+    systems = _select(names, steps_bench.SYSTEMS)
+    run = csv_files.RunInfo.now(ingot.__version__)
+    file = results and results / "train.csv"
     if file:
-        kept.prepare(file, steps.Row)
-    machine = peaks()
-    with _directory(model) as directory, log.progress("", len(contenders) * rounds + 1) as bar:
+        csv_files.prepare(file, steps_bench.TrainRow)
+    peaks = machine.peaks()
+    with _directory(model) as directory, log.progress("", len(systems) * rounds + 1) as bar:
 
         def show(text: str) -> None:
             bar.advance()
             bar.describe(text)
 
-        rows = steps.compare(contenders, directory, task, machine, show)
+        rows = steps_bench.compare(systems, directory, task, peaks, show)
     if file:
-        kept.append(file, run, rows)
-    found = steps.summary(rows)
+        csv_files.append(file, run, rows)
+    summary = steps_bench.summarize(rows)
     if json:
-        content = {**report(rows, machine, run), "summary": asdict(found)}
+        content = {**csv_files.report(rows, peaks, run), "summary": asdict(summary)}
         print(json_format.dumps(content, indent=2))  # noqa: T201
     else:
-        _print(rows, found, run)
+        _print(rows, summary, run)
 
 
-def _chosen(names: tuple[str, ...], contenders: tuple[Contender, ...]) -> list[Contender]:
-    known = {contender.system for contender in contenders}
+def _select(names: tuple[str, ...], systems: tuple[TrainingSystem, ...]) -> list[TrainingSystem]:
+    known = {system.system for system in systems}
     for name in names:
         if name not in known:
             raise UnknownName("system", name, known)
-    return [contender for contender in contenders if not names or contender.system in names]
+    return [system for system in systems if not names or system.system in names]
 
 
 @contextmanager
 def _directory(model: Path | None) -> Generator[Path]:
-    from ingot.bench import plain
+    from ingot.bench.gpt2_baseline import check_gpt2
     from ingot.interop import hf
     from ingot.nn import Decoder, preset
 
     if model is not None:
-        plain.check(model)
+        check_gpt2(model)
         yield model
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -104,85 +105,70 @@ def _directory(model: Path | None) -> Generator[Path]:
         yield directory
 
 
-def _print(rows: list[Row], found: Summary, run: Run) -> None:
+def _print(rows: list[TrainRow], summary: TrainSummary, run: RunInfo) -> None:
     console, one = log.stdout(), rows[0]
     console.print(_table(rows))
     for row in rows:
-        if row.missing:
-            console.print(f"{row.system} is missing: {row.missing}", highlight=False, markup=False)
-    for line in _conclusions(found):
+        if row.error:
+            console.print(f"{row.system}: {row.error}", highlight=False, markup=False)
+    for line in _conclusions(summary):
         console.print(line, highlight=False)
     console.print(
-        f"\n{one.model}, {one.batch} x {one.length} tokens a step, {one.rounds} rounds. selective, "
-        "full: what is computed again. fwd, bwd, upd: forward, backward, update in ms. GB: the "
-        "most memory; step: of it what is not held between steps; kept: what a forward leaves for "
-        "the backward. limit: 6 FLOPs for each parameter and token, of the machine's matmul peak "
-        f"in that dtype.\n{run.date}, {run.cpu} ({run.isa}), torch {run.torch}, ingot {run.ingot}.",
+        f"\n{one.model}, {one.batch_size} x {one.seq_len} tokens per step, {one.rounds} rounds. "
+        "tokens/s: p50 \\[p20-p80]. roofline: fraction of the matmul peak in that dtype, at 6 "
+        "FLOPs per parameter and token. speedup: of ingot over this system. selective, full: "
+        "activation recomputation. fwd, bwd, opt: forward, backward, optimizer in ms. peak: memory "
+        "in GB; step: the part that is not held between steps; act: activations kept for the "
+        f"backward pass.\n{run}.",
         highlight=False,
     )
 
 
-def _table(rows: list[Row]) -> Table:
-    """Those that took part, at most 100 columns wide."""
-    from rich import box
-    from rich.table import Table
+def _table(rows: list[TrainRow]) -> Table:
+    """Build the table of the systems that succeeded, at most 100 columns wide."""
+    from ingot.bench.train import describe_options
 
-    from ingot.bench.train import options
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("system", "dtype", "options"):
-        table.add_column(heading, no_wrap=True)
-    headings = (
-        "tokens/s",
-        "limit",
-        "ingot is",
-        "fwd",
-        "bwd",
-        "upd",
-        "GB",
-        "step",
-        "kept",
+    headings = ("tokens/s", "roofline", "speedup", "fwd", "bwd", "opt", "peak", "step", "act")
+    table = new_table(
+        ("system", "dtype", "options"), headings, padding=(0, 1, 0, 0), show_edge=False
     )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row.tokens_per_s is not None:
-            others = (
-                options(row.recompute, row.moments).replace("recompute ", "").replace(", ", "\n")
-            )
-            table.add_row(row.system, row.precision, others, *_cells(row))
+            options = describe_options(row.recompute, row.state_dtype)
+            options = options.replace("recompute ", "").replace(", ", "\n")
+            table.add_row(row.system, row.precision, options, *_cells(row))
     return table
 
 
 _MEMORY = ("peak", "step", "activation")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    share = "-" if row.share_of_limit is None else f"{row.share_of_limit:.0%}"
+def _cells(row: TrainRow) -> tuple[str, ...]:
     return (
         f"{row.tokens_per_s or 0:,.0f} \\[{row.p20 or 0:,.0f}-{row.p80 or 0:,.0f}]",
-        share,
-        "-" if row.ingot_faster is None else f"{row.ingot_faster:.2f}x",
-        *(f"{1e3 * (t or 0):,.0f}" for t in (row.forward_s, row.backward_s, row.update_s)),
+        percent(row.roofline_fraction),
+        "-" if row.speedup is None else f"{row.speedup:.2f}x",
+        *(f"{1e3 * (t or 0):,.0f}" for t in (row.forward_s, row.backward_s, row.optimizer_s)),
         *(f"{(getattr(row, f'{n}_memory_bytes') or 0) / 1e9:.2f}" for n in _MEMORY),
     )
 
 
-def _conclusions(found: Summary) -> list[str]:
+def _conclusions(summary: TrainSummary) -> list[str]:
     lines: list[str] = []
-    if found.faster is not None and found.memory is not None:
+    if summary.speedup is not None and summary.memory_ratio is not None:
         lines.append(
-            f"{found.faster:.2f}x as fast as the best other ({found.best_peer}), with "
-            f"{found.memory:.2f} of its memory"
+            f"ingot: {summary.speedup:.2f}x the speed of the best peer ({summary.best_peer}), "
+            f"{summary.memory_ratio:.0%} of its memory"
         )
-    if found.backward_over_forward is not None:
-        lines.append(f"the backward takes {found.backward_over_forward:.2f} forwards")
-    if found.bf16_over_fp32 is not None:
-        lines.append(f"bf16 is {found.bf16_over_fp32:.2f}x as fast as fp32")
-    for name, of in found.options.items():
-        beside = f"; {of['memory']:.2f} of the best other's memory" if of["memory"] else ""
+    if summary.backward_over_forward is not None:
+        lines.append(f"backward / forward: {summary.backward_over_forward:.2f}x the time")
+    if summary.bf16_over_fp32 is not None:
+        lines.append(f"bf16 / fp32: {summary.bf16_over_fp32:.2f}x the speed")
+    for name, of in summary.options.items():
+        peer = f"; {of['memory_ratio']:.0%} of the best peer's memory" if of["memory_ratio"] else ""
         lines.append(
-            f"{name}: {of['activation_memory_saved']:.0%} of activations saved, "
-            f"{of['peak_memory_saved']:.0%} of the peak, {of['time'] or 0:.2f}x the time{beside}"
+            f"{name}: saves {of['activation_memory_saved']:.0%} of the activations, "
+            f"{of['peak_memory_saved']:.0%} of the peak, at {of['time_ratio'] or 0:.2f}x the "
+            f"time{peer}"
         )
     return lines

@@ -1,4 +1,4 @@
-"""`ingot doctor`: what this machine is and can do."""
+"""`ingot doctor`: the machine, its measured peaks, and issues."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json as json_format
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 import ingot
+from ingot.cli.tables import new_grid
 from ingot.core.device import Device, detect
 from ingot.core.log import stdout
 from ingot.kernels.triton import OLDEST, supported
@@ -26,10 +28,10 @@ _TESTED_TORCH = "2.13"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something missing or odd, and what to do about it."""
+class Issue:
+    """Something missing or unusual, and what to do about it."""
 
-    what: str
+    message: str
     hint: str
 
 
@@ -37,30 +39,30 @@ def doctor(
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
     refresh: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Show versions, processor, memory, GPUs and compiler, the machine's measured peaks, and
-    what is missing or odd.
+    """Show versions, CPU, memory, GPUs and compiler, the machine's measured peaks, and issues with
+    hints.
 
-    The peaks are measured once and kept until something about the machine changes.
+    The peaks are measured once and cached until the machine changes.
 
     Examples: `ingot doctor`, `ingot doctor --refresh` to measure again, `ingot doctor --json`
-    for machines.
+    for scripts.
 
     Args:
-        json: Print JSON instead of a screen.
-        refresh: Measure the peaks again, though they are known.
+        json: Print JSON instead of text.
+        refresh: Measure the peaks again even if they are cached.
     """
-    from ingot.bench.peaks import peaks
+    from ingot.bench.machine import peaks
 
     device, measured = detect(), peaks(refresh)
-    found = findings(device, measured, _installed())
+    issues = find_issues(device, measured, _installed())
     if json:
-        print(json_format.dumps(report(device, measured, found), indent=2))  # noqa: T201
+        print(json_format.dumps(report(device, measured, issues), indent=2))  # noqa: T201
     else:
-        _print_screen(device, measured, found)
+        _print_screen(device, measured, issues)
 
 
-def report(device: Device, measured: Peaks, found: list[Finding]) -> dict[str, Any]:
-    """All of it, as `--json` prints it."""
+def report(device: Device, measured: Peaks, issues: list[Issue]) -> dict[str, Any]:
+    """Return everything that `--json` prints."""
     matmul = measured.matmul
     return {
         "versions": _versions(),
@@ -75,84 +77,100 @@ def report(device: Device, measured: Peaks, found: list[Finding]) -> dict[str, A
                 dtype: peak and [peak.low, peak.high] for dtype, peak in matmul.items()
             },
         },
-        "findings": [asdict(finding) for finding in found],
+        "issues": [asdict(issue) for issue in issues],
     }
 
 
-def findings(device: Device, measured: Peaks, installed: frozenset[str]) -> list[Finding]:
-    """What is missing or odd on this machine; `installed` names packages and programs."""
+def find_issues(device: Device, measured: Peaks, installed: frozenset[str]) -> list[Issue]:
+    """List the issues of this machine; `installed` names packages and programs."""
+    checks = (
+        *_software_issues(device),
+        *_cpu_issues(device, measured),
+        *_gpu_issues(device, installed),
+    )
+    return [Issue(message, hint) for applies, message, hint in checks if applies]
+
+
+_Check = tuple[bool, str, str]
+"""Whether an issue applies, its message and its hint."""
+
+
+def _software_issues(device: Device) -> Iterator[_Check]:
     cxx, isa = os.environ.get("CXX", ""), os.environ.get("INGOT_ISA", "")
+    yield (
+        not device.torch.startswith(_TESTED_TORCH),
+        f"torch {device.torch} is not the version that ingot is tested with",
+        f"pip install 'torch=={_TESTED_TORCH}.*'",
+    )
+    yield (
+        device.compiler is None,
+        "no C++ compiler: ops fall back to PyTorch, which is not batch-invariant",
+        "install g++ 12 or newer, or set CXX",
+    )
+    yield (
+        bool(isa),
+        f"INGOT_ISA restricts the CPU kernels to the tier {isa}",
+        "unset it, unless you compare tiers",
+    )
+    yield (
+        bool(cxx) and (device.compiler is None or shutil.which(cxx) != device.compiler.path),
+        f"CXX is '{cxx}', which is not a C++ compiler",
+        "set it to the path of a compiler, without arguments, or unset it",
+    )
+
+
+def _cpu_issues(device: Device, measured: Peaks) -> Iterator[_Check]:
     speeds = {"reading": measured.read_bandwidth, **measured.matmul}
+    unsteady = [name for name, peak in speeds.items() if peak and peak.typical < 0.7 * peak.value]
+    yield (
+        device.cpu.architecture in ("x86_64", "AMD64") and device.cpu.isa == ("portable",),
+        "the CPU does not report AVX2",
+        "if this is a virtual machine, give it the host's CPU model",
+    )
+    yield (
+        _threads() < device.cpu.cores,
+        f"torch uses {_threads()} of {device.cpu.cores} cores",
+        "unset OMP_NUM_THREADS, or do not call torch.set_num_threads",
+    )
+    yield (
+        bool(unsteady),
+        f"the machine was busy while measuring: {', '.join(unsteady)} reached the peak rarely",
+        "stop other programs, then run `ingot doctor --refresh`",
+    )
+
+
+def _gpu_issues(device: Device, installed: frozenset[str]) -> Iterator[_Check]:
     old = [gpu.name for gpu in device.gpus if not supported(gpu.capability)]
-    new = [
+    untuned = [
         f"{gpu.name} ({gpu.capability})"
         for gpu in device.gpus
         if gpu.name not in old and gpu.capability and gpu.capability not in TARGETS
     ]
-    unsteady = [name for name, peak in speeds.items() if peak and peak.typical < 0.7 * peak.value]
-    checks = (
-        (
-            not device.torch.startswith(_TESTED_TORCH),
-            f"torch {device.torch} is not the version ingot is tested with",
-            f"pip install 'torch=={_TESTED_TORCH}.*'",
-        ),
-        (
-            device.compiler is None,
-            "no C++ compiler: PyTorch stands in for ingot's kernels, inexactly",
-            "install g++ 12 or newer, or set CXX",
-        ),
-        (
-            bool(isa),
-            f"INGOT_ISA holds ingot's CPU kernels to the tier {isa}",
-            "unset it, unless you want to compare",
-        ),
-        (
-            bool(cxx) and (device.compiler is None or shutil.which(cxx) != device.compiler.path),
-            f"CXX is '{cxx}', which is no C++ compiler",
-            "set it to the path of one, without arguments, or unset it",
-        ),
-        (
-            device.cpu.architecture in ("x86_64", "AMD64") and device.cpu.isa == ("portable",),
-            "the processor shows no AVX2",
-            "if this is a virtual machine, give it the host's CPU model",
-        ),
-        (
-            _threads() < device.cpu.cores,
-            f"torch uses {_threads()} of {device.cpu.cores} cores",
-            "unset OMP_NUM_THREADS, or do not call torch.set_num_threads",
-        ),
-        (
-            not device.gpus and "nvidia-smi" in installed,
-            "there is an NVIDIA driver, but torch sees no GPU",
-            "install a CUDA build of torch",
-        ),
-        (
-            not device.gpus and "rocm-smi" in installed,
-            "there is an AMD driver, but torch sees no GPU",
-            "install a ROCm build of torch",
-        ),
-        (
-            bool(old),
-            f"{', '.join(old)}: too old for Triton, PyTorch stands in for ingot's GPU kernels",
-            f"use a GPU of sm_{OLDEST} or newer",
-        ),
-        (
-            bool(new),
-            f"{', '.join(new)}: ingot's GPU kernels have no configurations of their own for it",
-            "`ingot tune` finds some",
-        ),
-        (
-            bool(device.gpus) and "triton" not in installed,
-            "a GPU without Triton: PyTorch stands in for ingot's GPU kernels",
-            "pip install 'ingot[gpu]'",
-        ),
-        (
-            bool(unsteady),
-            f"measured beside other work: {', '.join(unsteady)} reached the peak only at times",
-            "close what else is running, then `ingot doctor --refresh`",
-        ),
+    yield (
+        not device.gpus and "nvidia-smi" in installed,
+        "there is an NVIDIA driver, but torch sees no GPU",
+        "install a CUDA build of torch",
     )
-    return [Finding(what, hint) for odd, what, hint in checks if odd]
+    yield (
+        not device.gpus and "rocm-smi" in installed,
+        "there is an AMD driver, but torch sees no GPU",
+        "install a ROCm build of torch",
+    )
+    yield (
+        bool(old),
+        f"{', '.join(old)}: too old for Triton, ops fall back to PyTorch",
+        f"use a GPU of sm_{OLDEST} or newer",
+    )
+    yield (
+        bool(untuned),
+        f"{', '.join(untuned)}: the GPU kernels have no configurations for this architecture",
+        "run `ingot tune`",
+    )
+    yield (
+        bool(device.gpus) and "triton" not in installed,
+        "Triton is not installed: ops on the GPU fall back to PyTorch",
+        "pip install 'ingot[gpu]'",
+    )
 
 
 def _threads() -> int:
@@ -178,23 +196,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _print_screen(device: Device, measured: Peaks, found: list[Finding]) -> None:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    for name, text in _facts(device):
-        table.add_row(name, text)
-    table.add_row("", "")
-    for name, text in _speeds(measured):
-        table.add_row(name, text)
+def _print_screen(device: Device, measured: Peaks, issues: list[Issue]) -> None:
     console = stdout()
-    console.print(table, highlight=False)
+    console.print(new_grid([*_facts(device), ("", ""), *_speeds(measured)]), highlight=False)
     console.print()
-    for finding in found:
-        console.print(f"[bold yellow]![/] {finding.what}\n  hint: {finding.hint}", highlight=False)
-    if not found:
-        console.print("[bold green]nothing missing, nothing odd[/]")
+    for issue in issues:
+        console.print(f"[bold yellow]![/] {issue.message}\n  hint: {issue.hint}", highlight=False)
+    if not issues:
+        console.print("[bold green]no issues found[/]")
 
 
 def _facts(device: Device) -> list[tuple[str, str]]:
@@ -215,7 +224,7 @@ def _facts(device: Device) -> list[tuple[str, str]]:
 
 def _speeds(measured: Peaks) -> list[tuple[str, str]]:
     when = measured.measured.astimezone().strftime("%Y-%m-%d %H:%M")
-    rows = [("measured", f"{when}; --refresh measures again")]
+    rows = [("measured", f"{when} (measure again with --refresh)")]
     rows.append(("reading", _speed(measured.read_bandwidth, "GB/s", 1)))
     for dtype, peak in measured.matmul.items():
         text = _speed(peak, "GFLOPS", 0) if peak else f"none: {measured.missing[dtype]}"
@@ -225,11 +234,11 @@ def _speeds(measured: Peaks) -> list[tuple[str, str]]:
 
 def _speed(peak: Peak, unit: str, digits: int) -> str:
     value, low, high = (f"{rate:,.{digits}f}" for rate in (peak.value, peak.low, peak.high))
-    return f"{value} {unit} at best, usually {low} to {high}"
+    return f"{value} {unit} at peak, usually {low} to {high}"
 
 
 def _size(size: int) -> str:
-    """A size in binary units: 48 KiB, 2 MiB, 23.54 GiB."""
+    """Format a size in binary units: 48 KiB, 2 MiB, 23.54 GiB."""
     units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    unit, one = next((found for found in units.items() if size >= found[1]), ("B", 1))
+    unit, one = next((unit for unit in units.items() if size >= unit[1]), ("B", 1))
     return f"{size / one:.4g} {unit}"

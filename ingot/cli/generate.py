@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ingot.cli import plain
+from ingot.cli import escape_markup
 from ingot.core.device import DeviceType
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import stderr
@@ -100,7 +100,7 @@ def require_room(max_tokens: int) -> None:
 
 def load(directory: Path, device: DeviceType = "cpu") -> Model:
     """The model of a directory, its kernels built; a line says so where that takes a while."""
-    with stderr().status(f"loading {plain(str(directory))}") as status:
+    with stderr().status(f"loading {escape_markup(str(directory))}") as status:
         from ingot.interop import model
         from ingot.kernels.cpu import build as kernels
 

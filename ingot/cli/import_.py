@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ingot.cli import plain
+from ingot.cli import escape_markup
 from ingot.core import lineage
 from ingot.core.errors import IngotError
 from ingot.core.log import progress, stdout
@@ -93,12 +93,12 @@ def print_summary(result: dict[str, Any], name: str | None = None) -> None:
     rows += [("written", f"{size(result['bytes'])} in {result['seconds']:.1f} s")]
     rows += [("lineage", f"{result['directory']}/{lineage.NAME}")]
     for key, value in rows:
-        table.add_row(f"[bold]{key}[/]", plain(value))
+        table.add_row(f"[bold]{key}[/]", escape_markup(value))
     console = stdout()
     console.print(table, highlight=False)
     verb = "chat" if result["chat"] else "generate"
     prompt = "" if result["chat"] else ' "Once upon a time"'
-    model = plain(name or result["directory"])
+    model = escape_markup(name or result["directory"])
     console.print(f"\nnext: ingot {verb} {model}{prompt}", highlight=False)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ingot.cli import plain
+from ingot.cli import escape_markup
 from ingot.core import lineage
 from ingot.core.log import stdout
 
@@ -88,7 +88,7 @@ def _print_lines(found: dict[str, Any]) -> None:
         ("memory", f"{size(found['kv_bytes_per_1k_tokens'])} of keys and values per 1,000 tokens"),
         *(("lineage", _step(step)) for step in found["lineage"]),
     ):
-        line = f"[bold]{name:<15}[/]{plain(value)}"
+        line = f"[bold]{name:<15}[/]{escape_markup(value)}"
         stdout().print(line, highlight=False, soft_wrap=True)
 
 

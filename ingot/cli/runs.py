@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ingot.cli import plain
+from ingot.cli import escape_markup
 from ingot.core import log, paths
 from ingot.core.errors import IngotError
 
@@ -60,7 +60,7 @@ def runs(
         if directories and 1 < len(found) <= _COMPARED:
             _print_differences(found)
     else:
-        where = ", ".join(plain(str(place)) for place in places)
+        where = ", ".join(escape_markup(str(place)) for place in places)
         log.stdout().print(
             f"no runs in {where}; `ingot train` makes one", highlight=False, soft_wrap=True
         )
@@ -76,8 +76,8 @@ def _print_differences(found: list[History]) -> None:
 
     table = _new_table("differ in", *(str(number) for number in range(1, len(found) + 1)))
     for key, values in differences(found).items():
-        cells = ["-" if value is None else plain(str(value)[:40]) for value in values]
-        table.add_row(plain(key), *cells)
+        cells = ["-" if value is None else escape_markup(str(value)[:40]) for value in values]
+        table.add_row(escape_markup(key), *cells)
     if table.row_count:
         log.stdout().print("", table)
 
@@ -103,7 +103,7 @@ def _table(found: list[History]) -> Table:
         rate = figures["rows_per_s"]
         table.add_row(
             str(number),
-            plain(run.directory.name),
+            escape_markup(run.directory.name),
             f"{run.step:,}/{run.steps:,}",
             _shown(figures["loss"], ".4g"),
             _shown(figures["validation_loss"], ".4g"),

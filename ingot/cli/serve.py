@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ingot.cli import plain
+from ingot.cli import escape_markup
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger, setup, stderr
 
@@ -161,7 +161,7 @@ def example(server: Server) -> str:
     given = "KEY" if server.service.keys else "none"
     return (
         f"\n  [bold]curl[/] {server.address}/v1/{path}{key} -H 'Content-Type: application/json' "
-        f"-d '{{{plain(body)}}}'\n"
+        f"-d '{{{escape_markup(body)}}}'\n"
         f'  [bold]openai[/].OpenAI(base_url="{server.address}/v1", api_key="{given}")\n'
         f"  [dim]Ctrl-C stops; figures at {server.control_address}/metrics[/]\n"
     )
@@ -198,7 +198,7 @@ class _Live:
                 text = front.doing
             else:
                 text = line(stats, rate, front.outstanding)
-            self._live.update(f"[dim]{plain(text)}[/]", refresh=True)
+            self._live.update(f"[dim]{escape_markup(text)}[/]", refresh=True)
             await asyncio.sleep(0.5)
 
 

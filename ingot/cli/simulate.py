@@ -95,11 +95,11 @@ def of_model(directory: Path, costs: Costs) -> Costs:
 
 def of_engine(directory: Path, limits: Limits, costs: Costs) -> Costs:
     """The costs with what the engine's steps take on this machine."""
-    from ingot.bench import steps
+    from ingot.bench import calibrate
     from ingot.interop import hf
 
-    with log.progress("measuring steps", steps.REQUESTS) as bar:
-        return steps.fit(hf.load(directory), limits, costs, bar.advance)
+    with log.progress("measuring steps", calibrate.NUM_REQUESTS) as bar:
+        return calibrate.fit_costs(hf.load(directory), limits, costs, bar.advance)
 
 
 def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Outcome:
@@ -110,7 +110,9 @@ def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Out
 
     engine = Engine(hf.load(directory), limits=limits)
     with log.progress("serving", trace.requests) as bar:
-        return serve.report([serve.on_engine(engine, serve.Load(trace=trace), bar.advance)], goal)
+        return serve.summarize(
+            [serve.run_on_engine(engine, serve.Load(trace=trace), bar.advance)], goal
+        )
 
 
 def _table(report: Report, goal: Goal) -> Table:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ingot.cli import plain
+from ingot.cli import escape_markup
 from ingot.core import config, lineage, log, paths
 from ingot.core.errors import IngotError
 
@@ -72,7 +72,7 @@ def train(
         raise
     if resume and trainer.resume():
         log.logger(__name__).info("going on behind step %d", trainer.step)
-    log.logger(__name__).info("the run is in %s", plain(str(directory)))
+    log.logger(__name__).info("the run is in %s", escape_markup(str(directory)))
     with _reported(directory):
         with Board(directory, trainer.step) as board, _stopping(trainer):
             score = trainer.run(board.add)
@@ -131,9 +131,9 @@ def _trainer(recipe: Recipe, directory: Path) -> Trainer:
 
 def _peak(recipe: Recipe) -> float | None:
     """FLOP/s of the machine's matmuls, if they were measured before: that takes 12 seconds."""
-    from ingot.bench.peaks import known
+    from ingot.bench.machine import cached_peaks
 
-    found, dtype = known(), "bf16" if recipe.precision.value == "bf16" else "fp32"
+    found, dtype = cached_peaks(), "bf16" if recipe.precision.value == "bf16" else "fp32"
     peak = found.matmul[dtype] if found else None
     return peak.value * 1e9 if peak else None
 
@@ -220,7 +220,7 @@ def _reported(directory: Path) -> Generator[None]:
     finally:
         try:
             path = report.write(directory, ended)
-            log.logger(__name__).info("the report is %s", plain(str(path)))
+            log.logger(__name__).info("the report is %s", escape_markup(str(path)))
         except Exception as error:  # also what a library may come up with
             log.logger(__name__).warning("no report: %s", error)
 
@@ -250,5 +250,5 @@ def _print(result: dict[str, Any], json: bool) -> None:
         print(json_format.dumps(result, indent=2))  # noqa: T201
         return
     for name, value in result.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else plain(str(value))
+        shown = f"{value:.4g}" if isinstance(value, float) else escape_markup(str(value))
         log.stdout().print(f"{name.replace('_', ' '):16} {shown}", highlight=False, soft_wrap=True)

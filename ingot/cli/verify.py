@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ingot.cli import plain
+from ingot.cli import escape_markup
 from ingot.core import lineage, log
 from ingot.core.device import DeviceType, detect, resolve
 
@@ -99,4 +99,4 @@ def _print_lines(certificate: Certificate) -> None:
         highlight=False,
     )
     if found.difference:
-        console.print(f"[bold red]first difference:[/] {plain(found.difference[:2000])}")
+        console.print(f"[bold red]first difference:[/] {escape_markup(found.difference[:2000])}")

@@ -4,7 +4,7 @@
     from ingot import data
     from ingot.nn import BatchLayout
 
-    # Once: text into tokens on disk. `ingot data stdlib tokens --vocab 4096` does the same.
+    # Once: tokenize text to disk. `ingot tokenize stdlib tokens --vocab-size 4096` does the same.
     corpus = data.prepare(data.Source("stdlib"), Path("tokens"), vocab=4096)
 
     # Or what was made before. `corpus.hash` says what is in it, `corpus.size` is the vocabulary's.

@@ -75,7 +75,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Corpus:
-    """The tokens in a directory that `prepare` or `ingot data` has made.
+    """The tokens in a directory that `prepare` or `ingot tokenize` has made.
 
     `train` and `validation` are its parts, `size` is the number of ids of its vocabulary, `end`
     the one that ends a document. The directory has the files of its tokenizer, as a model's has.
@@ -278,7 +278,7 @@ def _read(path: Path) -> Index:
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror}",
-            hint="name a directory that `ingot data` has made",
+            hint="name a directory that `ingot tokenize` has made",
         ) from error
     try:
         table = msgspec.json.decode(content[: MAX_INDEX + 1], type=dict[str, Any])
@@ -286,7 +286,7 @@ def _read(path: Path) -> Index:
         if table.get("format") != FORMAT:
             raise DataError(
                 f"{path} has format {table.get('format')}, this version of ingot knows {FORMAT}",
-                hint="make it again with this version: `ingot data`",
+                hint="make it again with this version: `ingot tokenize`",
             )
         index = msgspec.convert(table, Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -301,5 +301,5 @@ def _read(path: Path) -> Index:
 def _broken(path: Path, why: str) -> DataError:
     return DataError(
         f"cannot read {path}: {why}",
-        hint=f"restore it, or delete {path.parent} and make it again with `ingot data`",
+        hint=f"restore it, or delete {path.parent} and make it again with `ingot tokenize`",
     )

@@ -56,7 +56,7 @@ class Packed:
         if not len(tokens):
             raise DataError(
                 "there are no tokens in this part of the corpus",
-                hint="make it again with more documents, or `ingot data --validation 0.1`",
+                hint="make it again with more documents, or `ingot tokenize --validation 0.1`",
             )
         self._tokens, self.length = tokens, length
 

@@ -163,5 +163,5 @@ class Tokens:
 def _broken(path: Path, why: str) -> DataError:
     return DataError(
         f"cannot read the tokens in {path}: {why}",
-        hint=f"restore the file, or delete {path.parent} and make it again with `ingot data`",
+        hint=f"restore the file, or delete {path.parent} and make it again with `ingot tokenize`",
     )

@@ -174,5 +174,5 @@ def _read(path: Path) -> bytes:
 def _broken(path: Path, why: str) -> DataError:
     return DataError(
         f"cannot read {path}: {why}",
-        hint="name a model directory with a tokenizer.json, or have one trained by --vocab",
+        hint="name a model directory with a tokenizer.json, or have one trained by --vocab-size",
     )

@@ -84,7 +84,7 @@ class Mnist:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Text of any source that `ingot data` knows, as packed tokens."""
+    """Text of any source that `ingot tokenize` knows, as packed tokens."""
 
     kind: Literal["text"] = "text"
     source: str

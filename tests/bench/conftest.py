@@ -1,4 +1,4 @@
-"""Systems that are real processes and speak the protocol, or break it."""
+"""Systems that are real processes and speak the protocol, or violate it."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from pathlib import Path
 
 import pytest
 
-from ingot.bench.peers import System
+from ingot.bench.compare import GenerationSystem
 from tests import models
 
-TALK = Path(__file__).parents[2] / "benchmarks/peers/talk.py"
+PROTOCOL = Path(__file__).parents[2] / "benchmarks/peers/protocol.py"
 SCRIPT = """
 import os, signal, subprocess, sys, time
-from peers.talk import Peer, serve
+from peers.protocol import LoadedModel, serve
 
 def load(model):
     {load}
-    return Peer("1.0", "bf16", generate)
+    return LoadedModel("1.0", "bf16", generate)
 
-def generate(prompts, new):
+def generate(prompts, output_len):
     {generate}
-    return 0.001, [[prompt[0] + i for i in range(new)] for prompt in prompts]
+    return 0.001, [[prompt[0] + i for i in range(output_len)] for prompt in prompts]
 
 serve(load)
 """
-TensorMaker = Callable[..., System]
+Make = Callable[..., GenerationSystem]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> TensorMaker:
-    """Makes a system that counts upwards from the first token of a prompt.
+def make(tmp_path: Path) -> Make:
+    """Return a function that makes a system which counts upwards from the first token of a prompt.
 
-    `load` and `generate` are statements it runs before it does its work.
+    `load` and `generate` are statements that the system runs first.
     """
     folder = tmp_path / "scripts" / "peers"
     folder.mkdir(parents=True)
-    shutil.copy(TALK, folder)
+    shutil.copy(PROTOCOL, folder)
 
-    def system(name: str, load: str = "pass", generate: str = "pass") -> System:
+    def system(name: str, load: str = "pass", generate: str = "pass") -> GenerationSystem:
         (folder / f"{name}.py").write_text(SCRIPT.format(load=load, generate=generate))
-        return System(name=name, python=Path(sys.executable), folder=folder)
+        return GenerationSystem(name=name, python=Path(sys.executable), folder=folder)
 
     return system
 

@@ -1,12 +1,14 @@
-"""A row and the run it is of, as tests of what is done with rows want them."""
+"""An example row and its run, for tests that process rows."""
 
 from __future__ import annotations
 
-from ingot.bench.ops import Row
-from ingot.bench.results import Run
+from ingot.bench.ops import OpRow
+from ingot.bench.results import RunInfo
 
-RUN = Run(date="2026-11-15T12:00:00+00:00", cpu="Xeon, 2 cores", isa="amx", torch="2", ingot="0.1")
-ROW = Row(
+RUN = RunInfo(
+    date="2026-11-15T12:00:00+00:00", cpu="Xeon, 2 cores", isa="amx", torch="2", ingot="0.1"
+)
+ROW = OpRow(
     op="silu",
     family="activation",
     shape="32x64",
@@ -18,9 +20,9 @@ ROW = Row(
     gbs=10.0,
     gflops=20.0,
     read_gbs=40.0,
-    limit="memory",
-    share_of_limit=0.25,
-    vs_aten=2.0,
+    bound="memory",
+    roofline_fraction=0.25,
+    vs_eager=2.0,
     vs_compile=None,
     batch_invariant=True,
 )

@@ -9,43 +9,43 @@ from ingot.bench import engine
 from ingot.core.errors import IngotError
 
 
-def test_shortcuts_change_no_token(small: Path) -> None:
+def test_optimizations_do_not_change_tokens(small: Path) -> None:
     rounds: list[int] = []
-    lookup, prefix = engine.shortcuts(ingot.load(small), 2, rounds.append)
-    assert (lookup.name, prefix.name) == ("lookup", "prefix")
-    assert lookup.same
-    assert prefix.same
+    ngram, prefix = engine.measure_speedups(ingot.load(small), 2, rounds.append)
+    assert (ngram.name, prefix.name) == ("ngram", "prefix")
+    assert ngram.same_tokens
+    assert prefix.same_tokens
     assert rounds == [1] * 4
     assert prefix.ratio > 1
 
 
-def test_a_step_is_compared_with_reading(small: Path) -> None:
-    turns: list[int] = []
-    found = engine.decode(ingot.load(small), 3, turns.append)
-    assert [row.batch for row in found] == [1, 8, 32]
-    assert turns == [1] * 9
-    for row in found:
-        assert row.tokens_per_s == pytest.approx(row.batch / row.step)
-        assert 0 < row.share_of_limit < 1.5  # a small model is far from what reading allows
+def test_decode_steps_are_compared_with_reading(small: Path) -> None:
+    progress: list[int] = []
+    steps = engine.decode(ingot.load(small), 3, progress.append)
+    assert [row.batch_size for row in steps] == [1, 8, 32]
+    assert progress == [1] * 9
+    for row in steps:
+        assert row.tokens_per_s == pytest.approx(row.batch_size / row.step_s)
+        assert 0 < row.roofline_fraction < 1.5  # a small model is far below the bandwidth
 
 
-def test_embeddings_count_once_or_not(small: Path) -> None:
+def test_untied_embedding_is_not_read(small: Path) -> None:
     decoder = ingot.load(small).decoder
     whole = sum(parameter.nbytes for parameter in decoder.parameters())
     untied = decoder.lm_head is not None
-    assert engine._weights(decoder) == whole - untied * decoder.tok_embed.weight.nbytes
+    assert engine._weight_bytes(decoder) == whole - untied * decoder.tok_embed.weight.nbytes
 
 
-def test_another_text_is_noticed() -> None:
+def test_different_tokens_are_reported() -> None:
     texts = iter(([1], [1], [1], [2]))
 
     def run() -> tuple[float, list[int]]:
         return 1.0, next(texts)
 
-    found = engine._gain("", "", run, run, 1, lambda _: None)
-    assert not found.same
+    speedup = engine._speedup("", "", run, run, 1, lambda _: None)
+    assert not speedup.same_tokens
 
 
-def test_no_rounds_are_refused(small: Path) -> None:
-    with pytest.raises(IngotError, match="0 rounds"):
-        engine.shortcuts(ingot.load(small), 0)
+def test_zero_rounds_are_rejected(small: Path) -> None:
+    with pytest.raises(IngotError, match="must be from 1 to 1000, got 0"):
+        engine.measure_speedups(ingot.load(small), 0)

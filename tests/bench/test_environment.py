@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ingot.bench.environment import Environment, clone
+from ingot.bench.environment import Environment, peers_folder
 
 
 @pytest.fixture
 def pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A list of packages, with a cache of its own and without a network."""
+    """A requirements file, with a separate cache and without a network."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     path = tmp_path / "tiny.txt"
@@ -19,7 +19,7 @@ def pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def package(folder: Path, broken: str = "") -> Path:
-    """A source package that needs nothing to be built, as its backend is its own."""
+    """A source package without build dependencies: it is its own build backend."""
     folder.mkdir()
     (folder / "pyproject.toml").write_text(
         "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
@@ -44,41 +44,43 @@ def build_wheel(directory, config_settings=None, metadata_directory=None):
     return folder
 
 
-def test_it_is_made_once_and_without_dependencies(pins: Path, tmp_path: Path) -> None:
+def test_environment_is_installed_once_and_without_dependencies(pins: Path, tmp_path: Path) -> None:
     pins.write_text(str(package(tmp_path / "source")))
     environment = Environment("tiny", pins)
-    assert environment.missing() == ("not installed: run `python benchmarks/install_peers.py tiny`")
-    environment.make()
-    assert environment.missing() is None
+    assert environment.unavailable_reason() == (
+        "not installed: run `python benchmarks/install_peers.py tiny`"
+    )
+    environment.install()
+    assert environment.unavailable_reason() is None
     subprocess.run([environment.python, "-c", "import tiny"], check=True)
     environment.log.write_text("untouched")
-    environment.make()
+    environment.install()
     assert environment.log.read_text() == "untouched"
 
 
-def test_what_cannot_be_installed_keeps_the_reason_until_it_can(pins: Path, tmp_path: Path) -> None:
+def test_failed_installation_keeps_the_reason_until_it_succeeds(pins: Path, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     broken = f"open({str(flag)!r})"
     pins.write_text(str(package(tmp_path / "source", broken)))
     environment = Environment("tiny", pins)
-    environment.make()
-    reason = environment.missing() or ""
-    assert reason.startswith("cannot be installed: error: ")
+    environment.install()
+    reason = environment.unavailable_reason() or ""
+    assert reason.startswith("installation failed: error: ")
     assert "install.log" in reason
     assert "No such file" in environment.log.read_text()
     flag.touch()
-    environment.make()
-    assert environment.missing() is None
+    environment.install()
+    assert environment.unavailable_reason() is None
 
 
-def test_other_packages_are_another_environment(pins: Path) -> None:
+def test_changed_requirements_are_another_environment(pins: Path) -> None:
     before = Environment("tiny", pins).path
     pins.write_text("# something\n")
     assert Environment("tiny", pins).path != before
 
 
-def test_every_peer_has_its_script_and_pins_all() -> None:
-    lists = sorted(clone().glob("*.txt"))
+def test_every_system_has_a_script_and_pinned_requirements() -> None:
+    lists = sorted(peers_folder().glob("*.txt"))
     assert {pins.stem for pins in lists} == {"llamacpp", "openvino", "transformers", "vllm"}
     for pins in lists:
         assert pins.with_suffix(".py").exists()

@@ -1,4 +1,4 @@
-"""Real timings of tiny workloads: what holds for every number; and exact ones of given times."""
+"""Invariants of real timings of tiny workloads, and rows computed from given times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ingot.bench import ops as module
-from ingot.bench.ops import Bench, Row, contenders, reader
+from ingot.bench.ops import OpBench, OpRow, implementations, make_probe
 from ingot.bench.peaks import Peak, Peaks
 from ingot.bench.timing import Timing
-from ingot.bench.workloads import Workload, copies, filled, floats
+from ingot.bench.workloads import Workload, argument_sets, floats, new_arena
 from ingot.ops import registry
 
 SIZE = 2**22
@@ -48,32 +48,34 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench(PEAKS, seconds=0.002, size=SIZE)
+def bench() -> OpBench:
+    return OpBench(PEAKS, seconds=0.002, size=SIZE)
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Times by contender, in seconds, instead of measured ones; "" is the probe's."""
+    """Times by implementation, in seconds, instead of measured ones; "" is the probe."""
     times: dict[str, float] = {}
 
-    def interleaved(runs: dict[str, Callable[[], object]], *_: Any, **__: Any) -> dict[str, Timing]:
+    def time_interleaved(
+        runs: dict[str, Callable[[], object]], *_: Any, **__: Any
+    ) -> dict[str, Timing]:
         p50s = {name: times.get(name, 1.0) for name in runs}
         return {name: Timing(p50 / 2, p50, p50 * 2, 5) for name, p50 in p50s.items()}
 
-    monkeypatch.setattr(module, "interleaved", interleaved)
+    monkeypatch.setattr(module, "time_interleaved", time_interleaved)
     return times
 
 
-def by_provider(rows: list[Row]) -> dict[str, Row]:
+def by_provider(rows: list[OpRow]) -> dict[str, OpRow]:
     return {row.provider: row for row in rows}
 
 
 @pytest.mark.parametrize("workload", [SILU, LINEAR, ROPE, ATTENTION], ids=lambda w: w.op)
-def test_rows_are_complete(bench: Bench, workload: Workload) -> None:
+def test_rows_are_complete(bench: OpBench, workload: Workload) -> None:
     rows = bench.rows(workload)
     op = registry()[workload.op]
-    args = copies(workload, filled(SIZE))[0]
+    args = argument_sets(workload, new_arena(SIZE))[0]
     assert rows[0].provider == op.select(*args).name
     assert {row.provider for row in rows} - {"compile", "sdpa"} == set(op.providers)
     for row in rows:
@@ -82,22 +84,24 @@ def test_rows_are_complete(bench: Bench, workload: Workload) -> None:
         assert row.gbs > 0
         assert row.gflops > 0
         assert row.read_gbs > 0
-        assert row.share_of_limit > 0
+        assert row.roofline_fraction > 0
         assert row.batch_invariant == (
             row.provider in op.providers and op.providers[row.provider].batch_invariant
         )
 
 
-def test_a_row_has_what_the_documentation_promises() -> None:
-    promised = (
-        "op shape dtype provider p20_us p50_us p80_us gbs gflops limit share_of_limit "
-        "vs_aten vs_compile batch_invariant"
+def test_row_has_the_documented_columns() -> None:
+    documented = (
+        "op shape dtype provider p20_us p50_us p80_us gbs gflops bound roofline_fraction "
+        "vs_eager vs_compile batch_invariant"
     )
-    assert set(promised.split()) <= {field.name for field in fields(Row)}
+    assert set(documented.split()) <= {field.name for field in fields(OpRow)}
 
 
-def test_a_share_is_the_limit_over_the_time(bench: Bench, given: dict[str, float]) -> None:
-    _, probed = reader(torch.ones(SIZE // 2**16, 2**14), 1)
+def test_roofline_fraction_is_the_minimum_time_over_p50(
+    bench: OpBench, given: dict[str, float]
+) -> None:
+    _, probed = make_probe(torch.ones(SIZE // 2**16, 2**14), 1)
     given |= {"": probed / 1e9, "aten": 8e-6, "reference": 16e-6, "compile": 2e-6}  # at 1 GB/s
     rows = by_provider(bench.rows(SILU))
     aten = rows["aten"]  # 2 * 8 * 64 float32: 4096 bytes, 4.096 us
@@ -105,52 +109,56 @@ def test_a_share_is_the_limit_over_the_time(bench: Bench, given: dict[str, float
     assert aten.read_gbs == pytest.approx(1.0, rel=1e-3)
     assert aten.gbs == pytest.approx(0.512, rel=1e-3)
     assert aten.gflops == pytest.approx(0.512, rel=1e-3)  # 8 FLOPs an element
-    assert (aten.limit, aten.share_of_limit) == ("memory", pytest.approx(0.512, rel=1e-3))
-    assert rows["reference"].share_of_limit == pytest.approx(0.256, rel=1e-3)
+    assert (aten.bound, aten.roofline_fraction) == ("memory", pytest.approx(0.512, rel=1e-3))
+    assert rows["reference"].roofline_fraction == pytest.approx(0.256, rel=1e-3)
 
 
-def test_ratios_say_how_many_times_faster(bench: Bench, given: dict[str, float]) -> None:
+def test_speedups_are_relative_to_eager_and_compile(
+    bench: OpBench, given: dict[str, float]
+) -> None:
     given |= {"aten": 8e-6, "reference": 16e-6, "compile": 4e-6}
     rows = by_provider(bench.rows(SILU))
-    assert (rows["reference"].vs_aten, rows["reference"].vs_compile) == (0.5, 0.25)
-    assert (rows["compile"].vs_aten, rows["compile"].vs_compile) == (2.0, 1.0)
+    assert (rows["reference"].vs_eager, rows["reference"].vs_compile) == (0.5, 0.25)
+    assert (rows["compile"].vs_eager, rows["compile"].vs_compile) == (2.0, 1.0)
 
 
-def test_what_does_not_exist_has_no_ratio(bench: Bench, given: dict[str, float]) -> None:
+def test_missing_baseline_has_no_speedup(bench: OpBench, given: dict[str, float]) -> None:
     row = bench.rows(ROPE)[0]
     if "aten" not in registry()["rope"].providers:
-        assert row.vs_aten is None
+        assert row.vs_eager is None
     assert row.vs_compile is not None
 
 
-def test_attention_is_compared_with_one_call_of_sdpa(bench: Bench, given: dict[str, float]) -> None:
+def test_attention_is_compared_with_one_call_of_sdpa(
+    bench: OpBench, given: dict[str, float]
+) -> None:
     given |= {"sdpa": 2e-6, "aten": 8e-6}
     rows = by_provider(bench.rows(ATTENTION))
-    assert rows["aten"].vs_aten == 0.25
+    assert rows["aten"].vs_eager == 0.25
     assert rows["aten"].vs_compile is None
     assert "compile" not in rows
 
 
-def test_flops_limit_only_what_multiplies_matrices(bench: Bench, given: dict[str, float]) -> None:
-    """The machine of this test computes next to nothing: 1e6 FLOPs a second."""
+def test_only_matmuls_are_compute_bound(bench: OpBench, given: dict[str, float]) -> None:
+    """The machine of this test computes only 1e6 FLOPs per second."""
     given |= {"aten": 1.0}
     row = by_provider(bench.rows(LINEAR))["aten"]
-    assert (row.limit, row.share_of_limit) == (
+    assert (row.bound, row.roofline_fraction) == (
         "compute",
         pytest.approx(2 * 8 * 64 * 32 / 1e6, 1e-3),
     )
-    assert by_provider(bench.rows(ATTENTION))["aten"].limit == "compute"
-    assert by_provider(bench.rows(SILU))["aten"].limit == "memory"
-    unknown = replace(LINEAR, dtype="bf16")  # without a peak there is no such limit
-    assert by_provider(bench.rows(unknown))["aten"].limit == "memory"
+    assert by_provider(bench.rows(ATTENTION))["aten"].bound == "compute"
+    assert by_provider(bench.rows(SILU))["aten"].bound == "memory"
+    unknown = replace(LINEAR, dtype="bf16")  # without a peak, compute is not a bound
+    assert by_provider(bench.rows(unknown))["aten"].bound == "memory"
 
 
-def test_nobody_meets_what_another_has_just_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_do_not_share_cached_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[int] = []
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: places.append(x.data_ptr()))
-    arena = filled(SIZE)
-    args = copies(SILU, arena)
-    runs = dict(contenders(SILU, args, arena))
+    arena = new_arena(SIZE)
+    args = argument_sets(SILU, arena)
+    runs = dict(implementations(SILU, args, arena))
     places.clear()
     runs["reference"]()
     runs["compile"]()
@@ -159,8 +167,8 @@ def test_nobody_meets_what_another_has_just_read(monkeypatch: pytest.MonkeyPatch
     assert places == [args[1][0].data_ptr(), args[3][0].data_ptr()]
 
 
-def test_a_compiler_that_fails_is_said_and_left_out(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_failed_compilation_is_logged_and_left_out(
+    bench: OpBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler\nat line 7")
@@ -174,11 +182,15 @@ def test_a_compiler_that_fails_is_said_and_left_out(
 
 @pytest.mark.parametrize(
     ("wanted", "read"),
-    [(1, 2**22), (2**22 + 1, 2**22 + 2**16), (2**30, 2**23)],  # 4 MiB, more, what there is
+    [
+        (1, 2**22),
+        (2**22 + 1, 2**22 + 2**16),
+        (2**30, 2**23),
+    ],  # at least 4 MiB; more; at most a quarter
 )
-def test_the_probe_reads_what_the_op_moves(wanted: int, read: int) -> None:
+def test_probe_reads_as_many_bytes_as_the_op(wanted: int, read: int) -> None:
     memory = torch.ones(2**9, 2**14)
-    probe, size = reader(memory, wanted)
+    probe, size = make_probe(memory, wanted)
     assert size == read
     for _ in range(10):
         sums = probe()
@@ -186,13 +198,13 @@ def test_the_probe_reads_what_the_op_moves(wanted: int, read: int) -> None:
         assert torch.equal(sums, torch.full((size // 2**16,), 2.0**14))
 
 
-def test_the_global_random_state_is_left_alone(bench: Bench) -> None:
+def test_global_random_state_is_unchanged(bench: OpBench) -> None:
     before = torch.get_rng_state()
     bench.rows(SILU)
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.slow
-def test_the_reference_is_really_compiled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_is_really_compiled(bench: OpBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert by_provider(bench.rows(SILU))["compile"].vs_compile == 1.0

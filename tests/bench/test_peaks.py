@@ -1,4 +1,4 @@
-"""Real measurements on tiny budgets and buffers: what holds for every number, not the numbers."""
+"""Real measurements with tiny budgets and buffers: invariants of the numbers, not their values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import msgspec
 import pytest
 import torch
 
-from ingot.bench import peaks as module
-from ingot.bench.peaks import ROUNDS, Peak, Peaks, measure, peaks
+from ingot.bench import cpu_peaks as module
+from ingot.bench.cpu_peaks import measure
+from ingot.bench.machine import cached_peaks, peaks
+from ingot.bench.peaks import DTYPES, ROUNDS, Peak, Peaks
+from ingot.bench.timing import Run
 from ingot.core import device, paths
 
 quick = partial(measure, budget=0.1)
 
-DTYPES = ("fp32", "bf16", "int8")
 PEAK = Peak(value=4.0, low=1.0, typical=2.0, high=3.0)
 PEAKS = Peaks(
     method=1,
@@ -47,10 +49,10 @@ def path() -> Path:
 
 
 def refuse(*_: object) -> None:
-    raise AssertionError("it measured")
+    raise AssertionError("measured although the peaks are cached")
 
 
-def test_a_measurement_is_complete() -> None:
+def test_measurement_is_complete() -> None:
     rounds: list[None] = []
     before = datetime.now(UTC)
     found = measure(lambda: rounds.append(None), budget=0.5)
@@ -64,11 +66,11 @@ def test_a_measurement_is_complete() -> None:
         assert 0 < peak.low <= peak.typical <= peak.high
 
 
-def test_it_measures_even_when_there_is_no_time() -> None:
+def test_zero_budget_still_measures() -> None:
     assert measure(budget=0).read_bandwidth.value > 0
 
 
-def test_threads_are_as_before() -> None:
+def test_thread_count_is_restored() -> None:
     def report() -> None:
         counts.append(torch.get_num_threads())
 
@@ -86,8 +88,8 @@ def test_threads_are_as_before() -> None:
     assert counts == [3, 3]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux tells")
-def test_affinity_is_as_before() -> None:
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux has affinity")
+def test_affinity_is_restored() -> None:
     before = os.sched_getaffinity(0)
     quick()
     assert os.sched_getaffinity(0) == before
@@ -95,34 +97,34 @@ def test_affinity_is_as_before() -> None:
     assert len(module._cpus(1000)) == 1000
 
 
-def test_threads_sit_on_different_cores() -> None:
+def test_threads_are_on_different_cores() -> None:
     core_of = {0: ("0", "0"), 1: ("0", "1"), 2: ("0", "0"), 3: ("0", "1"), 4: ("1", "0")}
     assert module._one_per_core(range(5), core_of) == [0, 1, 4]
     assert module._one_per_core([3, 2, 1], core_of) == [1, 2]
     assert module._one_per_core([7, 5], {}) == [5, 7]
 
 
-def test_a_reader_reads_about_as_much_as_asked_and_leaves_the_threads_as_they_were() -> None:
+def test_reader_reads_about_the_requested_bytes_and_restores_threads() -> None:
     before = torch.get_num_threads()
-    with module.reader(50 * 2**20) as (read, size):
+    with module.reader_on_all_cores(50 * 2**20) as (read, size):
         assert 0.8 < size / (50 * 2**20) < 1.3
         whole = min(timeit.repeat(read, number=1, repeat=5))
-    with module.reader(200 * 2**20) as (read, _):
+    with module.reader_on_all_cores(200 * 2**20) as (read, _):
         assert min(timeit.repeat(read, number=1, repeat=5)) > 1.5 * whole
     assert torch.get_num_threads() == before
 
 
-def test_the_global_random_state_is_left_alone() -> None:
+def test_global_random_state_is_unchanged() -> None:
     before = torch.get_rng_state()
     quick()
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel\nat line 7"), AttributeError()])
-def test_a_dtype_that_fails_is_none_with_a_reason(
+def test_failing_dtype_is_none_with_a_reason(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: int) -> module.Run:
+    def fail(*_: int) -> Run:
         raise error
 
     monkeypatch.setitem(module._MATMULS, "bf16", (fail, 1, 1, 1))
@@ -133,8 +135,8 @@ def test_a_dtype_that_fails_is_none_with_a_reason(
     assert found.matmul["int8"]
 
 
-def test_int8_does_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: torch.Tensor) -> module.Run:
+def test_int8_falls_back_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: torch.Tensor) -> Run:
         raise RuntimeError("no oneDNN")
 
     monkeypatch.setattr(module, "_packed_int8", fail)
@@ -143,50 +145,50 @@ def test_int8_does_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.dtype is torch.int32
 
 
-def test_a_turn_is_what_all_cores_did_together() -> None:
+def test_slice_rate_is_the_sum_of_all_cores() -> None:
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         probe = module._Probe.prepare([one, other], lambda: partial(sum, range(1000)), work=1e9)
-        probe.take_turn([one, other], seconds=0.01)
+        probe.run_slice([one, other], seconds=0.01)
         alone = module._Probe.prepare([one], lambda: partial(sum, range(1000)), work=1e9)
-        alone.take_turn([one], seconds=0.01)
+        alone.run_slice([one], seconds=0.01)
     assert len(probe.rates) == len(alone.rates) == 1
     assert probe.rates[0] > 0
 
 
-def test_best_calls_are_each_cores_own() -> None:
+def test_best_rate_sums_the_best_calls_of_each_core() -> None:
     slow, fast = [0.004] * 990, [0.001] * 10
     probe = module._Probe([], 1e9, [slow + fast, [0.002] * 1000])
-    assert probe.best_calls() == pytest.approx(1000 + 500)
+    assert probe.best_rate() == pytest.approx(1000 + 500)
 
 
-def test_the_spread_is_that_of_the_turns() -> None:
+def test_spread_is_that_of_the_slices() -> None:
     expected = Peak(value=6.0, low=1.8, typical=3.0, high=4.2)
-    assert Peak.of(6.0, turns=[1.0, 5.0, 3.0]) == expected
+    assert Peak.from_slices(6.0, [1.0, 5.0, 3.0]) == expected
 
 
 @pytest.mark.parametrize("broken", ["lock", "write_atomic"])
-def test_peaks_that_cannot_be_kept_are_shown_all_the_same(
+def test_peaks_are_returned_even_if_they_cannot_be_cached(
     broken: str, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Root may write anywhere, so a directory stands where the file or its lock should be."""
+    """Root may write anywhere, so a directory takes the place of the file or its lock."""
     (path if broken == "write_atomic" else path.with_name(path.name + ".lock")).mkdir(parents=True)
     monkeypatch.setattr(module, "measure", lambda _: PEAKS)
     monkeypatch.setattr(logging.getLogger("ingot"), "propagate", True)
     assert peaks() == PEAKS
-    assert "the peaks are not kept" in caplog.text
+    assert "the peaks are not cached" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("memory", "l3", "cores", "total"),
     [
         (2**32, 2**25, 4, 2**29),  # a small machine: an eighth of 4 GiB
-        (2**35, 2**25, 4, 2**29),  # an ordinary one
+        (2**35, 2**25, 4, 2**29),  # an ordinary machine
         (2**35, 2**28, 4, 2**30),  # a large cache
         (2**35, None, 32, 2**31),  # many cores
-        (2**30, 2**28, 1, 2**27),  # hardly any memory
+        (2**30, 2**28, 1, 2**27),  # little memory
     ],
 )
-def test_the_buffer_is_beyond_caches_and_within_memory(
+def test_buffer_size_is_between_caches_and_memory(
     memory: int, l3: int | None, cores: int, total: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -200,13 +202,14 @@ def test_json_round_trip() -> None:
     assert json.loads(PEAKS.to_json())["matmul"]["int8"] is None
 
 
-def test_the_cache_is_hit_and_refreshed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_hit_and_refreshed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cached_peaks() is None
     first = peaks()
     assert Peaks.from_json(path.read_bytes()) == first
     again = peaks(refresh=True)
     assert again.measured > first.measured
     monkeypatch.setattr(module, "measure", refuse)
-    assert peaks() == again
+    assert peaks() == cached_peaks() == again
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_the_cache_is_hit_and_refreshed(path: Path, monkeypatch: pytest.MonkeyPa
         {"missing": [1]},
     ],
 )
-def test_what_is_not_exactly_peaks_is_measured_again(
+def test_invalid_cache_is_measured_again(
     change: dict[str, object], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "measure", lambda _: PEAKS)
@@ -235,7 +238,7 @@ def test_what_is_not_exactly_peaks_is_measured_again(
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"null", b"[1]", b"\xff\xfe", b'{"tokens": 3}'])
-def test_a_corrupt_file_is_measured_again(
+def test_corrupt_cache_is_measured_again(
     text: bytes, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "measure", lambda _: PEAKS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ingot.bench.peaks import Peak, Peaks
-from ingot.bench.roofline import draw, free_place, overlap, place
+from ingot.bench.roofline import draw, free_place, overlap, point_of
 from tests.bench.row import ROW, RUN
 
 PEAK = Peak(value=40.0, low=10.0, typical=20.0, high=30.0)
@@ -29,26 +29,26 @@ ROWS = [
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
+def test_plot_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"roofline{suffix}"
     draw(ROWS, PEAKS, RUN, path)
     start = path.read_bytes()[:5]
     assert start == {".png": b"\x89PNG\r", ".svg": b"<?xml"}[suffix]
 
 
-def test_a_plot_of_nothing_is_the_roofs(tmp_path: Path) -> None:
+def test_plot_without_rows_shows_the_roofs(tmp_path: Path) -> None:
     draw(
         [], replace(PEAKS, matmul=dict.fromkeys(("fp32", "bf16", "int8"))), RUN, tmp_path / "a.png"
     )
     assert (tmp_path / "a.png").exists()
 
 
-def test_an_op_without_flops_stands_at_the_edge() -> None:
-    assert place(ROW, edge=0.1) == (2.0, 20.0)
-    assert place(replace(ROW, gflops=0.0), edge=0.1) == (0.1, 1.0)
+def test_op_without_flops_is_at_the_left_edge() -> None:
+    assert point_of(ROW, edge=0.1) == (2.0, 20.0)
+    assert point_of(replace(ROW, gflops=0.0), edge=0.1) == (0.1, 1.0)
 
 
-def test_names_lie_over_nothing() -> None:
+def test_labels_do_not_overlap() -> None:
     taken = [(-3.0, -3.0, 3.0, 3.0)]
     for _ in range(40):
         taken.append(free_place(0, 0, width=50, height=9, taken=taken))

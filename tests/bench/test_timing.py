@@ -1,4 +1,4 @@
-"""Times of calls: real ones in their order and number, and exact ones on a clock of our own."""
+"""Timings of real calls, in order and number, and of calls on a fake clock."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 from ingot.bench import timing as module
-from ingot.bench.timing import MOST_QUEUED, Timing, interleaved, queued, timed, turn
+from ingot.bench.timing import (
+    MAX_QUEUED,
+    Timing,
+    time_call,
+    time_interleaved,
+    time_queued,
+    time_slice,
+)
 
 
 class Counter:
-    """A call that takes a few microseconds and is counted."""
+    """A call of a few microseconds that counts itself."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -24,7 +31,7 @@ class Counter:
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that moves by a second whenever it is read."""
+    """A clock that advances by a second whenever it is read."""
     clock = count()
     monkeypatch.setattr(module, "perf_counter", lambda: float(next(clock)))
 
@@ -33,61 +40,63 @@ def check(timing: Timing) -> None:
     assert 0 < timing.p20 <= timing.p50 <= timing.p80
 
 
-def test_the_quantiles_are_of_the_calls() -> None:
-    timing = Timing.of(np.random.default_rng(0).permutation(11).tolist())
+def test_quantiles_are_those_of_the_calls() -> None:
+    timing = Timing.from_seconds(np.random.default_rng(0).permutation(11).tolist())
     assert timing == Timing(2.0, 5.0, 8.0, 11)
-    assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
+    assert Timing.from_seconds([2.0]) == Timing(2.0, 2.0, 2.0, 1)
 
 
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize(("seconds", "calls"), [(0, 1), (1, 1), (2, 2), (10, 10)])
-def test_a_turn_is_filled_without_gaps(seconds: float, calls: int) -> None:
+def test_slice_is_filled_without_gaps(seconds: float, calls: int) -> None:
     run = Counter()
-    times = turn(run, seconds)
+    times = time_slice(run, seconds)
     assert run.calls == calls
-    assert times == [1.0] * max(1, calls - 1)  # the first does not count, unless it is the only
+    assert times == [1.0] * max(1, calls - 1)  # the first is discarded unless it is the only one
 
 
 @pytest.mark.parametrize("minimum", [1, 7, 400])
-def test_the_minimum_holds_beyond_the_budget(minimum: int) -> None:
-    timing = timed(Counter(), budget=0, minimum=minimum)
+def test_minimum_count_exceeds_the_budget(minimum: int) -> None:
+    timing = time_call(Counter(), budget=0, minimum=minimum)
     assert timing.count >= minimum
     check(timing)
 
 
 @pytest.mark.usefixtures("ticking")
-def test_the_budget_buys_more_than_the_minimum() -> None:
+def test_budget_allows_more_than_the_minimum() -> None:
     runs = {"a": Counter(), "b": Counter()}
-    timings = interleaved(runs, budget=1000, minimum=1, turn_seconds=10)
+    timings = time_interleaved(runs, budget=1000, minimum=1, slice_seconds=10)
     assert [timing.count for timing in timings.values()] == [87 * 9] * 2  # of 23 seconds a round
 
 
-def test_interleaved_calls_take_turns() -> None:
+def test_interleaved_calls_alternate() -> None:
     order: list[str] = []
     runs = {name: lambda name=name: order.append(name) for name in "abc"}
-    timings = interleaved(runs, budget=0, minimum=3, turn_seconds=0)
-    assert order == list("abc") * 4  # the first round does not count
+    timings = time_interleaved(runs, budget=0, minimum=3, slice_seconds=0)
+    assert order == list("abc") * 4  # the first round is discarded
     assert {name: timing.count for name, timing in timings.items()} == dict.fromkeys("abc", 3)
 
 
 def test_interleaved_timings_keep_their_names() -> None:
-    timings = interleaved({"short": Counter(), "long": lambda: sum(range(100_000))}, budget=0.05)
+    timings = time_interleaved(
+        {"short": Counter(), "long": lambda: sum(range(100_000))}, budget=0.05
+    )
     assert timings["short"].p50 < timings["long"].p50
     for timing in timings.values():
         check(timing)
 
 
-def test_nothing_to_time_takes_no_time() -> None:
-    assert interleaved({}) == {}
+def test_nothing_to_time_returns_nothing() -> None:
+    assert time_interleaved({}) == {}
 
 
-def test_an_error_is_the_callers() -> None:
+def test_errors_are_raised_to_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
-        timed(lambda: 1 / 0)
+        time_call(lambda: 1 / 0)
 
 
 class Moment:
-    """An event of a GPU that takes 2 ms for each call, whenever it is asked."""
+    """An event of a GPU that takes 2 ms per call."""
 
     now = 0.0
 
@@ -101,7 +110,7 @@ class Moment:
         return end_event.at - self.at
 
 
-def test_queued_calls_are_timed_by_the_devices_own_clock() -> None:
+def test_queued_calls_are_timed_by_device_events() -> None:
     calls: list[float] = []
 
     def run() -> None:
@@ -109,17 +118,21 @@ def test_queued_calls_are_timed_by_the_devices_own_clock() -> None:
         Moment.now += 2.0 if calls else 5.0
         calls.append(Moment.now)
 
-    times = queued(run, 0.02, Moment)
+    times = time_queued(run, 0.02, Moment)
     assert times == pytest.approx([2e-3] * 4)  # 20 ms hold 4 calls of 5
     assert len(calls) == 6
-    assert queued(run, 0.001, Moment) == pytest.approx([2e-3])  # one takes the whole turn
+    assert time_queued(run, 0.001, Moment) == pytest.approx(
+        [2e-3]
+    )  # one call takes the whole slice
 
 
-def test_a_queue_is_not_longer_than_a_driver_holds() -> None:
+def test_queue_length_is_bounded() -> None:
     calls: list[int] = []
-    assert len(queued(lambda: calls.append(1), 1.0, Moment)) == MOST_QUEUED
+    assert len(time_queued(lambda: calls.append(1), 1.0, Moment)) == MAX_QUEUED
 
 
-def test_turns_may_be_taken_another_way() -> None:
-    found = interleaved({"it": lambda: None}, 0.0, minimum=3, take=lambda run, seconds: [4.0, 4.0])
-    assert found["it"] == Timing(4.0, 4.0, 4.0, 4)
+def test_interleaved_uses_the_given_timer() -> None:
+    timings = time_interleaved(
+        {"it": lambda: None}, 0.0, minimum=3, timer=lambda run, seconds: [4.0, 4.0]
+    )
+    assert timings["it"] == Timing(4.0, 4.0, 4.0, 4)

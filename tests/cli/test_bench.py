@@ -1,4 +1,4 @@
-"""The verb: mistakes in a process of its own, measuring in this one on tiny workloads."""
+"""`ingot bench ops` and `compare`, in this process on tiny workloads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from ingot.bench import environment, ops, peaks, workloads
-from ingot.bench.ops import Bench
+from ingot.bench import environment, machine, ops, workloads
+from ingot.bench.compare import CompareRow
+from ingot.bench.ops import OpBench
 from ingot.bench.peaks import Peak, Peaks
-from ingot.bench.peers import Row as PeerRow
 from ingot.bench.results import read
 from ingot.bench.workloads import Workload, floats
-from ingot.cli import bench as module
-from ingot.cli import main
+from ingot.cli import bench_compare, bench_ops, main
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
 from tests.bench.row import ROW
@@ -48,8 +47,8 @@ TINY = (
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two small workloads in 4 MiB, on a machine whose peaks are known."""
     monkeypatch.setattr(workloads, "WORKLOADS", TINY)
-    monkeypatch.setattr(ops, "Bench", partial(Bench, size=2**22))
-    monkeypatch.setattr(peaks, "peaks", lambda **_: PEAKS)
+    monkeypatch.setattr(ops, "OpBench", partial(OpBench, size=2**22))
+    monkeypatch.setattr(machine, "peaks", lambda **_: PEAKS)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
@@ -67,7 +66,7 @@ def test_json_has_a_header_and_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["header"]["peaks"]["read_bandwidth"]["value"] == 4.0
     keys = {
         *("op", "shape", "dtype", "provider", "p20_us", "p50_us", "p80_us", "gbs", "gflops"),
-        *("limit", "share_of_limit", "vs_aten", "vs_compile", "batch_invariant"),
+        *("bound", "roofline_fraction", "vs_eager", "vs_compile", "batch_invariant"),
     }
     assert all(keys <= set(row) for row in found["rows"])
     assert {row["op"] for row in found["rows"]} == {"silu", "rms_norm"}
@@ -104,13 +103,13 @@ def test_the_table_fits_a_hundred_columns() -> None:
         provider="reference",
         p50_us=1512345.0,
         gflops=3181.0,
-        limit="compute",
-        share_of_limit=1.234,
-        vs_aten=1492.3,
+        bound="compute",
+        roofline_fraction=1.234,
+        vs_eager=1492.3,
         vs_compile=1492.3,
     )
     page = io.StringIO()
-    Console(file=page, width=100).print(module._table([row, replace(row, provider="compile")]))
+    Console(file=page, width=100).print(bench_ops._table([row, replace(row, provider="compile")]))
     text = page.getvalue()
     assert "…" not in text
     for cell in (
@@ -126,12 +125,12 @@ def test_the_table_fits_a_hundred_columns() -> None:
 
 
 COUNTS = """
-from peers.talk import Peer, serve
+from peers.protocol import LoadedModel, serve
 
-def generate(prompts, new):
-    return 0.001, [[token] * new for token, *_ in prompts]
+def generate(prompts, output_len):
+    return 0.001, [[token] * output_len for token, *_ in prompts]
 
-serve(lambda model: Peer("1.0", "bf16", generate))
+serve(lambda model: LoadedModel("1.0", "bf16", generate))
 """
 
 
@@ -140,37 +139,42 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model's directory; ingot that only repeats, in a process, and a peer that is not there."""
     folder = tmp_path / "benchmarks/peers"
     folder.mkdir(parents=True)
-    shutil.copy(environment.clone() / "talk.py", folder)
+    shutil.copy(environment.peers_folder() / "protocol.py", folder)
     (folder / "ingot.py").write_text(COUNTS)
     (folder / "vllm.txt").write_text("")
-    monkeypatch.setattr(environment, "clone", lambda: folder)
-    monkeypatch.setattr(peaks, "peaks", lambda **_: PEAKS)
+    monkeypatch.setattr(environment, "peers_folder", lambda: folder)
+    monkeypatch.setattr(machine, "peaks", lambda **_: PEAKS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hf.save(Decoder.from_config(preset("tiny"), seed=0), tmp_path)
     return tmp_path
 
 
-def bench_peers(*arguments: str) -> None:
+def run_compare(*arguments: str) -> None:
     with pytest.raises(SystemExit) as exit:
-        main(["bench", "peers", *arguments, "--rounds", "2", "--new", "3"])
+        main(["bench", "compare", *arguments, "--rounds", "2", "--output-len", "3"])
     assert exit.value.code == 0
 
 
 def test_peers_are_compared_and_kept(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_peers(str(model), "--json", "--batch", "2", "--results", str(model))
+    run_compare(str(model), "--json", "--batch-size", "2", "--results", str(model))
     found = json.loads(capsys.readouterr().out)
     assert found["header"]["peaks"]["read_bandwidth"]["value"] == 4.0
     ours, vllm = found["rows"]
-    assert (ours["system"], ours["batch"], ours["new"], ours["agree"]) == ("ingot", 2, 3, 3)
-    assert ours["ingot_faster"] == 1.0
+    assert (ours["system"], ours["batch_size"], ours["output_len"], ours["matching_tokens"]) == (
+        "ingot",
+        2,
+        3,
+        3,
+    )
+    assert ours["speedup"] == 1.0
     assert ours["tokens_per_s"] > 0
-    assert "not installed" in vllm["missing"]
-    bench_peers(str(model), "ingot", "--results", str(model))
+    assert "not installed" in vllm["error"]
+    run_compare(str(model), "ingot", "--results", str(model))
     text = capsys.readouterr().out
     assert "1.00x" in text
     assert "p50 [p20-p80]" in " ".join(text.split())
     assert "vllm" not in text
-    lines = list(csv.DictReader((model / "peers.csv").read_text().splitlines()))
+    lines = list(csv.DictReader((model / "compare.csv").read_text().splitlines()))
     assert [line["system"] for line in lines] == ["ingot", "vllm", "ingot"]
     assert lines[1]["tokens_per_s"] == ""
 
@@ -178,36 +182,36 @@ def test_peers_are_compared_and_kept(model: Path, capsys: pytest.CaptureFixture[
 def test_a_missing_peer_is_named_below_the_table(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench_peers(str(model))
-    assert "vllm is missing: not installed: run `python" in capsys.readouterr().out
+    run_compare(str(model))
+    assert "vllm: not installed: run `python" in capsys.readouterr().out
 
 
 def test_the_table_of_peers_fits_a_hundred_columns() -> None:
-    row = PeerRow(
+    row = CompareRow(
         system="transformers",
         version="2026.4.1.0-3408-ab01d1771e4",
         dtype="bf16",
         model="tiny",
-        batch=1,
-        prompt=2,
-        new=3,
+        batch_size=1,
+        input_len=2,
+        output_len=3,
         rounds=4,
         tokens_per_s=1234.5,
         p20=1111.1,
         p80=1333.3,
-        ingot_faster=12.34,
-        ingot_faster_p20=11.11,
-        ingot_faster_p80=13.33,
-        first_token_ms=1234.5,
-        start_s=123.4,
+        speedup=12.34,
+        speedup_p20=11.11,
+        speedup_p80=13.33,
+        ttft_ms=1234.5,
+        load_s=123.4,
         memory_mb=12345.0,
-        agree=128,
+        matching_tokens=128,
         read_gbs=40.0,
-        limit_tokens_per_s=99.0,
-        share_of_limit=0.99,
+        roofline_tokens_per_s=99.0,
+        roofline_fraction=0.99,
     )
     page = io.StringIO()
-    Console(file=page, width=100).print(module._peers_table([row]))
+    Console(file=page, width=100).print(bench_compare._table([row]))
     text = page.getvalue()
     assert "…" not in text
     for cell in ("transformers", "1234 [1111-1333]", "12.3x", "12345 MB", "123 s"):
@@ -220,9 +224,9 @@ def test_the_table_of_peers_fits_a_hundred_columns() -> None:
         (("ops", "rmsnorm"), "did you mean 'rms_norm'?"),
         (("ops", "silu", "--plot", "roofline.jpg"), "cannot draw a '.jpg' file"),
         (("opps",), "opps"),
-        (("peers", "there-is-none"), "there is no there-is-none"),
-        (("peers", ".", "vlm"), "did you mean 'vllm'?"),
-        (("peers", ".", "--batch", "0"), "batch is 0"),
+        (("compare", "there-is-none"), "there is no there-is-none"),
+        (("compare", ".", "vlm"), "did you mean 'vllm'?"),
+        (("compare", ".", "--batch-size", "0"), "batch_size of GenerationTask is 0"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_measured(

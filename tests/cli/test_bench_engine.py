@@ -15,10 +15,10 @@ def test_what_shortcuts_save(ready: Run, tmp_path: Path) -> None:
     result = ready("bench", "engine", str(directory), "--rounds", "1", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert [row["batch"] for row in found["decode"]] == [1, 8, 32]
-    gains = found["gains"]
-    assert [gain["name"] for gain in gains] == ["lookup", "prefix"]
-    assert all(gain["same"] and gain["ratio"] > 0 for gain in gains)
+    assert [row["batch_size"] for row in found["decode"]] == [1, 8, 32]
+    speedups = found["speedups"]
+    assert [speedup["name"] for speedup in speedups] == ["ngram", "prefix"]
+    assert all(speedup["same_tokens"] and speedup["ratio"] > 0 for speedup in speedups)
 
 
 def test_a_model_that_is_not_there_has_a_hint(ready: Run) -> None:

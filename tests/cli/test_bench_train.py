@@ -12,17 +12,17 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 def test_a_step_beside_plain_pytorch(ready: Run, tmp_path: Path) -> None:
     directory = models.gpt2(tmp_path / "gpt2")
-    size = ("--batch", "2", "--length", "8", "--rounds", "1")
+    size = ("--batch-size", "2", "--seq-len", "8", "--rounds", "1")
     command = ("bench", "train", "eager", "--model", str(directory), *size)
     result = ready(*command, "--json", "--results", str(tmp_path))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     (row,) = found["rows"]
     assert row["system"] == "eager"
-    assert row["missing"] is None
+    assert row["error"] is None
     assert row["tokens_per_s"] > 0
     assert row["peak_memory_bytes"] > 0
-    assert row["share_of_limit"] > 0
+    assert row["roofline_fraction"] > 0
     assert found["summary"]["best_peer"] == "eager"
     assert found["header"]["peaks"]["matmul"]["bf16"]
     assert len((tmp_path / "train.csv").read_text().splitlines()) == 2
@@ -37,4 +37,4 @@ def test_a_wrong_system_suggests_the_right_one(ready: Run) -> None:
 def test_a_model_of_another_kind_has_a_hint(ready: Run, tiny: Path) -> None:
     result = ready("bench", "train", "eager", "--model", str(tiny))
     assert result.returncode == 2
-    assert "no GPT-2" in result.stderr
+    assert "must be a GPT-2" in result.stderr

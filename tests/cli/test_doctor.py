@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ingot.bench.peaks import Peak, Peaks
-from ingot.cli.doctor import findings, report
+from ingot.cli.doctor import find_issues, report
 from ingot.core.device import Device, Gpu, detect
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -28,7 +28,7 @@ GPU = Gpu(type="xpu", name="A GPU", memory=2**34, capability="sm_90")
 
 @pytest.fixture
 def known_peaks(tmp_path: Path) -> Path:
-    """A cache in which this machine's peaks are already known."""
+    """A cache that holds the peaks of this machine."""
     path = tmp_path / "ingot" / "peaks" / f"{detect().fingerprint}.json"
     path.parent.mkdir(parents=True)
     path.write_bytes(MEASURED.to_json())
@@ -37,7 +37,7 @@ def known_peaks(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """This machine, without whatever may be odd about it today."""
+    """This machine without its current issues."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("INGOT_ISA", raising=False)
     device = replace(detect(), torch="2.13.0", gpus=())
@@ -57,7 +57,7 @@ def test_json_has_the_peaks_and_their_spread(ingot: Run) -> None:
 
 
 @pytest.mark.usefixtures("known_peaks")
-def test_everything_fits_one_screen(ingot: Run) -> None:
+def test_output_fits_one_screen(ingot: Run) -> None:
     lines = ingot("doctor").stdout.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
@@ -65,75 +65,79 @@ def test_everything_fits_one_screen(ingot: Run) -> None:
         assert any(shown in line for line in lines), shown
 
 
-def test_a_sound_machine_has_no_findings(sound: Device) -> None:
-    assert findings(sound, MEASURED, frozenset()) == []
+def test_sound_machine_has_no_issues(sound: Device) -> None:
+    assert find_issues(sound, MEASURED, frozenset()) == []
 
 
 @pytest.mark.parametrize(
     ("change", "installed", "what"),
     [
         ({"torch": "2.20.1"}, (), "torch 2.20.1 is not the version"),
-        ({"compiler": None}, (), "PyTorch stands in for ingot's kernels"),
+        ({"compiler": None}, (), "no C++ compiler: ops fall back to PyTorch"),
         ({}, ("nvidia-smi",), "an NVIDIA driver, but torch sees no GPU"),
         ({}, ("rocm-smi",), "an AMD driver, but torch sees no GPU"),
-        ({"gpus": (GPU,)}, (), "without Triton"),
+        ({"gpus": (GPU,)}, (), "Triton is not installed"),
         ({"gpus": (replace(GPU, capability="sm_75"),)}, ("triton",), "A GPU: too old for Triton"),
-        ({"gpus": (replace(GPU, capability="gfx950"),)}, ("triton",), "A GPU (gfx950): ingot's"),
+        (
+            {"gpus": (replace(GPU, capability="gfx950"),)},
+            ("triton",),
+            "A GPU (gfx950): the GPU kernels have no configurations",
+        ),
     ],
 )
-def test_what_is_odd_is_found_with_a_hint(
+def test_issue_has_message_and_hint(
     sound: Device, change: dict[str, object], installed: tuple[str, ...], what: str
 ) -> None:
-    (finding,) = findings(replace(sound, **change), MEASURED, frozenset(installed))
-    assert what in finding.what
-    assert finding.hint
+    (issue,) = find_issues(replace(sound, **change), MEASURED, frozenset(installed))
+    assert what in issue.message
+    assert issue.hint
 
 
-def test_a_machine_that_gives_torch_too_few_threads_is_odd(sound: Device) -> None:
+def test_too_few_torch_threads_are_an_issue(sound: Device) -> None:
     many = replace(sound, cpu=replace(sound.cpu, cores=4096))
-    (finding,) = findings(many, MEASURED, frozenset())
-    assert "of 4096 cores" in finding.what
+    (issue,) = find_issues(many, MEASURED, frozenset())
+    assert "of 4096 cores" in issue.message
 
 
-def test_an_unsteady_peak_is_odd(sound: Device) -> None:
+def test_unsteady_peak_is_an_issue(sound: Device) -> None:
     noisy = replace(MEASURED, read_bandwidth=replace(STEADY, typical=10.0))
-    (finding,) = findings(sound, noisy, frozenset())
-    assert "measured beside other work: reading reached" in finding.what
+    (issue,) = find_issues(sound, noisy, frozenset())
+    assert "busy while measuring: reading reached" in issue.message
 
 
-def test_a_cxx_that_is_no_compiler_is_odd(sound: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/bin/false")
-    (finding,) = findings(sound, MEASURED, frozenset())
-    assert "CXX is '/bin/false'" in finding.what
-
-
-def test_a_forced_tier_is_odd(sound: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INGOT_ISA", "avx2")
-    (finding,) = findings(sound, MEASURED, frozenset())
-    assert "INGOT_ISA holds ingot's CPU kernels to the tier avx2" in finding.what
-
-
-def test_a_cache_that_cannot_be_written_is_no_reason_to_show_nothing(
-    known_peaks: Path, ingot: Run
+def test_cxx_that_is_not_a_compiler_is_an_issue(
+    sound: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A valid file in a directory where not even a lock can be made."""
+    monkeypatch.setenv("CXX", "/bin/false")
+    (issue,) = find_issues(sound, MEASURED, frozenset())
+    assert "CXX is '/bin/false'" in issue.message
+
+
+def test_restricted_tier_is_an_issue(sound: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INGOT_ISA", "avx2")
+    (issue,) = find_issues(sound, MEASURED, frozenset())
+    assert "INGOT_ISA restricts the CPU kernels to the tier avx2" in issue.message
+
+
+def test_peaks_are_shown_even_if_the_cache_is_read_only(known_peaks: Path, ingot: Run) -> None:
+    """A valid file in a directory where no lock can be created."""
     (known_peaks.with_name(known_peaks.name + ".lock")).mkdir()
     assert "20.0 GB/s" in ingot("doctor").stdout
 
 
 @pytest.mark.parametrize("capability", ["sm_80", "sm_120", "gfx942", None])
-def test_a_gpu_with_triton_is_not_odd(sound: Device, capability: str | None) -> None:
+def test_gpu_with_triton_is_not_an_issue(sound: Device, capability: str | None) -> None:
     gpus = (replace(GPU, capability=capability),)
-    assert findings(replace(sound, gpus=gpus), MEASURED, frozenset({"triton"})) == []
+    assert find_issues(replace(sound, gpus=gpus), MEASURED, frozenset({"triton"})) == []
 
 
-def test_the_report_can_be_written_as_json(sound: Device) -> None:
-    assert json.loads(json.dumps(report(sound, MEASURED, [])))["findings"] == []
+def test_report_is_json(sound: Device) -> None:
+    assert json.loads(json.dumps(report(sound, MEASURED, [])))["issues"] == []
 
 
 @pytest.mark.slow
 def test_two_measurements_agree_within_15_percent(ingot: Run) -> None:
-    """On a quiet machine; a neighbour on the same core takes more than that away."""
+    """On a quiet machine; another tenant on the same core takes away more than that."""
     first, second = (json.loads(ingot("doctor", "--json", "--refresh").stdout) for _ in range(2))
     pairs = [(first["read_bandwidth_gbs"], second["read_bandwidth_gbs"])]
     pairs += zip(first["matmul_gflops"].values(), second["matmul_gflops"].values(), strict=True)

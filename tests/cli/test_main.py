@@ -54,7 +54,7 @@ def test_a_wrong_option_suggests_the_right_one(ingot: Run, verb: str) -> None:
     subject = {
         "bench": ("ops",),
         "chat": ("directory",),
-        "data": ("from", "to"),
+        "tokenize": ("from", "to"),
         "generate": ("directory", "prompt"),
         "import": ("from", "to"),
         "info": ("directory",),

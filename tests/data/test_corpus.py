@@ -203,7 +203,7 @@ def test_a_hostile_index_is_refused(tmp_path: Path, made: Corpus, changes: dict[
     forged(directory, **changes)
     with pytest.raises(DataError) as caught:
         Corpus(directory).train.check()
-    assert "ingot data" in caught.value.hint
+    assert "ingot tokenize" in caught.value.hint
 
 
 def test_tokens_of_three_bytes_are_refused_though_their_number_is_right(
@@ -246,7 +246,7 @@ def test_an_index_that_is_none(tmp_path: Path, made: Corpus, content: bytes) -> 
 def test_what_is_missing_is_named(tmp_path: Path, made: Corpus) -> None:
     with pytest.raises(DataError, match=NAME) as caught:
         Corpus(tmp_path / "nowhere")
-    assert "`ingot data`" in caught.value.hint
+    assert "`ingot tokenize`" in caught.value.hint
     for name in ("train-00000.tokens", "validation-00000.tokens", "tokenizer.json"):
         directory = tmp_path / name
         shutil.copytree(made.directory, directory)

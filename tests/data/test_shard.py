@@ -78,7 +78,7 @@ def test_a_file_that_is_cut_while_it_is_used_is_an_error_and_no_crash(tmp_path: 
     assert stream.read(0, 10)[0].tolist() == [1] * 10
     with pytest.raises(DataError, match="shorter") as caught:
         stream.read(90_000, 90_010)
-    assert "ingot data" in caught.value.hint
+    assert "ingot tokenize" in caught.value.hint
 
 
 def test_a_file_that_is_gone(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path, name: str, cont
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=name) as caught:
         Vocabulary.load(tmp_path)
-    assert "--vocab" in caught.value.hint
+    assert "--vocab-size" in caught.value.hint
 
 
 def test_no_tokenizer_is_there(tmp_path: Path) -> None:

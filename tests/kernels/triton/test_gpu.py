@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ingot import ops
-from ingot.bench import gpu
-from ingot.bench.ops import Bench
+from ingot.bench import gpu_peaks
+from ingot.bench.ops import OpBench
 from ingot.bench.workloads import WORKLOADS
 from ingot.kernels.triton.autotune import tasks, time_on_gpu, tune
 from ingot.nn import Decoder, preset
@@ -112,7 +112,7 @@ def test_serving_is_certified() -> None:
 
 
 def test_ops_are_timed_beside_the_gpus_peaks() -> None:
-    bench = Bench(gpu.measure("cuda"), place="cuda")
+    bench = OpBench(gpu_peaks.measure("cuda"), device="cuda")
     rows = bench.rows(next(w for w in WORKLOADS if w.op == "linear"))
     assert rows[0].provider == "triton"
-    assert 0 < rows[0].share_of_limit < 2
+    assert 0 < rows[0].roofline_fraction < 2

@@ -15,59 +15,59 @@ def write(path: Path) -> None:
     path.write_text("\n".join(lines))
 
 
-def test_lines_for_people(ingot: Run, tmp_path: Path) -> None:
+def test_text_output(ingot: Run, tmp_path: Path) -> None:
     write(tmp_path / "posts.jsonl")
-    command = ("data", "posts.jsonl", "tokens", "--field", "body", "--vocab", "300")
+    command = ("tokenize", "posts.jsonl", "tokens", "--field", "body", "--vocab-size", "300")
     result = ingot(*command)
     assert result.returncode == 0, result.stderr
     corpus = Corpus(tmp_path / "tokens")
     assert corpus.hash in result.stdout
     assert "40 documents" in result.stdout
-    assert "of 300 kinds" in result.stdout
+    assert "vocabulary 300" in result.stdout
     assert "written" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     again = ingot(*command)
-    assert "was there already" in again.stdout
+    assert "up to date" in again.stdout
 
 
-def test_json_has_the_figures(ingot: Run, tmp_path: Path) -> None:
+def test_json_output(ingot: Run, tmp_path: Path) -> None:
     write(tmp_path / "posts.jsonl")
-    options = ("--field", "body", "--vocab", "257", "--validation", "0.25", "--json")
-    found = json.loads(ingot("data", "posts.jsonl", "tokens", *options).stdout)
+    options = ("--field", "body", "--vocab-size", "257", "--validation", "0.25", "--json")
+    found = json.loads(ingot("tokenize", "posts.jsonl", "tokens", *options).stdout)
     corpus = Corpus(tmp_path / "tokens")
     assert found["new"] is True
     assert found["hash"] == corpus.hash
     assert found["tokens"] == len(corpus.train) + len(corpus.validation)
-    # The vocabulary is the bytes and the end: each byte a token, each document one more.
+    # The vocabulary is the bytes and EOS: one token per byte, and one more per document.
     assert found["tokens"] == found["text_bytes"] + found["documents"] == found["text_bytes"] + 40
     assert found["tokens_per_byte"] == round(found["tokens"] / found["text_bytes"], 4)
     assert found["bytes"] == sum(p.stat().st_size for p in (tmp_path / "tokens").iterdir())
 
 
-def test_a_models_tokenizer(ingot: Run, tmp_path: Path, tiny: Path) -> None:
+def test_tokenizer_of_a_model_is_used(ingot: Run, tmp_path: Path, tiny: Path) -> None:
     write(tmp_path / "posts.jsonl")
     options = ("--field", "body", "--tokenizer", str(tiny), "--json")
-    found = json.loads(ingot("data", "posts.jsonl", "tokens", *options).stdout)
-    assert found["vocabulary"] == 256
+    found = json.loads(ingot("tokenize", "posts.jsonl", "tokens", *options).stdout)
+    assert found["vocab_size"] == 256
     assert found["tokens"] == found["text_bytes"]
 
 
-def test_a_wrong_source_has_a_hint(ingot: Run) -> None:
-    result = ingot("data", "missing.txt", "tokens")
+def test_missing_source_has_a_hint(ingot: Run) -> None:
+    result = ingot("tokenize", "missing.txt", "tokens")
     assert result.returncode == 2
     assert "hint: name a text" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_neither_torch_nor_transformers_is_loaded_to_tokenize(tmp_path: Path) -> None:
+def test_torch_and_transformers_are_not_imported(tmp_path: Path) -> None:
     import sys
 
     write(tmp_path / "posts.jsonl")
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from ingot.cli.data import data\n"
-        "data('posts.jsonl', Path('tokens'), field='body', vocab=300)\n"
+        "from ingot.cli.tokenize import tokenize\n"
+        "tokenize('posts.jsonl', Path('tokens'), field='body', vocab_size=300)\n"
         "assert not {'torch', 'transformers', 'pyarrow', 'sklearn'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)

@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.bench import plain
-from ingot.bench.trainee import batch
+from ingot.bench import gpt2_baseline
+from ingot.bench.train_worker import batch
 from ingot.core.errors import ConfigError
 from ingot.interop import hf
 from ingot.nn.loss import token_losses
 from tests import models
 
 
-def test_plain_pytorch_computes_the_same(gpt2: Path) -> None:
+def test_baseline_computes_the_same_loss_and_gradients(gpt2: Path) -> None:
     tokens, targets = batch(0, 3, 17, 211)
     decoder = hf.load(gpt2)
     ours = token_losses(decoder, tokens.flatten(), targets.flatten(), [17] * 3).sum() / (3 * 16)
-    model = plain.load(gpt2)
+    model = gpt2_baseline.load(gpt2)
     theirs = model(tokens, targets)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     ours.backward()
@@ -33,6 +33,6 @@ def test_plain_pytorch_computes_the_same(gpt2: Path) -> None:
     )
 
 
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no GPT-2"):
-        plain.check(models.small(tmp_path / "llama"))
+def test_another_architecture_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a GPT-2"):
+        gpt2_baseline.check_gpt2(models.small(tmp_path / "llama"))

@@ -2,15 +2,15 @@
 
     python -m peers.NAME MODEL CACHE          # in benchmarks/, with the Python of the peer
 
-The peer first says `{"version", "dtype", "ready"}`: what it is, what it holds the weights in, and
-the seconds it took to import its libraries and load the model. Then it answers each
-`{"prompts", "new_tokens"}` (token ids, one list a sequence, all of one length) with
-`{"seconds_total", "first_token_seconds", "tokens"}`. It generates greedily and exactly as many new
-tokens as asked, past any end-of-text; a peer that cannot tell its first token says null. What it
-cannot do it answers with `{"error"}`, and it goes on.
+The peer first says `{"version", "dtype", "load_seconds"}`: what it is, what it holds the weights
+in, and the seconds it took to import its libraries and load the model. Then it answers each
+`{"prompts", "output_len"}` (token ids, one list a sequence, all of one length) with
+`{"total_seconds", "ttft_seconds", "tokens"}`. It generates greedily and exactly as many new tokens
+as asked, past any end-of-text; a peer that cannot tell its first token says null. What it cannot do
+it answers with `{"error"}`, and it goes on.
 
 A peer is a module that calls `serve(load)`. `load` imports what it needs, so that this counts, and
-returns a `Peer`.
+returns a `LoadedModel`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Generate = Callable[[Prompts, int], tuple[float | None, list[list[int]]]]
 
 
 @dataclass(frozen=True)
-class Peer:
+class LoadedModel:
     """What was loaded."""
 
     version: str
@@ -40,7 +40,7 @@ class Peer:
 
 
 def serve(
-    load: Callable[[Path], Peer], prepare: Callable[[Path, Path], Path] | None = None
+    load: Callable[[Path], LoadedModel], prepare: Callable[[Path, Path], Path] | None = None
 ) -> None:
     """Load the model and answer until stdin is closed.
 
@@ -54,18 +54,18 @@ def serve(
     source = prepare(model, cache) if prepare else model
     start = perf_counter()
     peer = load(source)
-    _say(answers, version=peer.version, dtype=peer.dtype, ready=perf_counter() - start)
+    _say(answers, version=peer.version, dtype=peer.dtype, load_seconds=perf_counter() - start)
     for line in sys.stdin:
         request = json.loads(line)
         try:
             start = perf_counter()
-            first, tokens = peer.generate(request["prompts"], request["new_tokens"])
+            first, tokens = peer.generate(request["prompts"], request["output_len"])
             end = perf_counter()
         except Exception as error:
             traceback.print_exc()
             _say(answers, error=f"{type(error).__name__}: {error}")
             continue
-        _say(answers, seconds_total=end - start, first_token_seconds=first, tokens=tokens)
+        _say(answers, total_seconds=end - start, ttft_seconds=first, tokens=tokens)
 
 
 def _say(file: TextIO, **fields: object) -> None:

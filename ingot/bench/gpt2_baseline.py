@@ -1,7 +1,7 @@
-"""GPT-2 as one writes it in plain PyTorch: what `ingot bench train` compares with.
+"""GPT-2 in plain PyTorch: the baseline of `ingot bench train`.
 
-The same weights as `ingot.nn.Decoder`, read from the same directory. Nothing is held back: fused
-attention, fused GELU, one matmul for q, k and v, one for the scores of the vocabulary.
+The same weights as `ingot.nn.Decoder`, read from the same directory. It is a fair baseline: fused
+attention, fused GELU, one matmul for q, k and v, one for the logits.
 
 Legend: B sequences, L tokens of each, D channels, N heads, H channels of a head.
 """
@@ -22,22 +22,23 @@ from ingot.nn import DecoderConfig
 from ingot.nn.weights import SafetensorsDir
 
 
-def check(directory: Path) -> DecoderConfig:
-    """The config of a directory; refuse one that is not GPT-2's kind."""
-    found = hf.describe(directory)
-    config = found.config
+def check_gpt2(directory: Path) -> DecoderConfig:
+    """Return the config of a directory; raise `ConfigError` if it is not a GPT-2."""
+    described = hf.describe(directory)
+    config = described.config
     if (
-        found.model_type != "gpt2"
+        described.model_type != "gpt2"
         or config.activation.value != "gelu_tanh"
         or not config.tie_embeddings
     ):
         raise ConfigError(
-            f"{directory} is no GPT-2", hint="leave it out, or give a directory of GPT-2's kind"
+            f"{directory}: must be a GPT-2, got '{described.model_type}'",
+            hint="leave --model out, or give the directory of a GPT-2",
         )
     return config
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """One layer."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -49,7 +50,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, config.ffn_dim), nn.Linear(config.ffn_dim, dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """The stream behind this layer."""
+        """Apply attention and the MLP, each added to the residual stream."""
         x_BLD = x_BLD + self.out(self._attention(self.qkv(self.ln_1(x_BLD))))
         return x_BLD + self.down(F.gelu(self.up(self.ln_2(x_BLD)), approximate="tanh"))
 
@@ -62,23 +63,23 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The whole model, up to its loss."""
+    """The whole model, including its loss."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.dim)
         self.wpe = nn.Embedding(config.max_seq_len, config.dim)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.h = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.dim, config.norm_eps)
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
-        """The mean loss of all targets that count."""
+        """Mean loss of all targets that are not ignored."""
         x_BLD = self.wte(tokens_BL) + self.wpe.weight[: tokens_BL.shape[1]]
         for block in self.h:
             x_BLD = block(x_BLD)
-        scores = F.linear(self.ln_f(x_BLD), self.wte.weight)
+        logits = F.linear(self.ln_f(x_BLD), self.wte.weight)
         return F.cross_entropy(
-            scores.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORE_INDEX
+            logits.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORE_INDEX
         )
 
 
@@ -91,8 +92,8 @@ _NAMES = {
 
 
 def load(directory: Path) -> GPT2:
-    """The model of a directory, in float32."""
-    model = GPT2(check(directory))
+    """Load the model of a directory in float32."""
+    model = GPT2(check_gpt2(directory))
     parameters, weights = dict(model.named_parameters()), SafetensorsDir(directory)
     entries = weights.entries.items()
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries}
@@ -100,9 +101,9 @@ def load(directory: Path) -> GPT2:
     with torch.no_grad():
         for name, tensor in tensors.items():
             ours, kind = name.removeprefix("transformer."), name.rpartition(".")[2]
-            turned = kind == "weight" and ".c_" in ours  # GPT-2's are the other way round
+            transposed = kind == "weight" and ".c_" in ours  # GPT-2's Conv1D stores (in, out)
             for theirs, mine in _NAMES.items():
                 ours = ours.replace(theirs, mine)
-            parameters.pop(ours).copy_(tensor.T if turned else tensor)
+            parameters.pop(ours).copy_(tensor.T if transposed else tensor)
     assert not parameters, sorted(parameters)
     return model

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ingot.bench.serve import Load, on_engine
+from ingot.bench.serve import Load, run_on_engine
 from ingot.nn import Decoder
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.scheduler import Limits, Work
@@ -25,7 +25,7 @@ from ingot.serving.simulate import Costs, Trace, counted
 # Clients at once, and the tokens of their prompts.
 _KINDS = ((1, 64), (2, 256), (4, 32), (8, 256), (16, 64), (32, 128))
 _PREFIX = 32
-REQUESTS = sum(2 * clients for clients, _ in _KINDS)
+NUM_REQUESTS = sum(2 * clients for clients, _ in _KINDS)
 
 
 def _loads(context: int) -> list[Load]:
@@ -48,15 +48,17 @@ def _loads(context: int) -> list[Load]:
     ]
 
 
-def fit(decoder: Decoder, limits: Limits, costs: Costs, advance: Callable[[int], object]) -> Costs:
+def fit_costs(
+    decoder: Decoder, limits: Limits, costs: Costs, advance: Callable[[int], object]
+) -> Costs:
     """The costs of a model with what its steps take here; `advance` hears of each request."""
     engine = Engine(decoder, limits=limits)
     timed, loads = _Timed(engine), _loads(decoder.config.max_seq_len)
-    on_engine(engine, loads[-1])  # first touches, recordings
+    run_on_engine(engine, loads[-1])  # first touches, recordings
     timed.steps.clear()
     for load in loads:
-        on_engine(engine, load, advance)
-    return solve(timed.steps, costs)
+        run_on_engine(engine, load, advance)
+    return solve_costs(timed.steps, costs)
 
 
 class _Timed:
@@ -80,13 +82,13 @@ class _Timed:
         return outputs
 
 
-def solve(steps: Sequence[tuple[float, ...]], costs: Costs) -> Costs:
+def solve_costs(steps: Sequence[tuple[float, ...]], costs: Costs) -> Costs:
     """The costs that fit these steps of (tokens, keys, pairs, seconds) best.
 
     >>> exact = Costs(bandwidth=2e10, peak=1e12, overhead=0.0)
     >>> steps = [(t, k, p, exact.seconds(t, k, p)) for t, k, p in
     ...          ((1, 9, 0), (8, 999, 0), (64, 64, 2e3), (500, 900, 1e5), (32, 4e4, 0))]
-    >>> found = solve(steps, Costs())
+    >>> found = solve_costs(steps, Costs())
     >>> round(found.bandwidth / 1e9, 3), round(found.peak / 1e12, 3)
     (20.0, 1.0)
     """

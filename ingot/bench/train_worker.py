@@ -1,21 +1,21 @@
-"""One system that trains, in a process of its own: `python -m ingot.bench.trainee` and a task.
+"""Runs training steps of one system in its own process: `python -m ingot.bench.train_worker TASK`.
 
-It makes some steps, and says what they took as one line of JSON on stdout. The task is a
-JSON object, as `ingot.bench.train` makes it.
+TASK is a JSON object, as `ingot.bench.train` writes it; the measurements are printed as one line of
+JSON on stdout.
 
-    ingot      `ingot.training`'s own step: bf16 weights with masters of 32 bits, or float32
-    eager      `ingot.bench.plain` as it is, float32 weights, bf16 by autocast
+    ingot      `ingot.training`'s train step: bf16 weights with 32-bit master weights, or float32
+    eager      `ingot.bench.gpt2_baseline`: float32 weights, bf16 by autocast
     compile    the same under torch.compile
-    trainer    transformers' own GPT-2 and its Trainer, bf16 by its option
+    trainer    transformers' GPT-2 and its Trainer, with its bf16 option
 
-All have the same weights, the same batches (random tokens, a function of the step's number), the
-same AdamW (on float32, decay of matrices but the embeddings; torch's fused one, ours through
-`ingot.ops.adamw`), and clip to a norm of 1.
+All have the same weights, the same batches (random tokens, a function of the step number), the same
+AdamW (in float32, weight decay on matrices except the embeddings; torch's fused one, for ingot
+`ingot.ops.adamw`), and clip gradients to a norm of 1.
 
-The first two steps do not count: memory is touched, things are compiled, the optimizer makes its
-state. Between them unused memory is given back, and what is left is what the process holds between
-two steps; the peak is of the steps from then on. Activations are what is allocated at the end of a
-forward and was not before it.
+Two warm-up steps are not counted: page faults, compilation, allocation of the optimizer state.
+Between them unused memory is returned to the system, and the rest is what the process holds between
+two steps; the peak is that of the steps from then on. Activations are what is allocated at the end
+of a forward pass and was not at its start.
 """
 
 # pyright: basic
@@ -36,72 +36,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingot.bench import plain
+from ingot.bench import gpt2_baseline
 from ingot.core.targets import IGNORE_INDEX
 from ingot.data import TokenBatch
 from ingot.training.optimizer import AdamW, Optimizers, decays
 
-WARM = 2
+WARMUP_STEPS = 2
 _LR = 1e-4
 
 
-def batch(number: int, size: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a step, (size, length): the next token, and none behind the last.
+def batch(number: int, size: int, seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a step, (size, seq_len): the next token; ignored after the last one.
 
     >>> tokens, targets = batch(0, 2, 3, 100)
     >>> bool((targets[:, :-1] == tokens[:, 1:]).all()), targets[:, -1].tolist()
     (True, [-100, -100])
     """
     random = torch.Generator().manual_seed(number)
-    tokens_BL = torch.randint(vocabulary, (size, length), generator=random)
+    tokens_BL = torch.randint(vocabulary, (size, seq_len), generator=random)
     targets_BL = torch.full_like(tokens_BL, IGNORE_INDEX)
     targets_BL[:, :-1] = tokens_BL[:, 1:]
     return tokens_BL, targets_BL
 
 
-class Clock:
-    """The seconds and losses of steps, and the memory they take."""
+class StepClock:
+    """Records the seconds and losses of steps, and the memory they take."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self.resting = self.activations = self._used = 0
+        self.idle_bytes = self.activation_bytes = self._used = 0
         self._laps: dict[str, float] = {}
         self._last = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
-        if len(self.steps) == WARM - 1:
+        """Start a step."""
+        if len(self.steps) == WARMUP_STEPS - 1:
             _trim()
-            self.resting, self._used = _status("VmRSS"), _used()
+            self.idle_bytes, self._used = _status("VmRSS"), _used()
             _reset_peak()
         self._laps, self._last = {}, perf_counter()
 
     def lap(self, part: str) -> None:
-        """A part of the step ends."""
+        """End a part of the step."""
         now = perf_counter()
         self._laps[part], self._last = now - self._last, now
-        if part == "forward" and len(self.steps) == WARM - 1:
-            self.activations = max(_used() - self._used, 0)
+        if part == "forward" and len(self.steps) == WARMUP_STEPS - 1:
+            self.activation_bytes = max(_used() - self._used, 0)
 
     def end(self, loss: float) -> None:
-        """The step ends, with its last part."""
-        self.lap("update")
+        """End the step with its last part, the optimizer."""
+        self.lap("optimizer")
         self.steps.append({**self._laps, "loss": loss})
 
     def report(self, version: str) -> dict[str, Any]:
-        """What is said of all of it."""
+        """Return the measurements as `WorkerReport` decodes them."""
         return {
             "version": version,
             "losses": [step.pop("loss") for step in self.steps],
-            "steps": self.steps[WARM:],
-            "resting": self.resting,
-            "activations": self.activations,
-            "peak": _status("VmHWM"),
+            "steps": self.steps[WARMUP_STEPS:],
+            "idle_bytes": self.idle_bytes,
+            "activation_bytes": self.activation_bytes,
+            "peak_bytes": _status("VmHWM"),
         }
 
 
 def _status(key: str) -> int:
-    """Bytes by /proc; where there is none, the most that the process ever had."""
+    """Bytes as /proc reports them; without /proc, the peak of the whole process."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{key}:"):
@@ -120,23 +120,23 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _used() -> int:
-    """Bytes that are allocated, as the C library counts them (glibc); 0 where it does not."""
+    """Bytes allocated, as glibc counts them; 0 with another C library."""
     with suppress(OSError, AttributeError):
         count = ctypes.CDLL("libc.so.6").mallinfo2
         count.restype = _Mallinfo
-        found = count()
-        return found.uordblks + found.hblkhd
+        info = count()
+        return info.uordblks + info.hblkhd
     return 0
 
 
 def _trim() -> None:
-    """Give unused memory back to the system, where the C library can (glibc)."""
+    """Return unused memory to the system (glibc only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def ingot(task: dict[str, Any], clock: Clock) -> str:
-    """Our own step."""
+def ingot(task: dict[str, Any], clock: StepClock) -> str:
+    """Run the train step of `ingot.training`."""
     from ingot.interop import hf
     from ingot.training.clip import Clipper, Norm
     from ingot.training.precision import Masters, Precision
@@ -151,12 +151,12 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
 
     model = hf.load(task["model"], dtype=torch.float32)
     masters = Masters(model, Precision(task["precision"]), split=True)
-    config = AdamW(lr=_LR, moments=task["moments"])
+    config = AdamW(lr=_LR, moments=task["state_dtype"])
     optimizers = Optimizers(config, model, masters.weights, masters.low)
     step = Timed(model, masters, optimizers, Clipper(Norm(), len(masters.weights)), Losses())
     recompute(model, task["recompute"])
     for number, (tokens_BL, targets_BL) in enumerate(_batches(task, model.config.vocab_size)):
-        lengths = [task["length"]] * task["batch"]
+        lengths = [task["seq_len"]] * task["batch_size"]
         packed = TokenBatch(tokens_BL.flatten(), targets_BL.flatten(), lengths, [])
         clock.begin()
         found = step.gradients([packed], number)
@@ -166,19 +166,21 @@ def ingot(task: dict[str, Any], clock: Clock) -> str:
     return importlib.metadata.version("ingot")
 
 
-def eager(task: dict[str, Any], clock: Clock) -> str:
-    """Plain PyTorch."""
-    model = plain.load(Path(task["model"]))
-    return _plain(model, model, task, clock)
+def eager(task: dict[str, Any], clock: StepClock) -> str:
+    """Run the baseline in eager mode."""
+    model = gpt2_baseline.load(Path(task["model"]))
+    return _run_baseline(model, model, task, clock)
 
 
-def compiled(task: dict[str, Any], clock: Clock) -> str:
-    """Plain PyTorch under torch.compile."""
-    model = plain.load(Path(task["model"]))
-    return _plain(model, torch.compile(model), task, clock)
+def compiled(task: dict[str, Any], clock: StepClock) -> str:
+    """Run the baseline under torch.compile."""
+    model = gpt2_baseline.load(Path(task["model"]))
+    return _run_baseline(model, torch.compile(model), task, clock)
 
 
-def _plain(model: plain.GPT2, run: Callable[..., Any], task: dict[str, Any], clock: Clock) -> str:
+def _run_baseline(
+    model: gpt2_baseline.GPT2, run: Callable[..., Any], task: dict[str, Any], clock: StepClock
+) -> str:
     optimizer = _adamw(model)
     for tokens_BL, targets_BL in _batches(task, model.wte.num_embeddings):
         clock.begin()
@@ -194,19 +196,19 @@ def _plain(model: plain.GPT2, run: Callable[..., Any], task: dict[str, Any], clo
     return torch.__version__
 
 
-def trainer(task: dict[str, Any], clock: Clock) -> str:
-    """transformers' Trainer; what it does between steps, data included, does not count."""
-    import accelerate  # noqa: F401  # without which Trainer says so much later
+def trainer(task: dict[str, Any], clock: StepClock) -> str:
+    """Run transformers' Trainer; its work between steps, data included, is not counted."""
+    import accelerate  # noqa: F401  # without it, Trainer fails much later
     import transformers
 
-    class Told(transformers.TrainerCallback):
+    class StepTimes(transformers.TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             clock.begin()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             clock.end(float(trainer.last))
 
-    class Timed(transformers.Trainer):
+    class TimedTrainer(transformers.Trainer):
         last: Any = 0.0
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,8 +231,8 @@ def trainer(task: dict[str, Any], clock: Clock) -> str:
     )
     options = transformers.TrainingArguments(
         output_dir=task["folder"],
-        per_device_train_batch_size=task["batch"],
-        max_steps=WARM + task["steps"],
+        per_device_train_batch_size=task["batch_size"],
+        max_steps=WARMUP_STEPS + task["steps"],
         bf16=task["precision"] == "bf16",
         max_grad_norm=1.0,
         lr_scheduler_type="constant",
@@ -242,30 +244,30 @@ def trainer(task: dict[str, Any], clock: Clock) -> str:
         dataloader_pin_memory=False,
     )
     samples = [
-        {"input_ids": tokens_L, "labels": targets_L.roll(1)}  # which it rolls back
+        {"input_ids": tokens_L, "labels": targets_L.roll(1)}  # the model shifts labels back
         for pair in _batches(task, model.config.vocab_size)
         for tokens_L, targets_L in zip(*pair, strict=True)
     ]
-    trainer = Timed(
+    trainer = TimedTrainer(
         model=model,
         args=options,
         train_dataset=samples,  # pyright: ignore[reportArgumentType]
         optimizers=(_adamw(model), None),
-        callbacks=[Told()],
+        callbacks=[StepTimes()],
     )
     trainer.train()
     return transformers.__version__
 
 
 def _batches(task: dict[str, Any], vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for number in range(WARM + task["steps"]):
-        yield batch(number, task["batch"], task["length"], vocabulary)
+    for number in range(WARMUP_STEPS + task["steps"]):
+        yield batch(number, task["batch_size"], task["seq_len"], vocabulary)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that ingot makes for such a model."""
+    """Return torch's AdamW with the parameter groups that ingot uses for such a model."""
     decay, known = decays(model), dict(model.named_parameters())
-    if not isinstance(model, plain.GPT2):  # transformers' matrices of GPT-2 are in Conv1D
+    if not isinstance(model, gpt2_baseline.GPT2):  # transformers' GPT-2 has its matrices in Conv1D
         decay = {
             n: p.dim() >= 2 and ".wte." not in n and ".wpe." not in n for n, p in known.items()
         }
@@ -277,17 +279,17 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 SYSTEMS = {"ingot": ingot, "eager": eager, "compile": compiled, "trainer": trainer}
-NEEDS: dict[str, Iterable[str]] = {"trainer": ("transformers", "accelerate")}
+REQUIRED_PACKAGES: dict[str, Iterable[str]] = {"trainer": ("transformers", "accelerate")}
 
 
 def main() -> None:
-    """Do the task that is given, and tell."""
-    # What libraries print goes to stderr; stdout is ours alone.
-    answers = os.fdopen(os.dup(1), "w")
+    """Run the task given on the command line and print the measurements."""
+    # Output of libraries goes to stderr; stdout is for the report alone.
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    task, clock = json.loads(sys.argv[1]), Clock()
+    task, clock = json.loads(sys.argv[1]), StepClock()
     version = SYSTEMS[task["system"]](task, clock)
-    print(json.dumps(clock.report(version)), file=answers, flush=True)
+    print(json.dumps(clock.report(version)), file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""`ingot tokenize`: tokenize text to disk."""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from ingot.cli import escape_markup
+from ingot.cli.import_ import size
+from ingot.cli.tables import new_grid
+from ingot.core.log import stdout
+
+if TYPE_CHECKING:
+    from ingot.data import Corpus
+
+
+def tokenize(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    tokenizer: Path | None = None,
+    vocab_size: int | None = None,
+    field: str = "text",
+    validation: float = 0.01,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Tokenize text for training, with a model's tokenizer or with one trained on the text.
+
+    SRC is a text file, a .jsonl, .parquet or .arrow file, a folder of such files, or `stdlib`,
+    Python's standard library. DST is created when it is complete, with the tokenizer in it. If DST
+    exists and was built from the same text with the same options, nothing is done.
+
+    Examples: `ingot tokenize stdlib tokens` to try it,
+    `ingot tokenize books/ tokens --vocab-size 16384`,
+    `ingot tokenize posts.jsonl tokens --field body --tokenizer smollm2` to continue training a
+    model.
+
+    Args:
+        source: The text.
+        directory: The directory to write.
+        tokenizer: Use the tokenizer of this model directory.
+        vocab_size: Train a tokenizer with this many tokens; 4096 unless --tokenizer is given.
+        field: Name of the text field in JSON objects and tables.
+        validation: Fraction of the documents that is used for validation.
+        json: Print JSON instead of text.
+    """
+    from ingot.data.corpus import NAME, prepare
+    from ingot.data.source import Source
+
+    new = not (directory / NAME).exists()
+    start = time.monotonic()
+    corpus = prepare(
+        Source(source, field),
+        directory,
+        vocab=vocab_size,
+        tokenizer=tokenizer,
+        validation=validation,
+    )
+    content = report(corpus, time.monotonic() - start, new)
+    if json:
+        print(json_format.dumps(content, indent=2))  # noqa: T201
+    else:
+        _print_lines(content)
+
+
+def report(corpus: Corpus, seconds: float, new: bool) -> dict[str, Any]:
+    """Return everything that `--json` prints."""
+    made = corpus.index.made
+    tokens = len(corpus.train) + len(corpus.validation)
+    return {
+        "directory": str(corpus.directory),
+        "new": new,
+        "documents": corpus.train.documents + corpus.validation.documents,
+        "tokens": tokens,
+        "train_tokens": len(corpus.train),
+        "validation_tokens": len(corpus.validation),
+        "validation_documents": corpus.validation.documents,
+        "text_bytes": made.bytes,
+        "tokens_per_byte": round(tokens / made.bytes, 4),
+        "vocab_size": corpus.size,
+        "hash": corpus.hash,
+        "bytes": sum(path.stat().st_size for path in corpus.directory.iterdir()),
+        "seconds": round(seconds, 2),
+    }
+
+
+def _print_lines(content: dict[str, Any]) -> None:
+    documents, validation = content["documents"], content["validation_documents"]
+    per_byte = f"{content['tokens_per_byte']} per byte"
+    lines = (
+        ("text", f"{documents:,} documents, {size(content['text_bytes'])}"),
+        ("tokens", f"{content['tokens']:,}, {per_byte}, vocabulary {content['vocab_size']:,}"),
+        ("validation", f"{content['validation_tokens']:,} tokens in {validation:,} documents"),
+        ("hash", content["hash"]),
+        (
+            "written" if content["new"] else "up to date",
+            f"{size(content['bytes'])} in {content['seconds']:.1f} s",
+        ),
+        ("directory", content["directory"]),
+    )
+    grid = new_grid((name, escape_markup(value)) for name, value in lines)
+    stdout().print(grid, highlight=False)
