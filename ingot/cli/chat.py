@@ -42,7 +42,7 @@ def chat(
     """
     require_room(max_tokens)
     model = load(directory)
-    if model.tokenizer.template is None:
+    if model.tokenizer.chat_template is None:
         raise ChatError(
             f"the model in {directory} has no chat template: it was not tuned to chat",
             hint=f'have it go on from a text: ingot generate {directory} "Once upon a time"',
@@ -61,7 +61,7 @@ def chat(
 
 
 def _ids(model: Model, messages: list[Message]) -> list[int]:
-    ids, context = model.tokenizer.chat(messages), model.decoder.config.max_seq_len
+    ids, context = model.tokenizer.encode_chat(messages), model.decoder.config.max_seq_len
     if len(ids) > context:
         raise IngotError(
             f"the conversation has {len(ids):,} tokens, the model takes {context:,}",

@@ -153,7 +153,7 @@ async def _serve(server: Server, started: float) -> None:
 def example(server: Server) -> str:
     """What to try."""
     key = " -H 'Authorization: Bearer KEY'" if server.service.keys else ""
-    chats = server.service.tokenizer.template is not None
+    chats = server.service.tokenizer.chat_template is not None
     if chats:
         path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     else:

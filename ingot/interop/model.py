@@ -51,7 +51,7 @@ class Model:
         sampling: Sampling | None = None,
     ) -> str:
         """The answer to the messages, through the model's chat template."""
-        ids = self.tokenizer.chat(messages)
+        ids = self.tokenizer.encode_chat(messages)
         return "".join(self.stream(ids, max_tokens=max_tokens, sampling=sampling))
 
     def stream(
@@ -67,7 +67,7 @@ class Model:
         A session that is given again goes on where the prompt agrees with what it has.
         """
         session = session or Session(self.decoder)
-        text = self.tokenizer.stream()
+        text = self.tokenizer.decode_stream()
         for token in session.stream(
             ids,
             max_tokens=max_tokens,

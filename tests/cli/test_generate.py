@@ -84,7 +84,7 @@ def larger(directory: Path) -> None:
     ("damage", "error"),
     [
         (no_config, "has no config.json"),
-        (no_tokenizer, "there is no tokenizer.json"),
+        (no_tokenizer, "tokenizer.json not found"),
         (cut, "not safetensors"),
         (lie, "not safetensors"),
         (absurd, "dim is 1000000000000"),

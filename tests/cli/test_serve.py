@@ -96,7 +96,7 @@ def test_what_is_no_model_is_refused_before_anything_is_loaded(tmp_path: Path, r
     start = time.monotonic()
     found = ready("serve", str(tmp_path / "none"), "--port", "0")
     assert found.returncode == 2
-    assert "there is no directory" in found.stderr
+    assert "directory not found" in found.stderr
     assert time.monotonic() - start < 20
 
 

@@ -153,10 +153,10 @@ def theirs(smollm2: Path) -> Any:
 def test_templates_render_as_in_transformers(
     ours: Tokenizer, theirs: Any, source: str | None, messages: list[Any], tools: Any, prompt: bool
 ) -> None:
-    assert ours.template is not None
-    theirs.chat_template = source or ours.template.source
+    assert ours.chat_template is not None
+    theirs.chat_template = source or ours.chat_template.source
     if source is not None:
-        ours = replace(ours, template=ChatTemplate(source))
+        ours = replace(ours, chat_template=ChatTemplate(source))
     arguments: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt}
 
     def expected(tokenize: bool) -> Any:
@@ -168,10 +168,10 @@ def test_templates_render_as_in_transformers(
     except Exception:  # a dictionary joined to a string: each says so in its own way
         assert messages is CALLS
         with pytest.raises(ChatError):
-            ours.render(messages, **arguments, date_string="15 Nov 2026")
+            ours.render_chat(messages, **arguments, date_string="15 Nov 2026")
         return
-    assert ours.render(messages, **arguments, date_string="15 Nov 2026") == text
-    assert ours.chat(messages, **arguments, date_string="15 Nov 2026") == ids
+    assert ours.render_chat(messages, **arguments, date_string="15 Nov 2026") == text
+    assert ours.encode_chat(messages, **arguments, date_string="15 Nov 2026") == ids
 
 
 def test_templates_know_the_date() -> None:
@@ -252,7 +252,7 @@ def test_too_much_is_refused_before_it_is_tried(monkeypatch: pytest.MonkeyPatch)
 
 def test_megabytes_pass(ours: Tokenizer) -> None:
     content = "é" * 1_000_000
-    text = ours.render([{"role": "user", "content": content}])
+    text = ours.render_chat([{"role": "user", "content": content}])
     assert content in text
 
 

@@ -26,7 +26,7 @@ def model(smollm2: Path) -> Model:
 def test_it_knows_the_capital_of_france(model: Model) -> None:
     assert model.chat(QUESTION) == "The capital of France is Paris."
     session = Session(model.decoder)
-    ids = model.tokenizer.chat(QUESTION)
+    ids = model.tokenizer.encode_chat(QUESTION)
     assert (
         list(session.stream(ids, max_tokens=99, stop_token_ids=model.tokenizer.eos_token_ids))
         == ANSWER

@@ -28,7 +28,7 @@ def tokenizer(smollm2: Path) -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
-    stream = tokenizer.stream()
+    stream = tokenizer.decode_stream()
     return "".join([*map(stream.feed, ids), stream.finish()])
 
 
@@ -48,7 +48,7 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     letters = {letter for part, _ in alphabet.pre_tokenize_str(clean) for letter in part}
     ids = tokenizer.encode(text)
     if all(tokenizer.inner.token_to_id(letter) is not None for letter in letters):
-        assert tokenizer.decode(ids, special=True) == clean
+        assert tokenizer.decode(ids, skip_special_tokens=False) == clean
     assert streamed(tokenizer, ids) == tokenizer.decode(ids)
 
 
@@ -60,7 +60,7 @@ def test_any_tokens_stream_to_what_they_decode_to(tokenizer: Tokenizer, ids: lis
 def test_a_stream_never_gives_half_a_character(tokenizer: Tokenizer) -> None:
     text = "日本語 😀👨‍👩‍👧 né"
     ids = tokenizer.encode(text)
-    stream = tokenizer.stream()
+    stream = tokenizer.decode_stream()
     pieces = [stream.feed(token) for token in ids]
     assert len(ids) > len(text)  # characters are cut into tokens, or this shows nothing
     assert not any("\ufffd" in piece for piece in pieces)
@@ -70,21 +70,21 @@ def test_a_stream_never_gives_half_a_character(tokenizer: Tokenizer) -> None:
 
 def test_what_is_cut_in_the_middle_is_given_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a😀")[:-1]
-    stream = tokenizer.stream()
+    stream = tokenizer.decode_stream()
     assert "".join(map(stream.feed, ids)) == "a"
     assert stream.finish() == "\ufffd"
-    assert tokenizer.stream().finish() == ""
+    assert tokenizer.decode_stream().finish() == ""
 
 
 def test_endless_broken_tokens_are_given_and_cost_no_more(tokenizer: Tokenizer) -> None:
     broken = tokenizer.inner.token_to_id("Ģ")  # the byte 0x80, which begins no character
     assert broken is not None
-    stream = tokenizer.stream()
+    stream = tokenizer.decode_stream()
 
     def feed(count: int) -> float:
         start = time.perf_counter()
         given = "".join(stream.feed(broken) for _ in range(count))
-        assert len(given) >= count - module.MAX_HELD
+        assert len(given) >= count - module.MAX_PENDING_TOKENS
         return time.perf_counter() - start
 
     first = feed(500)
@@ -109,9 +109,9 @@ def test_lone_surrogates_are_replaced(tokenizer: Tokenizer) -> None:
 
 
 def test_facts(tokenizer: Tokenizer) -> None:
-    assert tokenizer.size == 49152
+    assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_token_ids == {2}
-    assert tokenizer.special["eos_token"] == "<|im_end|>"
+    assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
 
 
 def copied(smollm2: Path, tmp_path: Path, **changes: Any) -> Path:
@@ -147,7 +147,7 @@ def test_what_ends_an_answer_is_found(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer": None}, "there is no tokenizer.json"),
+        ({"tokenizer": None}, "tokenizer.json not found"),
         ({"tokenizer": b"{"}, "cannot read .*tokenizer.json"),
         ({"tokenizer": b"\xff\xfe"}, "cannot read .*tokenizer.json"),
         ({"tokenizer": {"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}}, "cannot"),
@@ -168,14 +168,14 @@ def test_broken_files_are_said_with_a_hint(
 
 
 def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="there is no directory"):
+    with pytest.raises(TokenizerError, match="directory not found"):
         Tokenizer.load(tmp_path / "nowhere")
 
 
 def test_a_file_too_large_is_not_read(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_TOKENIZER", 1000)
+    monkeypatch.setattr(module, "MAX_TOKENIZER_BYTES", 1000)
     with pytest.raises(TokenizerError, match="larger than 1,000 bytes"):
         Tokenizer.load(copied(smollm2, tmp_path))
 
@@ -200,19 +200,19 @@ def test_templates_are_found_where_they_may_be(smollm2: Path, tmp_path: Path) ->
     messages = [{"role": "user", "content": "Hi"}]
     settings = {"chat_template": [{"name": "default", "template": "{{ eos_token }}!"}]}
     directory = copied(smollm2, tmp_path, tokenizer_config=settings)
-    assert Tokenizer.load(directory).render(messages) == "<|im_end|>!"
+    assert Tokenizer.load(directory).render_chat(messages) == "<|im_end|>!"
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert Tokenizer.load(directory).render(messages) == "Hi"
+    assert Tokenizer.load(directory).render_chat(messages) == "Hi"
 
 
 def test_a_model_without_a_template_does_not_chat(smollm2: Path, tmp_path: Path) -> None:
     directory = copied(smollm2, tmp_path, tokenizer_config={"chat_template": None})
     with pytest.raises(ChatError, match="no chat template"):
-        Tokenizer.load(directory).chat([])
+        Tokenizer.load(directory).encode_chat([])
 
 
 def test_special_tokens_may_be_written_as_objects(smollm2: Path, tmp_path: Path) -> None:
     change = {"bos_token": {"content": "<s>", "special": True}, "unk_token": 5}
-    special = Tokenizer.load(copied(smollm2, tmp_path, tokenizer_config=change)).special
+    special = Tokenizer.load(copied(smollm2, tmp_path, tokenizer_config=change)).special_tokens
     assert special["bos_token"] == "<s>"
     assert "unk_token" not in special

@@ -29,7 +29,7 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
         self.stopped = False
         """Whether a stop string was met; nothing comes after it."""
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.decode_stream()
         self._feed = self._stream.feed
         self._stops = stops
         self._held = ""
@@ -100,7 +100,7 @@ class Pieces:
 
     def _make(self, token: int) -> tuple[str, bytes]:
         piece = self._tokenizer.inner.id_to_token(token) or ""
-        text = self._tokenizer.decode([token], special=True)
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
         if piece.startswith(_SPACE) and not text.startswith(" "):
             text = " " + text  # which is dropped at the beginning of a text
         if _BROKEN not in text:

@@ -68,7 +68,7 @@ class Grammars:
     def _made(self, grammar: Grammar) -> Any:
         llguidance = _llguidance()
         if self._tokens is None:  # a second or two
-            size = max(self._vocabulary, self._tokenizer.size)
+            size = max(self._vocabulary, self._tokenizer.vocab_size)
             ends = sorted(self._tokenizer.eos_token_ids) or None
             text = self._tokenizer.inner.to_str()
             self._tokens = llguidance.LLTokenizer(text, n_vocab=size, eos_token=ends)

@@ -125,7 +125,9 @@ class Service:
             echo: dict[str, Any] = {}
             if body.echo:
                 echo["texts"] = [
-                    _clean(p) if isinstance(p, str) else self.tokenizer.decode(p, special=True)
+                    _clean(p)
+                    if isinstance(p, str)
+                    else self.tokenizer.decode(p, skip_special_tokens=False)
                     for p in prompts
                 ]
             job = Job(
@@ -253,9 +255,9 @@ class Service:
         if not isinstance(prompt, str):
             return tuple(prompt)
         if len(prompt) < _THREAD:
-            ids = self.tokenizer.encode(prompt, special=special)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
-            ids = await asyncio.to_thread(self.tokenizer.encode, prompt, special=special)
+            ids = await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=special)
         if not ids:
             raise Unprocessable("the prompt is empty", hint="give at least one token")
         return tuple(ids)
@@ -268,11 +270,11 @@ class Service:
     ) -> tuple[int, ...]:
         plain = [message.plain() for message in messages]
         text = await asyncio.to_thread(
-            lambda: self.tokenizer.render(plain, tools, **(variables or {}))
+            lambda: self.tokenizer.render_chat(plain, tools, **(variables or {}))
         )
         if len(text) < _THREAD:
-            return tuple(self.tokenizer.encode(text, special=False)) or _nothing()
-        return tuple(await asyncio.to_thread(self.tokenizer.encode, text, special=False))
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False)) or _nothing()
+        return tuple(await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=False))
 
     def _reply(self, job: Job, ticket: Ticket, seconds: float | None) -> Response:
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
