@@ -69,11 +69,11 @@ OURS = "ingot"
 class GenerationTask:
     """The work of each system in each round.
 
-    >>> GenerationTask(batch_size=0, input_len=16, output_len=128, rounds=5)
+    >>> GenerationTask(batch_size=1, input_len=16, output_len=128, rounds=0)
     Traceback (most recent call last):
     ...
-    ingot.core.errors.ConfigError: batch_size of GenerationTask is 0
-      hint: give a number from 1 to 1024
+    ingot.core.errors.ConfigError: GenerationTask.rounds: expected a number from 1 to 1000, got 0
+      hint: give a number from 1 to 1000
     """
 
     batch_size: int

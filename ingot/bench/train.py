@@ -117,7 +117,7 @@ class TrainTask:
     >>> TrainTask(rounds=0)
     Traceback (most recent call last):
     ...
-    ingot.core.errors.ConfigError: rounds of TrainTask is 0
+    ingot.core.errors.ConfigError: TrainTask.rounds: expected a number from 1 to 1000, got 0
       hint: give a number from 1 to 1000
     """
 

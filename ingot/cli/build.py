@@ -1,4 +1,4 @@
-"""`ingot build`: the CPU kernels, ahead of their first use."""
+"""`ingot build`: compile the CPU kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ingot.cli.tables import new_grid
 from ingot.core import paths
 from ingot.core.device import detect
 from ingot.core.errors import UnknownName
@@ -24,17 +25,17 @@ def build(
     ] = (),
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Compile the CPU kernels for this machine now, so that no first call waits for it.
+    """Compile the CPU kernels for this machine now instead of at their first use.
 
-    Nothing is compiled twice: what is there already is kept. In a container, run it while the
-    image is made. INGOT_ISA names another tier than the best of this CPU.
+    Kernels that are compiled already are kept. For a container, run this while the image is built.
+    INGOT_ISA selects another instruction-set tier than the best one of this CPU.
 
     Examples: `ingot build` for all, `ingot build norm linear` for two families of ops,
-    `ingot build --json` for machines.
+    `ingot build --json` for scripts.
 
     Args:
-        families: Build these families of ops; all of them if none is named.
-        json: Print JSON instead of lines.
+        families: Only these families of ops.
+        json: Print JSON instead of text.
     """
     from ingot.kernels.cpu import build as kernels
 
@@ -44,32 +45,30 @@ def build(
     wanted = families or kernels.FAMILIES
     start = time.monotonic()
     with progress("building", len(wanted)) as bar:
-        found = kernels.build(wanted, done=lambda family: bar.advance())
+        built = kernels.build(wanted, done=lambda family: bar.advance())
     if json:
-        print(json_format.dumps(report(found), indent=2))  # noqa: T201
+        print(json_format.dumps(report(built), indent=2))  # noqa: T201
     else:
-        _print_lines(found, time.monotonic() - start)
+        _print_lines(built, time.monotonic() - start)
 
 
-def report(found: Sequence[Built]) -> dict[str, object]:
-    """All of it, as `--json` prints it."""
+def report(built: Sequence[Built]) -> dict[str, object]:
+    """Return everything that `--json` prints."""
     libraries = [
-        {"family": one.family, "path": str(one.path), "seconds": one.seconds} for one in found
+        {"family": one.family, "path": str(one.path), "seconds": one.seconds} for one in built
     ]
     return {"tier": detect().cpu.isa[0], "libraries": libraries}
 
 
-def _print_lines(found: Sequence[Built], seconds: float) -> None:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 3))
-    for one in found:
-        how = "there already" if one.seconds is None else f"built in {one.seconds:.1f} s"
-        table.add_row(f"[bold]{one.family}[/]", how)
-    console, built = stdout(), sum(one.seconds is not None for one in found)
-    console.print(table, highlight=False)
+def _print_lines(built: Sequence[Built], seconds: float) -> None:
+    lines = [
+        (one.family, "up to date" if one.seconds is None else f"built in {one.seconds:.1f} s")
+        for one in built
+    ]
+    console, new = stdout(), sum(one.seconds is not None for one in built)
+    console.print(new_grid(lines), highlight=False)
     console.print(
-        f"\n{built} built, {len(found) - built} there already, in {seconds:.1f} s, for the tier "
+        f"\n{new} built, {len(built) - new} up to date, in {seconds:.1f} s, for the tier "
         f"{detect().cpu.isa[0]}",
         highlight=False,
     )

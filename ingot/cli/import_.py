@@ -1,4 +1,4 @@
-"""`ingot import`: a model from elsewhere into a directory of ours."""
+"""`ingot import`: import a GGUF file or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from ingot.cli import escape_markup
+from ingot.cli.tables import new_grid
 from ingot.core import lineage
 from ingot.core.errors import IngotError
 from ingot.core.log import progress, stdout
@@ -24,15 +25,15 @@ def import_(
 
     A GGUF file is dequantized to bfloat16 and written as a Hugging Face directory; a directory
     is checked and copied, without pickles and without code. Either gets an `ingot.json` that
-    says where it came from. DST appears when all of it is there.
+    records its source. DST is created when it is complete.
 
     Examples: `ingot import SmolLM2-135M-Instruct.Q4_1.gguf smollm2`,
-    `ingot import downloads/Qwen3-0.6B qwen3`, `ingot import model.gguf model --json` for machines.
+    `ingot import downloads/Qwen3-0.6B qwen3`, `ingot import model.gguf model --json` for scripts.
 
     Args:
         source: The GGUF file or the Hugging Face directory.
         directory: The directory to write; it must be new or empty.
-        json: Print JSON instead of lines.
+        json: Print JSON instead of text.
     """
     from ingot.interop import directory as directories
     from ingot.interop import gguf
@@ -47,7 +48,7 @@ def import_(
             gguf.convert(source, directory, bar)
     else:
         raise IngotError(
-            f"there is no file or directory {source}", hint="name a .gguf file or a directory"
+            f"{source}: no such file or directory", hint="give a .gguf file or a directory"
         )
     result = summary(directory, time.monotonic() - start)
     if json:
@@ -80,10 +81,7 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 def print_summary(result: dict[str, Any], name: str | None = None) -> None:
     """Print what was written, and the command to try next with `name` or the directory."""
-    from rich.table import Table
-
     step = result["import"]
-    table = Table.grid(padding=(0, 3))
     rows = [("source", f"{step['source']}, {size(step['size'])}, {_hash(step)}")]
     rows += [("architecture", result["architecture"])]
     rows += [("parameters", f"{result['parameters'] / 1e6:,.1f} million")]
@@ -92,10 +90,8 @@ def print_summary(result: dict[str, Any], name: str | None = None) -> None:
         rows += [("tensors", types + (" to bfloat16" if "sha256" in step else ", unchanged"))]
     rows += [("written", f"{size(result['bytes'])} in {result['seconds']:.1f} s")]
     rows += [("lineage", f"{result['directory']}/{lineage.NAME}")]
-    for key, value in rows:
-        table.add_row(f"[bold]{key}[/]", escape_markup(value))
     console = stdout()
-    console.print(table, highlight=False)
+    console.print(new_grid((key, escape_markup(value)) for key, value in rows), highlight=False)
     verb = "chat" if result["chat"] else "generate"
     prompt = "" if result["chat"] else ' "Once upon a time"'
     model = escape_markup(name or result["directory"])
@@ -109,7 +105,7 @@ def _hash(step: dict[str, Any]) -> str:
 
 
 def size(count: int) -> str:
-    """Write a number of bytes for people.
+    """Format a number of bytes.
 
     >>> size(98_362_432), size(2_200_000_000)
     ('98.4 MB', '2.20 GB')

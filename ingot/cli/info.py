@@ -1,4 +1,4 @@
-"""`ingot info`: what a model directory holds."""
+"""`ingot info`: describe a model directory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def info(
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Say what a model directory holds: architecture, parameters, memory, where it comes from.
+    """Describe a model directory: architecture, parameters, memory, lineage.
 
     Only the headers of its files are read. Examples: `ingot info smollm2`,
-    `ingot info smollm2 --json` for machines.
+    `ingot info smollm2 --json` for scripts.
 
     Args:
-        directory: A model directory, as `ingot import` makes.
-        json: Print JSON instead of lines.
+        directory: A model directory, as `ingot import` writes it.
+        json: Print JSON instead of text.
     """
-    found = report(directory)
+    content = report(directory)
     if json:
-        print(json_format.dumps(found, indent=2))  # noqa: T201
+        print(json_format.dumps(content, indent=2))  # noqa: T201
     else:
-        _print_lines(found)
+        _print_lines(content)
 
 
 def report(directory: Path) -> dict[str, Any]:
-    """All of it, as `--json` prints it."""
+    """Return everything that `--json` prints."""
     from ingot.interop import hf
 
     described = hf.describe(directory)
@@ -53,7 +53,7 @@ def report(directory: Path) -> dict[str, Any]:
 
 
 def as_data(value: Any) -> Any:
-    """A config as JSON has it.
+    """Convert a config to JSON's types.
 
     >>> from ingot.nn import preset
     >>> as_data(preset("tiny"))["norm"]
@@ -65,28 +65,28 @@ def as_data(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _print_lines(found: dict[str, Any]) -> None:
+def _print_lines(content: dict[str, Any]) -> None:
     from ingot.cli.import_ import size
 
-    config = found["config"]
+    config = content["config"]
     shape = f"{config['layers']} layers of {config['dim']}, MLP {config['ffn_dim']}"
     heads = f"{config['heads']} heads of {config['head_dim']}"
     if config["kv_heads"] != config["heads"]:
-        heads += f", {config['kv_heads']} of keys and values"
+        heads += f", {config['kv_heads']} KV heads"
     if moe := config["moe"]:
         shape += f", {moe['top_k']} of {moe['num_experts']} experts"
-    dtypes = ", ".join(f"{count} {name}" for name, count in found["dtypes"].items())
+    dtypes = ", ".join(f"{count} {name}" for name, count in content["dtypes"].items())
     for name, value in (
-        ("architecture", f"{found['architecture']}: {shape}; {heads}"),
+        ("architecture", f"{content['architecture']}: {shape}; {heads}"),
         (
             "vocabulary",
             f"{config['vocab_size']:,}" + (", tied" if config["tie_embeddings"] else ""),
         ),
         ("context", f"{config['max_seq_len']:,} tokens"),
-        ("parameters", f"{found['parameters'] / 1e6:,.1f} million"),
-        ("weights", f"{size(found['bytes'])}: {dtypes}"),
-        ("memory", f"{size(found['kv_bytes_per_1k_tokens'])} of keys and values per 1,000 tokens"),
-        *(("lineage", _step(step)) for step in found["lineage"]),
+        ("parameters", f"{content['parameters'] / 1e6:,.1f} million"),
+        ("weights", f"{size(content['bytes'])}: {dtypes}"),
+        ("memory", f"{size(content['kv_bytes_per_1k_tokens'])} of KV cache per 1,000 tokens"),
+        *(("lineage", _step(step)) for step in content["lineage"]),
     ):
         line = f"[bold]{name:<15}[/]{escape_markup(value)}"
         stdout().print(line, highlight=False, soft_wrap=True)

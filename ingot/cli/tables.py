@@ -9,17 +9,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def new_table(left: Iterable[str], right: Iterable[str] = (), **options: Any) -> Table:
+def new_table(
+    left: Iterable[str], right: Iterable[str] = (), *, wrap: bool = False, **options: Any
+) -> Table:
     """Return a table with left-aligned columns and then right-aligned ones.
 
-    `options` are rich's, in place of the defaults.
+    `wrap` allows line breaks in left-aligned cells; `options` are those of rich.
     """
     from rich import box
     from rich.table import Table
 
-    table = Table(**{"box": box.SIMPLE_HEAD, "pad_edge": False, **options})
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)
     for heading in left:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=not wrap)
     for heading in right:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

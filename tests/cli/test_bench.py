@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import shutil
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,8 +25,7 @@ from ingot.cli import bench_compare, bench_ops, main
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
 from tests.bench.row import ROW
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.cli.conftest import Run
 
 PEAK = Peak(value=4.0, low=1.0, typical=2.0, high=3.0)
 PEAKS = Peaks(
@@ -45,7 +42,7 @@ TINY = (
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two small workloads in 4 MiB, on a machine whose peaks are known."""
+    """Two small workloads in 4 MiB, on a machine with given peaks."""
     monkeypatch.setattr(workloads, "WORKLOADS", TINY)
     monkeypatch.setattr(ops, "OpBench", partial(OpBench, size=2**22))
     monkeypatch.setattr(machine, "peaks", lambda **_: PEAKS)
@@ -74,7 +71,7 @@ def test_json_has_a_header_and_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_names_choose_and_the_tables_show(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_select_the_ops_in_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     run("activation")
     text = capsys.readouterr().out
     assert "silu" in text
@@ -95,7 +92,7 @@ def test_results_and_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(ops_in_order) == ["silu", "rms_norm"]
 
 
-def test_the_table_fits_a_hundred_columns() -> None:
+def test_table_of_ops_fits_100_columns() -> None:
     row = replace(
         ROW,
         op="linear_token_logprobs",
@@ -136,7 +133,7 @@ serve(lambda model: LoadedModel("1.0", "bf16", generate))
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's directory; ingot that only repeats, in a process, and a peer that is not there."""
+    """A model directory, an `ingot` that repeats tokens, and a system that is not installed."""
     folder = tmp_path / "benchmarks/peers"
     folder.mkdir(parents=True)
     shutil.copy(environment.peers_folder() / "protocol.py", folder)
@@ -155,7 +152,9 @@ def run_compare(*arguments: str) -> None:
     assert exit.value.code == 0
 
 
-def test_peers_are_compared_and_kept(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_systems_are_compared_and_results_appended(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_compare(str(model), "--json", "--batch-size", "2", "--results", str(model))
     found = json.loads(capsys.readouterr().out)
     assert found["header"]["peaks"]["read_bandwidth"]["value"] == 4.0
@@ -179,14 +178,14 @@ def test_peers_are_compared_and_kept(model: Path, capsys: pytest.CaptureFixture[
     assert lines[1]["tokens_per_s"] == ""
 
 
-def test_a_missing_peer_is_named_below_the_table(
+def test_failed_system_is_named_below_the_table(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_compare(str(model))
     assert "vllm: not installed: run `python" in capsys.readouterr().out
 
 
-def test_the_table_of_peers_fits_a_hundred_columns() -> None:
+def test_table_of_systems_fits_100_columns() -> None:
     row = CompareRow(
         system="transformers",
         version="2026.4.1.0-3408-ab01d1771e4",
@@ -226,19 +225,22 @@ def test_the_table_of_peers_fits_a_hundred_columns() -> None:
         (("opps",), "opps"),
         (("compare", "there-is-none"), "there is no there-is-none"),
         (("compare", ".", "vlm"), "did you mean 'vllm'?"),
-        (("compare", ".", "--batch-size", "0"), "batch_size of GenerationTask is 0"),
+        (
+            ("compare", ".", "--batch-size", "0"),
+            "GenerationTask.batch_size: expected a number from 1 to 1024, got 0",
+        ),
     ],
 )
-def test_mistakes_are_said_before_anything_is_measured(
-    ingot: Run, arguments: tuple[str, ...], what: str
+def test_invalid_arguments_fail_before_measuring(
+    cli: Run, arguments: tuple[str, ...], what: str
 ) -> None:
-    result = ingot("bench", *arguments)
+    result = cli("bench", *arguments)
     assert result.returncode == 2
     assert what in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_measured(
+def test_missing_gpu_fails_before_measuring(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as exit:

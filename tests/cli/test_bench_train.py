@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from tests import models
+from tests.cli.conftest import Run
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
-
-def test_a_step_beside_plain_pytorch(ready: Run, tmp_path: Path) -> None:
+def test_step_of_the_eager_baseline(cli: Run, tmp_path: Path) -> None:
     directory = models.gpt2(tmp_path / "gpt2")
     size = ("--batch-size", "2", "--seq-len", "8", "--rounds", "1")
     command = ("bench", "train", "eager", "--model", str(directory), *size)
-    result = ready(*command, "--json", "--results", str(tmp_path))
+    result = cli(*command, "--json", "--results", str(tmp_path))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     (row,) = found["rows"]
@@ -28,13 +25,13 @@ def test_a_step_beside_plain_pytorch(ready: Run, tmp_path: Path) -> None:
     assert len((tmp_path / "train.csv").read_text().splitlines()) == 2
 
 
-def test_a_wrong_system_suggests_the_right_one(ready: Run) -> None:
-    result = ready("bench", "train", "eagre")
+def test_wrong_system_suggests_the_right_one(cli: Run) -> None:
+    result = cli("bench", "train", "eagre")
     assert result.returncode == 2
     assert "did you mean 'eager'" in result.stderr
 
 
-def test_a_model_of_another_kind_has_a_hint(ready: Run, tiny: Path) -> None:
-    result = ready("bench", "train", "eager", "--model", str(tiny))
+def test_model_that_is_not_gpt2_is_rejected(cli: Run, tiny: Path) -> None:
+    result = cli("bench", "train", "eager", "--model", str(tiny))
     assert result.returncode == 2
     assert "must be a GPT-2" in result.stderr

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,8 +10,7 @@ import pytest
 from ingot.bench.peaks import Peak, Peaks
 from ingot.cli.doctor import find_issues, report
 from ingot.core.device import Device, Gpu, detect
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.cli.conftest import Run
 
 STEADY = Peak(value=20.0, low=19.0, typical=20.0, high=21.0)
 MEASURED = Peaks(
@@ -45,8 +42,8 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.mark.usefixtures("known_peaks")
-def test_json_has_the_peaks_and_their_spread(ingot: Run) -> None:
-    result = ingot("doctor", "--json")
+def test_json_has_the_peaks_and_their_spread(cli: Run, tmp_path: Path) -> None:
+    result = cli("doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["read_bandwidth_gbs"] == 20.0

@@ -1,30 +1,30 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.cli.conftest import Run
 
 
-def test_a_gguf_file_then_its_directory(ingot: Run, tmp_path: Path, smollm2_gguf: Path) -> None:
-    result = ingot("import", str(smollm2_gguf), "smol")
+def test_gguf_file_is_imported_then_its_directory(
+    cli: Run, tmp_path: Path, smollm2_gguf: Path
+) -> None:
+    result = cli("import", str(smollm2_gguf), "smol")
     assert result.returncode == 0, result.stderr
     lines = [line.strip() for line in result.stdout.splitlines()]
     source = "SmolLM2-135M-Instruct.Q4_1.gguf, 98.4 MB, sha256 b179c9523d0e6a0f"
-    assert f"from           {source}" in lines
+    assert f"source         {source}" in lines
     assert "architecture   llama" in lines
     assert "parameters     134.5 million" in lines
     assert "tensors        210 Q4_1, 61 F32, 1 Q8_0 to bfloat16" in lines
     assert "next: ingot chat smol" in lines
-    assert result.stderr == ""  # a bar is for terminals
+    assert result.stderr == ""  # a progress bar needs a terminal
 
-    again = ingot("import", "smol", "copy", "--json")
+    again = cli("import", "smol", "copy", "--json")
     assert again.returncode == 0, again.stderr
     found = json.loads(again.stdout)
     assert found["architecture"] == "llama"
@@ -40,17 +40,15 @@ def test_a_gguf_file_then_its_directory(ingot: Run, tmp_path: Path, smollm2_gguf
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("none", "error: there is no file or directory none"),
+        ("none", "error: none: no such file or directory"),
         ("text", "error: text is not a GGUF file that can be imported"),
         ("empty", "error: there is no config.json in empty"),
     ],
 )
-def test_what_prevents_it_is_said_with_a_hint(
-    ingot: Run, tmp_path: Path, source: str, error: str
-) -> None:
-    (tmp_path / "text").write_text("This is no model.")
+def test_failed_import_has_a_hint(cli: Run, tmp_path: Path, source: str, error: str) -> None:
+    (tmp_path / "text").write_text("not a model")
     (tmp_path / "empty").mkdir()
-    result = ingot("import", source, "out")
+    result = cli("import", source, "out")
     assert result.returncode == 2
     assert error in result.stderr.replace("\n", " ")
     assert "hint: " in result.stderr
@@ -58,24 +56,26 @@ def test_what_prevents_it_is_said_with_a_hint(
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten(ingot: Run, tmp_path: Path, smollm2_gguf: Path) -> None:
+def test_existing_directory_is_not_overwritten(
+    cli: Run, tmp_path: Path, smollm2_gguf: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
-    result = ingot("import", str(smollm2_gguf), "out")
+    result = cli("import", str(smollm2_gguf), "out")
     assert result.returncode == 2
     assert "error: out: exists already" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_names_from_files_are_shown_as_they_are(ingot: Run, tmp_path: Path) -> None:
+def test_names_from_files_are_escaped(cli: Run, tmp_path: Path) -> None:
     source = tmp_path / "[bold]odd"
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "\\u001b[2Jllama"}')
     save_file({"a": torch.ones(2)}, source / "model.safetensors")
-    result = ingot("import", source.name, "out")
+    result = cli("import", source.name, "out")
     assert result.returncode == 0, result.stderr
-    assert "from           [bold]odd" in result.stdout
+    assert "source         [bold]odd" in result.stdout
     assert "architecture   ?[2Jllama" in result.stdout
     assert "next: ingot generate out" in result.stdout
-    wrong = ingot("import", "\x1b[2Jnone", "out")
-    assert "error: there is no file or directory ?[2Jnone" in wrong.stderr
+    wrong = cli("import", "\x1b[2Jnone", "out")
+    assert "error: ?[2Jnone: no such file or directory" in wrong.stderr

@@ -9,16 +9,16 @@ from ingot.cli.info import info, report
 from ingot.core.errors import IngotError
 
 
-def test_what_is_said_of_a_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_description_of_a_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     info(smollm2)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[:-1] == [
-        "architecture   llama: 30 layers of 576, MLP 1536; 9 heads of 64, 3 of keys and values",
+        "architecture   llama: 30 layers of 576, MLP 1536; 9 heads of 64, 3 KV heads",
         "vocabulary     49,152, tied",
         "context        8,192 tokens",
         "parameters     134.5 million",
         "weights        269.0 MB: 272 bfloat16",
-        "memory         23.0 MB of keys and values per 1,000 tokens",
+        "memory         23.0 MB of KV cache per 1,000 tokens",
     ]
     assert lines[-1].startswith("lineage        import: ")
     assert "SmolLM2-135M-Instruct.Q4_1.gguf, b179c9523d0e6a0f" in lines[-1]
@@ -47,20 +47,18 @@ def test_json_of_a_model_without_lineage(tiny: Path, capsys: pytest.CaptureFixtu
         ("ingot.json", "[" * 100_000, "ingot.json"),
     ],
 )
-def test_a_damaged_file_is_named(tiny: Path, name: str, content: str, error: str) -> None:
+def test_damaged_file_is_named(tiny: Path, name: str, content: str, error: str) -> None:
     (tiny / name).write_text(content)
     with pytest.raises(IngotError, match=error):
         info(tiny)
 
 
-def test_a_directory_that_is_none(tmp_path: Path) -> None:
+def test_directory_without_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(IngotError, match=r"has no config\.json"):
         info(tmp_path)
 
 
-def test_what_a_file_says_is_shown_and_not_obeyed(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_from_files_is_escaped(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = {"steps": [{"step": "import", "source": "[bold]x\x1b[2J"}]}
     (tiny / "ingot.json").write_text(json.dumps(steps))
     info(tiny)

@@ -12,23 +12,23 @@ from tests.cli.conftest import Run
 from tests.observe.made import LINES, run
 
 
-def test_runs_are_listed_and_compared(ready: Run, tmp_path: Path) -> None:
+def test_runs_are_listed_and_compared(cli: Run, tmp_path: Path) -> None:
     made = tmp_path / "ingot/runs"
     for name, lr in (("one", 0.1), ("[bold]two", 0.2)):
         run(made / name, LINES, optimizer={"lr": lr})
-    found = ready("runs", XDG_DATA_HOME=str(tmp_path), COLUMNS="120")
+    found = cli("runs", XDG_DATA_HOME=str(tmp_path), COLUMNS="120")
     assert found.returncode == 0, found.stderr
     assert "one" in found.stdout
     assert "[bold]two" in found.stdout
     assert "4/4" in found.stdout
     assert "optimizer.lr" not in found.stdout
     plot = tmp_path / "losses.png"
-    named = ready("runs", str(made / "one"), str(made / "[bold]two"), "--plot", str(plot))
+    named = cli("runs", str(made / "one"), str(made / "[bold]two"), "--plot", str(plot))
     assert "optimizer.lr" in named.stdout
     assert plot.stat().st_size > 1000
 
 
-def test_as_json(tmp_path: Path, capsys: Any) -> None:
+def test_json_output(tmp_path: Path, capsys: Any) -> None:
     run(tmp_path / "one", LINES)
     runs((tmp_path,), json=True)
     (found,) = json.loads(capsys.readouterr().out)
@@ -37,9 +37,9 @@ def test_as_json(tmp_path: Path, capsys: Any) -> None:
     assert found["recipe"]["steps"] == 4
 
 
-def test_no_runs(ready: Run, tmp_path: Path) -> None:
-    found = ready("runs", XDG_DATA_HOME=str(tmp_path))
+def test_no_runs_is_not_an_error(cli: Run, tmp_path: Path) -> None:
+    found = cli("runs", XDG_DATA_HOME=str(tmp_path))
     assert found.returncode == 0
-    assert "`ingot train` makes one" in found.stdout
-    with pytest.raises(IngotError, match="no directory"):
+    assert "`ingot train` starts one" in found.stdout
+    with pytest.raises(IngotError, match="no such directory"):
         runs((tmp_path / "missing",))

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from ingot.data import Corpus
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.cli.conftest import Run
 
 
 def write(path: Path) -> None:
@@ -15,10 +13,10 @@ def write(path: Path) -> None:
     path.write_text("\n".join(lines))
 
 
-def test_text_output(ingot: Run, tmp_path: Path) -> None:
+def test_text_output(cli: Run, tmp_path: Path) -> None:
     write(tmp_path / "posts.jsonl")
     command = ("tokenize", "posts.jsonl", "tokens", "--field", "body", "--vocab-size", "300")
-    result = ingot(*command)
+    result = cli(*command)
     assert result.returncode == 0, result.stderr
     corpus = Corpus(tmp_path / "tokens")
     assert corpus.hash in result.stdout
@@ -26,14 +24,14 @@ def test_text_output(ingot: Run, tmp_path: Path) -> None:
     assert "vocabulary 300" in result.stdout
     assert "written" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-    again = ingot(*command)
+    again = cli(*command)
     assert "up to date" in again.stdout
 
 
-def test_json_output(ingot: Run, tmp_path: Path) -> None:
+def test_json_output(cli: Run, tmp_path: Path) -> None:
     write(tmp_path / "posts.jsonl")
     options = ("--field", "body", "--vocab-size", "257", "--validation", "0.25", "--json")
-    found = json.loads(ingot("tokenize", "posts.jsonl", "tokens", *options).stdout)
+    found = json.loads(cli("tokenize", "posts.jsonl", "tokens", *options).stdout)
     corpus = Corpus(tmp_path / "tokens")
     assert found["new"] is True
     assert found["hash"] == corpus.hash
@@ -44,16 +42,16 @@ def test_json_output(ingot: Run, tmp_path: Path) -> None:
     assert found["bytes"] == sum(p.stat().st_size for p in (tmp_path / "tokens").iterdir())
 
 
-def test_tokenizer_of_a_model_is_used(ingot: Run, tmp_path: Path, tiny: Path) -> None:
+def test_tokenizer_of_a_model_is_used(cli: Run, tmp_path: Path, tiny: Path) -> None:
     write(tmp_path / "posts.jsonl")
     options = ("--field", "body", "--tokenizer", str(tiny), "--json")
-    found = json.loads(ingot("tokenize", "posts.jsonl", "tokens", *options).stdout)
+    found = json.loads(cli("tokenize", "posts.jsonl", "tokens", *options).stdout)
     assert found["vocab_size"] == 256
     assert found["tokens"] == found["text_bytes"]
 
 
-def test_missing_source_has_a_hint(ingot: Run) -> None:
-    result = ingot("tokenize", "missing.txt", "tokens")
+def test_missing_source_has_a_hint(cli: Run) -> None:
+    result = cli("tokenize", "missing.txt", "tokens")
     assert result.returncode == 2
     assert "hint: name a text" in result.stderr
     assert "Traceback" not in result.stderr
