@@ -1,10 +1,10 @@
-"""Installs the peers, each into an environment of its own in ingot's cache.
+"""Installs the systems that `ingot bench compare` compares with, each in its own environment.
 
     python benchmarks/install_peers.py              # all
     python benchmarks/install_peers.py vllm         # some
 
-It takes as long as 3 GB of downloads and the compiling of llama.cpp do. Of one that cannot be
-installed the reason is printed and kept, and the others go on.
+It downloads 3 GB and compiles llama.cpp. If an installation fails, the reason is printed and kept,
+and the others continue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ingot.bench.environment import Environment, peers_folder
 
 
 def main(names: list[str]) -> int:
-    """Install the peers of these names, or all; the number of those that could not be."""
+    """Install the systems of these names, or all; return the number of failures."""
     failures = 0
     for pins in sorted(peers_folder().glob("*.txt")):
         if names and pins.stem not in names:

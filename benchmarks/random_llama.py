@@ -1,5 +1,5 @@
 """Writes a Llama of 100 million random weights, in bfloat16, with a tokenizer trained on Python's
-own library: what speeds of systems are compared on besides a real model.
+standard library: a model for speed comparisons that needs no download.
 
     python benchmarks/random_llama.py llama-100m
     ingot bench compare llama-100m --batch-size 8 --input-len 128

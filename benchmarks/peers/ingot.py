@@ -9,7 +9,7 @@ from peers.protocol import LoadedModel, Prompts, serve
 
 
 def load(model: Path) -> LoadedModel:
-    """As the server does, without HTTP and without an end of text."""
+    """Load as the server does; generate without HTTP and without EOS."""
     import ingot
     from ingot.serving.engine.engine import Engine
     from ingot.serving.engine.request import Options, Request
@@ -18,11 +18,11 @@ def load(model: Path) -> LoadedModel:
     dtype = str(decoder.dtype).removeprefix("torch.")
     engine, greedy = Engine(decoder), Options(temperature=0.0)
 
-    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+    def generate(prompts: Prompts, output_len: int) -> tuple[float, list[list[int]]]:
         start, first = perf_counter(), 0.0
         tokens: list[list[int]] = [[] for _ in prompts]
         for id, prompt in enumerate(prompts):
-            engine.add(Request(id=id, prompt=tuple(prompt), max_tokens=new, options=greedy))
+            engine.add(Request(id=id, prompt=tuple(prompt), max_tokens=output_len, options=greedy))
         while engine.busy:
             for output in engine.step():
                 tokens[output.id] += output.tokens

@@ -9,16 +9,16 @@ from peers.weights import f16
 
 
 def load(model: Path) -> LoadedModel:
-    """As its documentation says; the time of the first token is its own metric."""
+    """Load as its documentation recommends; the TTFT is its own metric."""
     import numpy as np
     import openvino
     import openvino_genai
 
     pipeline = openvino_genai.LLMPipeline(str(model), "CPU")
 
-    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+    def generate(prompts: Prompts, output_len: int) -> tuple[float, list[list[int]]]:
         options = openvino_genai.GenerationConfig()
-        options.max_new_tokens, options.ignore_eos, options.do_sample = new, True, False
+        options.max_new_tokens, options.ignore_eos, options.do_sample = output_len, True, False
         ids = np.array(prompts, dtype=np.int64)
         inputs = openvino_genai.TokenizedInputs(
             openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))

@@ -9,7 +9,7 @@ from peers.protocol import LoadedModel, Prompts, serve
 
 
 def load(model: Path) -> LoadedModel:
-    """As its documentation says. A streamer is given the prompt, then each token as it comes."""
+    """Load as its documentation recommends. A streamer gets the prompt, then each token."""
     import torch
     import transformers
 
@@ -25,13 +25,13 @@ def load(model: Path) -> LoadedModel:
 
     decoder = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
 
-    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+    def generate(prompts: Prompts, output_len: int) -> tuple[float, list[list[int]]]:
         start, clock, ids = perf_counter(), Clock(), torch.tensor(prompts)
         with torch.inference_mode():
             all_ids = decoder.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=new,
+                max_new_tokens=output_len,
                 eos_token_id=None,
                 pad_token_id=0,
                 do_sample=False,

@@ -9,7 +9,7 @@ from peers.protocol import LoadedModel, Prompts, serve
 
 
 def load(model: Path) -> LoadedModel:
-    """As its documentation says; its statistics are on, which tell of the first token."""
+    """Load as its documentation recommends; its statistics, which have the TTFT, are enabled."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     import vllm
@@ -18,8 +18,8 @@ def load(model: Path) -> LoadedModel:
         str(model), dtype="bfloat16", max_model_len=2048, disable_log_stats=False, seed=0
     )
 
-    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
-        options = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    def generate(prompts: Prompts, output_len: int) -> tuple[float, list[list[int]]]:
+        options = vllm.SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = engine.generate(inputs, options, use_tqdm=False)
         first = max(result.metrics.first_token_latency for result in results)

@@ -1,10 +1,10 @@
-"""Writes a Hugging Face directory as a GGUF file, which llama.cpp and OpenVINO read.
+"""Converts a Hugging Face directory to a GGUF file, which llama.cpp and OpenVINO read.
 
-Only the Llama architecture without scaling of its rotary embedding; safetensors in bfloat16. The
-numbers stay the same: bfloat16 is copied, float16 holds them but for those below 6e-8 or beyond
-65,504 (and rounds those below 6e-5).
+Only the Llama architecture without RoPE scaling, in bfloat16 safetensors. The values stay the same:
+bfloat16 is copied; float16 represents them except those below 6e-8 or above 65,504 (and rounds
+those below 6e-5).
 
-GGUF's rotary embedding turns neighbours (0, 1), (2, 3)...; Hugging Face's turns halves (0, n/2),
+RoPE in GGUF rotates neighbours (0, 1), (2, 3)...; that of Hugging Face rotates halves (0, n/2),
 (1, n/2 + 1)... So the rows of each head of q and k are reordered.
 """
 
@@ -38,21 +38,21 @@ _NORMAL, _CONTROL = 1, 3
 
 
 def bf16(model: Path, cache: Path) -> Path:
-    """The GGUF of a model's directory in bfloat16, from the cache or written there."""
-    return _written(model, cache, gguf.GGMLQuantizationType.BF16)
+    """Return the GGUF file of a model directory in bfloat16, from the cache or written to it."""
+    return _convert(model, cache, gguf.GGMLQuantizationType.BF16)
 
 
 def f16(model: Path, cache: Path) -> Path:
-    """The same in float16."""
-    return _written(model, cache, gguf.GGMLQuantizationType.F16)
+    """Return the same in float16."""
+    return _convert(model, cache, gguf.GGMLQuantizationType.F16)
 
 
-def _written(model: Path, cache: Path, dtype: gguf.GGMLQuantizationType) -> Path:
+def _convert(model: Path, cache: Path, dtype: gguf.GGMLQuantizationType) -> Path:
     sources = [Path(__file__), *sorted([*model.glob("*.json"), *model.glob("*.safetensors")])]
-    facts = [
+    inputs = [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources
     ]
-    path = cache / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}-{dtype.name}.gguf"
+    path = cache / f"{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}-{dtype.name}.gguf"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -71,10 +71,10 @@ def _write(model: Path, path: Path, dtype: gguf.GGMLQuantizationType) -> None:
     _write_config(writer, config)
     _write_tokenizer(writer, config, json.loads((model / "tokenizer.json").read_text()))
     heads = config["num_attention_heads"]
-    turned = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads}
+    reordered = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads}
     for name, bits in _tensors(model):
         short, _, kind = _gguf_name(name).rpartition(".")
-        if count := turned.get(short.rpartition(".")[2]):
+        if count := reordered.get(short.rpartition(".")[2]):
             bits = _neighbours(bits, count)
         if bits.ndim == 1:
             writer.add_tensor(f"{short}.{kind}", _float32(bits))
@@ -92,9 +92,10 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
     if config.get("architectures") != ["LlamaForCausalLM"]:
-        raise ValueError(f"only LlamaForCausalLM is written as GGUF: {config.get('architectures')}")
+        architectures = config.get("architectures")
+        raise ValueError(f"architectures: only LlamaForCausalLM is supported, got {architectures}")
     if scaling.get("rope_type", "default") != "default":
-        raise ValueError(f"no GGUF is written of a rotary embedding with scaling: {scaling}")
+        raise ValueError(f"rope_scaling: not supported, got {scaling}")
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
@@ -114,13 +115,13 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _write_tokenizer(
     writer: gguf.GGUFWriter, config: dict[str, Any], tokenizer: dict[str, Any]
 ) -> None:
-    """Both ask for a tokenizer, though only ids pass: how words are split does not matter here."""
+    """Both readers require a tokenizer, but only ids are used, so its merges do not matter."""
     if tokenizer["model"].get("type", "BPE") != "BPE":
-        raise ValueError(f"only a BPE tokenizer is written as GGUF: {tokenizer['model']['type']}")
+        raise ValueError(f"tokenizer: only BPE can be converted, got {tokenizer['model']['type']}")
     size = config["vocab_size"]
     tokens, types = [f"[unused{i}]" for i in range(size)], [_NORMAL] * size
-    for token, place in tokenizer["model"]["vocab"].items():
-        tokens[place] = token
+    for token, index in tokenizer["model"]["vocab"].items():
+        tokens[index] = token
     for added in tokenizer.get("added_tokens", []):
         tokens[added["id"]] = added["content"]
         types[added["id"]] = _CONTROL if added["special"] else _NORMAL
@@ -136,7 +137,7 @@ def _write_tokenizer(
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor as the 16 bits that lie on disk, mapped into memory."""
+    """Yield every tensor as its 16-bit values on disk, memory-mapped."""
     for path in sorted(model.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -146,13 +147,15 @@ def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
             if name == "__metadata__":
                 continue
             if entry["dtype"] != "BF16":
-                raise ValueError(f"only weights in BF16 are compared: {name} is {entry['dtype']}")
+                raise ValueError(
+                    f"{name}: only BF16 weights can be converted, got {entry['dtype']}"
+                )
             start, end = entry["data_offsets"]
             yield name, data[start:end].view(np.uint16).reshape(entry["shape"])
 
 
 def _gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight`."""
+    """Translate `model.layers.3.mlp.up_proj.weight` to `blk.3.ffn_up.weight`."""
     stem, _, kind = name.removeprefix("model.").rpartition(".")
     if not stem.startswith("layers."):
         return f"{_NAMES[stem]}.{kind}"
@@ -161,7 +164,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _neighbours(bits: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from halves (0, n/2) to neighbours (0, 1)."""
+    """Reorder the rows of each head from halves (0, n/2) to neighbours (0, 1)."""
     halves = bits.reshape(heads, 2, -1, *bits.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(bits.shape)
 

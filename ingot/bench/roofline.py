@@ -1,9 +1,8 @@
-"""The roofline of a run (Williams et al. 2009): what limits each op, and how near it comes.
+"""Draws the roofline plot of a run (Williams et al. 2009).
 
-An op does some FLOPs for each byte it moves, which is its place from left to right. Memory allows
-it that many times the bandwidth, the sloping roof; the processor no more than its matmul peak, the
-flat ones. The roofs are the doctor's peaks. An op that computes nothing (a copy of rows) stands at
-the left edge, as high as its bytes would be with the edge's FLOPs.
+The x axis is the arithmetic intensity of an op: FLOPs per byte. Memory bandwidth bounds the speed
+by the sloping roof, the matmul peaks by the flat ones; the peaks are those of `ingot doctor`. An op
+without FLOPs (a copy of rows) is drawn at the left edge, at the height of its bandwidth there.
 """
 
 # pyright: basic
@@ -20,16 +19,16 @@ from ingot.bench.peaks import Peaks
 from ingot.bench.results import RunInfo, called_rows
 
 Box: TypeAlias = tuple[float, float, float, float]
-"""Left, bottom, right, top."""
+"""Left, bottom, right and top."""
 
 _FONT = 7
-# Filled circles, hollow ones, crosses; what else was timed is left out.
+# Filled circles, hollow circles, crosses; other implementations are left out.
 _OURS = ("cpu", "triton")
 _MARKERS = {"cpu": "o", "triton": "o", "aten": "o", "reference": "x"}
 
 
 def draw(rows: Iterable[OpRow], machine: Peaks, run: RunInfo, path: Path) -> None:
-    """Draw ingot's own kernels and PyTorch's functions, and the reference where it serves an op."""
+    """Draw ingot's kernels, PyTorch's functions, and the reference where it is dispatched to."""
     from matplotlib.figure import Figure
 
     rows = list(rows)
@@ -57,25 +56,26 @@ def draw(rows: Iterable[OpRow], machine: Peaks, run: RunInfo, path: Path) -> Non
 
 
 def intensity(row: OpRow) -> float:
-    """FLOPs for each byte."""
+    """Arithmetic intensity: FLOPs per byte."""
     return row.gflops / row.gbs
 
 
 def point_of(row: OpRow, edge: float) -> tuple[float, float]:
-    """Where a row stands; `edge` is how far left those without FLOPs do."""
+    """Return the coordinates of a row; `edge` is the x of rows without FLOPs."""
     return (intensity(row), row.gflops) if row.gflops else (edge, row.gbs * edge)
 
 
-def free_place(x: float, y: float, width: float, height: float, taken: Iterable[Box]) -> Box:
-    """The box of that size nearest to (x, y) that lies over none of those taken.
+def free_box(x: float, y: float, width: float, height: float, taken: Iterable[Box]) -> Box:
+    """Return the box of this size nearest to (x, y) that overlaps none of those taken.
 
-    >>> free_place(0, 0, width=10, height=4, taken=[(-3, -3, 3, 3)])
+    >>> free_box(0, 0, width=10, height=4, taken=[(-3, -3, 3, 3)])
     (4.0, 0.0, 14.0, 4.0)
     """
     taken = list(taken)
     box = (x, y, x + width, y + height)
-    for distance, turn in product(range(4, 400, 4), range(16)):
-        dx, dy = distance * math.cos(turn * math.pi / 8), distance * math.sin(turn * math.pi / 8)
+    for distance, step in product(range(4, 400, 4), range(16)):
+        angle = step * math.pi / 8
+        dx, dy = distance * math.cos(angle), distance * math.sin(angle)
         left = x + dx - (width if dx < -1 else 0)
         bottom = y + dy - (height if dy < -1 else 0)
         box = (left, bottom, left + width, bottom + height)
@@ -85,7 +85,7 @@ def free_place(x: float, y: float, width: float, height: float, taken: Iterable[
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """Whether two boxes share any of their area.
+    """Return whether two boxes overlap.
 
     >>> overlap((0, 0, 2, 2), (1, 1, 3, 3)), overlap((0, 0, 2, 2), (2, 0, 3, 3))
     (True, False)
@@ -122,26 +122,26 @@ def _colours(rows: list[OpRow]) -> dict[str, Any]:
     from matplotlib import colormaps
 
     families = sorted({row.family for row in rows})
-    return {family: colormaps["tab10"](place % 10) for place, family in enumerate(families)}
+    return {family: colormaps["tab10"](index % 10) for index, family in enumerate(families)}
 
 
 def _draw_labels(
     axes: Any, points: dict[OpRow, tuple[float, float]], colours: dict[str, Any]
 ) -> None:
-    """Each op's name where there is room for it, with a line to its fastest row."""
+    """Write the name of each op where there is space, with a line to its fastest row."""
     figure = axes.figure
-    figure.draw_without_rendering()  # settles the scales
-    point = figure.dpi / 72  # in pixels, as all that follows
-    pixels = {row: axes.transData.transform(place) for row, place in points.items()}
+    figure.draw_without_rendering()  # fixes the scales
+    point = figure.dpi / 72  # in pixels, like all coordinates below
+    pixels = {row: axes.transData.transform(at) for row, at in points.items()}
     taken = [
         (x - 4 * point, y - 4 * point, x + 4 * point, y + 4 * point) for x, y in pixels.values()
     ]
-    # The last of each op in order of height: its fastest row.
+    # The last row of each op, sorted by height, is its fastest.
     named = {row.op: row for row in sorted(points, key=lambda row: points[row][1])}
     for row in sorted(named.values(), key=lambda row: tuple(pixels[row])):
         x, y = pixels[row]
         size = 0.58 * _FONT * point * len(row.op), 1.25 * _FONT * point
-        box = free_place(x, y, *size, taken)
+        box = free_box(x, y, *size, taken)
         taken.append(box)
         axes.annotate(
             row.op,
@@ -160,6 +160,6 @@ def _draw_legend(axes: Any, colours: dict[str, Any]) -> None:
         return Line2D([], [], ls="", marker=shape, mec=colour, mfc=filling, label=label)
 
     handles = [marker(colour, colour, family) for family, colour in colours.items()]
-    handles += [marker("k", "k", "ingot's"), marker("k", "none", "aten: PyTorch's")]
+    handles += [marker("k", "k", "ingot"), marker("k", "none", "PyTorch (aten)")]
     handles.append(marker("k", "k", "reference", shape="x"))
     axes.legend(handles=handles, loc="lower right", fontsize=8, ncols=2)

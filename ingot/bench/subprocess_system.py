@@ -30,6 +30,7 @@ from typing import Annotated, Self, TypeVar
 import msgspec
 
 _MAX_LINE_BYTES = 64 * 2**20
+_EXIT_SECONDS = 5.0  # between the request to exit and SIGKILL
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 _Token = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -100,7 +101,7 @@ class SystemProcess:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # asks it to exit
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=_EXIT_SECONDS)
         self._signal(signal.SIGKILL)  # and the processes it has started
         self._process.wait()
         self._process.stdout.close()

@@ -1,20 +1,20 @@
-"""What the ops are timed on: shapes of small language models, in memory beyond the caches.
+"""The workloads of the op benchmarks: shapes of small language models, with cold caches.
 
-A `Workload` is an op, a shape, a dtype, and how to draw the arguments of one call. They are a
-table (`WORKLOADS`): every op at the size of a decode step (32 tokens) and of a training step
-(2048 tokens, or 256 rows of a vocabulary), `linear` at the projections of two models and from 1
-row to 2048, attention as decode over pages and as prefill.
+A `Workload` is an op, a shape, a dtype, and a function that makes the arguments of one call. They
+are a table (`WORKLOADS`): every op at the size of a decode step (32 tokens) and of a training step
+(2048 tokens, or 256 rows of logits), `linear` at the projections of two models and from 1 row to
+2048, attention as decode over a paged KV cache and as prefill.
 
-**Beyond the caches.** A call that finds its weight where the last one left it is timed at the
-speed of a cache. In a model it finds what all other layers left there. So arguments are drawn
-anew for each call, from one large buffer, the `arena`: floats are views of it, each call's
-behind those of the call before, round and round. The arena is four times the L3 cache, as the
-buffer that `ingot.bench.peaks` reads, and is filled once for all workloads: with random
-bfloat16, which is valid in every view, since the upper half of a float32 is a bfloat16.
+**Cold caches.** A call that finds its weight in a cache, where the previous call left it, is timed
+at the speed of that cache. In a model, all other layers run in between. So every call gets new
+arguments from one large buffer, the `arena`: floats are views of it, consecutive from call to call,
+and wrap around at its end. The arena is four times the L3 cache, like the buffer that
+`ingot.bench.cpu_peaks` reads, and is filled once for all workloads, with random bfloat16: that is
+valid in every view, since the upper half of a float32 is a bfloat16.
 
-What is small or not a float (positions, targets, masks) is drawn beside it and stays in a cache.
-An output goes where the allocator puts it: to memory that was just freed, which often is in a
-cache, as in a model.
+Arguments that are small or not floats (positions, targets, masks) are made separately and stay in a
+cache. Outputs are placed by the allocator, often in memory that was just freed and is in a cache,
+as in a model.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Args: TypeAlias = tuple[Any, ...]
 MakeArgs: TypeAlias = "Callable[[Views], Args]"
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int64": torch.int64}
-VOCABULARY = 32000
-# Heads of queries, heads of keys, channels of a head.
+VOCAB_SIZE = 32000
+# Query heads, key-value heads, channels of a head.
 HEADS = (12, 4, 64)
 BLOCK_SIZE = 16
 # (out, in) of qkv, gate and up, down, vocabulary; then gate or up and vocabulary of SmolLM2-135M.
@@ -49,12 +49,12 @@ LINEAR_ROWS = (1, 2, 4, 8, 16, 64, 128, 512, 2048)
 
 _MiB = 2**20
 _LINE = 64
-_LEAST_STEP = 2**16
+_MIN_STEP = 2**16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An op to be timed, and on what.
+    """An op, and the arguments it is timed on.
 
     >>> WORKLOADS[0].op, WORKLOADS[0].shape, WORKLOADS[0].dtype
     ('gelu', '32x2048', 'bf16')
@@ -63,14 +63,14 @@ class Workload:
     op: str
     shape: str
     dtype: str
-    draw: MakeArgs
-    """The arguments of one call."""
+    make_args: MakeArgs
+    """Makes the arguments of one call."""
     sdpa: MakeArgs | None = None
-    """Of attention: the same work for `scaled_dot_product_attention`, prepared favourably."""
+    """For attention: arguments of the same work for `scaled_dot_product_attention`."""
 
 
 class Views:
-    """Views of the arena, one behind the other from a place on; at its end again from the start.
+    """Consecutive views of the arena from an offset on; at its end they wrap around.
 
     >>> views = Views(new_arena(2**20), torch.float32, at=0)
     >>> x, y = views(2, 3), views(4)
@@ -85,7 +85,7 @@ class Views:
         """Bytes of the views so far."""
 
     def __call__(self, *shape: int) -> Tensor:
-        """The next floats, contiguous."""
+        """Return the next floats, contiguous."""
         size = math.prod(shape) * self._dtype.itemsize
         start = self._at if self._at + size <= len(self._arena) else 0
         self._at = start + -(-size // _LINE) * _LINE
@@ -93,33 +93,33 @@ class Views:
         return self._arena[start : start + size].view(self._dtype).view(shape)
 
     def bits(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """The next bytes as integers of any value, contiguous."""
+        """Return the next bytes as integers of any value, contiguous."""
         width = shape[-1] * dtype.itemsize // self._dtype.itemsize
         return self(*shape[:-1], width).view(dtype)
 
     def ints(self, high: int, *shape: int) -> Tensor:
-        """Random integers from 0 to `high`, exclusive; not in the arena."""
+        """Return random integers from 0 to `high`, exclusive; not in the arena."""
         return torch.randint(high, shape, generator=self._random)
 
     def order(self, count: int) -> Tensor:
-        """The numbers below `count` in random order; not in the arena."""
+        """Return the numbers below `count` in random order; not in the arena."""
         return torch.randperm(count, generator=self._random, dtype=torch.int32)
 
 
-def arena_size(device: Device, on: str = "cpu") -> int:
-    """Four times the L3 cache and 512 MiB at least, but not more than an eighth of the memory.
+def arena_size(machine: Device, device: str = "cpu") -> int:
+    """Return four times the L3 cache, at least 512 MiB, but at most an eighth of the memory.
 
     On a GPU it is 1 GiB: the largest cache there is 256 MB, that of MI300X.
     """
-    if on != "cpu":
-        return min(1024 * _MiB, (device.gpus[0].memory or 8192 * _MiB) // 8)
-    return min(max(512 * _MiB, 4 * (device.cpu.l3 or 0)), device.memory // 8)
+    if device != "cpu":
+        return min(1024 * _MiB, (machine.gpus[0].memory or 8192 * _MiB) // 8)
+    return min(max(512 * _MiB, 4 * (machine.cpu.l3 or 0)), machine.memory // 8)
 
 
 def new_arena(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """An arena of so many bytes: normally distributed bfloat16, repeating after 32 MiB.
+    """Return an arena of `size` bytes: normally distributed bfloat16, repeating after 32 MiB.
 
-    Half the size of unit normals, so that the logits they make are those of a model.
+    The standard deviation is 0.5, so that logits have the size of a model's.
     """
     random = torch.Generator().manual_seed(0)
     block = torch.randn(min(size, 32 * _MiB) // 2, generator=random) * 0.5
@@ -127,26 +127,29 @@ def new_arena(size: int, device: torch.device | str = "cpu") -> Tensor:
     return block.bfloat16().to(device).repeat(repeats).view(torch.uint8)[:size]
 
 
-def argument_sets(workload: Workload, arena: Tensor, draw: MakeArgs | None = None) -> list[Args]:
-    """Arguments of as many calls as it takes to walk through the arena, drawn by `draw` if given.
+def argument_sets(
+    workload: Workload, arena: Tensor, make_args: MakeArgs | None = None
+) -> list[Args]:
+    """Return the arguments of as many calls as it takes to walk through the arena.
 
-    A call that reads less than it is given (rows of a table) moves on by what it reads. What is
-    drawn beside the arena is moved to where the arena is.
+    They are made by `make_args`, or else by that of the workload. A call that reads only part of
+    its arguments (rows of an embedding) advances by what it reads. Arguments outside the arena are
+    moved to its device.
     """
-    dtype, draw = DTYPES[workload.dtype], draw or workload.draw
+    dtype, make_args = DTYPES[workload.dtype], make_args or workload.make_args
     views = Views(arena, dtype, at=0)
     moved = _Mover(arena.device)
-    args = moved(workload.draw(views))
+    args = moved(workload.make_args(views))
     if not views.taken:
         return [args]
     read = min(views.taken, registry()[workload.op].cost(*args).bytes)
-    step = -(-max(read, _LEAST_STEP) // _LINE) * _LINE
-    places = range(0, max(1, len(arena) - step), step)
-    return [moved(draw(Views(arena, dtype, at))) for at in places]
+    step = -(-max(read, _MIN_STEP) // _LINE) * _LINE
+    offsets = range(0, max(1, len(arena) - step), step)
+    return [moved(make_args(Views(arena, dtype, at))) for at in offsets]
 
 
 class _Mover:
-    """Moves arguments to a device; those that several calls share, once."""
+    """Moves arguments to a device; those that several calls share are moved once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -158,13 +161,13 @@ class _Mover:
     def _one(self, tensor: Tensor) -> Tensor:
         if tensor.device == self._device:
             return tensor
-        if id(tensor) not in self._moved:  # kept beside its copy, or its id would be another's
+        if id(tensor) not in self._moved:  # kept with its copy, so that its id is not reused
             self._moved[id(tensor)] = tensor, tensor.to(self._device)
         return self._moved[id(tensor)][1]
 
 
 def select_workloads(names: Iterable[str] = ()) -> list[Workload]:
-    """The workloads of these ops and families, by family; of all if there are no names.
+    """Return the workloads of these ops and families, by family; all if there are no names.
 
     >>> {workload.op for workload in select_workloads(["rms_norm", "silu"])} == {"rms_norm", "silu"}
     True
@@ -174,13 +177,13 @@ def select_workloads(names: Iterable[str] = ()) -> list[Workload]:
     wanted = {name.lower() for name in names}
     for name in wanted - ops.keys() - families:
         raise UnknownName("op", name, {*ops, *families})
-    order = {name: (op.family, place) for place, (name, op) in enumerate(ops.items())}
-    found = [w for w in WORKLOADS if not wanted or wanted & {w.op, ops[w.op].family}]
-    return sorted(found, key=lambda workload: order[workload.op])
+    order = {name: (op.family, index) for index, (name, op) in enumerate(ops.items())}
+    selected = [w for w in WORKLOADS if not wanted or wanted & {w.op, ops[w.op].family}]
+    return sorted(selected, key=lambda workload: order[workload.op])
 
 
 def floats(*shapes: tuple[int, ...]) -> MakeArgs:
-    """Return a function that draws floats of these shapes.
+    """Return a function that makes floats of these shapes.
 
     >>> [len(x) for x in floats((3, 4), (5,))(Views(new_arena(2**20), torch.float32, at=0))]
     [3, 5]
@@ -220,27 +223,27 @@ def _rope(tokens: int) -> MakeArgs:
 
 
 def _rope_and_cache(tokens: int) -> MakeArgs:
-    """Queries, keys and values come side by side from one projection; slots are anywhere."""
+    """Queries, keys and values are parts of one projection; slots are in random order."""
     heads, kv_heads, width = HEADS
     freqs, _ = rope_frequencies(width)
     positions = torch.arange(tokens)
     pool = (tokens // BLOCK_SIZE, BLOCK_SIZE, kv_heads, width)
 
-    def draw(new: Views) -> Args:
+    def make_args(new: Views) -> Args:
         qkv, keys = new(tokens, heads + 2 * kv_heads, width), heads + kv_heads
         q, k, v = qkv[:, :heads], qkv[:, heads:keys], qkv[:, keys:]
         return q, k, v, positions, freqs, new(*pool), new(*pool), new.order(tokens)
 
-    return draw
+    return make_args
 
 
 def _embedding(tokens: int) -> MakeArgs:
-    return lambda new: (new.ints(VOCABULARY, tokens), new(VOCABULARY, 768))
+    return lambda new: (new.ints(VOCAB_SIZE, tokens), new(VOCAB_SIZE, 768))
 
 
-def _vocabulary() -> Iterator[Workload]:
+def _logits() -> Iterator[Workload]:
     for rows, dtype in product((32, 256), ("bf16", "fp32")):
-        logits = (rows, VOCABULARY)
+        logits = (rows, VOCAB_SIZE)
         for op in ("softmax", "log_softmax"):
             yield Workload(op, _text(*logits), dtype, floats(logits))
         for op in ("token_logprobs", "cross_entropy"):
@@ -250,13 +253,13 @@ def _vocabulary() -> Iterator[Workload]:
 def _linear_losses() -> Iterator[Workload]:
     losses = ("linear_cross_entropy", "linear_cross_entropy_fwd_bwd")
     for op, dtype in product(("linear_token_logprobs", *losses), ("bf16", "fp32")):
-        draw = _with_targets((512, 768), (VOCABULARY, 768))
-        yield Workload(op, _text(512, 768, VOCABULARY), dtype, draw)
+        make_args = _with_targets((512, 768), (VOCAB_SIZE, 768))
+        yield Workload(op, _text(512, 768, VOCAB_SIZE), dtype, make_args)
 
 
 def _with_targets(*shapes: tuple[int, ...]) -> MakeArgs:
     tokens = shapes[0][0]
-    return lambda new: (*floats(*shapes)(new), new.ints(VOCABULARY, tokens))
+    return lambda new: (*floats(*shapes)(new), new.ints(VOCAB_SIZE, tokens))
 
 
 def _linear() -> Iterator[Workload]:
@@ -269,8 +272,8 @@ def _linear() -> Iterator[Workload]:
         for op in ("linear_gelu", "linear_gelu_tanh", "linear_silu", "linear_relu"):
             yield Workload(op, _text(m, 768, 2048), "bf16", floats((m, 768), up, (2048,)))
         yield Workload("linear_swiglu", _text(m, 768, 2048), "bf16", floats((m, 768), up, up))
-        draw = floats((m, 2048), down, (m, 768))
-        yield Workload("linear_residual", _text(m, 2048, 768), "bf16", draw)
+        make_args = floats((m, 2048), down, (m, 768))
+        yield Workload("linear_residual", _text(m, 2048, 768), "bf16", make_args)
     for rows in (8, 512):  # 2 of 8 experts for each of 4 tokens, and of 256
         shape = _text(EXPERTS, rows, 768, 1024)
         yield Workload("grouped_linear", shape, "bf16", _grouped(rows, weights=1))
@@ -278,7 +281,7 @@ def _linear() -> Iterator[Workload]:
 
 
 def _quantized() -> Iterator[Workload]:
-    """Shapes are rows x in x out, of 4 bits with the channels of a group."""
+    """Shapes are rows x in x out; for 4 bits also the group size."""
     scale, groups = torch.full((2048,), 0.01), torch.full((2048, 768 // 128), 0.01)
     for m in (8, 512):
         for op in ("linear_int8", "linear_int8_dynamic"):
@@ -297,7 +300,7 @@ def _quantized() -> Iterator[Workload]:
 
 
 def _optimizers() -> Iterator[Workload]:
-    """Tensors x their shape. Not in the arena, where what they write would be no bfloat16."""
+    """Tensors x their shape. Not in the arena, since the updates would overwrite it."""
     for (count, shape), dtype in product(((4, (768, 3072)), (64, (768,))), ("bf16", "fp32")):
         yield Workload("adamw", _text(count, *shape), dtype, _adamw(count, shape, dtype))
 
@@ -329,18 +332,18 @@ def _attention() -> Iterator[Workload]:
 
 
 def _decode(sequences: int, context: int) -> MakeArgs:
-    """One query a sequence; its pages lie anywhere in the pool."""
+    """One query per sequence; its blocks are anywhere in the KV cache."""
     heads, kv_heads, width = HEADS
-    pages = sequences * context // BLOCK_SIZE
+    blocks = sequences * context // BLOCK_SIZE
     starts = torch.arange(sequences + 1, dtype=torch.int32)
     lengths = torch.full((sequences,), context, dtype=torch.int32)
 
-    def draw(new: Views) -> Args:
-        q, pool = new(sequences, heads, width), (pages, BLOCK_SIZE, kv_heads, width)
-        table = new.order(pages).view(sequences, -1)
+    def make_args(new: Views) -> Args:
+        q, pool = new(sequences, heads, width), (blocks, BLOCK_SIZE, kv_heads, width)
+        table = new.order(blocks).view(sequences, -1)
         return q, new(*pool), new(*pool), starts, lengths, table
 
-    return draw
+    return make_args
 
 
 def _prefill(tokens: int) -> MakeArgs:
@@ -351,14 +354,14 @@ def _prefill(tokens: int) -> MakeArgs:
 
 
 def _sdpa(sequences: int, queries: int, keys: int) -> MakeArgs:
-    """Contiguous by head and of equal length, which no server's keys are."""
+    """Contiguous by head and of equal length, unlike the keys of a server."""
     heads, kv_heads, width = HEADS
     kv = (sequences, kv_heads, keys, width)
     return floats((sequences, heads, queries, width), kv, kv)
 
 
 def _sampling() -> Iterator[Workload]:
-    shape = (32, VOCABULARY)
+    shape = (32, VOCAB_SIZE)
     for dtype in ("bf16", "fp32"):
         yield Workload("apply_penalties", _text(*shape), dtype, _apply_penalties)
         yield Workload("sampling_logprobs", _text(*shape), dtype, _sampling_logprobs)
@@ -370,20 +373,20 @@ def _sampling() -> Iterator[Workload]:
 
 @cache
 def _seen() -> Args:
-    """Masks of the prompt and counts of generated tokens: 5 MB, once for all calls."""
-    counts = torch.zeros(32, VOCABULARY, dtype=torch.int32)
+    """Return masks of the prompt and counts of generated tokens: 5 MB, shared by all calls."""
+    counts = torch.zeros(32, VOCAB_SIZE, dtype=torch.int32)
     counts[:, ::100] = 1
     return counts.roll(7, dims=1).bool(), counts
 
 
 def _apply_penalties(new: Views) -> Args:
     options = (torch.full((32,), value) for value in (1.3, 0.5, 0.2))
-    return new(32, VOCABULARY), *_seen(), *options
+    return new(32, VOCAB_SIZE), *_seen(), *options
 
 
 def _sampling_logprobs(new: Views) -> Args:
     temperature, top_p, min_p = (torch.full((32,), value) for value in (0.8, 0.95, 0.0))
-    return new(32, VOCABULARY), temperature, torch.full((32,), 50), top_p, min_p
+    return new(32, VOCAB_SIZE), temperature, torch.full((32,), 50), top_p, min_p
 
 
 def _sample(new: Views) -> Args:
@@ -393,7 +396,7 @@ def _sample(new: Views) -> Args:
 WORKLOADS: tuple[Workload, ...] = tuple(
     workload
     for family in (
-        *(_elementwise, _vocabulary, _linear_losses, _linear, _quantized, _attention, _sampling),
+        *(_elementwise, _logits, _linear_losses, _linear, _quantized, _attention, _sampling),
         _optimizers,
     )
     for workload in family()

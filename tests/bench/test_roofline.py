@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ingot.bench.peaks import Peak, Peaks
-from ingot.bench.roofline import draw, free_place, overlap, point_of
+from ingot.bench.roofline import draw, free_box, overlap, point_of
 from tests.bench.row import ROW, RUN
 
 PEAK = Peak(value=40.0, low=10.0, typical=20.0, high=30.0)
@@ -51,5 +51,5 @@ def test_op_without_flops_is_at_the_left_edge() -> None:
 def test_labels_do_not_overlap() -> None:
     taken = [(-3.0, -3.0, 3.0, 3.0)]
     for _ in range(40):
-        taken.append(free_place(0, 0, width=50, height=9, taken=taken))
+        taken.append(free_box(0, 0, width=50, height=9, taken=taken))
     assert not any(overlap(one, other) for one, other in combinations(taken, 2))

@@ -22,6 +22,11 @@ def run(make: Make, tmp_path: Path, load: str = "pass", generate: str = "pass") 
     return make("fake", load, generate).start(tmp_path, tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def short_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess_system, "_EXIT_SECONDS", 0.5)
+
+
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 

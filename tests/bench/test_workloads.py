@@ -63,7 +63,7 @@ def test_every_workload_is_a_valid_call() -> None:
     for workload in WORKLOADS:
         op = registry()[workload.op]
         views = Views(arena, DTYPES[workload.dtype], at=0)
-        args = workload.draw(views)
+        args = workload.make_args(views)
         op.check(*op.with_defaults(args))
         assert op.cost(*args).bytes > 0
         if workload.sdpa:  # the same bytes, so that both walk through the arena alike

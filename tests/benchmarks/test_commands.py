@@ -1,4 +1,4 @@
-"""The scripts that docs/bench.md names, run as it says."""
+"""The scripts of docs/bench.md, run as documented."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_peers_that_nobody_named_are_not_installed() -> None:
-    result = run("install_peers.py", "nobody")
+def test_only_named_systems_are_installed() -> None:
+    result = run("install_peers.py", "unknown")
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
-def test_a_llama_of_random_weights(tmp_path: Path) -> None:
+def test_random_llama_is_written(tmp_path: Path) -> None:
     result = run("random_llama.py", str(tmp_path / "llama"))
     assert result.returncode == 0, result.stderr
-    found = hf.describe(tmp_path / "llama")
-    assert 90e6 < found.parameters < 110e6
+    described = hf.describe(tmp_path / "llama")
+    assert 90e6 < described.parameters < 110e6
     assert Tokenizer.load(tmp_path / "llama").encode("import sys")

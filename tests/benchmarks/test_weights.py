@@ -1,4 +1,4 @@
-"""The GGUF that peers are given holds the numbers of the directory it was made of."""
+"""The GGUF file of a model directory has the same values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOKENIZER = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Random bits of bfloat16, from 2^-8 to 2^8."""
+    """A model of random bfloat16 values, from 2^-8 to 2^8."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     random, header, data = np.random.default_rng(0), {}, b""
@@ -60,29 +60,29 @@ def model(tmp_path: Path) -> Path:
 
 
 def source(model: Path, name: str) -> np.ndarray:
-    (bits,) = (bits for found, bits in weights._tensors(model) if found == name)
+    (bits,) = (bits for key, bits in weights._tensors(model) if key == name)
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def written(path: Path) -> dict[str, np.ndarray]:
+def read_gguf(path: Path) -> dict[str, np.ndarray]:
     reader = gguf.GGUFReader(path)
     return {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
 
 
-def turned(x: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
-    """Each pair of rows turned by an angle of its own: a rotary embedding."""
+def rotate(x: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
+    """Apply RoPE: rotate each pair of rows by its own angle."""
     y = x.copy()
-    for place, (i, j) in enumerate(pairs):
-        cos, sin = np.cos(0.3 + place), np.sin(0.3 + place)
+    for index, (i, j) in enumerate(pairs):
+        cos, sin = np.cos(0.3 + index), np.sin(0.3 + index)
         y[i], y[j] = cos * x[i] - sin * x[j], sin * x[i] + cos * x[j]
     return y
 
 
 @pytest.mark.parametrize("write", [weights.bf16, weights.f16])
-def test_the_numbers_are_the_same(
+def test_values_are_the_same(
     model: Path, tmp_path: Path, write: Callable[[Path, Path], Path]
 ) -> None:
-    tensors = written(write(model, tmp_path / "cache"))
+    tensors = read_gguf(write(model, tmp_path / "cache"))
     assert len(tensors) == len(SHAPES)
     for theirs, ours in {
         "token_embd.weight": "model.embed_tokens.weight",
@@ -93,21 +93,19 @@ def test_the_numbers_are_the_same(
         np.testing.assert_array_equal(tensors[theirs], source(model, ours))
 
 
-def test_scores_of_queries_and_keys_are_the_same_under_either_rotation(
-    model: Path, tmp_path: Path
-) -> None:
-    tensors = written(weights.bf16(model, tmp_path / "cache"))
+def test_attention_scores_are_the_same_with_either_rope_layout(model: Path, tmp_path: Path) -> None:
+    tensors = read_gguf(weights.bf16(model, tmp_path / "cache"))
     halves, neighbours = [(0, 2), (1, 3)], [(0, 1), (2, 3)]
     x = np.random.default_rng(1).normal(size=6).astype(np.float32)
     q, k = (source(model, f"model.layers.0.self_attn.{n}_proj.weight") @ x for n in "qk")
     theirs_q, theirs_k = (tensors[f"blk.0.attn_{n}.weight"] @ x for n in "qk")
     for head in range(3):
         rows = slice(4 * head, 4 * head + 4)
-        expected = turned(q[rows], halves) @ k
-        assert turned(theirs_q[rows], neighbours) @ theirs_k == pytest.approx(expected, rel=1e-5)
+        expected = rotate(q[rows], halves) @ k
+        assert rotate(theirs_q[rows], neighbours) @ theirs_k == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_configuration_is_the_same(model: Path, tmp_path: Path) -> None:
+def test_configuration_is_the_same(model: Path, tmp_path: Path) -> None:
     path = weights.bf16(model, tmp_path / "cache")
     fields = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
     assert fields["llama.rope.freq_base"] == 5000.0
@@ -120,7 +118,7 @@ def test_the_configuration_is_the_same(model: Path, tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.eos_token_id"] == 2
 
 
-def test_it_is_written_once_and_again_when_the_model_changes(model: Path, tmp_path: Path) -> None:
+def test_file_is_cached_until_the_model_changes(model: Path, tmp_path: Path) -> None:
     first = weights.bf16(model, tmp_path / "cache")
     stamp = first.stat().st_mtime_ns
     assert weights.bf16(model, tmp_path / "cache").stat().st_mtime_ns == stamp
@@ -133,11 +131,11 @@ def test_it_is_written_once_and_again_when_the_model_changes(model: Path, tmp_pa
     ("change", "reason"),
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "only LlamaForCausalLM"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "with scaling"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "with scaling"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling: not supported"),
     ],
 )
-def test_what_it_cannot_write_it_refuses(
+def test_unsupported_model_is_rejected(
     model: Path, tmp_path: Path, change: dict[str, object], reason: str
 ) -> None:
     (model / "config.json").write_text(json.dumps({**CONFIG, **change}))
