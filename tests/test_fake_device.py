@@ -78,7 +78,7 @@ def test_serving_there_is_certified() -> None:
 from ingot.nn import Decoder, preset
 from ingot.serving.verify import verify
 found = verify(Decoder.from_config(preset("tiny"), seed=0).to(fake_device.DEVICE), schedules=6)
-print(found.bits_equal, found.logprobs > 100, found.accepted_tokens > 0)
+print(found.bitwise_equal, found.logprobs > 100, found.accepted_tokens > 0)
 """
     assert run_script(code) == "True True True\n"
 
@@ -88,19 +88,21 @@ def test_penalties_bias_and_tokens_told_work_there() -> None:
     code = """
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
-from ingot.serving.engine.request import Options, Request
-from ingot.serving.engine.scheduler import Limits
+from ingot.serving.engine.request import Request
+from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.scheduler import SchedulerConfig
 
 def tokens(device):
     decoder = Decoder.from_config(preset("tiny"), seed=0).to(device)
-    engine = Engine(decoder, limits=Limits(blocks=16))
-    plain = Options(temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1)
-    special = Options(temperature=1.0, seed=3, presence_penalty=1.0, repetition_penalty=1.3,
-                      bias=((5, 3.0),), logprobs=2, processed=True)
-    for id, options in enumerate((plain, special)):
-        engine.add(Request(id=id, prompt=(5, 6, 7, 5), max_tokens=6, options=options))
+    engine = Engine(decoder, scheduler_config=SchedulerConfig(num_blocks=16))
+    plain = SamplingParams(temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1)
+    special = SamplingParams(temperature=1.0, seed=3, presence_penalty=1.0, repetition_penalty=1.3,
+                      logit_bias=((5, 3.0),), logprobs=2, logprobs_mode="processed")
+    for id, params in enumerate((plain, special)):
+        request = Request(id=id, prompt=(5, 6, 7, 5), max_tokens=6, sampling_params=params)
+        engine.add_request(request)
     found = []
-    while engine.busy:
+    while engine.has_unfinished_requests:
         for output in engine.step():
             assert output.error is None, output.error
             found.append((output.id, output.tokens, output.logprobs, output.prompt_logprobs))
@@ -160,7 +162,7 @@ directory = models.small(Path(sys.argv[1]) / "tiny")
 verify.require = lambda place: None
 verify.verify(directory, schedules=1, device=str(fake_device.DEVICE))
 (step,) = lineage.read(directory).steps
-print(step["bits_equal"], step["gpu"], "cpu" in step)
+print(step["bitwise_equal"], step["gpu"], "cpu" in step)
 """
     assert run_script(code, str(tmp_path)).splitlines()[-1] == "True fake False"
 

@@ -12,18 +12,21 @@ def load(model: Path) -> LoadedModel:
     """Load as the server does; generate without HTTP and without EOS."""
     import ingot
     from ingot.serving.engine.engine import Engine
-    from ingot.serving.engine.request import Options, Request
+    from ingot.serving.engine.request import Request
+    from ingot.serving.engine.sampling_params import SamplingParams
 
     decoder = ingot.load(model).decoder
     dtype = str(decoder.dtype).removeprefix("torch.")
-    engine, greedy = Engine(decoder), Options(temperature=0.0)
+    engine, greedy = Engine(decoder), SamplingParams(temperature=0.0)
 
     def generate(prompts: Prompts, output_len: int) -> tuple[float, list[list[int]]]:
         start, first = perf_counter(), 0.0
         tokens: list[list[int]] = [[] for _ in prompts]
         for id, prompt in enumerate(prompts):
-            engine.add(Request(id=id, prompt=tuple(prompt), max_tokens=output_len, options=greedy))
-        while engine.busy:
+            engine.add_request(
+                Request(id=id, prompt=tuple(prompt), max_tokens=output_len, sampling_params=greedy)
+            )
+        while engine.has_unfinished_requests:
             for output in engine.step():
                 tokens[output.id] += output.tokens
             if not first and all(tokens):

@@ -1,6 +1,6 @@
 """What the engine's steps cost, measured: a cost model for `ingot simulate`.
 
-    seconds = a + b * tokens + c * keys + d * pairs        (see `Costs`)
+    seconds = a + b * tokens + c * keys + d * pairs        (see `CostModel`)
 
 fitted by least squares to the steps of a load that has all kinds of them: prompts alone, answers of
 one and of many, both together. Each step counts by its time relative to what was predicted, so that
@@ -11,7 +11,6 @@ short and long ones weigh the same; the slowest tenth, which is other programs, 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,8 +18,8 @@ import numpy as np
 from ingot.bench.serve import Load, run_on_engine
 from ingot.nn import Decoder
 from ingot.serving.engine.engine import Engine
-from ingot.serving.engine.scheduler import Limits, Work
-from ingot.serving.simulate import Costs, Trace, counted
+from ingot.serving.engine.scheduler import SchedulerConfig, SchedulerOutput
+from ingot.serving.simulate import CostModel, RequestWorkload, count_work
 
 # Clients at once, and the tokens of their prompts.
 _KINDS = ((1, 64), (2, 256), (4, 32), (8, 256), (16, 64), (32, 128))
@@ -32,14 +31,14 @@ def _loads(context: int) -> list[Load]:
     longest = (context - _PREFIX) // 2
     return [
         Load(
-            trace=Trace(
-                requests=2 * clients,
-                prompt=min(prompt, longest),
-                output=min(24, longest),
-                spread=0.6,
-                longest=longest,
-                shared=0.2,
-                prefix=_PREFIX,
+            workload=RequestWorkload(
+                num_requests=2 * clients,
+                input_len=min(prompt, longest),
+                output_len=min(24, longest),
+                length_sigma=0.6,
+                max_len=longest,
+                shared_prefix_ratio=0.2,
+                prefix_len=_PREFIX,
                 seed=clients,
             ),
             clients=clients,
@@ -49,47 +48,31 @@ def _loads(context: int) -> list[Load]:
 
 
 def fit_costs(
-    decoder: Decoder, limits: Limits, costs: Costs, advance: Callable[[int], object]
-) -> Costs:
+    decoder: Decoder, config: SchedulerConfig, costs: CostModel, advance: Callable[[int], object]
+) -> CostModel:
     """The costs of a model with what its steps take here; `advance` hears of each request."""
-    engine = Engine(decoder, limits=limits)
-    timed, loads = _Timed(engine), _loads(decoder.config.max_seq_len)
+    steps: list[tuple[float, ...]] = []
+
+    def record(output: SchedulerOutput, seconds: float) -> None:
+        steps.append((*count_work(output.scheduled), seconds))
+
+    engine = Engine(decoder, scheduler_config=config, on_step=record)
+    loads = _loads(decoder.config.max_seq_len)
     run_on_engine(engine, loads[-1])  # first touches, recordings
-    timed.steps.clear()
+    steps.clear()
     for load in loads:
         run_on_engine(engine, load, advance)
-    return solve_costs(timed.steps, costs)
+    return solve_costs(steps, costs)
 
 
-class _Timed:
-    """Notes each step of an engine: its tokens, keys and pairs, and its seconds."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.steps: list[tuple[float, ...]] = []
-        self._run, self._step = engine.runner.run, engine.step
-        self._work: Sequence[Work] = ()
-        engine.runner.run, engine.step = self._noting, self._timing
-
-    def _noting(self, work: Sequence[Work]):
-        self._work = work
-        return self._run(work)
-
-    def _timing(self):
-        self._work, begin = (), time.perf_counter()
-        outputs = self._step()
-        if self._work:
-            self.steps.append((*counted(self._work), time.perf_counter() - begin))
-        return outputs
-
-
-def solve_costs(steps: Sequence[tuple[float, ...]], costs: Costs) -> Costs:
+def solve_costs(steps: Sequence[tuple[float, ...]], costs: CostModel) -> CostModel:
     """The costs that fit these steps of (tokens, keys, pairs, seconds) best.
 
-    >>> exact = Costs(bandwidth=2e10, peak=1e12, overhead=0.0)
-    >>> steps = [(t, k, p, exact.seconds(t, k, p)) for t, k, p in
+    >>> true = CostModel(bandwidth=2e10, peak_flops=1e12, overhead_s=0.0)
+    >>> steps = [(t, k, p, exact.step_seconds(t, k, p)) for t, k, p in
     ...          ((1, 9, 0), (8, 999, 0), (64, 64, 2e3), (500, 900, 1e5), (32, 4e4, 0))]
-    >>> found = solve_costs(steps, Costs())
-    >>> round(found.bandwidth / 1e9, 3), round(found.peak / 1e12, 3)
+    >>> found = solve_costs(steps, CostModel())
+    >>> round(found.bandwidth / 1e9, 3), round(found.peak_flops / 1e12, 3)
     (20.0, 1.0)
     """
     table = np.array(steps)
@@ -101,14 +84,14 @@ def solve_costs(steps: Sequence[tuple[float, ...]], costs: Costs) -> Costs:
         excess = seconds / (features @ found)
         kept = excess <= np.quantile(excess, 0.9)
     fixed, token, key, pair = (max(float(value), 1e-15) for value in found)
-    bandwidth, peak = costs.weights / fixed, costs.flops / token
+    bandwidth, peak = costs.weight_bytes / fixed, costs.flops_per_token / token
     return dataclasses.replace(
         costs,
         bandwidth=bandwidth,
-        peak=peak,
-        kv=key * bandwidth,
-        attention=pair * peak,
-        overhead=0.0,
+        peak_flops=peak,
+        kv_bytes_per_token=key * bandwidth,
+        attention_flops=pair * peak,
+        overhead_s=0.0,
     )
 
 

@@ -25,8 +25,9 @@ from ingot.interop.model import Model
 from ingot.nn.decoder import Decoder
 from ingot.nn.layout import KVSpec
 from ingot.serving.engine.engine import Engine
-from ingot.serving.engine.request import Options, Request
-from ingot.serving.engine.speculate import Lookup
+from ingot.serving.engine.request import Request
+from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.speculate import NgramProposer
 
 # A text that a model would only write as a copy.
 TEXT = (
@@ -75,8 +76,10 @@ def _decode(decoder: Decoder, batch_size: int, steps: int, advance: Advance) -> 
     engine, vocab_size = Engine(decoder), decoder.config.vocab_size
     for number in range(batch_size):
         prompt = tuple((7 * at + number) % vocab_size for at in range(DECODE_PROMPT))
-        options = Options(temperature=0.0)
-        engine.add(Request(id=number, prompt=prompt, max_tokens=steps + 3, options=options))
+        options = SamplingParams(temperature=0.0)
+        engine.add_request(
+            Request(id=number, prompt=prompt, max_tokens=steps + 3, sampling_params=options)
+        )
     spec = KVSpec.of(decoder)
     kv_bytes = spec.bytes_per_token if spec else 0
     num_bytes = _weight_bytes(decoder) + batch_size * (DECODE_PROMPT + steps // 2) * kv_bytes
@@ -125,16 +128,18 @@ def measure_speedups(
 def _ngram(model: Model, rounds: int, advance: Advance) -> Speedup:
     ids = model.tokenizer.encode(TEXT)
     prompt = tuple(ids * 3 + ids[: len(ids) // 4])
-    request = Request(id=0, prompt=prompt, max_tokens=len(ids), options=Options(temperature=0.0))
+    request = Request(
+        id=0, prompt=prompt, max_tokens=len(ids), sampling_params=SamplingParams(temperature=0.0)
+    )
     baseline = Engine(model.decoder)
-    speculative = Engine(model.decoder, proposer=Lookup())
+    speculative = Engine(model.decoder, proposer=NgramProposer())
 
     def run(engine: Engine) -> tuple[float, list[int]]:
         """Return the seconds of all tokens but the first, since prefill is the same in both."""
-        engine.add(request)
+        engine.add_request(request)
         tokens: list[int] = []
         begin = time.perf_counter()
-        while engine.busy:
+        while engine.has_unfinished_requests:
             for output in engine.step():
                 if output.tokens and not tokens:
                     begin = time.perf_counter()
@@ -162,12 +167,18 @@ def _prefix(model: Model, rounds: int, advance: Advance) -> Speedup:
         for own in range(NUM_PROMPTS):
             rest = [(11 * at + own + 1) % vocab_size for at in range(PROMPT - PREFIX)]
             salt = bytes([own + 1]) if salted else b""
-            options = Options(temperature=0.0)
+            options = SamplingParams(temperature=0.0)
             begin = time.perf_counter()
-            engine.add(
-                Request(id=own, prompt=(*prefix, *rest), max_tokens=1, salt=salt, options=options)
+            engine.add_request(
+                Request(
+                    id=own,
+                    prompt=(*prefix, *rest),
+                    max_tokens=1,
+                    cache_salt=salt,
+                    sampling_params=options,
+                )
             )
-            while engine.busy:
+            while engine.has_unfinished_requests:
                 for output in engine.step():
                     tokens += output.tokens
             times.append(time.perf_counter() - begin)

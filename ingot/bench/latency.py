@@ -10,30 +10,30 @@ import numpy as np
 
 from ingot.bench.results import RunInfo
 from ingot.bench.serve import RequestRecord
-from ingot.serving.simulate import Goal
+from ingot.serving.simulate import SLO
 
 
-def draw(answers: list[RequestRecord], goal: Goal, run: RunInfo, path: Path) -> None:
+def draw(answers: list[RequestRecord], slo: SLO, run: RunInfo, path: Path) -> None:
     """Two shares of all by time, and the tokens of each second."""
     from matplotlib.figure import Figure
 
     answered = [answer for answer in answers if answer.times]
     figure = Figure(figsize=(12, 4), dpi=120, layout="constrained")
     axes: Any = figure.subplots(1, 3)
-    _shares(axes[0], [a.first for a in answered], "seconds to the first token", goal.first)
+    _shares(axes[0], [a.first for a in answered], "seconds to the first token", slo.ttft)
     gaps = [np.diff(np.frombuffer(a.times)) for a in answered]
     together = np.concatenate(gaps) if gaps else []
-    _shares(axes[1], together, "seconds from a token to the next", goal.between)
+    _shares(axes[1], together, "seconds from a token to the next", slo.tpot)
     _rates(axes[2], answered)
     figure.suptitle(f"{run.cpu} ({run.isa}), ingot {run.ingot}, {run.date[:10]}", fontsize=10)
     figure.savefig(path)
 
 
-def _shares(axes: Any, values: Any, label: str, goal: float) -> None:
+def _shares(axes: Any, values: Any, label: str, slo: float) -> None:
     if len(values):
         axes.ecdf(values, lw=1.5)
-    axes.axvline(goal, color="0.5", ls="--", lw=1)
-    axes.annotate("goal", (goal, 0.02), (4, 0), textcoords="offset points", color="0.4")
+    axes.axvline(slo, color="0.5", ls="--", lw=1)
+    axes.annotate("goal", (slo, 0.02), (4, 0), textcoords="offset points", color="0.4")
     axes.set(xlabel=label, ylabel="share of all", ylim=(0, 1.02))
     axes.set_xlim(left=0)
     axes.grid(alpha=0.2)

@@ -1,13 +1,13 @@
 """A load on a server, and what its clients see: first tokens, gaps between tokens, goodput.
 
-    load = Load(trace=Trace(requests=256, rate=4.0), clients=None)
+    load = Load(workload=RequestWorkload(num_requests=256, request_rate=4.0), clients=None)
     answers = send_over_http("http://127.0.0.1:8000", load)
-    print(summarize([answers], Goal()))
+    print(summarize([answers], SLO()))
 
-**The load** is a `Trace`, as `ingot simulate` takes it: the same requests can be simulated, given
-to the bare engine and sent to a server. *Open loop*: requests come when the trace says, however the
-server does, as those of people do. *Closed loop*: so many clients, each of whom asks again once it
-is answered; that measures throughput.
+**The load** is a `RequestWorkload`, as `ingot simulate` takes it: the same requests can be
+simulated, given to the bare engine and sent to a server. *Open loop*: requests are sent when the
+workload says. *Closed loop*: a fixed number of clients, each of which sends its next request once
+the last is answered; that measures throughput.
 
 **The client** is a few lines on asyncio's streams that count events and note when they come. httpx
 and aiohttp parse, decode and copy more than that: with 32 streams on the cores that serve them they
@@ -40,14 +40,16 @@ import msgspec
 import numpy as np
 
 from ingot.core.errors import ConfigError, IngotError
-from ingot.serving.engine.request import Options, Reason, Request
-from ingot.serving.simulate import PERCENTILES, Goal, Outcome, Trace
+from ingot.serving.engine.request import FinishReason, Request
+from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.simulate import SLO, LoadReport, RequestWorkload, percentiles
 
 if TYPE_CHECKING:
     from ingot.serving.engine.engine import Engine
 
 VOCAB_SIZE = 256
 _START = 120.0  # seconds that a server may take to load
+_SERVER_OPTIONS = ("--admin-address=127.0.0.1:0", "--log-format=json", "--max-requests=10000")
 _ANSWERED = ("stop", "length")
 
 Advance = Callable[[int], object]
@@ -57,7 +59,7 @@ Advance = Callable[[int], object]
 class Load:
     """What is asked, and when."""
 
-    trace: Trace
+    workload: RequestWorkload
     clients: int | None = None
     """So many ask at once, each again once it is answered; None to ask when the trace says."""
 
@@ -102,33 +104,33 @@ class RequestRecord:
         return gaps * min(1.0, len(gaps) / max(1, self.tokens - 1))
 
 
-def summarize(rounds: Sequence[list[RequestRecord]], goal: Goal) -> Outcome:
+def summarize(rounds: Sequence[list[RequestRecord]], slo: SLO) -> LoadReport:
     """Sum up one round or several.
 
     >>> times = array("d", [0.5, 0.6, 0.7])
     >>> one = RequestRecord(sent=0.0, prompt=8, asked=3, times=times, tokens=3)
     >>> one.end = "length"
-    >>> found = summarize([[one]], Goal())
-    >>> found.first_token["p50"], round(found.between_tokens["p50"], 6), found.output_tokens
+    >>> found = summarize([[one]], SLO())
+    >>> found.ttft["p50"], round(found.itl["p50"], 6), found.output_tokens
     (0.5, 0.1, 3)
     """
     answers = [answer for answers in rounds for answer in answers]
     good = [a for a in answers if a.end in _ANSWERED and a.tokens]
-    kept = [a for a in good if a.first <= goal.first and a.between <= goal.between]
+    kept = [a for a in good if a.first <= slo.ttft and a.between <= slo.tpot]
     seconds = sum(map(_seconds, rounds))
     tokens = sum(a.tokens for a in answers)
     gaps = [a.gaps for a in good]
-    return Outcome(
-        requests=len(answers),
-        ends=dict(sorted(Counter(a.end for a in answers).items())),
-        seconds=round(seconds, 3),
+    return LoadReport(
+        num_requests=len(answers),
+        finish_reasons=dict(sorted(Counter(a.end for a in answers).items())),
+        duration_s=round(seconds, 3),
         requests_per_s=round(len(good) / seconds, 3),
         goodput_per_s=round(len(kept) / seconds, 3),
         output_tokens=tokens,
         output_tokens_per_s=round(tokens / seconds, 1),
-        first_token=_percentiles([a.first for a in good]),
-        between_tokens=_percentiles(np.concatenate(gaps) if gaps else []),
-        total=_percentiles([a.times[-1] - a.sent for a in good]),
+        ttft=percentiles([a.first for a in good]),
+        itl=percentiles(np.concatenate(gaps) if gaps else []),
+        e2e=percentiles([a.times[-1] - a.sent for a in good]),
     )
 
 
@@ -141,13 +143,6 @@ def _seconds(answers: list[RequestRecord]) -> float:
     """From the first request to the last token."""
     begin = min((a.sent for a in answers), default=0.0)
     return max([a.times[-1] - begin for a in answers if a.times] or [0.0]) or 1e-9
-
-
-def _percentiles(values: Any) -> dict[str, float]:
-    if not len(values):
-        return {}
-    found = np.percentile(values, PERCENTILES)
-    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, found, strict=True)}
 
 
 def to_model_tokens(prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -187,7 +182,7 @@ class _Sender:
         self._answers: list[RequestRecord] = []
 
     async def run(self, load: Load) -> list[RequestRecord]:
-        requests = load.trace.draw()
+        requests = load.workload.generate()
         if load.clients is None:
             await self._open(requests)
         else:
@@ -285,7 +280,7 @@ def start_server(directory: Path) -> Generator[tuple[str, float]]:
     begin, address = time.perf_counter(), f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as output:
         server = subprocess.Popen(
-            [*command, "--control", "127.0.0.1:0", "--log", "json", "--requests", "10000"],
+            [*command, *_SERVER_OPTIONS],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -306,7 +301,11 @@ def start_server(directory: Path) -> Generator[tuple[str, float]]:
 
 def _wait(server: subprocess.Popen[bytes], address: str, output: Any) -> None:
     """Until it has given a token."""
-    one = Load(trace=Trace(requests=1, prompt=4, output=1, spread=0, shared=0))
+    one = Load(
+        workload=RequestWorkload(
+            num_requests=1, input_len=4, output_len=1, length_sigma=0, shared_prefix_ratio=0
+        )
+    )
     end = time.monotonic() + _START
     while time.monotonic() < end and server.poll() is None:
         answers = send_over_http(address, one)
@@ -331,7 +330,7 @@ def run_on_engine(
 class _Feeder:
     def __init__(self, engine: Engine, load: Load, advance: Advance) -> None:
         self._engine, self._load, self._advance = engine, load, advance
-        self._requests = load.trace.draw()
+        self._requests = load.workload.generate()
         self._next = next(self._requests, None)
         self._open: dict[int, RequestRecord] = {}
         self._leaving: dict[int, float] = {}
@@ -339,10 +338,10 @@ class _Feeder:
 
     def run(self) -> list[RequestRecord]:
         answers: list[RequestRecord] = []
-        while self._next or self._engine.busy:
+        while self._next or self._engine.has_unfinished_requests:
             while self._due():
                 answers.append(self._add())
-            if not self._engine.busy and self._next:
+            if not self._engine.has_unfinished_requests and self._next:
                 time.sleep(max(0.0, self._begin + self._next[0] - time.perf_counter()))
                 continue
             self._leave()
@@ -365,12 +364,12 @@ class _Feeder:
         self._open[request.id] = answer
         if leaves is not None:
             self._leaving[request.id] = now + leaves - arrival
-        self._engine.add(
+        self._engine.add_request(
             Request(
                 id=request.id,
                 prompt=to_model_tokens(request.prompt),
                 max_tokens=request.max_tokens,
-                options=Options(temperature=0.0),
+                sampling_params=SamplingParams(temperature=0.0),
             )
         )
         return answer
@@ -379,7 +378,7 @@ class _Feeder:
         now = time.perf_counter()
         for id in [id for id, when in self._leaving.items() if when <= now]:
             del self._leaving[id]
-            self._engine.end(id, Reason.CANCELLED)
+            self._engine.abort(id, FinishReason.CANCELLED)
 
     def _step(self) -> None:
         outputs = self._engine.step()
@@ -389,8 +388,8 @@ class _Feeder:
             if output.tokens:
                 answer.times.append(now)
                 answer.tokens += len(output.tokens)
-            if output.end is not None:
-                answer.end = output.end.value
+            if output.finish_reason is not None:
+                answer.end = output.finish_reason.value
                 del self._open[output.id]
                 self._leaving.pop(output.id, None)
                 self._advance(1)

@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 import ingot
-from ingot.cli.simulate import outcome_table
+from ingot.cli.simulate import report_table
 from ingot.core import log
 from ingot.core.errors import ConfigError
-from ingot.serving.simulate import Goal, Trace
+from ingot.serving.simulate import SLO, RequestWorkload
 
 if TYPE_CHECKING:
     from ingot.bench.serve import Load, RequestRecord
     from ingot.serving.engine.engine import Engine
 
-_TRACE = Trace(requests=256, rate=4.0, output=128, shared=0.0, spread=0.0)
+_WORKLOAD = RequestWorkload(
+    num_requests=256, request_rate=4.0, output_len=128, shared_prefix_ratio=0.0, length_sigma=0.0
+)
 
 
 def serve(
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR|URL")],
     clients: int | None = None,
-    trace: Annotated[Trace, tyro.conf.OmitArgPrefixes] = _TRACE,
-    goal: Goal = Goal(),  # noqa: B008
+    workload: Annotated[RequestWorkload, tyro.conf.OmitArgPrefixes] = _WORKLOAD,
+    slo: SLO = SLO(),  # noqa: B008
     rounds: int = 1,
     engine: tyro.conf.FlagCreatePairsOff[bool] = False,
     key: str | None = None,
@@ -36,7 +38,7 @@ def serve(
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Send a load to a server and tell what its clients see: first tokens, gaps, throughput, and
-    how many answers keep a goal.
+    how many answers meet the SLO.
 
     Examples: `ingot bench serve smollm2` starts a server for it, `ingot bench serve smollm2
     --clients 32` has 32 clients at once who ask again and again, `ingot bench serve smollm2
@@ -46,8 +48,8 @@ def serve(
     Args:
         target: A model directory, or the address of a server that runs.
         clients: Closed loop: so many at once. Without it requests come at --rate.
-        trace: The requests, as of `ingot simulate`.
-        goal: What an answer has to keep to count as goodput.
+        workload: The requests, as of `ingot simulate`.
+        slo: What an answer has to keep to count as goodput.
         rounds: How often the whole load is sent.
         engine: In turns with it, give the load to the engine without HTTP.
         key: The API key, if the server wants one.
@@ -59,22 +61,22 @@ def serve(
     from ingot.bench.serve import Load, summarize
     from ingot.observe.plot import check
 
-    load, run = Load(trace=trace, clients=clients), RunInfo.now(ingot.__version__)
+    load, run = Load(workload=workload, clients=clients), RunInfo.now(ingot.__version__)
     if engine and _is_url(target):
         raise ConfigError("--engine of an address", hint="give the directory of a model")
     if plot:
         check(plot)
     answers, start = _answers(target, load, rounds, engine, key)
     if plot:
-        plots.draw(answers["server"][-1], goal, run, plot)
-    reports = {system: summarize(of, goal) for system, of in answers.items()}
+        plots.draw(answers["server"][-1], slo, run, plot)
+    reports = {system: summarize(of, slo) for system, of in answers.items()}
     if json:
-        settings = {"run": run, "load": load, "goal": goal, **reports}
+        settings = {"run": run, "load": load, "slo": slo, **reports}
         found = {name: dataclasses.asdict(value) for name, value in settings.items()}
         print(json_format.dumps({**found, "start_s": start, **_share(answers)}, indent=2))  # noqa: T201
     else:
         for system, outcome in reports.items():
-            log.stdout().print(outcome_table((system, outcome), goal), "", highlight=False)
+            log.stdout().print(report_table((system, outcome), slo), "", highlight=False)
         if start is not None:
             log.stdout().print(f"{start:.1f} s from the command to the first token")
         for share in _share(answers).values():
@@ -95,7 +97,7 @@ def _answers(
         {"server": [], "engine": []} if here else {"server": []}
     )
     server = nullcontext((target, None)) if _is_url(target) else start_server(Path(target))
-    total = load.trace.requests * rounds * len(found)
+    total = load.workload.num_requests * rounds * len(found)
     with server as (address, start), log.progress("requests", total) as bar:
         for _ in range(rounds):
             found["server"].append(send_over_http(address, load, key, bar.advance))

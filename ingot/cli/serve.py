@@ -17,7 +17,7 @@ from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger, setup, stderr
 
 if TYPE_CHECKING:
-    from ingot.serving.engine.output import Stats
+    from ingot.serving.engine.output import EngineStats
     from ingot.serving.server.server import Server
 
 _log = logger("ingot.serving")
@@ -27,14 +27,15 @@ def serve(
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
     host: str = "127.0.0.1",
     port: int = 8000,
-    control: str | None = None,
+    admin_address: str | None = None,
     api_key_file: Path | None = None,
-    memory: float | None = None,
-    requests: int = 256,
+    kv_cache_gib: float | None = None,
+    max_requests: int = 256,
     timeout: float = 600.0,
-    stall: float = 60.0,
-    lookup: tyro.conf.FlagCreatePairsOff[bool] = False,
-    log: Literal["text", "json"] = "text",
+    stall_timeout: float = 60.0,
+    drain_timeout: float = 30.0,
+    speculate: Literal["ngram"] | None = None,
+    log_format: Literal["text", "json"] = "text",
 ) -> None:
     """Serve a model to any OpenAI client: chat and completions, streamed or not.
 
@@ -42,22 +43,23 @@ def serve(
 
     Examples: `ingot serve smollm2`, `ingot serve smollm2 --host 0.0.0.0 --api-key-file keys.txt`
     (`python -m ingot.serving.server.keys NAME >> keys.txt` makes a key),
-    `ingot serve smollm2 --log json`.
+    `ingot serve smollm2 --log-format json`.
 
     Args:
         directory: A model directory, as `ingot import` makes.
         host: The address to listen at; 0.0.0.0 for other machines.
         port: 0 for any that is free.
-        control: HOST:PORT of /metrics and /drain; by default loopback, 1000 above the port.
+        admin_address: HOST:PORT of /metrics and /drain; default: loopback, --port + 1000.
         api_key_file: Who may use it: lines of names and hashed keys. Without it, everybody.
-        memory: GiB for keys and values; by default up to 4, and a quarter of the machine's.
-        requests: How many may be inside at a time; beyond, clients are told to come back.
-        timeout: Seconds after which an answer is given up.
-        stall: Seconds without a step after which the engine is restarted. A step may be 2,048
-            tokens: give a large model on a slow machine more.
-        lookup: Guess ahead what followed the same words before. The text is the same; quoting,
-            editing and code come faster while few requests run.
-        log: How to write logs.
+        kv_cache_gib: KV-cache size in GiB; default: 4, at most a quarter of the machine's memory.
+        max_requests: Maximum concurrent requests; further ones get 429 with Retry-After.
+        timeout: Seconds after which a request is aborted.
+        stall_timeout: Seconds without a completed step after which the engine is restarted. A step
+            may have 2,048 tokens: raise it for a large model on a slow machine.
+        drain_timeout: Seconds that running requests have to finish at shutdown.
+        speculate: Enable n-gram (prompt-lookup) speculative decoding. Output is unchanged; quotes,
+            edits and code are generated faster while few requests run.
+        log_format: Log format.
     """
     try:
         import uvicorn  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -68,30 +70,33 @@ def serve(
         raise IngotError(
             f"the server needs {error.name}", hint="pip install 'ingot[serve]'"
         ) from error
-    if memory is not None and not 0 < memory <= 1 << 16:
-        raise ConfigError(f"--memory is {memory}", hint="give GiB, from 0 to 65536")
-    setup(json=log == "json")
-    control_host, control_port = _control(control, port)
+    if kv_cache_gib is not None and not 0 < kv_cache_gib <= 1 << 16:
+        raise ConfigError(
+            f"--kv-cache-gib: expected 0 to 65536, got {kv_cache_gib}", hint="give a size in GiB"
+        )
+    setup(json=log_format == "json")
+    control_host, control_port = _admin(admin_address, port)
     config = Config(
         host=host,
         port=port,
         control_host=control_host,
         control_port=control_port,
-        requests=requests,
+        requests=max_requests,
         timeout=timeout,
-        stall=stall,
-        memory=None if memory is None else int(memory * 2**30),
-        lookup=lookup,
-        json=log == "json",
+        stall=stall_timeout,
+        grace=drain_timeout,
+        memory=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        lookup=speculate is not None,
+        json=log_format == "json",
     )
     keys = None if api_key_file is None else Keys.load(api_key_file)
     _run(_serve(Server(directory, config, keys), started=time.monotonic()))
 
 
-def _control(text: str | None, port: int) -> tuple[str, int]:
+def _admin(text: str | None, port: int) -> tuple[str, int]:
     """Where the control listener is to be.
 
-    >>> _control(None, 8000), _control("0.0.0.0:9090", 8000), _control(None, 0)
+    >>> _admin(None, 8000), _admin("0.0.0.0:9090", 8000), _admin(None, 0)
     (('127.0.0.1', 9000), ('0.0.0.0', 9090), ('127.0.0.1', 0))
     """
     if text is None:
@@ -99,7 +104,7 @@ def _control(text: str | None, port: int) -> tuple[str, int]:
     host, _, number = text.rpartition(":")
     if not host or not number.isdecimal():
         raise ConfigError(
-            f"--control is '{text}'", hint="give an address and a port: 127.0.0.1:9000"
+            f"--admin-address is '{text}'", hint="give an address and a port: 127.0.0.1:9000"
         )
     return host.strip("[]"), int(number)
 
@@ -202,7 +207,7 @@ class _Live:
             await asyncio.sleep(0.5)
 
 
-def line(stats: Stats | None, rate: float, outstanding: int) -> str:
+def line(stats: EngineStats | None, rate: float, outstanding: int) -> str:
     """The figures in a line.
 
     >>> line(None, 0.0, 0)
@@ -211,9 +216,9 @@ def line(stats: Stats | None, rate: float, outstanding: int) -> str:
     if stats is None:
         return "ready, no requests yet"
     busy = outstanding > 0
-    usage = stats.blocks_used / stats.blocks if stats.blocks and busy else 0.0
+    usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks and busy else 0.0
     hits = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
     return (
-        f"running {stats.running if busy else 0}, waiting {stats.waiting if busy else 0}, "
+        f"running {stats.num_running if busy else 0}, waiting {stats.num_waiting if busy else 0}, "
         f"{rate:,.0f} tokens/s, KV {usage:.0%}, prefix hits {hits:.0%}"
     )

@@ -1,4 +1,4 @@
-"""`ingot simulate`: how a server would do under a load, without a model and in no time."""
+"""`ingot simulate`: predict latency and throughput of a server under load, without a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import tyro
 
 from ingot.core import log
 from ingot.core.errors import ConfigError, IngotError
-from ingot.serving.engine.scheduler import Limits
-from ingot.serving.simulate import Costs, Goal, Outcome, Report, Trace
+from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.simulate import SLO, CostModel, LoadReport, RequestWorkload, SimulationReport
 from ingot.serving.simulate import simulate as run
 
 if TYPE_CHECKING:
@@ -20,146 +20,150 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    trace: Annotated[Trace, tyro.conf.OmitArgPrefixes] = Trace(),  # noqa: B008
-    limits: Limits = Limits(blocks=2048),  # noqa: B008
-    costs: Costs = Costs(),  # noqa: B008
-    goal: Goal = Goal(),  # noqa: B008
+    workload: Annotated[RequestWorkload, tyro.conf.OmitArgPrefixes] = RequestWorkload(),  # noqa: B008
+    scheduler: SchedulerConfig = SchedulerConfig(num_blocks=2048),  # noqa: B008
+    costs: CostModel = CostModel(),  # noqa: B008
+    slo: SLO = SLO(),  # noqa: B008
     model: Path | None = None,
-    measured: tyro.conf.FlagCreatePairsOff[bool] = False,
-    real: tyro.conf.FlagCreatePairsOff[bool] = False,
+    calibrate: tyro.conf.FlagCreatePairsOff[bool] = False,
+    compare: tyro.conf.FlagCreatePairsOff[bool] = False,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Serve a made-up load with the real scheduler, on a clock of its own: what latencies a rate
-    of requests leads to, how much is answered in time, how much of it the cache saves.
+    """Serve a synthetic workload with the real scheduler in simulated time: latency, throughput,
+    goodput and prefix-cache hits at a given request rate.
 
-    Examples: `ingot simulate` for 10,000 requests at 8 a second, `ingot simulate --rate 16
-    --shared 0.9`, `ingot simulate --requests 1000000 --burst 20 --limits.budget 1024`,
-    `ingot simulate --model smollm2 --measured` for a model on this machine.
+    Examples: `ingot simulate` for 10,000 requests at 8 per second, `ingot simulate --request-rate
+    16 --shared-prefix-ratio 0.9`, `ingot simulate --num-requests 1000000 --burst-size 20
+    --scheduler.max-num-batched-tokens 1024`, `ingot simulate --model smollm2 --calibrate` for a
+    model on this machine.
 
     Args:
-        trace: The requests.
-        limits: The scheduler's.
-        costs: What a step costs on the machine that is to serve.
-        goal: What an answer has to keep to count as goodput.
-        model: Take the costs of the model in this directory.
-        measured: Measure what the engine's steps take with that model here, for a minute.
-        real: Then serve the load in earnest, too, and say how near the simulation came.
-        json: Print JSON instead of lines.
+        workload: The requests.
+        scheduler: Limits of the scheduler.
+        costs: Cost of a step on the simulated machine.
+        slo: Latency objectives; requests that meet them count as goodput.
+        model: Take sizes and FLOPs from the model in this directory.
+        calibrate: Fit the cost model to that model on this machine (takes a minute).
+        compare: Then run the same workload on the real engine and report the error.
+        json: Print JSON instead of a table.
     """
-    if (measured or real) and not model:
-        raise ConfigError("--measured without a model", hint="give one: --model DIR")
+    if (calibrate or compare) and not model:
+        raise ConfigError("--calibrate and --compare need a model", hint="add --model DIR")
     if model:
-        costs = of_model(model, costs)
-    if measured and model:
-        costs = of_engine(model, limits, costs)
-    with log.progress("simulating", trace.requests) as bar:
-        report = run(limits, costs, trace, goal, bar.advance)
-    found = in_earnest(model, limits, trace, goal) if real and model else None
+        costs = costs_of_model(model, costs)
+    if calibrate and model:
+        costs = calibrate_costs(model, scheduler, costs)
+    with log.progress("simulating", workload.num_requests) as bar:
+        report = run(scheduler, costs, workload, slo, bar.advance)
+    measured = run_on_engine(model, scheduler, workload, slo) if compare and model else None
     if json:
-        settings = {"trace": trace, "limits": limits, "costs": costs, "goal": goal}
-        given = {name: dataclasses.asdict(value) for name, value in settings.items()}
-        given["report"] = dataclasses.asdict(report)
-        if found:
-            given["real"] = dataclasses.asdict(found)
-        print(json_format.dumps(given, indent=2))  # noqa: T201
+        settings = {"workload": workload, "scheduler": scheduler, "costs": costs, "slo": slo}
+        fields = {name: dataclasses.asdict(value) for name, value in settings.items()}
+        fields["report"] = dataclasses.asdict(report)
+        if measured:
+            fields["measured"] = dataclasses.asdict(measured)
+        print(json_format.dumps(fields, indent=2))  # noqa: T201
     else:
-        log.stdout().print(_table(report, goal), highlight=False)
-    if found and not json:
-        share = report.output_tokens_per_s / found.output_tokens_per_s
+        log.stdout().print(_table(report, slo), highlight=False)
+    if measured and not json:
+        ratio = report.output_tokens_per_s / measured.output_tokens_per_s
         log.stdout().print(
-            f"\nthe engine itself: {found.output_tokens_per_s:,.0f} tokens a second, first token "
-            f"{latency(found.first_token)}; simulated over real: {share:.3f}",
+            f"\nmeasured on the engine: {measured.output_tokens_per_s:,.0f} tokens/s, TTFT "
+            f"{format_latency(measured.ttft)}; simulated/measured throughput: {ratio:.3f}",
             highlight=False,
         )
 
 
-def of_model(directory: Path, costs: Costs) -> Costs:
-    """The costs with what a step reads and computes for this model."""
+def costs_of_model(directory: Path, costs: CostModel) -> CostModel:
+    """Return the costs with the sizes and FLOPs of a model."""
     from ingot.interop import hf
 
-    found = hf.describe(directory)
-    config = found.config
+    described = hf.describe(directory)
+    config = described.config
     if config.moe:
         raise IngotError(
-            f"{directory} is a mixture of experts: what a step reads depends on its tokens",
-            hint="give --costs.weights and --costs.flops for your batches instead of --model",
+            f"{directory}: in a mixture of experts, the bytes a step reads depend on its tokens",
+            hint="give --costs.weight-bytes and --costs.flops-per-token instead of --model",
         )
     return dataclasses.replace(
         costs,
-        weights=float(found.bytes),
-        flops=2.0 * found.parameters,
-        kv=float(found.kv.bytes_per_token),
-        attention=4.0 * config.layers * config.heads * config.head_dim,
+        weight_bytes=float(described.bytes),
+        flops_per_token=2.0 * described.parameters,
+        kv_bytes_per_token=float(described.kv.bytes_per_token),
+        attention_flops=4.0 * config.layers * config.heads * config.head_dim,
     )
 
 
-def of_engine(directory: Path, limits: Limits, costs: Costs) -> Costs:
-    """The costs with what the engine's steps take on this machine."""
+def calibrate_costs(directory: Path, scheduler: SchedulerConfig, costs: CostModel) -> CostModel:
+    """Fit the costs to steps of the engine on this machine."""
     from ingot.bench import calibrate
     from ingot.interop import hf
 
     with log.progress("measuring steps", calibrate.NUM_REQUESTS) as bar:
-        return calibrate.fit_costs(hf.load(directory), limits, costs, bar.advance)
+        return calibrate.fit_costs(hf.load(directory), scheduler, costs, bar.advance)
 
 
-def in_earnest(directory: Path, limits: Limits, trace: Trace, goal: Goal) -> Outcome:
-    """What came of the same load on the engine."""
+def run_on_engine(
+    directory: Path, scheduler: SchedulerConfig, workload: RequestWorkload, slo: SLO
+) -> LoadReport:
+    """Serve the workload with the engine, in real time."""
     from ingot.bench import serve
     from ingot.interop import hf
     from ingot.serving.engine.engine import Engine
 
-    engine = Engine(hf.load(directory), limits=limits)
-    with log.progress("serving", trace.requests) as bar:
-        return serve.summarize(
-            [serve.run_on_engine(engine, serve.Load(trace=trace), bar.advance)], goal
-        )
+    engine, load = (
+        Engine(hf.load(directory), scheduler_config=scheduler),
+        serve.Load(workload=workload),
+    )
+    with log.progress("serving", workload.num_requests) as bar:
+        return serve.summarize([serve.run_on_engine(engine, load, bar.advance)], slo)
 
 
-def _table(report: Report, goal: Goal) -> Table:
-    return outcome_table(
-        ("load", report),
-        goal,
-        ("prefix hits", f"{report.hit_rate:.1%} of the tokens"),
+def _table(report: SimulationReport, slo: SLO) -> Table:
+    return report_table(
+        ("workload", report),
+        slo,
+        ("prefix hits", f"{report.hit_rate:.1%} of tokens"),
         ("preemptions", f"{report.preemptions:,}"),
-        ("steps", f"{report.steps:,} of {report.tokens_per_step:.1f} tokens"),
+        ("steps", f"{report.steps:,}, {report.tokens_per_step:.1f} tokens on average"),
         (
             "scheduler",
-            f"{report.decisions_per_s:,} decisions a second, {report.steps_per_s:,} steps; "
-            f"{report.wall_seconds:.1f} s in all",
+            f"{report.decisions_per_s:,} decisions/s, {report.steps_per_s:,} steps/s; "
+            f"{report.wall_seconds:.1f} s in total",
         ),
     )
 
 
-def outcome_table(named: tuple[str, Outcome], goal: Goal, *more: tuple[str, str]) -> Table:
-    """What came of a load, a line for each figure, and more lines."""
+def report_table(named: tuple[str, LoadReport], slo: SLO, *more: tuple[str, str]) -> Table:
+    """Return a table of the results, one line for each metric, followed by `more` lines."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 3))
-    name, outcome = named
-    ends = ", ".join(f"{count:,} {end}" for end, count in outcome.ends.items())
+    name, report = named
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in report.finish_reasons.items())
     for line, value in (
-        (name, f"{outcome.requests:,} requests in {outcome.seconds:,.1f} s: {ends}"),
-        ("answered", f"{outcome.requests_per_s:.2f} a second"),
+        (name, f"{report.num_requests:,} requests in {report.duration_s:,.1f} s: {reasons}"),
+        ("completed", f"{report.requests_per_s:.2f} requests/s"),
         (
             "goodput",
-            f"{outcome.goodput_per_s:.2f} a second: first token within {goal.first:g} s, "
-            f"then {goal.between:g} s each",
+            f"{report.goodput_per_s:.2f} requests/s with TTFT <= {slo.ttft:g} s and "
+            f"TPOT <= {slo.tpot:g} s",
         ),
-        ("output", f"{outcome.output_tokens_per_s:,.0f} tokens a second"),
-        ("first token", latency(outcome.first_token)),
-        ("between tokens", latency(outcome.between_tokens)),
-        ("whole answer", latency(outcome.total)),
+        ("output", f"{report.output_tokens_per_s:,.0f} tokens/s"),
+        ("TTFT", format_latency(report.ttft)),
+        ("inter-token latency", format_latency(report.itl)),
+        ("end-to-end latency", format_latency(report.e2e)),
         *more,
     ):
         table.add_row(f"[bold]{line}[/]", value)
     return table
 
 
-def latency(percentiles: dict[str, float]) -> str:
-    """The percentiles in a line.
+def format_latency(percentiles: dict[str, float]) -> str:
+    """Return the percentiles in one line.
 
-    >>> latency({"p50": 0.0388, "p99": 12.3456})
+    >>> format_latency({"p50": 0.0388, "p99": 12.3456})
     'p50 0.039 s, p99 12.346 s'
     """
-    found = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in percentiles.items())
-    return found or "none was answered"
+    parts = [f"{name} {seconds:.3f} s" for name, seconds in percentiles.items()]
+    return ", ".join(parts) or "no request completed"

@@ -54,7 +54,7 @@ def verify(
         print(json_format.dumps(facts, indent=2))  # noqa: T201
     else:
         _print_lines(certificate)
-    if not certificate.bits_equal:
+    if not certificate.bitwise_equal:
         raise SystemExit(1)
 
 
@@ -65,7 +65,7 @@ def as_facts(certificate: Certificate, device: DeviceType = "cpu") -> dict[str, 
     return {
         "schedules": certificate.schedules,
         "mismatches": certificate.mismatches,
-        "bits_equal": certificate.bits_equal,
+        "bitwise_equal": certificate.bitwise_equal,
         **{
             name: value
             for name, value in dataclasses.asdict(certificate).items()
@@ -89,12 +89,12 @@ def _print_lines(certificate: Certificate) -> None:
     console, found = log.stdout(), certificate
     console.print(
         f"{found.logprobs:,} log-probabilities in {found.schedules:,} schedules: "
-        + ("every bit equal" if found.bits_equal else f"{found.mismatches:,} schedules differ"),
+        + ("every bit equal" if found.bitwise_equal else f"{found.mismatches:,} schedules differ"),
         highlight=False,
     )
     console.print(
         f"{found.steps:,} steps, {found.preemptions:,} preemptions, {found.cached_tokens:,} tokens "
-        f"found in the cache, {found.accepted_tokens:,} of {found.drafted_tokens:,} drafts right; "
+        f"found in the cache, {found.accepted_tokens:,} of {found.draft_tokens:,} drafts right; "
         f"{found.dtype}, {' and '.join(map(str, found.threads))} threads",
         highlight=False,
     )

@@ -1,19 +1,19 @@
-"""The real scheduler on a made-up runner, for a million requests of a made-up trace.
+"""Simulate a server: the real scheduler, a synthetic workload and a cost model instead of a model.
 
-Only time is not real. A step of T tokens takes
+Only time is simulated. A step of T tokens takes
 
-    overhead
-    + weights / bandwidth + T * flops / peak     the matrices, read once a step
-    + keys * kv / bandwidth                      what each request's attention reads
-    + pairs * attention / peak                   and computes, where it has several tokens
+    overhead_s
+    + weight_bytes / bandwidth + T * flops_per_token / peak_flops   the matrices, read once a step
+    + keys * kv_bytes_per_token / bandwidth                         KV-cache reads of attention
+    + pairs * attention_flops / peak_flops                          its FLOPs during prefill
 
-and a clock of its own goes on by that. (A sum: real steps are nearer to it than to the larger of
-reading and computing.) What is planned is what the engine would plan, so queueing, batching, prefix
-hits, preemption and refusal are those of a server: that is how a fleet is sized, and how a change
-to the scheduler is judged.
+and the simulated clock advances by that. (A sum: measured steps are nearer to it than to the
+larger of memory and compute time.) The scheduler's decisions are those of the engine, so queueing,
+batching, prefix hits, preemption and rejection are those of a server. Use it to size a deployment
+or to judge a change of the scheduler.
 
-The trace is drawn from a seed: arrivals are Poisson, or bursts of them; lengths are lognormal,
-as those of people are; a share of the prompts begins with one of a few prefixes.
+The workload is generated from a seed: arrivals are Poisson or bursts; lengths are lognormal, as
+they are in production traces; some prompts start with one of a few shared prefixes.
 """
 
 from __future__ import annotations
@@ -23,366 +23,401 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
+import numpy as np
+
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
-from ingot.serving.engine.request import End, Reason, Request
-from ingot.serving.engine.scheduler import Event, Limits, Plan, Retire, Scheduler, Work
+from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.scheduler import (
+    Event,
+    ScheduledSeq,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepDone,
+)
 
 PERCENTILES = (50, 90, 99)
-_OWN = 2**31  # tokens from here on are in no prefix
+_UNIQUE_TOKEN = 2**31  # token ids from here on are not part of a shared prefix
 _SAMPLED = (0,)
-_REPORT = 1000  # requests between two words about progress
+_PROGRESS_EVERY = 1000  # finished requests between two calls of `progress`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What a step costs: a model on a machine. SmolLM2-135M in bfloat16 on two cores with AMX.
+class CostModel:
+    """Cost of a step of a model on a machine. Default: SmolLM2-135M, bfloat16, two cores with AMX.
 
-    >>> round(Costs().seconds(1, 100, 0) * 1e3, 1)
+    >>> round(CostModel().step_seconds(1, 100, 0) * 1e3, 1)
     10.2
     """
 
-    weights: float = 269e6
+    weight_bytes: float = 269e6
     """Bytes of weights that a step reads."""
-    flops: float = 269e6
+    flops_per_token: float = 269e6
     """FLOPs of a token in the matrices: twice their elements."""
-    kv: float = 23040.0
+    kv_bytes_per_token: float = 23040.0
     """Bytes of keys and values of a token."""
-    attention: float = 69120.0
-    """FLOPs of a query and a key: 4 * layers * heads * head_dim."""
+    attention_flops: float = 69120.0
+    """FLOPs of a pair of query and key: 4 * layers * heads * head_dim."""
     bandwidth: float = 30e9
-    """Bytes a second."""
-    peak: float = 1.6e12
-    """FLOPs a second."""
-    overhead: float = 1e-3
-    """Seconds of a step besides: planning, sampling, sending."""
+    """Bytes per second."""
+    peak_flops: float = 1.6e12
+    """FLOPs per second."""
+    overhead_s: float = 1e-3
+    """Fixed seconds of a step: scheduling, sampling, sending."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value >= 0) or (name in _DIVISORS and not value):
                 raise ConfigError(f"{name} is {value}", hint="give a positive number")
 
-    def seconds(self, tokens: int, keys: int, pairs: float) -> float:
-        """Of a step of so many tokens, which reads so many keys; `pairs` are those of a query and
-        a key in requests that have several tokens."""
-        matrices = self.weights / self.bandwidth + tokens * self.flops / self.peak
-        reading, computing = keys * self.kv / self.bandwidth, pairs * self.attention / self.peak
-        return self.overhead + matrices + reading + computing
+    def step_seconds(self, tokens: int, keys: int, pairs: float) -> float:
+        """Return the duration of a step that computes `tokens` and reads `keys`; `pairs` counts
+        those of a query and a key in requests with several tokens."""
+        matrices = (
+            self.weight_bytes / self.bandwidth + tokens * self.flops_per_token / self.peak_flops
+        )
+        reading = keys * self.kv_bytes_per_token / self.bandwidth
+        return self.overhead_s + matrices + reading + pairs * self.attention_flops / self.peak_flops
 
 
-_DIVISORS = ("bandwidth", "peak")
+_DIVISORS = ("bandwidth", "peak_flops")
 
 
-def counted(work: Sequence[Work]) -> tuple[int, int, float]:
-    """The tokens, keys and pairs of a step.
+def count_work(scheduled: Sequence[ScheduledSeq]) -> tuple[int, int, float]:
+    """Return the number of tokens, keys and query-key pairs of a step.
 
-    >>> counted([Work(1, 100, (5,), (), True), Work(2, 0, (5, 6, 7, 8), (), True)])
+    >>> decode = ScheduledSeq(1, 100, (5,), (), True)
+    >>> count_work([decode, ScheduledSeq(2, 0, (5, 6, 7, 8), (), True)])
     (5, 105, 8.0)
     """
-    counts = [len(item.tokens) for item in work]
-    starts = [item.start for item in work]
+    counts = [len(seq.tokens) for seq in scheduled]
+    starts = [seq.start for seq in scheduled]
     pairs = sum(n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1)
     return sum(counts), sum(counts) + sum(starts), pairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
-    """The requests: how many, how often, how long.
+class RequestWorkload:
+    """Synthetic requests: how many, how often, how long.
 
-    >>> trace = Trace(requests=1000, rate=10.0)
-    >>> arrivals = [arrival for arrival, _, _ in trace.draw()]
+    >>> workload = RequestWorkload(num_requests=1000, request_rate=10.0)
+    >>> arrivals = [arrival for arrival, _, _ in workload.generate()]
     >>> len(arrivals), round(arrivals[-1])
     (1000, 103)
     """
 
-    requests: int = 10_000
-    rate: float = 8.0
-    """Requests a second, on average."""
-    burst: int = 1
-    """So many come together; 1 is Poisson."""
-    prompt: int = 128
-    """Tokens of a prompt, on average, without its prefix."""
-    output: int = 64
-    """Tokens of an answer, on average."""
-    spread: float = 0.8
-    """The sigma of both lognormals; 0 for all the same."""
-    longest: int = 4096
-    """Tokens of the longest prompt, and of the longest answer."""
-    shared: float = 0.5
-    """The share of prompts that have a prefix before them which others have, too."""
-    prefix: int = 256
-    """Tokens of a prefix."""
-    prefixes: int = 20
-    """How many prefixes there are."""
-    cancelled: float = 0.0
-    """The share of requests whose client leaves, after 2 seconds on average."""
+    num_requests: int = 10_000
+    request_rate: float = 8.0
+    """Mean requests per second."""
+    burst_size: int = 1
+    """Requests that arrive together; 1 is a Poisson process."""
+    input_len: int = 128
+    """Mean prompt length in tokens, without the shared prefix."""
+    output_len: int = 64
+    """Mean output length in tokens."""
+    length_sigma: float = 0.8
+    """Sigma of both lognormal lengths; 0 for constant lengths."""
+    max_len: int = 4096
+    """Maximum prompt length, and maximum output length."""
+    shared_prefix_ratio: float = 0.5
+    """Fraction of prompts that start with a shared prefix."""
+    prefix_len: int = 256
+    """Tokens of a shared prefix."""
+    num_prefixes: int = 20
+    """Number of distinct shared prefixes."""
+    cancel_ratio: float = 0.0
+    """Fraction of requests whose client disconnects, after 2 seconds on average."""
     deadline: float | None = None
-    """Seconds after which an answer is worth nothing."""
+    """Seconds after which a request is dropped."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "burst", "prompt", "output", "longest", "prefix", "prefixes"):
-            _within(name, getattr(self, name), 1, 10**7)
-        _within("prefix * prefixes", self.prefix * self.prefixes, 1, 10**7)
-        _within("rate", self.rate, 1e-6, 1e9)
-        _within("spread", self.spread, 0, 4)
-        _within("shared", self.shared, 0, 1)
-        _within("cancelled", self.cancelled, 0, 1)
-        _within("deadline", 1 if self.deadline is None else self.deadline, 0, 1e9)
+        count = (1, 10**7)
+        check_bounds(
+            self,
+            num_requests=count,
+            burst_size=count,
+            input_len=count,
+            output_len=count,
+            max_len=count,
+            prefix_len=count,
+            num_prefixes=count,
+            request_rate=(1e-6, 1e9),
+            length_sigma=(0, 4),
+            shared_prefix_ratio=(0, 1),
+            cancel_ratio=(0, 1),
+        )
+        if self.deadline is not None:
+            check_bounds(self, deadline=(0, 1e9))
+        if self.prefix_len * self.num_prefixes > 10**7:
+            raise ConfigError(
+                "prefix_len * num_prefixes: expected at most 10,000,000, got "
+                f"{self.prefix_len * self.num_prefixes:,}",
+                hint="lower one of them",
+            )
 
-    def draw(self) -> Iterator[tuple[float, Request, float | None]]:
-        """When each comes, the request, and when its client leaves, if he does."""
+    def generate(self) -> Iterator[tuple[float, Request, float | None]]:
+        """Yield arrival time, request, and the time at which its client disconnects, if any."""
         numbers, now = random.Random(self.seed), 0.0
-        size = self.prefix
-        heads = [tuple(range(p * size, (p + 1) * size)) for p in range(self.prefixes)]
-        for id in range(self.requests):
-            if id % self.burst == 0:
-                now += numbers.expovariate(self.rate / self.burst)
-            length = self._length(numbers, self.prompt)
-            head = numbers.choice(heads) if numbers.random() < self.shared else ()
-            # The rest is its own: it begins with its number, and keys tell what came before.
-            tail = (_OWN + id, *range(1, length))
-            leaves = numbers.random() < self.cancelled
+        size = self.prefix_len
+        prefixes = [tuple(range(p * size, (p + 1) * size)) for p in range(self.num_prefixes)]
+        for id in range(self.num_requests):
+            if id % self.burst_size == 0:
+                now += numbers.expovariate(self.request_rate / self.burst_size)
+            length = self._length(numbers, self.input_len)
+            shared = numbers.random() < self.shared_prefix_ratio
+            prefix = numbers.choice(prefixes) if shared else ()
+            # Unique because of its first token: block keys cover all tokens before.
+            tail = (_UNIQUE_TOKEN + id, *range(1, length))
+            cancels = numbers.random() < self.cancel_ratio
             yield (
                 now,
                 Request(
                     id=id,
-                    prompt=head + tail,
-                    max_tokens=self._length(numbers, self.output),
+                    prompt=prefix + tail,
+                    max_tokens=self._length(numbers, self.output_len),
                     deadline=None if self.deadline is None else now + self.deadline,
                 ),
-                now + numbers.expovariate(0.5) if leaves else None,
+                now + numbers.expovariate(0.5) if cancels else None,
             )
 
     def _length(self, numbers: random.Random, mean: int) -> int:
-        drawn = numbers.lognormvariate(math.log(mean) - self.spread**2 / 2, self.spread)
-        return max(1, min(self.longest, round(drawn)))
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{name} is {value}", hint=f"give a number from {low:g} to {high:g}")
+        sigma = self.length_sigma
+        length = numbers.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+        return max(1, min(self.max_len, round(length)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What an answer has to keep to be a good one."""
+class SLO:
+    """Service level objective: requests that meet it count as goodput."""
 
-    first: float = 1.0
-    """Seconds to the first token."""
-    between: float = 0.1
-    """Seconds between tokens, on average."""
+    ttft: float = 1.0
+    """Maximum time to first token, in seconds."""
+    tpot: float = 0.1
+    """Maximum time per output token after the first, in seconds, averaged over the request."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What came of a load. Latencies are percentiles in seconds, of the requests answered."""
+class LoadReport:
+    """Results of a load test. Latencies are percentiles in seconds, of completed requests."""
 
-    requests: int
-    ends: dict[str, int]
-    seconds: float
-    """From the first arrival to the last end."""
+    num_requests: int
+    finish_reasons: dict[str, int]
+    duration_s: float
+    """From the first arrival to the last token."""
     requests_per_s: float
     goodput_per_s: float
-    """Answers that kept the goal."""
+    """Requests per second that met the SLO."""
     output_tokens: int
     output_tokens_per_s: float
-    first_token: dict[str, float]
-    between_tokens: dict[str, float]
-    total: dict[str, float]
+    ttft: dict[str, float]
+    """Time to first token."""
+    itl: dict[str, float]
+    """Inter-token latency."""
+    e2e: dict[str, float]
+    """End-to-end latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Outcome):
-    """What came of it by the clock of the simulation, and how the scheduler did."""
+class SimulationReport(LoadReport):
+    """Results in simulated time, and statistics of the scheduler."""
 
     prompt_tokens: int
     hit_rate: float
-    """The share of the tokens of requests that started which were found in the cache."""
+    """Fraction of tokens that were found in the prefix cache instead of computed."""
     preemptions: int
     steps: int
     tokens_per_step: float
     decisions: int
-    """A decision is a request's share of a step."""
+    """Number of scheduled sequences, summed over the steps."""
     decisions_per_s: float
-    """In a second that the processor spends in the scheduler."""
+    """Per second of CPU time in the scheduler."""
     steps_per_s: float
-    """In a second that the processor spends in the scheduler."""
+    """Per second of CPU time in the scheduler."""
     wall_seconds: float
 
 
-def simulate(
-    limits: Limits,
-    costs: Costs,
-    trace: Trace,
-    goal: Goal,
-    progress: Callable[[int], object] = lambda ended: None,
-) -> Report:
-    """Serve the trace; `progress` hears how many more requests have ended.
+def percentiles(values: Any, counts: Any = None) -> dict[str, float]:
+    """Return the percentiles of values, or of values that occur `counts` times each.
 
-    >>> report = simulate(Limits(blocks=512), Costs(), Trace(requests=100), Goal())
-    >>> report.ends
+    >>> percentiles([0.5, 2.0], counts=[95, 5])
+    {'p50': 0.5, 'p90': 0.5, 'p99': 2.0}
+    >>> percentiles([])
+    {}
+    """
+    if not len(values):
+        return {}
+    if counts is None:
+        found = np.percentile(values, PERCENTILES)
+    else:
+        found = np.percentile(values, PERCENTILES, weights=counts, method="inverted_cdf")
+    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, found, strict=True)}
+
+
+def simulate(
+    config: SchedulerConfig,
+    costs: CostModel,
+    workload: RequestWorkload,
+    slo: SLO,
+    progress: Callable[[int], object] = lambda finished: None,
+) -> SimulationReport:
+    """Serve the workload; `progress` is called with the number of newly finished requests.
+
+    >>> config, workload = SchedulerConfig(num_blocks=512), RequestWorkload(num_requests=100)
+    >>> simulate(config, CostModel(), workload, SLO()).finish_reasons
     {'length': 100}
     """
-    simulation = _Simulation(limits, costs, trace, goal)
-    return simulation.run(progress)
+    return _Simulation(config, costs, workload, slo).run(progress)
 
 
-class _Client:
-    """One who asked: when, and when tokens came."""
+class _SimulatedClient:
+    """A request in progress, and when its tokens arrived."""
 
-    __slots__ = ("arrival", "first", "last", "request")
+    __slots__ = ("arrival", "first_token_at", "last_token_at", "request")
 
     def __init__(self, arrival: float, request: Request) -> None:
         self.arrival, self.request = arrival, request
-        self.first = self.last = math.nan
+        self.first_token_at = self.last_token_at = math.nan
 
 
 class _Simulation:
-    def __init__(self, limits: Limits, costs: Costs, trace: Trace, goal: Goal) -> None:
-        self.costs, self.trace, self.goal = costs, trace, goal
-        self.scheduler = Scheduler(limits)
+    def __init__(
+        self, config: SchedulerConfig, costs: CostModel, workload: RequestWorkload, slo: SLO
+    ) -> None:
+        self.costs, self.workload, self.slo = costs, workload, slo
+        self.scheduler = Scheduler(config)
         self.now = 0.0
-        self.clients: dict[int, _Client] = {}
-        self.leaving: list[tuple[float, int]] = []
-        self.ends: Counter[str] = Counter()
-        self.first, self.total = array("d"), array("d")
-        self.gaps: Counter[int] = Counter()
-        self.good = self.prompts = self.cached = self.outputs = 0
-        self.preemptions = self.steps = self.decisions = self.computed = 0
-        self.planning = 0.0
+        self.clients: dict[int, _SimulatedClient] = {}
+        self.disconnects: list[tuple[float, int]] = []  # a heap
+        self.finish_reasons: Counter[str] = Counter()
+        self.ttft, self.e2e = array("d"), array("d")
+        self.itl: Counter[int] = Counter()  # by bucket
+        self.num_good = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.preemptions = self.steps = self.decisions = self.computed_tokens = 0
+        self.scheduler_seconds = 0.0
 
-    def run(self, progress: Callable[[int], object]) -> Report:
+    def run(self, progress: Callable[[int], object]) -> SimulationReport:
         begin = time.perf_counter()
-        arrivals = self.trace.draw()
-        upcoming, ended = next(arrivals, None), 0
+        arrivals = self.workload.generate()
+        upcoming, finished = next(arrivals, None), 0
         events: list[Event] = []
         while True:
             while upcoming and upcoming[0] <= self.now:
-                self._ask(*upcoming, events)
+                self._add_request(*upcoming, events)
                 upcoming = next(arrivals, None)
-            while self.leaving and self.leaving[0][0] <= self.now:
-                events.append(End(heappop(self.leaving)[1], Reason.CANCELLED))
-            plan = self._plan(events)
-            self._note(plan)
-            ended += len(plan.ends)
-            if ended >= _REPORT:
-                progress(ended)
-                ended = 0
-            if plan.work:
+            while self.disconnects and self.disconnects[0][0] <= self.now:
+                events.append(Abort(heappop(self.disconnects)[1], FinishReason.CANCELLED))
+            plan = self._schedule(events)
+            self._record(plan)
+            finished += len(plan.finished)
+            if finished >= _PROGRESS_EVERY:
+                progress(finished)
+                finished = 0
+            if plan.scheduled:
                 events = [self._compute(plan)]
             elif upcoming:
                 events, self.now = [], max(self.now, upcoming[0])
             else:
-                progress(ended)
+                progress(finished)
                 return self._report(time.perf_counter() - begin)
 
-    def _ask(
-        self, arrival: float, request: Request, leaves: float | None, events: list[Event]
+    def _add_request(
+        self, arrival: float, request: Request, disconnect: float | None, events: list[Event]
     ) -> None:
-        self.clients[request.id] = _Client(arrival, request)
-        self.prompts += len(request.prompt)
+        self.clients[request.id] = _SimulatedClient(arrival, request)
+        self.prompt_tokens += len(request.prompt)
         events.append(request)
-        if leaves is not None:
-            heappush(self.leaving, (leaves, request.id))
+        if disconnect is not None:
+            heappush(self.disconnects, (disconnect, request.id))
 
-    def _plan(self, events: list[Event]) -> Plan:
-        begin = time.thread_time()  # whoever else uses the machine is not its fault
+    def _schedule(self, events: list[Event]) -> SchedulerOutput:
+        begin = time.thread_time()  # CPU time: other processes do not count
         plan = self.scheduler.step(self.now, events)
-        self.planning += time.thread_time() - begin
+        self.scheduler_seconds += time.thread_time() - begin
         return plan
 
-    def _note(self, plan: Plan) -> None:
+    def _record(self, plan: SchedulerOutput) -> None:
         self.preemptions += len(plan.preempted)
-        for start in plan.starts:
-            self.cached += start.cached
-        for end in plan.ends:
-            self.ends[end.reason.value] += 1
-            client = self.clients.pop(end.id)
-            if end.reason is Reason.LENGTH:
-                self._answered(client)
+        for admitted in plan.admitted:
+            self.cached_tokens += admitted.num_cached_tokens
+        for finished in plan.finished:
+            self.finish_reasons[finished.reason.value] += 1
+            client = self.clients.pop(finished.id)
+            if finished.reason is FinishReason.LENGTH:
+                self._record_latency(client)
 
-    def _answered(self, client: _Client) -> None:
-        first, tokens = client.first - client.arrival, client.request.max_tokens
-        self.first.append(first)
-        self.total.append(client.last - client.arrival)
-        between = (client.last - client.first) / max(1, tokens - 1)
-        self.good += first <= self.goal.first and between <= self.goal.between
+    def _record_latency(self, client: _SimulatedClient) -> None:
+        ttft, tokens = client.first_token_at - client.arrival, client.request.max_tokens
+        self.ttft.append(ttft)
+        self.e2e.append(client.last_token_at - client.arrival)
+        tpot = (client.last_token_at - client.first_token_at) / max(1, tokens - 1)
+        self.num_good += ttft <= self.slo.ttft and tpot <= self.slo.tpot
 
-    def _compute(self, plan: Plan) -> Retire:
-        """Let the step's time pass."""
-        work, before = plan.work, self.now
-        tokens, keys, pairs = counted(work)
-        self.now = now = before + self.costs.seconds(tokens, keys, pairs)
+    def _compute(self, plan: SchedulerOutput) -> StepDone:
+        """Advance the clock by the duration of the step."""
+        scheduled, before = plan.scheduled, self.now
+        tokens, keys, pairs = count_work(scheduled)
+        self.now = now = before + self.costs.step_seconds(tokens, keys, pairs)
         self.steps += 1
-        self.decisions += len(work)
-        self.computed += tokens
+        self.decisions += len(scheduled)
+        self.computed_tokens += tokens
         clients, steady = self.clients, 0
         sampled: list[tuple[int, ...]] = []
-        for item in work:
-            if not item.samples:
+        for seq in scheduled:
+            if not seq.needs_sampling:
                 sampled.append(())
                 continue
             sampled.append(_SAMPLED)
-            client = clients[item.id]
-            if client.last == before:
+            client = clients[seq.id]
+            if client.last_token_at == before:
                 steady += 1
-            elif client.first != client.first:  # the first token
-                client.first = now
+            elif math.isnan(client.first_token_at):
+                client.first_token_at = now
             else:
-                self.gaps[_bucket(now - client.last)] += 1
-            client.last = now
-        self.outputs += len(work) - sampled.count(())
+                self.itl[_bucket(now - client.last_token_at)] += 1
+            client.last_token_at = now
+        self.output_tokens += len(scheduled) - sampled.count(())
         if steady:
-            self.gaps[_bucket(now - before)] += steady
-        return Retire(plan.step, tuple(sampled))
+            self.itl[_bucket(now - before)] += steady
+        return StepDone(plan.step, tuple(sampled))
 
-    def _report(self, wall: float) -> Report:
+    def _report(self, wall: float) -> SimulationReport:
         seconds = max(self.now, 1e-9)
-        started = self.cached + self.computed
-        return Report(
-            requests=self.trace.requests,
-            ends=dict(sorted(self.ends.items())),
-            seconds=round(seconds, 3),
-            requests_per_s=round(len(self.total) / seconds, 3),
-            goodput_per_s=round(self.good / seconds, 3),
-            prompt_tokens=self.prompts,
-            output_tokens=self.outputs,
-            output_tokens_per_s=round(self.outputs / seconds, 1),
-            first_token=_percentiles(Counter(map(_bucket, self.first))),
-            between_tokens=_percentiles(self.gaps),
-            total=_percentiles(Counter(map(_bucket, self.total))),
-            hit_rate=round(self.cached / max(1, started), 4),
+        total_tokens = self.cached_tokens + self.computed_tokens
+        return SimulationReport(
+            num_requests=self.workload.num_requests,
+            finish_reasons=dict(sorted(self.finish_reasons.items())),
+            duration_s=round(seconds, 3),
+            requests_per_s=round(len(self.e2e) / seconds, 3),
+            goodput_per_s=round(self.num_good / seconds, 3),
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            output_tokens_per_s=round(self.output_tokens / seconds, 1),
+            ttft=_bucket_percentiles(map(_bucket, self.ttft)),
+            itl=_bucket_percentiles(self.itl),
+            e2e=_bucket_percentiles(map(_bucket, self.e2e)),
+            hit_rate=round(self.cached_tokens / max(1, total_tokens), 4),
             preemptions=self.preemptions,
             steps=self.steps,
-            tokens_per_step=round(self.computed / max(1, self.steps), 2),
+            tokens_per_step=round(self.computed_tokens / max(1, self.steps), 2),
             decisions=self.decisions,
-            decisions_per_s=round(self.decisions / max(self.planning, 1e-9)),
-            steps_per_s=round(self.steps / max(self.planning, 1e-9)),
+            decisions_per_s=round(self.decisions / max(self.scheduler_seconds, 1e-9)),
+            steps_per_s=round(self.steps / max(self.scheduler_seconds, 1e-9)),
             wall_seconds=round(wall, 2),
         )
 
 
 def _bucket(seconds: float) -> int:
-    """Durations within one percent are counted together: a million requests have many."""
+    """Count durations within one percent together: a million requests have many."""
     return round(100 * math.log(max(seconds, 1e-9)))
 
 
-def _percentiles(buckets: Counter[int]) -> dict[str, float]:
-    """Of what was counted; empty where nothing was.
-
-    >>> _percentiles(Counter({_bucket(0.5): 95, _bucket(2.0): 5}))
-    {'p50': 0.5016, 'p90': 0.5016, 'p99': 1.9937}
-    """
-    found: dict[str, float] = {}
-    for percentile in PERCENTILES if buckets else ():
-        left = buckets.total() * percentile / 100
-        for bucket in sorted(buckets):
-            left -= buckets[bucket]
-            if left <= 0:
-                found[f"p{percentile}"] = round(math.exp(bucket / 100), 4)
-                break
-    return found
+def _bucket_percentiles(buckets: Iterable[int] | Counter[int]) -> dict[str, float]:
+    counts = Counter(buckets)
+    return percentiles([math.exp(b / 100) for b in counts], list(counts.values()))

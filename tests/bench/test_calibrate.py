@@ -9,8 +9,8 @@ from ingot.bench.calibrate import fit_costs, solve_costs
 from ingot.bench.serve import Load, run_on_engine, summarize
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
-from ingot.serving.engine.scheduler import Limits
-from ingot.serving.simulate import Costs, Goal, Trace, simulate
+from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.simulate import SLO, CostModel, RequestWorkload, simulate
 
 
 @given(
@@ -23,40 +23,49 @@ from ingot.serving.simulate import Costs, Goal, Trace, simulate
 def test_solve_costs_recovers_the_costs(
     bandwidth: float, peak: float, kv: float, attention: float, seed: int
 ) -> None:
-    true = Costs(bandwidth=bandwidth, peak=peak, kv=kv, attention=attention, overhead=0.0)
+    true = CostModel(
+        bandwidth=bandwidth,
+        peak_flops=peak,
+        kv_bytes_per_token=kv,
+        attention_flops=attention,
+        overhead_s=0.0,
+    )
     random = np.random.default_rng(seed)
     tokens, keys = random.integers(1, 512, 200), random.integers(1, 10**5, 200)
     pairs = np.where(random.random(200) < 0.5, 0, random.integers(1, 10**5, 200))
     shapes = [(int(t), int(k), float(p)) for t, k, p in zip(tokens, keys, pairs, strict=True)]
     noise = 1 + 0.02 * random.random(200)
-    steps = [(*s, true.seconds(*s) * n) for s, n in zip(shapes, noise, strict=True)]
-    found = solve_costs(steps, Costs())
+    steps = [(*s, true.step_seconds(*s) * n) for s, n in zip(shapes, noise, strict=True)]
+    found = solve_costs(steps, CostModel())
     for shape in shapes:
-        assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.05)
+        assert found.step_seconds(*shape) == pytest.approx(true.step_seconds(*shape), rel=0.05)
 
 
 def test_delayed_steps_are_ignored() -> None:
-    true = Costs(bandwidth=2e10, peak=1e12, overhead=0.0)
+    true = CostModel(bandwidth=2e10, peak_flops=1e12, overhead_s=0.0)
     shapes = [(t, 10 * t, 0.0) for t in range(1, 101)]
-    steps = [(*s, true.seconds(*s) * (50 if s[0] % 20 == 0 else 1)) for s in shapes]
-    found = solve_costs(steps, Costs())
-    assert found.seconds(50, 500, 0) == pytest.approx(true.seconds(50, 500, 0), rel=0.01)
+    steps = [(*s, true.step_seconds(*s) * (50 if s[0] % 20 == 0 else 1)) for s in shapes]
+    found = solve_costs(steps, CostModel())
+    assert found.step_seconds(50, 500, 0) == pytest.approx(true.step_seconds(50, 500, 0), rel=0.01)
 
 
 @pytest.mark.slow
 def test_simulation_predicts_the_engine() -> None:
     """With a model whose steps take milliseconds, under a load that keeps the engine busy."""
-    decoder, limits = (
+    decoder, config = (
         Decoder.from_config(preset("llama-100m"), seed=0).bfloat16(),
-        Limits(blocks=1024),
+        SchedulerConfig(num_blocks=1024),
     )
-    costs = fit_costs(decoder, limits, Costs(), lambda _: None)
+    costs = fit_costs(decoder, config, CostModel(), lambda _: None)
     shares: list[float] = []
     for seed in range(3):
-        trace = Trace(requests=64, rate=40.0, prompt=128, output=64, seed=seed)
-        served = summarize(
-            [run_on_engine(Engine(decoder, limits=limits), Load(trace=trace))], Goal()
+        workload = RequestWorkload(
+            num_requests=64, request_rate=40.0, input_len=128, output_len=64, seed=seed
         )
-        simulated = simulate(limits, costs, trace, Goal())
+        served = summarize(
+            [run_on_engine(Engine(decoder, scheduler_config=config), Load(workload=workload))],
+            SLO(),
+        )
+        simulated = simulate(config, costs, workload, SLO())
         shares.append(simulated.output_tokens_per_s / served.output_tokens_per_s)
     assert 0.9 <= sorted(shares)[1] <= 1.1, f"simulated over real throughput: {shares}"

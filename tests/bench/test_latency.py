@@ -8,12 +8,12 @@ from matplotlib import image
 from ingot.bench.latency import draw
 from ingot.bench.results import RunInfo
 from ingot.bench.serve import RequestRecord
-from ingot.serving.simulate import Goal
+from ingot.serving.simulate import SLO
 
 
 def drawn(answers: list[RequestRecord], path: Path) -> float:
     """Fraction of the picture that is not white."""
-    draw(answers, Goal(), RunInfo.now("0.1"), path)
+    draw(answers, SLO(), RunInfo.now("0.1"), path)
     return float((image.imread(path)[..., :3].min(-1) < 0.9).mean())
 
 

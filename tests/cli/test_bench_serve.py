@@ -7,20 +7,20 @@ from tests.cli.conftest import Run
 
 
 def test_server_is_compared_with_the_engine(cli: Run, tiny: Path, tmp_path: Path) -> None:
-    asked = ("--requests", "6", "--clients", "2", "--prompt", "8", "--output", "8")
+    asked = ("--num-requests", "6", "--clients", "2", "--input-len", "8", "--output-len", "8")
     plot = tmp_path / "latency.png"
     options = ("--engine", "--rounds", "2", "--plot", str(plot), "--json")
     result = cli("bench", "serve", str(tiny), *asked, *options)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["server"]["ends"] == found["engine"]["ends"] == {"length": 12}
+    assert found["server"]["finish_reasons"] == found["engine"]["finish_reasons"] == {"length": 12}
     assert found["share_of_engine"] > 0
     assert found["start_s"] > 0
     assert plot.stat().st_size > 10_000
 
 
 def test_text_output(cli: Run, tiny: Path) -> None:
-    asked = ("--requests", "4", "--rate", "50", "--prompt", "8", "--output", "8")
+    asked = ("--num-requests", "4", "--request-rate", "50", "--input-len", "8", "--output-len", "8")
     result = cli("bench", "serve", str(tiny), *asked)
     assert result.returncode == 0, result.stderr
     assert "4 requests in" in result.stdout

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ingot.cli.serve import line
-from ingot.serving.engine.output import Stats
+from ingot.serving.engine.output import EngineStats
 from tests.cli.conftest import COMMAND, Run
 
 
@@ -69,17 +69,17 @@ def test_a_port_in_use_has_a_hint(tiny: Path, ready: Run) -> None:
         assert found.returncode == 2
         assert f"port {port} of 127.0.0.1 is in use" in found.stderr.replace("\n", " ")
         assert "give another --port" in found.stderr.replace("\n", " ")
-        found = ready("serve", str(tiny), "--port", "0", "--control", f"127.0.0.1:{port}")
+        found = ready("serve", str(tiny), "--port", "0", "--admin-address", f"127.0.0.1:{port}")
         assert found.returncode == 2
-        assert "--control" in found.stderr
+        assert "--admin-address" in found.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--control", "9000"], "--control"),
-        (["--requests", "0"], "requests"),
-        (["--memory", "nan"], "--memory"),
+        (["--admin-address", "9000"], "--admin-address"),
+        (["--max-requests", "0"], "requests"),
+        (["--kv-cache-gib", "nan"], "--kv-cache-gib"),
         (["--api-key-file", "none"], "ingot.serving.server.keys"),
     ],
 )
@@ -111,6 +111,8 @@ def test_without_the_extra_it_says_what_to_install(tiny: Path) -> None:
 
 
 def test_the_line() -> None:
-    stats = Stats(**{**dict.fromkeys(Stats.__struct_fields__, 0), "running": 3, "blocks": 10})
+    stats = EngineStats(
+        **{**dict.fromkeys(EngineStats.__struct_fields__, 0), "num_running": 3, "num_blocks": 10}
+    )
     assert line(stats, 1234.5, 3).startswith("running 3, waiting 0, 1,234 tokens/s, KV 0%")
     assert line(stats, 0.0, 0).startswith("running 0"), "the last step is not now"

@@ -7,41 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from ingot.cli.simulate import of_model
+from ingot.cli.simulate import costs_of_model
 from ingot.nn import Decoder, preset
-from ingot.serving.simulate import Costs
+from ingot.serving.simulate import CostModel
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_lines_for_people(ingot: Run) -> None:
-    result = ingot("simulate", "--requests", "200", "--rate", "4", "--goal.first", "2")
+    result = ingot("simulate", "--num-requests", "200", "--request-rate", "4", "--slo.ttft", "2")
     assert result.returncode == 0, result.stderr
     assert "200 requests in" in result.stdout
     assert "200 length" in result.stdout
-    assert "first token within 2 s" in result.stdout
+    assert "TTFT <= 2 s" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_json_says_what_was_simulated_and_what_came_of_it(ingot: Run) -> None:
-    result = ingot("simulate", "--requests", "150", "--limits.budget", "128", "--json")
+    result = ingot(
+        "simulate", "--num-requests", "150", "--scheduler.max-num-batched-tokens", "128", "--json"
+    )
     found = json.loads(result.stdout)
-    assert found["trace"]["requests"] == 150
-    assert found["limits"]["budget"] == 128
-    assert found["report"]["ends"] == {"length": 150}
+    assert found["workload"]["num_requests"] == 150
+    assert found["scheduler"]["max_num_batched_tokens"] == 128
+    assert found["report"]["finish_reasons"] == {"length": 150}
     assert found["report"]["decisions_per_s"] > 0
-    assert set(found["report"]["first_token"]) == {"p50", "p90", "p99"}
+    assert set(found["report"]["ttft"]) == {"p50", "p90", "p99"}
 
 
 def test_where_nothing_is_answered_it_says_so(ingot: Run) -> None:
-    result = ingot("simulate", "--requests", "3", "--limits.blocks", "1", "--prefix", "100")
+    result = ingot(
+        "simulate", "--num-requests", "3", "--scheduler.num-blocks", "1", "--prefix-len", "100"
+    )
     assert result.returncode == 0, result.stderr
-    assert "3 refused" in result.stdout
-    assert "none was answered" in result.stdout
+    assert "3 rejected" in result.stdout
+    assert "no request completed" in result.stdout
 
 
 def test_a_wrong_number_has_a_hint(ingot: Run) -> None:
-    result = ingot("simulate", "--rate", "0")
+    result = ingot("simulate", "--request-rate", "0")
     assert result.returncode == 2
     assert "hint: give a number from" in result.stderr
 
@@ -51,13 +55,13 @@ def test_costs_of_a_model(tmp_path: Path) -> None:
 
     decoder = Decoder.from_config(preset("tiny"), seed=0)
     hf.save(decoder, tmp_path)
-    costs = of_model(tmp_path, Costs(overhead=0.5))
+    costs = costs_of_model(tmp_path, CostModel(overhead_s=0.5))
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    assert costs.flops == 2 * parameters
-    assert costs.weights == 4 * parameters
-    assert costs.kv == 2 * 2 * 2 * 16 * 4
-    assert costs.attention == 4 * 2 * 4 * 16
-    assert costs.overhead == 0.5
+    assert costs.flops_per_token == 2 * parameters
+    assert costs.weight_bytes == 4 * parameters
+    assert costs.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert costs.attention_flops == 4 * 2 * 4 * 16
+    assert costs.overhead_s == 0.5
 
 
 def test_costs_of_a_mixture_of_experts_are_not_guessed(tmp_path: Path) -> None:
@@ -66,11 +70,11 @@ def test_costs_of_a_mixture_of_experts_are_not_guessed(tmp_path: Path) -> None:
 
     hf.save(Decoder.from_config(preset("tiny-moe"), seed=0), tmp_path)
     with pytest.raises(IngotError, match="mixture of experts"):
-        of_model(tmp_path, Costs())
+        costs_of_model(tmp_path, CostModel())
 
 
 def test_a_measurement_needs_a_model(ingot: Run) -> None:
-    result = ingot("simulate", "--measured")
+    result = ingot("simulate", "--calibrate")
     assert result.returncode == 2
     assert "--model DIR" in result.stderr
 
@@ -79,11 +83,22 @@ def test_the_steps_of_a_model_are_measured_and_the_load_served(ready: Run, tmp_p
     from ingot.interop import hf
 
     hf.save(Decoder.from_config(preset("tiny"), seed=0), tmp_path)
-    asked = ("--requests", "20", "--rate", "50", "--shared", "0", "--prompt", "32", "--output", "8")
-    options = ("--model", str(tmp_path), "--measured", "--real", "--json")
+    asked = (
+        "--num-requests",
+        "20",
+        "--request-rate",
+        "50",
+        "--shared-prefix-ratio",
+        "0",
+        "--input-len",
+        "32",
+        "--output-len",
+        "8",
+    )
+    options = ("--model", str(tmp_path), "--calibrate", "--compare", "--json")
     result = ready("simulate", *asked, *options)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["costs"]["bandwidth"] != Costs().bandwidth
-    assert found["report"]["output_tokens"] == found["real"]["output_tokens"]
-    assert found["real"]["ends"] == {"length": 20}
+    assert found["costs"]["bandwidth"] != CostModel().bandwidth
+    assert found["report"]["output_tokens"] == found["measured"]["output_tokens"]
+    assert found["measured"]["finish_reasons"] == {"length": 20}

@@ -118,7 +118,7 @@ def test_what_was_trained_is_what_is_served(ready: Run, tmp_path: Path) -> None:
     assert compared > 100
     found = ready("verify", str(tmp_path / "run/model"), "--schedules", "3", "--json")
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["bits_equal"] is True
+    assert json.loads(found.stdout)["bitwise_equal"] is True
 
 
 def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:

@@ -16,7 +16,7 @@ from ingot.serving import verify as serving
 def test_a_certificate_is_printed_and_kept(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify(tiny, schedules=3, json=True)
     found = json.loads(capsys.readouterr().out)
-    assert (found["schedules"], found["mismatches"], found["bits_equal"]) == (3, 0, True)
+    assert (found["schedules"], found["mismatches"], found["bitwise_equal"]) == (3, 0, True)
     (step,) = lineage.read(tiny).steps
     assert step["step"] == "verify"
     assert {name: step[name] for name in found} == found
@@ -40,13 +40,13 @@ def test_a_difference_is_an_exit_code_and_is_kept(
     assert "2 schedules differ" in out
     assert "first difference" in out
     (step,) = lineage.read(tiny).steps
-    assert (step["mismatches"], step["bits_equal"]) == (2, False)
+    assert (step["mismatches"], step["bitwise_equal"]) == (2, False)
 
 
 def test_the_command(ready: Any, tiny: Path) -> None:
     run = ready("verify", str(tiny), "--schedules", "1", "--json")
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["bits_equal"] is True
+    assert json.loads(run.stdout)["bitwise_equal"] is True
     assert ready("verify", str(tiny), "--schedules", "0").returncode == 2
 
 

@@ -137,7 +137,7 @@ def serving(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*command, "--log", "json", *options], stderr=file, env=environment, text=True
+            [*command, "--log-format", "json", *options], stderr=file, env=environment, text=True
         )
     try:
         served = Served(process, log, *_addresses(process, log))
@@ -172,6 +172,9 @@ def _addresses(process: subprocess.Popen[str], log: Path) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def served(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server for all tests that leave it as it was: starting one takes seconds."""
-    folder, options = tmp_path_factory.mktemp("server"), ("--requests", "40", "--stall", "3")
+    folder, options = (
+        tmp_path_factory.mktemp("server"),
+        ("--max-requests", "40", "--stall-timeout", "3"),
+    )
     with serving(directory, folder, *options, module="tests.serving.faulty") as made:
         yield made

@@ -12,7 +12,7 @@ from tests.serving.conftest import Served
 
 
 @dataclass
-class Outcome:
+class LoadReport:
     """What a client got."""
 
     status: int
@@ -32,7 +32,7 @@ class Outcome:
         return bool(self.status) and (self.done or bool(self.error))
 
 
-async def ask(served: Served, body: dict[str, Any], leave_after: int | None = None) -> Outcome:
+async def ask(served: Served, body: dict[str, Any], leave_after: int | None = None) -> LoadReport:
     """Send a completion and read what comes; or leave after so many bytes of it."""
     content = json.dumps(body).encode()
     read = b""
@@ -56,7 +56,7 @@ async def ask(served: Served, body: dict[str, Any], leave_after: int | None = No
     return outcome(read)
 
 
-def outcome(read: bytes) -> Outcome:
+def outcome(read: bytes) -> LoadReport:
     """What the bytes of a response say."""
     head, _, rest = read.partition(b"\r\n\r\n")
     fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
@@ -72,7 +72,7 @@ def outcome(read: bytes) -> Outcome:
     errors = [event["error"]["type"] for event in events if "error" in event]
     choices = [c for event in events for c in event.get("choices", [])]
     complete = b"data: [DONE]" in content if chunked else bool(choices)
-    return Outcome(
+    return LoadReport(
         status=int(head.split()[1]) if head else 0,
         text="".join(choice["text"] for choice in choices),
         error=errors[0] if errors else "",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from ingot.serving.engine import scheduler as real
-from ingot.serving.engine.request import End, Reason, Request
+from ingot.serving.engine.request import Abort, FinishReason, Request
 
 IDS = 6  # few, so that they come again
 LONGEST = 16
@@ -36,7 +36,7 @@ class Book:
 
     def content(self, position: int, drafts: tuple[int, ...] = ()) -> tuple[Any, ...]:
         request, tokens = self.request, (*self.tokens, *drafts)
-        return (request.salt, request.adapter, *tokens[: position + 1])
+        return (request.cache_salt, request.adapter, *tokens[: position + 1])
 
 
 class Machine(RuleBasedStateMachine):
@@ -47,16 +47,16 @@ class Machine(RuleBasedStateMachine):
     def begin(self, data: st.DataObject) -> None:
         number = st.integers
         running, size = data.draw(number(1, 4)), data.draw(number(1, 4))
-        self.limits = self.module.Limits(
+        self.config = self.module.SchedulerConfig(
             # About as many as the longest request needs, so that there are hardly ever enough.
-            blocks=LONGEST // size + data.draw(number(-1, 2)),
+            num_blocks=LONGEST // size + data.draw(number(-1, 2)),
             block_size=size,
-            max_running=running,
-            budget=running + data.draw(number(0, 6)),
-            max_waiting=data.draw(number(1, 5)),
-            patience=data.draw(st.sampled_from([0.0, 1.0, 4.0])),
+            max_num_seqs=running,
+            max_num_batched_tokens=running + data.draw(number(0, 6)),
+            max_queue=data.draw(number(1, 5)),
+            priority_step_s=data.draw(st.sampled_from([0.0, 1.0, 4.0])),
         )
-        self.scheduler = self.module.Scheduler(self.limits)
+        self.scheduler = self.module.Scheduler(self.config)
         self.now = 0.0
         self.arrivals = 0
         self.live: dict[int, Book] = {}
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.integers(1, LONGEST // 2),
         priority=st.sampled_from([0, 0, -2, 2]),
         wait=st.sampled_from([None] * 4 + [0.0, 1.0, 6.0]),
-        salt=st.sampled_from([b"", b"", b"x"]),
+        cache_salt=st.sampled_from([b"", b"", b"x"]),
         adapter=st.sampled_from(["", "", "x"]),
         copies=st.integers(1, 3),
     )
@@ -91,11 +91,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         id=st.integers(0, 2 * IDS),
-        reason=st.sampled_from([Reason.CANCELLED, Reason.STOP, Reason.FAILED]),
+        reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP, FinishReason.FAILED]),
     )
-    def end(self, id: int, reason: Reason) -> None:
+    def end(self, id: int, reason: FinishReason) -> None:
         """Of one that may not live, too: its client cannot know yet."""
-        self.events.append(End(id, reason))
+        self.events.append(Abort(id, reason))
 
     @rule(
         elapsed=st.sampled_from([0.0, 0.25, 0.25, 1.0]),
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(times):
             self.now += elapsed
             if self.flight and retired:
-                event = self.module.Retire(self.step, None)
+                event = self.module.StepDone(self.step, None)
                 if not failed:
                     event = self.retirement(token, drafts, right)
                 self.events.insert(0 if first else len(self.events), event)
@@ -131,10 +131,10 @@ class Machine(RuleBasedStateMachine):
         """So many drafts were right, where there were any; and these are next."""
         new: list[tuple[int, ...]] = []
         for work, _ in self.flight:
-            guesses = work.tokens[len(work.tokens) - work.drafts :]
-            new.append((*guesses[:right], token) if work.samples else ())
+            guesses = work.tokens[len(work.tokens) - work.num_draft_tokens :]
+            new.append((*guesses[:right], token) if work.needs_sampling else ())
         given = tuple(drafts if tokens else () for tokens in new)
-        return self.module.Retire(self.step, tuple(new), given if drafts else ())
+        return self.module.StepDone(self.step, tuple(new), given if drafts else ())
 
     def teardown(self) -> None:
         """Everything ends, and leaves nothing behind."""
@@ -145,10 +145,10 @@ class Machine(RuleBasedStateMachine):
                 break
             self.call(0.25, True, False, True, 0, (0, 1), 1, 1)
         assert not self.live
-        assert self.scheduler.pool.free == self.limits.blocks
-        assert self.scheduler.running == self.scheduler.waiting == 0
-        assert not self.scheduler._live
-        assert list(self.module.replay(self.limits, self.log)) == self.plans
+        assert self.scheduler.pool.num_free == self.config.num_blocks
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert not self.scheduler._states
+        assert list(self.module.replay(self.config, self.log)) == self.plans
 
     # What has to be true
 
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
         self.check_ends(events, plan)
         self.check_blocks()
         if self.flight:
-            assert not plan.work
+            assert not plan.scheduled
         else:
             self.check_work(plan)
             self.check_progress(plan)
@@ -169,37 +169,37 @@ class Machine(RuleBasedStateMachine):
 
     def check_ends(self, events: list[Any], plan: Any) -> None:
         """Each end comes once, for its reason, in the same call."""
-        expected: list[End] = []
+        expected: list[tuple[int, FinishReason]] = []
 
-        def end(id: int, reason: Reason) -> None:
+        def end(id: int, reason: FinishReason) -> None:
             if self.live.pop(id, None):
-                expected.append(End(id, reason))
+                expected.append((id, reason))
 
         waiting = self.scheduler_waiting = getattr(self, "scheduler_waiting", 0)
-        refused = {e.id for e in plan.ends if e.reason is Reason.REFUSED}
+        refused = {e.id for e in plan.finished if e.reason is FinishReason.REJECTED}
         for event in events:
             if isinstance(event, Request):
-                too_long = event.total > self.limits.capacity
+                too_long = event.max_len > self.config.capacity
                 assert event.id in refused or not too_long
                 if event.id in refused:
                     # By its length or the queue's: which is checked without a machine.
-                    assert too_long or waiting + len(events) >= self.limits.max_waiting
-                    expected.append(End(event.id, Reason.REFUSED))
+                    assert too_long or waiting + len(events) >= self.config.max_queue
+                    expected.append((event.id, FinishReason.REJECTED))
                 else:
-                    rank = self.now + event.priority * self.limits.patience
+                    rank = self.now + event.priority * self.config.priority_step_s
                     book = Book(event, (rank, self.arrivals), list(event.prompt))
                     self.live[event.id] = book
                     self.arrivals += 1
-            elif isinstance(event, End):
+            elif isinstance(event, Abort):
                 end(event.id, event.reason)
             else:
                 self.retire(event, end)
         for id, book in list(self.live.items()):
             if book.request.deadline is not None and book.request.deadline <= self.now:
-                end(id, Reason.DEADLINE)
-        assert Counter(plan.ends) == Counter(expected)
-        assert {live.id for live in self.scheduler._live.values()} == set(self.live)
-        self.scheduler_waiting = self.scheduler.waiting
+                end(id, FinishReason.DEADLINE)
+        assert Counter((end.id, end.reason) for end in plan.finished) == Counter(expected)
+        assert {live.id for live in self.scheduler._states.values()} == set(self.live)
+        self.scheduler_waiting = self.scheduler.num_waiting
 
     def retire(self, event: Any, end: Any) -> None:
         flight, self.flight = self.flight, ()
@@ -209,7 +209,7 @@ class Machine(RuleBasedStateMachine):
             return
         given = event.drafts or ((),) * len(flight)
         for (work, book), new, drafts in zip(flight, event.tokens, given, strict=True):
-            sure = len(work.tokens) - work.drafts
+            sure = len(work.tokens) - work.num_draft_tokens
             for position in range(work.start, work.start + len(work.tokens)):
                 content = book.content(position, work.tokens[sure:])
                 self.memory[self.slot(work, position)] = content
@@ -217,78 +217,87 @@ class Machine(RuleBasedStateMachine):
                 book.tokens += new
                 book.drafts = drafts
                 book.computed = work.start + sure + max(0, len(new) - 1)
-                if len(book.tokens) == book.request.total:
-                    end(work.id, Reason.LENGTH)
+                if len(book.tokens) == book.request.max_len:
+                    end(work.id, FinishReason.LENGTH)
 
     def slot(self, work: Any, position: int) -> tuple[int, int]:
-        size = self.limits.block_size
-        return work.table[position // size], position % size
+        size = self.config.block_size
+        return work.block_table[position // size], position % size
 
     def check_blocks(self) -> None:
         """Each block is free or used, by as many as have it in their tables."""
         pool = self.scheduler.pool
         used = [block for block, refs in enumerate(pool.refs) if refs]
-        assert len(used) + pool.free == self.limits.blocks
+        assert len(used) + pool.num_free == self.config.num_blocks
         assert not set(used) & set(pool._free)
-        tables = [live.table for live in self.scheduler._live.values()]
+        tables = [live.block_table for live in self.scheduler._states.values()]
         # One that ended in flight has its blocks till then, and no longer.
-        tables += [work.table for work, book in self.flight if self.live.get(work.id) is not book]
+        tables += [
+            work.block_table for work, book in self.flight if self.live.get(work.id) is not book
+        ]
         counts = Counter(block for table in tables for block in table)
-        assert pool.refs == [counts[block] for block in range(self.limits.blocks)]
-        assert pool._of_key == {
+        assert pool.refs == [counts[block] for block in range(self.config.num_blocks)]
+        assert pool._block_by_key == {
             key: block for block, key in enumerate(pool.keys) if key is not None
         }
 
     def check_work(self, plan: Any) -> None:
         """Within the budget, each in its own blocks, and what it reads is its own past."""
         pool = self.scheduler.pool
-        assert len({work.id for work in plan.work}) == len(plan.work) <= self.limits.max_running
+        assert (
+            len({work.id for work in plan.scheduled})
+            == len(plan.scheduled)
+            <= self.config.max_num_seqs
+        )
         for id in plan.preempted:
             if id in self.live:
                 self.live[id].computed, self.live[id].drafts = None, ()
-        for start in plan.starts:
+        for start in plan.admitted:
             book = self.live[start.id]
             assert book.computed is None
-            assert 0 <= start.cached < len(book.tokens)
-            book.computed = start.cached
-        self.budget = self.limits.burst
+            assert 0 <= start.num_cached_tokens < len(book.tokens)
+            book.computed = start.num_cached_tokens
+        self.budget = self.config.prefill_only_budget
         if any(len(book.tokens) - 1 == book.computed for book in self.live.values()):
-            self.budget = self.limits.budget
-        assert sum(len(work.tokens) for work in plan.work) <= self.budget
-        for work in plan.work:
-            book, end = self.live[work.id], work.start + len(work.tokens) - work.drafts
+            self.budget = self.config.max_num_batched_tokens
+        assert sum(len(work.tokens) for work in plan.scheduled) <= self.budget
+        for work in plan.scheduled:
+            book, end = self.live[work.id], work.start + len(work.tokens) - work.num_draft_tokens
             assert book.computed == work.start < end <= len(book.tokens)
             assert list(work.tokens[: end - work.start]) == book.tokens[work.start : end]
-            assert work.samples == (end == len(book.tokens))
+            assert work.needs_sampling == (end == len(book.tokens))
             self.check_drafts(plan, work, book)
             for position in range(work.start):
                 assert self.memory[self.slot(work, position)] == book.content(position)
-            for position in range(work.start, end + work.drafts):
+            for position in range(work.start, end + work.num_draft_tokens):
                 block, _ = self.slot(work, position)
                 assert pool.keys[block] is None, "a block with a key is written"
                 assert pool.refs[block] == 1
-        self.flight = tuple((work, self.live[work.id]) for work in plan.work)
-        if plan.work:
+        self.flight = tuple((work, self.live[work.id]) for work in plan.scheduled)
+        if plan.scheduled:
             assert plan.step == self.step + 1
             self.step = plan.step
 
     def check_drafts(self, plan: Any, work: Any, book: Book) -> None:
         """They are those that were given, and as many as there is room for."""
-        most = min(len(book.drafts), book.request.total - len(book.tokens) - 1)
-        assert work.tokens[len(work.tokens) - work.drafts :] == book.drafts[: work.drafts]
-        assert work.drafts <= (most if work.samples else 0)
-        whole = sum(len(work.tokens) for work in plan.work) < self.budget
-        if work.samples and whole and self.scheduler.pool.free:
-            assert work.drafts == most
+        most = min(len(book.drafts), book.request.max_len - len(book.tokens) - 1)
+        assert (
+            work.tokens[len(work.tokens) - work.num_draft_tokens :]
+            == book.drafts[: work.num_draft_tokens]
+        )
+        assert work.num_draft_tokens <= (most if work.needs_sampling else 0)
+        whole = sum(len(work.tokens) for work in plan.scheduled) < self.budget
+        if work.needs_sampling and whole and self.scheduler.pool.num_free:
+            assert work.num_draft_tokens == most
 
     def check_progress(self, plan: Any) -> None:
         """The first in rank is served, and what is served is what the budget allows."""
         if not self.live:
-            assert not plan.work
+            assert not plan.scheduled
             return
         first = min(self.live.values(), key=lambda book: book.place)
-        assert first.request.id in {work.id for work in plan.work}
-        running = [live for live in self.scheduler._live.values() if live.table]
-        lacking = sum(len(live.tokens) - live.computed for live in running)
-        shares = sum(len(work.tokens) - work.drafts for work in plan.work)
+        assert first.request.id in {work.id for work in plan.scheduled}
+        running = [live for live in self.scheduler._states.values() if live.block_table]
+        lacking = sum(len(live.tokens) - live.num_computed for live in running)
+        shares = sum(len(work.tokens) - work.num_draft_tokens for work in plan.scheduled)
         assert shares == min(lacking, self.budget)

@@ -11,7 +11,7 @@ from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, linear, preset
 from ingot.serving import verify
 from ingot.serving.engine import runner
-from ingot.serving.engine.scheduler import Work
+from ingot.serving.engine.scheduler import ScheduledSeq
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -19,12 +19,12 @@ def test_every_bit_is_equal(dtype: torch.dtype) -> None:
     heard: list[int] = []
     decoder = Decoder.from_config(preset("tiny"), seed=3, dtype=dtype)
     found = verify.verify(decoder, schedules=12, progress=lambda: heard.append(1))
-    assert (found.schedules, found.mismatches, found.bits_equal) == (12, 0, True)
+    assert (found.schedules, found.mismatches, found.bitwise_equal) == (12, 0, True)
     assert len(heard) == 12
     assert found.logprobs > 500
     for count in (found.preemptions, found.cached_tokens, found.accepted_tokens):
         assert count > 0
-    assert found.accepted_tokens < found.drafted_tokens
+    assert found.accepted_tokens < found.draft_tokens
     assert found.difference is None
 
 
@@ -53,9 +53,9 @@ def test_a_split_sum_for_some_batches_is_found(rows: int, monkeypatch: pytest.Mo
     planted(monkeypatch, rows)
     found = verify.verify(Decoder.from_config(preset("tiny"), seed=3), schedules=12)
     assert found.mismatches > 0
-    assert not found.bits_equal
+    assert not found.bitwise_equal
     assert found.difference
-    assert "log-prob" in found.difference or "instead of" in found.difference
+    assert "expected logprobs" in found.difference or "expected tokens" in found.difference
 
 
 def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +64,13 @@ def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Faulty(runner.Runner):
         def _fill_single(self, work: Any) -> None:
             super()._fill_single(work)
-            item: Work = work[-1]
+            item: ScheduledSeq = work[-1]
             if item.start and item.start % self.size == 0:
-                self._slots.items[len(work) - 1] = item.table[0] * self.size
+                self._slots.items[len(work) - 1] = item.block_table[0] * self.size
 
     monkeypatch.setattr("ingot.serving.verify.Runner", Faulty)
     found = verify.verify(Decoder.from_config(preset("tiny"), seed=3), schedules=12)
-    assert not found.bits_equal
+    assert not found.bitwise_equal
 
 
 def test_there_are_one_and_two_threads_and_then_as_many_as_before() -> None:
@@ -88,7 +88,7 @@ def test_there_are_one_and_two_threads_and_then_as_many_as_before() -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_a_draft_of_the_first_layers_has_no_weights_of_its_own(name: str) -> None:
     decoder = Decoder.from_config(preset(name), seed=0)
-    small = verify.early(decoder)
+    small = verify.truncated_draft_model(decoder)
     assert {id(p) for p in small.parameters()} < {id(p) for p in decoder.parameters()}
     assert len(small.blocks) == 1
 

@@ -1,22 +1,22 @@
-"""The memory for keys and values, as numbered blocks: who uses which, and what is in them.
+"""Block allocator and prefix cache: reference counts and content keys of KV-cache blocks.
 
-A block holds `size` tokens of one sequence. The pool knows no tensors: block 7 is page 7 of the
-runner's `KVCache`. A full block is given a key, which stands for its content:
+A block holds `block_size` tokens of one sequence. The pool holds no tensors: block 7 is block 7 of
+the runner's KV cache. A full block gets a key, a hash of its content:
 
-    root(adapter, weights, salt)   SHA-256 of the three
-    key(parent, tokens)            SHA-256 of the key before and of this block's tokens
+    root_key(adapter, model_version, cache_salt)   SHA-256 of the three
+    block_key(parent, tokens)                      SHA-256 of the parent's key and the tokens
 
-so a key stands for every token from the sequence's start on, for the weights that computed them
-and for the tenant who may know. SHA-256, because whoever finds two prompts of the same key reads
-another's cache. Equal keys are equal bits, as the kernels are exact; a block with a key is never
-written again.
+so a key identifies all tokens from the start of the sequence, the weights that computed them and
+the tenant that may reuse them. The hash is SHA-256 because a client that finds a collision could
+read another tenant's cache. Equal keys imply equal bits, as the kernels are batch-invariant; a
+block with a key is never written again.
 
-A block is *used* (it is in the tables of `refs` sequences) or *free*. A free block keeps its key
-until it is needed for something else, so a sequence that ended is a cache for the next. First go
-free blocks without a key, then the least recently used; within a sequence the last block goes
-first, since without the blocks before it a block cannot be found.
+A block is *used* (it is in the block tables of `refs` sequences) or *free*. A free block keeps its
+key until it is reallocated, so that a finished sequence serves as a cache. Free blocks without a
+key are reallocated first, then the least recently used; of one sequence the last block goes first,
+because a block cannot be found without those before it.
 
-All operations take O(1) time a block.
+All operations take O(1) time per block.
 """
 
 from __future__ import annotations
@@ -27,81 +27,81 @@ from hashlib import sha256
 from struct import pack
 
 
-def root(adapter: str, weights: str, salt: bytes) -> bytes:
-    """The parent of a sequence's first block.
+def root_key(adapter: str, model_version: str, cache_salt: bytes) -> bytes:
+    """Return the parent key of a sequence's first block.
 
-    >>> root("", "v1", b"alice") == root("", "v1", b"bob")
+    >>> root_key("", "v1", b"alice") == root_key("", "v1", b"bob")
     False
     """
-    parts = (adapter.encode(), weights.encode(), salt)
+    parts = (adapter.encode(), model_version.encode(), cache_salt)
     return sha256(b"".join(pack("<Q", len(part)) + part for part in parts)).digest()
 
 
-def key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full block.
+def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the key of a full block.
 
-    >>> key(root("", "v1", b""), (1, 2, 3, 4)).hex()[:8]
+    >>> block_key(root_key("", "v1", b""), (1, 2, 3, 4)).hex()[:8]
     '7d8ef086'
     """
     return sha256(parent + pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
 class BlockPool:
-    """Blocks, their users and their keys.
+    """Reference counts, keys and free list of all blocks.
 
     >>> pool = BlockPool(4)
     >>> table = pool.allocate(3)
-    >>> table, pool.allocate(2), pool.free
+    >>> table, pool.allocate(2), pool.num_free
     ((0, 1, 2), None, 1)
     >>> pool.seal(table[0], b"key of block 0")
     >>> pool.release(table)
-    >>> pool.free, pool.find([b"key of block 0", b"another"])
+    >>> pool.num_free, pool.find_cached([b"key of block 0", b"another"])
     (4, (0,))
     """
 
-    def __init__(self, count: int) -> None:
-        self.refs = [0] * count
-        self.keys: list[bytes | None] = [None] * count
-        self._of_key: dict[bytes, int] = {}
-        self._free = OrderedDict.fromkeys(range(count))
+    def __init__(self, num_blocks: int) -> None:
+        self.refs = [0] * num_blocks
+        self.keys: list[bytes | None] = [None] * num_blocks
+        self._block_by_key: dict[bytes, int] = {}
+        self._free = OrderedDict.fromkeys(range(num_blocks))
 
     @property
-    def free(self) -> int:
-        """How many blocks nobody uses; some of them may be cached."""
+    def num_free(self) -> int:
+        """Number of blocks without users; some of them may be cached."""
         return len(self._free)
 
-    def find(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """The blocks of the first keys, up to one that is not there. They are not yet used."""
-        found: list[int] = []
-        for wanted in keys:
-            block = self._of_key.get(wanted)
+    def find_cached(self, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """Return the blocks of the longest cached prefix of `keys`, without allocating them."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_by_key.get(key)
             if block is None:
                 break
-            found.append(block)
-        return tuple(found)
+            blocks.append(block)
+        return tuple(blocks)
 
-    def allocate(self, count: int, shared: tuple[int, ...] = ()) -> tuple[int, ...] | None:
-        """Use these blocks that `find` found and `count` others; or None, and nothing changed."""
+    def allocate(self, count: int, cached: tuple[int, ...] = ()) -> tuple[int, ...] | None:
+        """Use the `cached` blocks and `count` others; return None and change nothing if too few
+        are free."""
         refs, free = self.refs, self._free
-        if count + sum(not refs[block] for block in shared) > len(free):
+        if count + sum(not refs[block] for block in cached) > len(free):
             return None
-        for block in shared:
+        for block in cached:
             if not refs[block]:
                 del free[block]
             refs[block] += 1
-        return shared + tuple([self._take() for _ in range(count)])
+        return cached + tuple([self._take() for _ in range(count)])
 
-    def seal(self, block: int, content: bytes) -> None:
-        """Say that the block is full, and of what. Where another holds the same, that one stays
-        the cached one."""
+    def seal(self, block: int, key: bytes) -> None:
+        """Give a full block its key. If another block has the same key, that one stays cached."""
         if self.keys[block] is not None or not self.refs[block]:
-            raise ValueError(f"block {block} has a key already, or nobody uses it")
-        if content not in self._of_key:
-            self._of_key[content] = block
-            self.keys[block] = content
+            raise ValueError(f"block {block} is sealed already, or free")
+        if key not in self._block_by_key:
+            self._block_by_key[key] = block
+            self.keys[block] = key
 
     def release(self, table: Sequence[int]) -> None:
-        """Use these blocks no more."""
+        """Drop one reference to each block."""
         for block in reversed(table):
             self.refs[block] -= 1
             if not self.refs[block]:
@@ -111,9 +111,9 @@ class BlockPool:
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
-        content = self.keys[block]
-        if content is not None:
-            del self._of_key[content]
+        key = self.keys[block]
+        if key is not None:
+            del self._block_by_key[key]
             self.keys[block] = None
         self.refs[block] = 1
         return block

@@ -1,17 +1,18 @@
-"""The engine: requests in, and with every step of the model what it did for each of them.
+"""Engine: continuous batching over one decoder; requests in, outputs after every step.
 
     engine = Engine(decoder)
-    engine.add(Request(id=1, prompt=(5, 6, 7), max_tokens=16))
-    while engine.busy:
+    engine.add_request(Request(id=1, prompt=(5, 6, 7), max_tokens=16))
+    while engine.has_unfinished_requests:
         for output in engine.step():
             ...
 
-A step plans (`scheduler`), computes (`runner`), draws (`sampler`) and tells. What a request gets
-depends on its own tokens and options alone: not on who else is there, what is cached, who was
-preempted, or whether somebody guessed right (`propose`).
+A step schedules (`scheduler`), runs the model (`runner`), samples (`sampler`) and reports. The
+output of a request depends on its own tokens and parameters alone: not on the rest of the batch,
+cache hits, preemption or speculative decoding (`speculate`).
 
-A step that breaks, for want of memory for one, ends the requests that were in it; the others and
-the engine go on. Ends are told with the last token, a step before the scheduler hears of them.
+If a step raises, for instance for want of memory, its requests fail; the other requests and the
+engine continue. A request that finishes is reported with its last token, one step before the
+scheduler processes it.
 """
 
 # pyright: basic
@@ -32,66 +33,80 @@ from ingot.core import device, log
 from ingot.core.errors import IngotError
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder
-from ingot.serving.engine.grammar import Grammars, Matcher
-from ingot.serving.engine.output import Logprob, Output, Stats
-from ingot.serving.engine.request import End, Reason, Request
+from ingot.serving.engine.grammar import GrammarCompiler, GrammarMatcher
+from ingot.serving.engine.output import EngineStats, Logprob, Output
+from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.runner import Runner
-from ingot.serving.engine.sampler import Sampled, Sampler
-from ingot.serving.engine.scheduler import Event, Limits, Plan, Retire, Scheduler, Work
+from ingot.serving.engine.sampler import Sampler, SamplingState
+from ingot.serving.engine.scheduler import (
+    Event,
+    ScheduledSeq,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepDone,
+)
 from ingot.serving.engine.speculate import Proposer
 
-WIDEST = 32  # tokens of a step to which drafts are added: beyond, they cost what they save
-_MEMORY = 4 << 30
-_PATIENCE = 0.01  # seconds to wait for a grammar where there is nothing else to do
+MAX_SPECULATIVE_STEP_TOKENS = 32  # in larger steps, drafts cost as much as they save
+DEFAULT_KV_CACHE_BYTES = 4 << 30
+_GRAMMAR_POLL_S = 0.01  # how long an idle step waits for a grammar to compile
 _LOG = log.logger(__name__)
 
 
-def fit(decoder: Decoder, memory: int | None = None, limits: Limits | None = None) -> Limits:
-    """The limits with as many blocks as fit into so many bytes.
+def config_for_memory(
+    decoder: Decoder, kv_cache_bytes: int | None = None, config: SchedulerConfig | None = None
+) -> SchedulerConfig:
+    """Return the config with as many blocks as fit in `kv_cache_bytes`.
 
-    By default 4 GiB, a quarter of the machine's memory if that is less; and never more than all
-    running requests can use together.
+    The default is 4 GiB, or a quarter of the machine's memory if that is less. There are never more
+    blocks than all running requests can use together.
 
     >>> from ingot.nn import preset
-    >>> fit(Decoder.from_config(preset("tiny"), seed=0), memory=1 << 20).blocks
+    >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
+    >>> config_for_memory(decoder, kv_cache_bytes=1 << 20).num_blocks
     64
     """
-    limits = limits or Limits(blocks=1)
-    if memory is None:
-        memory = min(_MEMORY, device.detect().memory // 4)
-    size = limits.block_size * decoder.kv_spec.bytes_per_token
-    most = limits.max_running * -(-decoder.config.max_seq_len // limits.block_size)
-    if memory < size:
+    config = config or SchedulerConfig(num_blocks=1)
+    if kv_cache_bytes is None:
+        kv_cache_bytes = min(DEFAULT_KV_CACHE_BYTES, device.detect().memory // 4)
+    block_bytes = config.block_size * decoder.kv_spec.bytes_per_token
+    max_blocks = config.max_num_seqs * -(-decoder.config.max_seq_len // config.block_size)
+    if kv_cache_bytes < block_bytes:
         raise IngotError(
-            f"{memory:,} bytes for keys and values, where {limits.block_size} tokens take {size:,}",
-            hint="give more memory: thousands of tokens are usual",
+            f"KV cache: a block of {config.block_size} tokens takes {block_bytes:,} bytes, got "
+            f"{kv_cache_bytes:,}",
+            hint="give more memory: room for thousands of tokens is usual",
         )
-    return replace(limits, blocks=min(most, memory // size))
+    return replace(config, num_blocks=min(max_blocks, kv_cache_bytes // block_bytes))
 
 
 class _Sequence:
-    """A request that has not ended, as the engine knows it."""
+    """A request that has not finished, as the engine sees it."""
 
-    __slots__ = ("request", "sampled", "scored", "started", "tokens")
+    __slots__ = ("admitted", "num_scored", "request", "sampling_state", "tokens")
 
-    def __init__(self, request: Request, sampled: Sampled) -> None:
-        self.request, self.sampled = request, sampled
+    def __init__(self, request: Request, sampling_state: SamplingState) -> None:
+        self.request, self.sampling_state = request, sampling_state
         self.tokens = list(request.prompt)
-        self.started = False
-        self.scored = 0  # tokens of the prompt behind which log-probabilities were told
+        self.admitted = False
+        self.num_scored = 0  # prompt log-probabilities reported so far
 
 
 class Engine:
-    """A decoder that serves.
+    """Generates tokens for many requests at once.
+
+    `on_step(scheduler_output, seconds)` is called after each step that computed something.
 
     >>> from ingot.nn import preset
-    >>> engine = Engine(Decoder.from_config(preset("tiny"), seed=0), limits=Limits(blocks=8))
-    >>> engine.add(Request(id=1, prompt=(5, 6, 7), max_tokens=2))
+    >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
+    >>> engine = Engine(decoder, scheduler_config=SchedulerConfig(num_blocks=8))
+    >>> engine.add_request(Request(id=1, prompt=(5, 6, 7), max_tokens=2))
     >>> [len(output.tokens) for output in engine.step()]
     [1]
-    >>> [output.end for output in engine.step()]
-    [<Reason.LENGTH: 'length'>]
-    >>> engine.busy, engine.stats().blocks_used
+    >>> [output.finish_reason for output in engine.step()]
+    [<FinishReason.LENGTH: 'length'>]
+    >>> engine.has_unfinished_requests, engine.stats().num_used_blocks
     (False, 0)
     """
 
@@ -99,342 +114,371 @@ class Engine:
         self,
         decoder: Decoder,
         *,
-        limits: Limits | None = None,
+        scheduler_config: SchedulerConfig | None = None,
         tokenizer: Tokenizer | None = None,
         proposer: Proposer | None = None,
+        runner: Runner | None = None,
+        on_step: Callable[[SchedulerOutput, float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = fit(decoder) if limits is None else limits
-        self.decoder, self.proposer = decoder, proposer
-        self.scheduler = Scheduler(self.limits)
-        self.runner, self.sampler = Runner(decoder, self.limits), Sampler(decoder)
-        self._grammars = Grammars(tokenizer, decoder.config.vocab_size) if tokenizer else None
-        self._compiling: dict[int, tuple[Request, Future[Matcher]]] = {}
-        self._outputs: list[Output] = []  # to be told with the next step's
+        self.config = scheduler_config or config_for_memory(decoder)
+        self.decoder, self.proposer, self.on_step = decoder, proposer, on_step
+        self.scheduler = Scheduler(self.config)
+        self.runner = runner or Runner(decoder, self.config)
+        self.sampler = Sampler(decoder)
+        vocab_size = decoder.config.vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size) if tokenizer else None
+        self._compiling: dict[int, tuple[Request, Future[GrammarMatcher]]] = {}
+        self._outputs: list[Output] = []  # returned by the next step
         self._clock = clock
         self._sequences: dict[int, _Sequence] = {}
         self._events: list[Event] = []
-        self._told: set[int] = set()  # whose ends the scheduler has still to repeat
-        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._reported_finished: set[int] = set()  # which the scheduler will report again
+        self._counts = dict.fromkeys(_COUNTERS, 0)
 
-    # What is asked
+    # Requests
 
     @property
-    def busy(self) -> bool:
-        """There is something to do: call `step`."""
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do."""
         return bool(self._sequences or self._compiling or self._outputs)
 
-    def add(self, request: Request) -> None:
-        """Take a request; an error if it can never be served."""
-        request = self._checked(request)
-        grammar = request.options.grammar
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raise an error if it can never be served."""
+        request = self._check(request)
+        grammar = request.sampling_params.grammar
         if grammar is None:
-            self._accept(request)
+            self._add_sequence(request)
             return
         if self._grammars is None:
-            what = "has a grammar, and the engine has no tokenizer"
-            raise _refused(request, what, "give it one: Engine(..., tokenizer=...)")
-        if len(self._compiling) >= self.limits.max_waiting:
-            self._outputs.append(Output(request.id, end=Reason.REFUSED))
+            message = "grammars need a tokenizer, and the engine has none"
+            raise _error(request, message, "give it one: Engine(..., tokenizer=...)")
+        if len(self._compiling) >= self.config.max_queue:
+            self._outputs.append(Output(request.id, finish_reason=FinishReason.REJECTED))
             return
         self._compiling[request.id] = request, self._grammars.compile(grammar)
 
-    def end(self, id: int, reason: Reason) -> None:
-        """End a request: its client has left, or a stop string was met. Unknown ones are fine."""
+    def abort(self, id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Finish a request early: its client left, or a stop string was found. An unknown id is
+        ignored."""
         if id in self._sequences:
-            self._events.append(End(id, reason))
+            self._events.append(Abort(id, reason))
         elif self._compiling.pop(id, None):
-            self._outputs.append(Output(id, end=reason))
+            self._outputs.append(Output(id, finish_reason=reason))
 
-    def _accept(self, request: Request, matcher: Matcher | None = None) -> None:
-        self._sequences[request.id] = _Sequence(request, Sampled(request, matcher))
+    def _add_sequence(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
+        self._sequences[request.id] = _Sequence(request, SamplingState(request, matcher))
         self._events.append(request)
 
-    def _compiled(self) -> None:
-        """Take those whose grammars are compiled, and refuse those whose are none."""
+    def _add_compiled(self) -> None:
+        """Queue the requests whose grammars are compiled; reject those with invalid grammars."""
         if not self._sequences:
-            wait([future for _, future in self._compiling.values()], _PATIENCE, FIRST_COMPLETED)
+            futures = [future for _, future in self._compiling.values()]
+            wait(futures, _GRAMMAR_POLL_S, FIRST_COMPLETED)
         for id, (request, future) in list(self._compiling.items()):
             if not future.done():
                 continue
             del self._compiling[id]
             error = future.exception()
             if error is None:
-                self._accept(request, future.result())
+                self._add_sequence(request, future.result())
             else:
-                self._outputs.append(Output(id, end=Reason.REFUSED, error=str(error)))
+                reason = FinishReason.REJECTED
+                self._outputs.append(Output(id, finish_reason=reason, error=str(error)))
 
-    def _checked(self, request: Request) -> Request:
-        """The request, cut to the model's context; nothing of it is cached if it is scored."""
-        config, options, count = self.decoder.config, request.options, len(request.prompt)
+    def _check(self, request: Request) -> Request:
+        """Return the request with `max_tokens` reduced to the model's context. Requests for prompt
+        log-probabilities get a random salt: cached tokens have none."""
+        model, params, count = self.decoder.config, request.sampling_params, len(request.prompt)
         if request.id in self._sequences or request.id in self._compiling:
-            raise _refused(request, "has the number of another", "give each its own")
-        if count >= config.max_seq_len:
-            what = f"has {count} tokens in its prompt, the model's context is {config.max_seq_len}"
-            raise _refused(request, what, "give a shorter prompt")
-        named = max([*request.prompt, *options.ends, *(token for token, _ in options.bias)])
-        if named >= config.vocab_size:
-            what = f"has token {named}, which is not in the vocabulary of {config.vocab_size}"
-            raise _refused(request, what, "encode the text with the tokenizer of this model")
-        room = min(config.max_seq_len - count, request.max_tokens)
-        if count + room > self.limits.capacity:
-            what = f"needs memory for {count + room} tokens, there is {self.limits.capacity}"
-            raise _refused(request, what, "ask for less, or give the engine more memory")
-        salt = request.salt
-        if options.prompt_logprobs is not None:
-            salt += secrets.token_bytes(16)
-        return msgspec.structs.replace(request, max_tokens=room, salt=salt)
+            message = f"duplicate request id {request.id}"
+            raise IngotError(message, hint="use an id that no unfinished request has")
+        if count >= model.max_seq_len:
+            message = (
+                f"prompt must be shorter than the model's context ({model.max_seq_len} tokens)"
+            )
+            raise _error(request, f"{message}, got {count} tokens", "shorten the prompt")
+        biased = [token for token, _ in params.logit_bias]
+        highest = max([*request.prompt, *params.stop_token_ids, *biased])
+        if highest >= model.vocab_size:
+            message = f"token ids must be below the vocabulary size {model.vocab_size}"
+            hint = "encode the text with the tokenizer of this model"
+            raise _error(request, f"{message}, got {highest}", hint)
+        max_tokens = min(model.max_seq_len - count, request.max_tokens)
+        if count + max_tokens > self.config.capacity:
+            message = f"prompt and max_tokens must fit in the KV cache ({self.config.capacity} "
+            hint = "lower max_tokens, or give the engine more memory"
+            raise _error(request, f"{message}tokens), got {count + max_tokens}", hint)
+        cache_salt = request.cache_salt
+        if params.prompt_logprobs is not None:
+            cache_salt += secrets.token_bytes(16)
+        return msgspec.structs.replace(request, max_tokens=max_tokens, cache_salt=cache_salt)
 
-    # What is done
+    # Steps
 
     def step(self) -> list[Output]:
-        """Compute one step of the model and tell what came of it; nothing if there is none."""
+        """Run one step of the model; return what changed for each request."""
+        begin = time.perf_counter()
         if self._compiling:
-            self._compiled()
+            self._add_compiled()
         outputs, self._outputs = self._outputs, []
         now, events = self._clock(), self._events
         self._events = []
         plan = self.scheduler.step(now, events)
-        outputs += self._ended(plan)
-        cached = self._started(plan)
-        if plan.work:
+        outputs += self._report_finished(plan)
+        num_cached = self._report_admitted(plan)
+        if plan.scheduled:
             self._counts["steps"] += 1
             try:
-                results = self._compute(plan.work)
+                results = self._compute(plan.scheduled)
             except Exception as error:  # out of memory is a RuntimeError in torch
-                _LOG.exception("step %d failed, and with it %d requests", plan.step, len(plan.work))
-                outputs += self._failed(plan, error)
+                count = len(plan.scheduled)
+                _LOG.exception("step %d failed, and with it %d requests", plan.step, count)
+                outputs += self._fail(plan, error)
             else:
-                outputs += self._advanced(plan, results, cached)
+                outputs += self._advance(plan, results, num_cached)
         if not self._sequences and self._events:
-            self._told.clear()
+            self._reported_finished.clear()
             events, self._events = self._events, []
             self.scheduler.step(now, events)
+        if self.on_step is not None and plan.scheduled:
+            self.on_step(plan, time.perf_counter() - begin)
         return outputs
 
-    def stats(self) -> Stats:
-        """How it is, and what it has done."""
-        scheduler, blocks = self.scheduler, self.limits.blocks
-        return Stats(
-            running=scheduler.running,
-            waiting=scheduler.waiting + len(self._compiling),
-            blocks_used=blocks - scheduler.pool.free,
-            blocks=blocks,
+    def stats(self) -> EngineStats:
+        """Return the current state and the counters since the start."""
+        scheduler, num_blocks = self.scheduler, self.config.num_blocks
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self._compiling),
+            num_used_blocks=num_blocks - scheduler.pool.num_free,
+            num_blocks=num_blocks,
             **self._counts,
         )
 
-    def _ended(self, plan: Plan) -> list[Output]:
-        """Those that the scheduler ended: by a deadline, refused, as it was told."""
+    def _report_finished(self, plan: SchedulerOutput) -> list[Output]:
+        """Return outputs for requests that the scheduler finished: deadline, rejected, aborted."""
         outputs: list[Output] = []
-        for end in plan.ends:
-            if end.id in self._told:
-                self._told.discard(end.id)
+        for finished in plan.finished:
+            if finished.id in self._reported_finished:
+                self._reported_finished.discard(finished.id)
             else:
-                self._forget(end.id)
-                outputs.append(Output(end.id, end=end.reason))
+                self._remove(finished.id)
+                outputs.append(Output(finished.id, finish_reason=finished.reason))
         return outputs
 
-    def _started(self, plan: Plan) -> dict[int, int]:
-        """Of those that start for the first time, the tokens found in the cache."""
+    def _report_admitted(self, plan: SchedulerOutput) -> dict[int, int]:
+        """Return the number of cached tokens of requests that are admitted for the first time."""
         self._counts["preemptions"] += len(plan.preempted)
-        cached: dict[int, int] = {}
-        for start in plan.starts:
-            sequence = self._sequences[start.id]
-            if not sequence.started:
-                sequence.started = True
-                cached[start.id] = start.cached
+        num_cached: dict[int, int] = {}
+        for admitted in plan.admitted:
+            sequence = self._sequences[admitted.id]
+            if not sequence.admitted:
+                sequence.admitted = True
+                num_cached[admitted.id] = admitted.num_cached_tokens
                 self._counts["prompt_tokens"] += len(sequence.request.prompt)
-                self._counts["cached_tokens"] += start.cached
-        return cached
+                self._counts["cached_tokens"] += admitted.num_cached_tokens
+        return num_cached
 
-    def _compute(self, work: Sequence[Work]) -> list[_Result]:
-        """One forward, and what is drawn behind it."""
+    def _compute(self, scheduled: Sequence[ScheduledSeq]) -> list[_Result]:
+        """Run one forward pass and sample."""
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
-                return self._compute(work)
-        hidden_TD = self.runner.run(work)
+                return self._compute(scheduled)
+        hidden_TD = self.runner.run(scheduled)
         sequences = self._sequences
-        if sum([len(item.tokens) for item in work]) == sum([item.samples for item in work]):
-            of = [sequences[item.id].sampled for item in work]
-            tokens, logprobs = self.sampler.draw(hidden_TD, of, [item.start + 1 for item in work])
+        if sum([len(s.tokens) for s in scheduled]) == sum([s.needs_sampling for s in scheduled]):
+            states = [sequences[s.id].sampling_state for s in scheduled]
+            positions = [s.start + 1 for s in scheduled]
+            tokens, logprobs = self.sampler.sample(hidden_TD, states, positions)
         else:
-            tokens, logprobs = self._draw_some(work, hidden_TD)
-        return self._results(work, hidden_TD, tokens, logprobs)
+            tokens, logprobs = self._sample_some(scheduled, hidden_TD)
+        return self._results(scheduled, hidden_TD, tokens, logprobs)
 
-    def _draw_some(
-        self, work: Sequence[Work], hidden_TD: Tensor
+    def _sample_some(
+        self, scheduled: Sequence[ScheduledSeq], hidden_TD: Tensor
     ) -> tuple[list[int], dict[int, Logprob]]:
-        """Draw behind the last token that is sure of each request, and behind its drafts."""
-        of: list[Sampled] = []
+        """Sample after the last known token of each request, and after each of its drafts."""
+        states: list[SamplingState] = []
         positions: list[int] = []
         before: list[tuple[int, ...]] = []
         index: list[int] = []
         at = 0
-        for item in work:
-            sure = len(item.tokens) - item.drafts
-            if item.samples:
-                drafts = item.tokens[sure:]
-                of += [self._sequences[item.id].sampled] * (item.drafts + 1)
-                positions += range(item.start + sure, item.start + len(item.tokens) + 1)
-                before += [drafts[:ahead] for ahead in range(item.drafts + 1)]
-                index += range(at + sure - 1, at + len(item.tokens))
-            at += len(item.tokens)
+        for seq in scheduled:
+            known = len(seq.tokens) - seq.num_draft_tokens
+            if seq.needs_sampling:
+                drafts = seq.tokens[known:]
+                states += [self._sequences[seq.id].sampling_state] * (seq.num_draft_tokens + 1)
+                positions += range(seq.start + known, seq.start + len(seq.tokens) + 1)
+                before += [drafts[:ahead] for ahead in range(seq.num_draft_tokens + 1)]
+                index += range(at + known - 1, at + len(seq.tokens))
+            at += len(seq.tokens)
         if not index:
             return [], {}
-        return self.sampler.draw(hidden_TD[torch.tensor(index)], of, positions, before)
+        return self.sampler.sample(hidden_TD[torch.tensor(index)], states, positions, before)
 
     def _results(
         self,
-        work: Sequence[Work],
+        scheduled: Sequence[ScheduledSeq],
         hidden_TD: Tensor,
         tokens: list[int],
         logprobs: dict[int, Logprob],
     ) -> list[_Result]:
-        """What each request has of it."""
+        """Split the sampled tokens and log-probabilities by request."""
         results: list[_Result] = []
         row = at = 0
-        for item in work:
-            options = self._sequences[item.id].request.options
+        for seq in scheduled:
+            params = self._sequences[seq.id].request.sampling_params
             new: tuple[int, ...] = ()
-            told = scores = None
-            if item.samples:
+            new_logprobs = prompt_logprobs = None
+            if seq.needs_sampling:
                 new = (tokens[row],)
-                if item.drafts:
-                    new = _right(item, tokens[row : row + item.drafts + 1], options.ends)
-                if options.logprobs is not None:
-                    told = tuple([logprobs[row + ahead] for ahead in range(len(new))])
-                row += item.drafts + 1
-            if options.prompt_logprobs is not None:
-                scores = self._scores(item, hidden_TD[at : at + len(item.tokens)])
-            at += len(item.tokens)
-            results.append(_Result(new, told, scores))
+                if seq.num_draft_tokens:
+                    sampled = tokens[row : row + seq.num_draft_tokens + 1]
+                    new = _accept_drafts(seq, sampled, params.stop_token_ids)
+                if params.logprobs is not None:
+                    new_logprobs = tuple([logprobs[row + ahead] for ahead in range(len(new))])
+                row += seq.num_draft_tokens + 1
+            if params.prompt_logprobs is not None:
+                prompt_logprobs = self._score_prompt(seq, hidden_TD[at : at + len(seq.tokens)])
+            at += len(seq.tokens)
+            results.append(_Result(new, new_logprobs, prompt_logprobs))
         return results
 
-    def _scores(self, item: Work, hidden_TD: Tensor) -> tuple[Logprob, ...] | None:
-        """The log-probabilities of the prompt's tokens behind those that were computed."""
-        sequence = self._sequences[item.id]
-        prompt, top = sequence.request.prompt, sequence.request.options.prompt_logprobs
-        begin = max(item.start, sequence.scored)  # before it was preempted, some were told
-        targets = prompt[begin + 1 : item.start + len(item.tokens) + 1]
+    def _score_prompt(self, seq: ScheduledSeq, hidden_TD: Tensor) -> tuple[Logprob, ...] | None:
+        """Return log-probabilities of the prompt tokens that follow those computed."""
+        sequence = self._sequences[seq.id]
+        prompt, top = sequence.request.prompt, sequence.request.sampling_params.prompt_logprobs
+        begin = max(seq.start, sequence.num_scored)  # some were reported before a preemption
+        targets = prompt[begin + 1 : seq.start + len(seq.tokens) + 1]
         if not targets:
             return None
-        sequence.scored = begin + len(targets)
-        hidden = hidden_TD[begin - item.start :][: len(targets)]
+        sequence.num_scored = begin + len(targets)
+        hidden = hidden_TD[begin - seq.start :][: len(targets)]
         return tuple(self.sampler.score(hidden, targets, top or 0))
 
-    def _failed(self, plan: Plan, error: Exception) -> list[Output]:
+    def _fail(self, plan: SchedulerOutput, error: Exception) -> list[Output]:
         self._counts["failed_steps"] += 1
-        ids = [item.id for item in plan.work]
-        outputs = [self._over(Output(id, end=Reason.FAILED, error=str(error))) for id in ids]
-        self._events.append(Retire(plan.step, None))
+        outputs = [
+            self._finish(Output(seq.id, finish_reason=FinishReason.FAILED, error=str(error)))
+            for seq in plan.scheduled
+        ]
+        self._events.append(StepDone(plan.step, None))
         return outputs
 
-    def _advanced(self, plan: Plan, results: list[_Result], cached: dict[int, int]) -> list[Output]:
-        """Tell each request what came of it, and the scheduler that the step is over."""
+    def _advance(
+        self, plan: SchedulerOutput, results: list[_Result], num_cached: dict[int, int]
+    ) -> list[Output]:
+        """Append the new tokens; return the outputs and queue `StepDone` for the scheduler."""
         outputs: list[Output] = []
-        for item, result in zip(plan.work, results, strict=True):
-            id, new = item.id, result.tokens
+        for seq, result in zip(plan.scheduled, results, strict=True):
+            id, new = seq.id, result.tokens
             sequence = self._sequences[id]
             if new:
                 sequence.tokens += new
-                sequence.sampled.take(new)
-            elif id not in cached and result.prompt_logprobs is None:
+                sequence.sampling_state.append(new)
+            elif id not in num_cached and result.prompt_logprobs is None:
                 continue
-            end, error = self._end_of(sequence)
-            output = Output(id, *result, cached.pop(id, None), end, error)
-            outputs.append(output if end is None else self._over(output))
+            reason, error = self._finish_reason(sequence)
+            output = Output(id, *result, num_cached.pop(id, None), reason, error)
+            outputs.append(output if reason is None else self._finish(output))
         tokens = tuple([result.tokens for result in results])
-        self._count(plan.work, tokens)
-        drafts = self._drafts(plan.work) if self.proposer else ()
-        self._events.append(Retire(plan.step, tokens, drafts))
+        self._count(plan.scheduled, tokens)
+        drafts = self._propose(plan.scheduled) if self.proposer else ()
+        self._events.append(StepDone(plan.step, tokens, drafts))
         return outputs
 
-    def _count(self, work: Sequence[Work], tokens: Sequence[tuple[int, ...]]) -> None:
+    def _count(self, scheduled: Sequence[ScheduledSeq], tokens: Sequence[tuple[int, ...]]) -> None:
         counts, new = self._counts, sum(map(len, tokens))
         counts["generated_tokens"] += new
         if self.proposer:
-            counts["drafted_tokens"] += sum([item.drafts for item in work])
-            counts["accepted_tokens"] += new - sum([item.samples for item in work])
+            counts["draft_tokens"] += sum([seq.num_draft_tokens for seq in scheduled])
+            counts["accepted_tokens"] += new - sum([seq.needs_sampling for seq in scheduled])
 
-    def _end_of(self, sequence: _Sequence) -> tuple[Reason | None, str | None]:
-        matcher, request = sequence.sampled.matcher, sequence.request
+    def _finish_reason(self, sequence: _Sequence) -> tuple[FinishReason | None, str | None]:
+        matcher, request = sequence.sampling_state.matcher, sequence.request
         generated = len(sequence.tokens) > len(request.prompt)
-        if generated and sequence.tokens[-1] in request.options.ends:
-            return Reason.STOP, None
+        if generated and sequence.tokens[-1] in request.sampling_params.stop_token_ids:
+            return FinishReason.STOP, None
         if matcher is not None and (matcher.error or matcher.done):
-            # Nobody can keep such a grammar: that is for its author to mend.
-            return (Reason.REFUSED if matcher.error else Reason.STOP), matcher.error
-        return (Reason.LENGTH if len(sequence.tokens) == request.total else None), None
+            # No output can match such a grammar: its author has to change it.
+            return (FinishReason.REJECTED if matcher.error else FinishReason.STOP), matcher.error
+        return (FinishReason.LENGTH if len(sequence.tokens) == request.max_len else None), None
 
-    def _over(self, output: Output) -> Output:
-        """Its end is told now; the scheduler hears of it before the step retires."""
-        assert output.end
-        if output.end is not Reason.LENGTH:  # which it knows by itself
-            self._events.append(End(output.id, output.end))
-        self._told.add(output.id)
-        self._forget(output.id)
+    def _finish(self, output: Output) -> Output:
+        """Report the end of a request now; the scheduler processes it before the next step."""
+        assert output.finish_reason
+        if output.finish_reason is not FinishReason.LENGTH:  # which the scheduler detects itself
+            self._events.append(Abort(output.id, output.finish_reason))
+        self._reported_finished.add(output.id)
+        self._remove(output.id)
         return output
 
-    def _forget(self, id: int) -> None:
+    def _remove(self, id: int) -> None:
         del self._sequences[id]
         if self.proposer:
             self.proposer.forget(id)
 
-    def _drafts(self, work: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
-        """For each work what may come next, where steps are small enough to try."""
+    def _propose(self, scheduled: Sequence[ScheduledSeq]) -> tuple[tuple[int, ...], ...]:
+        """Return draft tokens for each request, if steps are small enough to profit."""
         assert self.proposer
-        asked = {
-            item.id: sequence
-            for item in work
-            if item.samples
-            and (sequence := self._sequences.get(item.id))
-            and sequence.sampled.matcher is None
+        eligible = {
+            seq.id: sequence
+            for seq in scheduled
+            if seq.needs_sampling
+            and (sequence := self._sequences.get(seq.id))
+            and sequence.sampling_state.matcher is None
         }
-        most = WIDEST // len(asked) - 1 if asked else 0
-        if most < 1:
+        max_tokens = MAX_SPECULATIVE_STEP_TOKENS // len(eligible) - 1 if eligible else 0
+        if max_tokens < 1:
             return ()
         try:
-            found = self.proposer.propose(list(asked.values()), most)
-        except Exception:  # a guess is not worth a request
-            _LOG.exception("no drafts")
+            proposed = self.proposer.propose(list(eligible.values()), max_tokens)
+        except Exception:  # drafts are optional: no request fails for them
+            _LOG.exception("speculative proposer failed; continuing without drafts")
             return ()
-        drafts = dict(zip(asked, found, strict=True))
-        return tuple([drafts.get(item.id, ()) for item in work])
+        drafts = dict(zip(eligible, proposed, strict=True))
+        return tuple([drafts.get(seq.id, ()) for seq in scheduled])
 
 
 class _Result(NamedTuple):
-    """What a step brought a request."""
+    """New tokens and log-probabilities of one request."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[Logprob, ...] | None
     prompt_logprobs: tuple[Logprob, ...] | None
 
 
-_COUNTED = (
+_COUNTERS = (
     "steps",
     "prompt_tokens",
     "cached_tokens",
     "generated_tokens",
     "preemptions",
-    "drafted_tokens",
+    "draft_tokens",
     "accepted_tokens",
     "failed_steps",
 )
 
 
-def _right(item: Work, drawn: list[int], ends: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that count: while drafts are what was drawn, to one that ends.
+def _accept_drafts(
+    seq: ScheduledSeq, sampled: list[int], stop_token_ids: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the accepted tokens: drafts up to the first that differs from the sampled token or
+    stops the request, and the sampled token there.
 
-    >>> work = Work(1, 4, (5, 6, 7, 8), (0,), True, drafts=3)
-    >>> _right(work, [6, 7, 9, 1], ()), _right(work, [6, 7, 9, 1], (6,))
+    >>> seq = ScheduledSeq(1, 4, (5, 6, 7, 8), (0,), True, num_draft_tokens=3)
+    >>> _accept_drafts(seq, [6, 7, 9, 1], ()), _accept_drafts(seq, [6, 7, 9, 1], (6,))
     ((6, 7, 9), (6,))
     """
-    drafts = item.tokens[len(item.tokens) - item.drafts :]
+    drafts = seq.tokens[len(seq.tokens) - seq.num_draft_tokens :]
     count = 0
-    while count < len(drafts) and drawn[count] == drafts[count] and drawn[count] not in ends:
+    for draft, token in zip(drafts, sampled, strict=False):
+        if draft != token or token in stop_token_ids:
+            break
         count += 1
-    return tuple(drawn[: count + 1])
+    return tuple(sampled[: count + 1])
 
 
-def _refused(request: Request, what: str, hint: str) -> IngotError:
-    return IngotError(f"request {request.id} {what}", hint=hint)
+def _error(request: Request, message: str, hint: str) -> IngotError:
+    return IngotError(f"request {request.id}: {message}", hint=hint)

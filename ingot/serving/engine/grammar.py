@@ -1,9 +1,9 @@
 """Text that keeps a grammar: which tokens may come next, by llguidance.
 
-    future = Grammars(tokenizer, vocabulary).compile(Grammar(kind="regex", text="yes|no"))
+    future = GrammarCompiler(tokenizer, vocabulary).compile(Grammar(kind="regex", text="yes|no"))
     matcher = future.result()
     matcher.mask()        # (V), true for tokens that may come
-    matcher.take((5,))    # this one came
+    matcher.accept((5,))    # this one came
 
 A grammar comes from a client and may be hostile. Its length is bounded by `Grammar`; what compiling
 it and a step of it may cost by llguidance's fuel; beyond there is an error, for that request alone.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ingot.core.errors import IngotError
-from ingot.serving.engine.request import Grammar
+from ingot.serving.engine.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from ingot.interop.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class GrammarError(IngotError):
     """A grammar that is none, or that costs too much."""
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for a model's tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
@@ -52,18 +52,18 @@ class Grammars:
         self._tokens: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    def compile(self, grammar: Grammar) -> Future[Matcher]:
+    def compile(self, grammar: Grammar) -> Future[GrammarMatcher]:
         """A matcher at the grammar's beginning, in time."""
         return self._thread.submit(self._compile, grammar)
 
-    def _compile(self, grammar: Grammar) -> Matcher:
+    def _compile(self, grammar: Grammar) -> GrammarMatcher:
         found = self._compiled.pop(grammar, None)
         if found is None:
             found = self._made(grammar)
         self._compiled[grammar] = found
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
-        return Matcher(found.deep_copy(), self._vocabulary)
+        return GrammarMatcher(found.deep_copy(), self._vocabulary)
 
     def _made(self, grammar: Grammar) -> Any:
         llguidance = _llguidance()
@@ -84,7 +84,7 @@ class Grammars:
         return made
 
 
-class Matcher:
+class GrammarMatcher:
     """How far a text is in its grammar."""
 
     def __init__(self, inner: Any, vocabulary: int) -> None:
@@ -104,7 +104,7 @@ class Matcher:
         self.error = self.error or "no token of the vocabulary keeps the grammar"
         return np.ones(self._vocabulary, np.bool_)
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int]) -> None:
         """These tokens came."""
         if self.error is None:
             self._ask(self._inner.consume_tokens, list(tokens))

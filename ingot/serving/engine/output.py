@@ -1,17 +1,17 @@
-"""What the engine says: what a step did for each request, and how the engine is.
+"""Outputs of the engine: new tokens of each request after a step, and engine statistics.
 
-No torch here: whoever passes it on need not load it.
+Imports no torch, so that the HTTP process can pass outputs on without loading it.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ingot.serving.engine.request import Reason
+from ingot.serving.engine.request import FinishReason
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The log-probability of a token, and of the likeliest ones in its place.
+    """Log-probability of a token, and of the most likely tokens at its position.
 
     >>> Logprob(5, -0.5, ((5, -0.5), (7, -1.5))).top[0]
     (5, -0.5)
@@ -23,42 +23,42 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What a step did for one request.
+    """Result of one step for one request.
 
-    >>> Output(7, (11,)).end is None
+    >>> Output(7, (11,)).finish_reason is None
     True
     """
 
     id: int
     tokens: tuple[int, ...] = ()
-    """New ones. The last may be an end token, which is no text."""
+    """New tokens. The last one may be a stop token, which is not part of the text."""
     logprobs: tuple[Logprob, ...] | None = None
-    """Of these tokens, if asked for."""
+    """Of these tokens, if requested."""
     prompt_logprobs: tuple[Logprob, ...] | None = None
-    """Of the prompt's next tokens, if asked for: the first to be told of is the second token."""
-    cached: int | None = None
-    """The prompt's tokens found in the cache; told once, when it starts."""
-    end: Reason | None = None
-    """Nothing more comes."""
+    """Of the next prompt tokens, if requested; the first prompt token has none."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache; reported once, when the request is admitted."""
+    finish_reason: FinishReason | None = None
+    """Set in the last output of a request."""
     error: str | None = None
-    """What went wrong, where it failed."""
+    """Error message, if the request failed or was rejected."""
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine is: now, and counted since its start."""
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the engine, and counters since its start."""
 
-    running: int
-    waiting: int
-    blocks_used: int
-    blocks: int
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
     steps: int
     prompt_tokens: int
-    """Of requests that started."""
+    """Prompt tokens of admitted requests."""
     cached_tokens: int
-    """Of those, found in the cache."""
+    """Prompt tokens found in the prefix cache."""
     generated_tokens: int
     preemptions: int
-    drafted_tokens: int
+    draft_tokens: int
     accepted_tokens: int
-    """Of those, as they would have been drawn."""
+    """Draft tokens that equal the sampled ones."""
     failed_steps: int

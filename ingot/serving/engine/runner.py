@@ -1,7 +1,7 @@
 """One forward of the decoder for all of a step's work, over the paged pool.
 
-    runner = Runner(decoder, limits)
-    hidden_TD = runner.run(plan.work)    # the state of every token, in the order of the work
+    runner = Runner(decoder, config)
+    hidden_TD = runner.run(plan.scheduled)    # the state of every token, in the order of the work
 
 Nothing is made anew for a step: the plan's tensors stay where they are and get new values. So a
 step of few tokens can be recorded when its shape (tokens, requests) comes for the second time, and
@@ -26,45 +26,47 @@ from torch import Tensor
 
 from ingot.nn import BatchLayout, Decoder, KVCache
 from ingot.ops.replay import capture
-from ingot.serving.engine.scheduler import Limits, Work
+from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
 
-RECORDED = 64  # tokens of the largest step that is recorded: beyond, kernels outlast Python
-KEPT = 128  # recordings
+MAX_CAPTURED_TOKENS = (
+    64  # tokens of the largest step that is recorded: beyond, kernels outlast Python
+)
+MAX_CAPTURES = 128  # recordings
 
 
 class Runner:
     """A decoder, its pool of keys and values, and the tensors of a step.
 
     >>> from ingot.nn import preset
-    >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
-    >>> runner = Runner(decoder, Limits(blocks=4, block_size=16))
+    >>> config = SchedulerConfig(num_blocks=4, block_size=16)
+    >>> runner = Runner(Decoder.from_config(preset("tiny"), seed=0), config)
     >>> with torch.inference_mode():
-    ...     runner.run([Work(1, 0, (5, 6, 7), (2,), True)]).shape
+    ...     runner.run([ScheduledSeq(1, 0, (5, 6, 7), (2,), True)]).shape
     torch.Size([3, 64])
     """
 
-    def __init__(self, decoder: Decoder, limits: Limits) -> None:
-        self.decoder, self.size = decoder, limits.block_size
+    def __init__(self, decoder: Decoder, config: SchedulerConfig) -> None:
+        self.decoder, self.size = decoder, config.block_size
         device = self._device = decoder.device
-        self.kv_cache = KVCache(decoder.kv_spec, limits.blocks, limits.block_size, device)
-        tokens, self._rows = limits.burst, limits.max_running
+        self.kv_cache = KVCache(decoder.kv_spec, config.num_blocks, config.block_size, device)
+        tokens, self._rows = config.prefill_only_budget, config.max_num_seqs
         self._tokens, self._positions, self._slots = (
-            _Integers((tokens,), np.int64, device) for _ in "tps"
+            _StagingBuffer((tokens,), np.int64, device) for _ in "tps"
         )
-        self._starts = _Integers((self._rows + 1,), np.int32, device)
-        self._contexts = _Integers((self._rows,), np.int32, device)
+        self._starts = _StagingBuffer((self._rows + 1,), np.int32, device)
+        self._contexts = _StagingBuffer((self._rows,), np.int32, device)
         self._steps = torch.arange(self._rows + 1, dtype=torch.int32, device=device)
         self._widen(8)
         self._seen: set[tuple[int, int]] = set()
 
     def _widen(self, blocks: int) -> None:
         """Have room for so many blocks in a row of the table; recordings hold the old one."""
-        self._table = _Integers((self._rows, blocks), np.int32, self._device)
+        self._table = _StagingBuffer((self._rows, blocks), np.int32, self._device)
         self._table_BM = self._table.array
-        self._holds: list[tuple[int, ...]] = [()] * self._rows
-        self._recordings: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
+        self._row_tables: list[tuple[int, ...]] = [()] * self._rows
+        self._captures: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
 
-    def run(self, work: Sequence[Work]) -> Tensor:
+    def run(self, work: Sequence[ScheduledSeq]) -> Tensor:
         """The normalized state of each token of the work, (T, D)."""
         shape = self._fill(work)
         if self._device.type != "cpu":
@@ -72,20 +74,20 @@ class Runner:
                 *(self._tokens, self._positions, self._slots, self._starts, self._contexts),
                 self._table,
             ):
-                integers.send()
+                integers.copy_to_device()
             return self._forward(*shape)
-        recording = self._recordings.get(shape)
-        if recording is not None:
-            self._recordings.move_to_end(shape)
-            return recording()
-        if shape[0] > RECORDED:
+        replay = self._captures.get(shape)
+        if replay is not None:
+            self._captures.move_to_end(shape)
+            return replay()
+        if shape[0] > MAX_CAPTURED_TOKENS:
             return self._forward(*shape)
         if shape not in self._seen:
             self._seen.add(shape)
             return self._forward(*shape)
-        hidden_TD, self._recordings[shape] = capture(lambda: self._forward(*shape))
-        if len(self._recordings) > KEPT:
-            self._recordings.popitem(last=False)
+        hidden_TD, self._captures[shape] = capture(lambda: self._forward(*shape))
+        if len(self._captures) > MAX_CAPTURES:
+            self._captures.popitem(last=False)
         return hidden_TD
 
     def _forward(self, tokens: int, requests: int) -> Tensor:
@@ -100,16 +102,16 @@ class Runner:
         )
         return self.decoder(self._tokens.tensor[:tokens], layout)
 
-    def _fill(self, work: Sequence[Work]) -> tuple[int, int]:
+    def _fill(self, work: Sequence[ScheduledSeq]) -> tuple[int, int]:
         """Write the work into the tensors; how many tokens and requests there are."""
-        holds = self._holds
+        row_tables = self._row_tables
         for row, item in enumerate(work):
-            table = item.table
-            if holds[row] is not table:
+            table = item.block_table
+            if row_tables[row] is not table:
                 if len(table) > self._table_BM.shape[1]:
                     self._widen(1 << (len(table) - 1).bit_length())
                     return self._fill(work)
-                holds[row] = table
+                row_tables[row] = table
                 self._table_BM[row, : len(table)] = table
         total = sum([len(item.tokens) for item in work])
         if total == len(work):
@@ -118,7 +120,7 @@ class Runner:
             self._fill_several(work, total)
         return total, len(work)
 
-    def _fill_single(self, work: Sequence[Work]) -> None:
+    def _fill_single(self, work: Sequence[ScheduledSeq]) -> None:
         """One token each. Weights that streamed by have thrown numpy out of the caches: a dozen of
         its calls take 0.1 ms here, this loop a microsecond a request."""
         size = self.size
@@ -129,9 +131,9 @@ class Runner:
             tokens[row] = item.tokens[0]
             positions[row] = position
             contexts[row] = position + 1
-            slots[row] = item.table[position // size] * size + position % size
+            slots[row] = item.block_table[position // size] * size + position % size
 
-    def _fill_several(self, work: Sequence[Work], total: int) -> None:
+    def _fill_several(self, work: Sequence[ScheduledSeq], total: int) -> None:
         rows = len(work)
         begin_B = np.array([item.start for item in work])
         count_B = np.array([len(item.tokens) for item in work])
@@ -146,7 +148,7 @@ class Runner:
         self._tokens.array[:total] = list(chain.from_iterable([item.tokens for item in work]))
 
 
-class _Integers:
+class _StagingBuffer:
     """The same memory for torch, for numpy and, number by number, for Python; on another device
     torch has a copy of its own."""
 
@@ -158,6 +160,6 @@ class _Integers:
         self.tensor = self._host.to(device)
         self.items = self.array.data
 
-    def send(self) -> None:
+    def copy_to_device(self) -> None:
         """Let the copy be as the memory is."""
         self.tensor.copy_(self._host)

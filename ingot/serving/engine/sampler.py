@@ -1,4 +1,4 @@
-"""From states to tokens: all requests of a step at once, each with options of its own.
+"""From states to tokens: all requests of a step at once, each with params of its own.
 
     logits ─> penalties ─> bias ─> grammar ─> temperature, top-k, top-p, min-p ─> token
        └─> log-probabilities of the model       └─> those of the distribution drawn from
@@ -24,33 +24,42 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.nn import Decoder
-from ingot.serving.engine.grammar import Matcher
+from ingot.serving.engine.grammar import GrammarMatcher
 from ingot.serving.engine.output import Logprob
 from ingot.serving.engine.request import Request
+from ingot.serving.engine.sampling_params import SamplingParams
 
 CHUNK = 64  # rows whose logits are ranked at one time
 
 
-class Sampled:
-    """A request as the sampler knows it: its options, and what they have to remember."""
+class SamplingState:
+    """A request as the sampler knows it: its params, and what they have to remember."""
 
-    __slots__ = ("biases", "counts", "matcher", "options", "penalized", "prompt", "special")
+    __slots__ = (
+        "biases",
+        "counts",
+        "matcher",
+        "needs_logit_processing",
+        "params",
+        "penalized",
+        "prompt",
+    )
 
-    def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
-        options = self.options = request.options
+    def __init__(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
+        params = self.params = request.sampling_params
         self.matcher = matcher
         self.biases = (
-            np.array([token for token, _ in options.bias], np.int64),
-            np.array([value for _, value in options.bias], np.float32),
+            np.array([token for token, _ in params.logit_bias], np.int64),
+            np.array([value for _, value in params.logit_bias], np.float32),
         )
         self.penalized = bool(
-            options.presence_penalty or options.frequency_penalty or options.repetition_penalty != 1
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
         self.prompt = request.prompt if self.penalized else ()
         self.counts: tuple[np.ndarray, np.ndarray] | None = None
-        self.special = bool(self.penalized or options.bias or matcher)
+        self.needs_logit_processing = bool(self.penalized or params.logit_bias or matcher)
 
-    def counted(self, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    def count_work(self, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens are in the prompt, and how often each was generated: (V), (V)."""
         if self.counts is None:
             prompt_V = np.zeros(vocabulary, np.bool_)
@@ -58,13 +67,13 @@ class Sampled:
             self.counts = prompt_V, np.zeros(vocabulary, np.int32)
         return self.counts
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """These were drawn, and count."""
         if self.counts is not None:
             for token in tokens:
                 self.counts[1][token] += 1
         if self.matcher is not None:
-            self.matcher.take(tokens)
+            self.matcher.accept(tokens)
 
 
 class Sampler:
@@ -72,9 +81,9 @@ class Sampler:
 
     >>> from ingot.nn import preset
     >>> sampler = Sampler(Decoder.from_config(preset("tiny"), seed=0))
-    >>> one = Sampled(Request(id=1, prompt=(5,), max_tokens=1))
+    >>> one = SamplingState(Request(id=1, prompt=(5,), max_tokens=1))
     >>> with torch.inference_mode():
-    ...     tokens, logprobs = sampler.draw(torch.zeros(2, 64), [one, one], [1, 2])
+    ...     tokens, logprobs = sampler.sample(torch.zeros(2, 64), [one, one], [1, 2])
     >>> len(tokens), logprobs
     (2, {})
     """
@@ -84,10 +93,10 @@ class Sampler:
         self._device = decoder.device
         self._batch = _Batch([], self.vocabulary, self._device)
 
-    def draw(
+    def sample(
         self,
         hidden_RD: Tensor,
-        of: list[Sampled],
+        states: list[SamplingState],
         positions: Sequence[int],
         drafts: Sequence[tuple[int, ...]] | None = None,
     ) -> tuple[list[int], dict[int, Logprob]]:
@@ -96,57 +105,61 @@ class Sampler:
         A row is of some request, for some position, with some drafts right before it.
         """
         batch = self._batch
-        if of != batch.of:
-            batch = self._batch = _Batch(of, self.vocabulary, self._device)
-        batch.place(positions)
+        if states != batch.states:
+            batch = self._batch = _Batch(states, self.vocabulary, self._device)
+        batch.set_positions(positions)
         logits_RV = self.decoder.logits(hidden_RD)
-        if not (batch.special or batch.told):
-            return ops.sample(logits_RV, *batch.options).tolist(), {}
-        drawn_R = ops.sample(logits_RV, *batch.options)
+        if not (batch.needs_logit_processing or batch.logprob_rows):
+            return ops.sample(logits_RV, *batch.params).tolist(), {}
+        drawn_R = ops.sample(logits_RV, *batch.params)
         processed: dict[int, Tensor] = {}
-        if batch.special:
-            some_S = torch.tensor(batch.special)
-            before = [drafts[row] if drafts else () for row in batch.special]
+        if batch.needs_logit_processing:
+            some_S = torch.tensor(batch.needs_logit_processing)
+            before = [drafts[row] if drafts else () for row in batch.needs_logit_processing]
             logits_SV = self._processed(
-                logits_RV[some_S].float(), [of[row] for row in batch.special], before
+                logits_RV[some_S].float(),
+                [states[row] for row in batch.needs_logit_processing],
+                before,
             )
-            drawn_R[some_S] = ops.sample(logits_SV, *(option[some_S] for option in batch.options))
-            processed = dict(zip(batch.special, logits_SV, strict=True))
+            drawn_R[some_S] = ops.sample(logits_SV, *(option[some_S] for option in batch.params))
+            processed = dict(zip(batch.needs_logit_processing, logits_SV, strict=True))
         tokens = drawn_R.tolist()
-        return tokens, self._told(batch, tokens, hidden_RD, logits_RV, processed)
+        return tokens, self._collect_logprobs(batch, tokens, hidden_RD, logits_RV, processed)
 
     def _processed(
-        self, logits_SV: Tensor, of: list[Sampled], drafts: list[tuple[int, ...]]
+        self, logits_SV: Tensor, states: list[SamplingState], drafts: list[tuple[int, ...]]
     ) -> Tensor:
         """The logits after penalties, bias and grammar."""
-        penalized = [row for row, one in enumerate(of) if one.penalized]
+        penalized = [row for row, one in enumerate(states) if one.penalized]
         if penalized:
             some = torch.tensor(penalized)
             logits_SV[some] = self._penalized(
-                logits_SV[some], [of[row] for row in penalized], [drafts[row] for row in penalized]
+                logits_SV[some],
+                [states[row] for row in penalized],
+                [drafts[row] for row in penalized],
             )
         here_SV = logits_SV.cpu()
-        for logits_V, one in zip(here_SV.numpy(), of, strict=True):
+        for logits_V, one in zip(here_SV.numpy(), states, strict=True):
             np.add.at(logits_V, *one.biases)
             if one.matcher is not None:
                 logits_V[~one.matcher.mask()] = -np.inf
         return here_SV.to(self._device)
 
     def _penalized(
-        self, logits_SV: Tensor, of: list[Sampled], drafts: list[tuple[int, ...]]
+        self, logits_SV: Tensor, states: list[SamplingState], drafts: list[tuple[int, ...]]
     ) -> Tensor:
-        counted = [one.counted(self.vocabulary) for one in of]
+        counted = [one.count_work(self.vocabulary) for one in states]
         counts_SV = np.stack([counts_V for _, counts_V in counted])
         for counts_V, before in zip(counts_SV, drafts, strict=True):
             for token in before:
                 counts_V[token] += 1
-        options = [one.options for one in of]
+        params = [one.params for one in states]
         arguments = (
             torch.from_numpy(np.stack([prompt_V for prompt_V, _ in counted])),
             torch.from_numpy(counts_SV),
-            torch.tensor([o.repetition_penalty for o in options]),
-            torch.tensor([o.presence_penalty for o in options]),
-            torch.tensor([o.frequency_penalty for o in options]),
+            torch.tensor([o.repetition_penalty for o in params]),
+            torch.tensor([o.presence_penalty for o in params]),
+            torch.tensor([o.frequency_penalty for o in params]),
         )
         return ops.apply_penalties(
             logits_SV, *(argument.to(self._device) for argument in arguments)
@@ -154,7 +167,7 @@ class Sampler:
 
     # What is told
 
-    def _told(
+    def _collect_logprobs(
         self,
         batch: _Batch,
         tokens: list[int],
@@ -163,12 +176,12 @@ class Sampler:
         processed: dict[int, Tensor],
     ) -> dict[int, Logprob]:
         found: dict[int, Logprob] = {}
-        for (top, of_drawn), rows in batch.told.items():
+        for (top, mode), rows in batch.logprob_rows.items():
             wanted, some = [tokens[row] for row in rows], torch.tensor(rows)
-            if of_drawn:
+            if mode == "processed":
                 logits = torch.stack([processed.get(row, logits_RV[row]).float() for row in rows])
-                options = [option[some] for option in batch.options[:4]]
-                scored = _drawn(ops.sampling_logprobs(logits, *options), wanted, top)
+                params = [option[some] for option in batch.params[:4]]
+                scored = _drawn(ops.sampling_logprobs(logits, *params), wanted, top)
             else:
                 scored = self._scored(hidden_RD[some], logits_RV[some], wanted, top)
             found |= zip(rows, scored, strict=True)
@@ -198,34 +211,42 @@ class Sampler:
 class _Batch:
     """What does not change while the rows are of the same requests."""
 
-    def __init__(self, of: list[Sampled], vocabulary: int, device: torch.device) -> None:
-        self.of = of
-        options = [one.options for one in of]
-        positions = np.zeros(len(of), np.int64)
+    def __init__(self, states: list[SamplingState], vocabulary: int, device: torch.device) -> None:
+        self.states = states
+        params = [one.params for one in states]
+        positions = np.zeros(len(states), np.int64)
         self._positions, self._host = positions.data, torch.from_numpy(positions)
-        columns = (
-            torch.tensor([o.temperature for o in options], dtype=torch.float32),
-            torch.tensor([min(o.top_k or vocabulary, vocabulary) for o in options]),
-            torch.tensor([o.top_p for o in options], dtype=torch.float32),
-            torch.tensor([o.min_p for o in options], dtype=torch.float32),
-            torch.tensor([o.seed for o in options]),
-            self._host,
-        )
-        self.options = tuple(column.to(device) for column in columns)
-        self.special = [row for row, one in enumerate(of) if one.special]
+        self.params = (*sampling_tensors(params, vocabulary, device), self._host.to(device))
+        self.needs_logit_processing = [
+            row for row, one in enumerate(states) if one.needs_logit_processing
+        ]
         # By how many likeliest tokens and of which kind. Each number by itself: which tokens are
         # among the likeliest may depend on it where some are equal.
-        self.told: dict[tuple[int, bool], list[int]] = {}
-        for row, o in enumerate(options):
+        self.logprob_rows: dict[tuple[int, str], list[int]] = {}
+        for row, o in enumerate(params):
             if o.logprobs is not None:
-                self.told.setdefault((o.logprobs, o.processed), []).append(row)
+                self.logprob_rows.setdefault((o.logprobs, o.logprobs_mode), []).append(row)
 
-    def place(self, positions: Sequence[int]) -> None:
+    def set_positions(self, positions: Sequence[int]) -> None:
         """The positions to draw for, a row each."""
         for row, position in enumerate(positions):
             self._positions[row] = position
-        if self.options[-1] is not self._host:
-            self.options[-1].copy_(self._host)
+        if self.params[-1] is not self._host:
+            self.params[-1].copy_(self._host)
+
+
+def sampling_tensors(
+    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Temperature, top_k, top_p, min_p and seed as `ops.sample` takes them, (R) each."""
+    columns = (
+        torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params]),
+        torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        torch.tensor([p.seed for p in params]),
+    )
+    return columns if device.type == "cpu" else tuple([c.to(device) for c in columns])
 
 
 def _drawn(logprobs_RV: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:

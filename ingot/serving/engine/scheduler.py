@@ -1,43 +1,42 @@
-"""Who computes how many tokens in the next step.
+"""Scheduler: decides how many tokens of which request the next step computes.
 
-There is no prefill and no decode. A request has tokens (its prompt, and what was sampled) and
-knows how many of them are computed; each step spends one budget of tokens on letting the second
-chase the first. A long prompt takes several steps; a prefix found in the cache is computed
-already; a preempted request has computed nothing, and begins again.
+There is no separate prefill and decode phase. A request has tokens (its prompt, and those sampled
+so far), of which `num_computed` are in the KV cache; each step distributes one token budget so that
+the second number catches up with the first (as in vLLM v1). A long prompt takes several steps; a
+cached prefix counts as computed; a preempted request has computed nothing and starts over.
 
-**One order.** A request's rank is `arrival + priority * patience`, then its number: a priority is
-a head start in seconds. The order of two requests never changes, so whoever waits is overtaken
-only by those that come within the head start; nobody starves.
+**Order.** A request's rank is `arrival + priority * priority_step_s`, then its arrival number: a
+priority is a head start in seconds. The order of two requests never changes, so a waiting request
+is only overtaken by those that arrive within the head start, and none starves.
 
-**One rule.** A request may take what it needs (a place, blocks) from any that is ranked behind it.
-So the first in rank computes something in every step, whatever else happens. Who is preempted
-gives all its blocks back and waits in its rank; what it computed is often still cached when its
-turn comes.
+**Preemption.** A request may take what it needs (a place in the batch, blocks) from any request
+that ranks after it. So the first in rank makes progress in every step. A preempted request releases
+all its blocks and waits in its rank; often they are still cached when it is admitted again.
 
 **A step:**
 
 1. Requests whose last block is full get one more, in rank order.
-2. Waiting requests start, in rank order, while budget, places and blocks are left. All of a
-   prompt's blocks are allocated together. Those found in the cache are not computed, but for the
-   last token, whose state has to be known to sample the next.
-3. Each request that lacks one token gets it; what is left of the budget goes to the others, in
-   rank order. So long prompts do not hold up those who are being answered. Where nobody lacks just
-   one, nobody is held up, and the budget is four times as large.
-4. What is then left goes to drafts: tokens that somebody guesses will be sampled next. They are
-   computed like any others. If the guess was right, the step brings several tokens; if not, what it
-   computed of them is written over. Nobody is preempted for a draft.
+2. Waiting requests are admitted, in rank order, while budget, places and blocks are left. All
+   blocks of a prompt are allocated together. Cached blocks are not computed again, except for the
+   last token, whose hidden state is needed to sample the next one.
+3. Each request that lacks one token gets it; the rest of the budget goes to the others, in rank
+   order, so that long prompts do not delay requests that are decoding. If no request is decoding,
+   the budget is four times as large.
+4. What is left goes to draft tokens (speculative decoding). They are computed like any others: if
+   they are accepted, the step yields several tokens; if not, their KV entries are overwritten. No
+   request is preempted for a draft.
 
-**Pure.** `Scheduler.step` reads no clock, draws no number and waits for nothing: plans are a
-function of `(now, events)` since the start. `record` writes those down, and `replay` makes the
-same plans of them.
+**Pure.** `Scheduler.step` reads no clock, uses no random numbers and never blocks: its output is a
+function of the `(now, events)` since the start. `record` serializes these, and `replay` reproduces
+the outputs from them.
 
-    scheduler = Scheduler(Limits(blocks=1024))
-    plan = scheduler.step(now, [request])             # plan.work: what the runner is to compute
-    plan = scheduler.step(now, [Retire(plan.step, tokens)])   # plan.ends: who is done
+    scheduler = Scheduler(SchedulerConfig(num_blocks=1024))
+    output = scheduler.step(now, [request])      # output.scheduled: what the runner has to compute
+    output = scheduler.step(now, [StepDone(output.step, tokens)])   # output.finished
 
-One step is in flight at a time. Meanwhile requests may come and end; those calls plan no work.
-A request that ends in flight is over at once for its client, but the step still writes to its
-blocks: they come back when it retires.
+One step is in flight at a time. Meanwhile requests may arrive and finish; such calls schedule
+nothing. A request that finishes in flight is reported at once, but the step still writes to its
+blocks: they are released when it is done.
 """
 
 from __future__ import annotations
@@ -53,433 +52,463 @@ from typing import TypeAlias
 import msgspec
 
 from ingot.core.errors import ConfigError
-from ingot.serving.engine.blocks import BlockPool, key, root
-from ingot.serving.engine.request import End, Reason, Request
+from ingot.serving.engine.blocks import BlockPool, block_key, root_key
+from ingot.serving.engine.request import Abort, FinishReason, Request
 
-# Weights are read and packed once for so many more tokens: prompts are computed 1.13-1.25 times as
-# fast in steps of 2,048 as in steps of 512 (two models of 100M parameters, two cores).
-BURST = 4
+# Weights are read and packed once for more tokens: prompts are computed 1.13-1.25x as fast in steps
+# of 2,048 tokens as in steps of 512 (two models of 100M parameters, two cores).
+PREFILL_ONLY_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the scheduler may spend.
+class SchedulerConfig:
+    """Limits of the scheduler.
 
-    >>> Limits(blocks=100, block_size=16).capacity
+    >>> SchedulerConfig(num_blocks=100, block_size=16).capacity
     1600
     """
 
-    blocks: int
-    """Blocks of keys and values: memory / (block_size * bytes of a token)."""
+    num_blocks: int
+    """KV-cache blocks: memory / (block_size * bytes per token)."""
     block_size: int = 32
-    budget: int = 512
-    """Tokens of a step that streams wait for: more is more throughput, less is steadier streams."""
-    max_running: int = 64
-    max_waiting: int = 4096
-    """Beyond, requests are refused."""
-    patience: float = 10.0
-    """Seconds of waiting that make up for one level of priority; 0 for no priorities."""
-    weights: str = ""
-    """The version of the weights; blocks of others are not reused."""
+    max_num_batched_tokens: int = 512
+    """Token budget of a step with decoding requests: higher is more throughput, lower is a steadier
+    inter-token latency."""
+    max_num_seqs: int = 64
+    """Maximum number of running requests."""
+    max_queue: int = 4096
+    """Maximum number of waiting requests; further ones are rejected."""
+    priority_step_s: float = 10.0
+    """Seconds of waiting that compensate for one level of priority; 0 disables priorities."""
+    model_version: str = ""
+    """Version of the weights; blocks of other versions are not reused."""
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "block_size", "budget", "max_running", "max_waiting"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if not 1 <= value <= 2**31:
                 raise ConfigError(f"{name} is {value}", hint="give a number from 1 to 2**31")
-        if self.budget < self.max_running:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"a budget of {self.budget} tokens for {self.max_running} running requests",
-                hint="give at least one token for each: raise budget or lower max_running",
+                "max_num_batched_tokens: expected at least max_num_seqs "
+                f"({self.max_num_seqs}), got {self.max_num_batched_tokens}",
+                hint="raise max_num_batched_tokens or lower max_num_seqs",
             )
-        if not (math.isfinite(self.patience) and self.patience >= 0):
-            raise ConfigError(f"patience is {self.patience}", hint="give seconds, 0 or more")
+        if not (math.isfinite(self.priority_step_s) and self.priority_step_s >= 0):
+            raise ConfigError(
+                f"priority_step_s is {self.priority_step_s}", hint="give seconds, 0 or more"
+            )
 
     @property
-    def burst(self) -> int:
-        """The tokens of a step that no stream waits for: all are at the beginning of their work."""
-        return BURST * self.budget
+    def prefill_only_budget(self) -> int:
+        """Token budget of a step without decoding requests."""
+        return PREFILL_ONLY_FACTOR * self.max_num_batched_tokens
 
     @property
     def capacity(self) -> int:
-        """The tokens that fit in all blocks."""
-        return self.blocks * self.block_size
+        """Number of tokens that fit in all blocks."""
+        return self.num_blocks * self.block_size
 
 
-class Retire(msgspec.Struct, frozen=True, tag=True):
-    """The step in flight is computed: for each of its works the tokens sampled, in order.
+_POSITIVE = ("num_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_queue")
 
-    A work that `samples` has one token, the others have none; one with drafts has, before it, those
-    drafts that were right. `tokens` is None for a step that failed: nothing of it counts, and its
-    requests are planned again unless they are ended.
 
-    >>> Retire(3, ((17,), ())).step
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """The step in flight is computed: the sampled tokens of each `ScheduledSeq`, in order.
+
+    One that `needs_sampling` has one token, others none; with draft tokens, the accepted ones come
+    before it. `tokens` is None for a step that failed: nothing of it counts, and its requests are
+    scheduled again unless they are aborted.
+
+    >>> StepDone(3, ((17,), ())).step
     3
     """
 
     step: int
     tokens: tuple[tuple[int, ...], ...] | None
     drafts: tuple[tuple[int, ...], ...] = ()
-    """For each work the tokens that may follow those; none at all if nobody guesses."""
+    """For each `ScheduledSeq` the draft tokens to verify next; empty without a proposer."""
 
 
-Event: TypeAlias = Request | End | Retire
+Event: TypeAlias = Request | Abort | StepDone
 
 
-class Work(msgspec.Struct, frozen=True, gc=False):
-    """A request's share of a step.
+class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
+    """The tokens of one request that a step computes.
 
-    >>> Work(7, 30, (11, 12), (4, 0), False).tokens
+    >>> ScheduledSeq(7, 30, (11, 12), (4, 0), False).tokens
     (11, 12)
     """
 
     id: int
     start: int
-    """The position of the first token; all before it are computed."""
+    """Position of the first token; all before it are computed."""
     tokens: tuple[int, ...]
-    table: tuple[int, ...]
-    """Its blocks: position p is in block `table[p // block_size]`."""
-    samples: bool
-    """The last token is the sequence's last so far: the next one is to be sampled."""
-    drafts: int = 0
-    """So many tokens at the end are guesses: the next one is to be sampled for each, too."""
+    block_table: tuple[int, ...]
+    """Position p is in block `block_table[p // block_size]`."""
+    needs_sampling: bool
+    """Whether the sequence ends with these tokens, so that the next one is sampled."""
+    num_draft_tokens: int = 0
+    """Number of draft tokens at the end; one more token is sampled for each."""
 
 
-class Start(msgspec.Struct, frozen=True, gc=False):
-    """A request starts to run, with so many tokens found in the cache."""
+class Admitted(msgspec.Struct, frozen=True, gc=False):
+    """A request starts to run, with a cached prefix of `num_cached_tokens`."""
 
     id: int
-    cached: int
+    num_cached_tokens: int
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """What to compute next, and what has become of the requests since the plan before.
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """A request finished; it is reported exactly once.
 
-    Nothing to compute: no work, and nothing to retire.
+    >>> Finished(7, FinishReason.STOP)
+    Finished(id=7, reason=<FinishReason.STOP: 'stop'>)
+    """
+
+    id: int
+    reason: FinishReason
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """What to compute next, and what happened to the requests since the previous output.
+
+    If nothing is scheduled, no `StepDone` is expected.
     """
 
     step: int
-    work: tuple[Work, ...] = ()
-    starts: tuple[Start, ...] = ()
+    scheduled: tuple[ScheduledSeq, ...] = ()
+    admitted: tuple[Admitted, ...] = ()
     preempted: tuple[int, ...] = ()
-    ends: tuple[End, ...] = ()
+    finished: tuple[Finished, ...] = ()
 
 
-class _Live:
-    """A request that has not ended, and how far it is."""
+class _RequestState:
+    """A request that has not finished, and its progress."""
 
     __slots__ = (
-        "computed",
+        "block_table",
         "drafts",
-        "ended",
-        "full",
+        "finished",
         "id",
         "keys",
-        "place",
+        "next_event_at",
+        "num_computed",
+        "num_sealed",
+        "rank_key",
         "request",
-        "table",
         "tokens",
-        "turn",
     )
 
-    def __init__(self, request: Request, place: tuple[float, int], parent: bytes) -> None:
+    def __init__(self, request: Request, rank_key: tuple[float, int], parent: bytes) -> None:
         self.request = request
         self.id = request.id
-        self.ended = False
-        self.place = place  # its rank, and the number of its arrival
+        self.finished = False
+        self.rank_key = rank_key  # rank, arrival number
         self.tokens = list(request.prompt)
-        self.computed = 0
-        self.table: tuple[int, ...] = ()  # empty while it waits
-        self.keys = [parent]  # that of block b is keys[b + 1]
-        self.full = 0  # blocks that are sealed
+        self.num_computed = 0
+        self.block_table: tuple[int, ...] = ()  # empty while it waits
+        self.keys = [parent]  # block b has keys[b + 1]
+        self.num_sealed = 0
         self.drafts: tuple[int, ...] = ()
-        self.turn = 0  # when so many are computed, there is more to do than to go on
+        # The num_computed at which a block fills up or the request finishes; below it, nothing
+        # needs checking.
+        self.next_event_at = 0
 
     def hash_blocks(self, count: int, size: int) -> None:
-        """Know the keys of its first blocks."""
+        """Compute the keys of the first `count` blocks."""
         for b in range(len(self.keys) - 1, count):
-            self.keys.append(key(self.keys[b], self.tokens[b * size : (b + 1) * size]))
+            self.keys.append(block_key(self.keys[b], self.tokens[b * size : (b + 1) * size]))
 
 
-_by_place = attrgetter("place")
+_by_rank = attrgetter("rank_key")
 
 
 class Scheduler:
-    """The state between steps.
+    """Continuous batching with chunked prefill, prefix caching and preemption.
 
-    >>> scheduler = Scheduler(Limits(blocks=8, block_size=4, budget=1, max_running=1))
-    >>> plan = scheduler.step(0.0, [Request(id=1, prompt=(5, 6, 7, 8, 9), max_tokens=2)])
-    >>> plan.work
-    (Work(id=1, start=0, tokens=(5, 6, 7, 8), table=(0, 1), samples=False, drafts=0),)
-    >>> plan = scheduler.step(0.1, [Retire(plan.step, ((),))])
-    >>> plan.work
-    (Work(id=1, start=4, tokens=(9,), table=(0, 1), samples=True, drafts=0),)
-    >>> plan = scheduler.step(0.2, [Retire(plan.step, ((40,),))])
-    >>> scheduler.step(0.3, [Retire(plan.step, ((41,),))]).ends
-    (End(id=1, reason=<Reason.LENGTH: 'length'>),)
+    >>> limits = {"max_num_batched_tokens": 1, "max_num_seqs": 1}
+    >>> scheduler = Scheduler(SchedulerConfig(num_blocks=8, block_size=4, **limits))
+    >>> output = scheduler.step(0.0, [Request(id=1, prompt=(5, 6, 7, 8, 9), max_tokens=2)])
+    >>> output.scheduled[0].tokens, output.scheduled[0].needs_sampling
+    ((5, 6, 7, 8), False)
+    >>> output = scheduler.step(0.1, [StepDone(output.step, ((),))])
+    >>> output.scheduled[0].tokens, output.scheduled[0].needs_sampling
+    ((9,), True)
+    >>> output = scheduler.step(0.2, [StepDone(output.step, ((40,),))])
+    >>> scheduler.step(0.3, [StepDone(output.step, ((41,),))]).finished
+    (Finished(id=1, reason=<FinishReason.LENGTH: 'length'>),)
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.pool = BlockPool(limits.blocks)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
         self.now = -math.inf
-        self._live: dict[int, _Live] = {}
-        self._running: list[_Live] = []  # these two in rank order
-        self._waiting: list[_Live] = []
-        self._deadlines: list[tuple[float, int, int]] = []  # a heap, with some that have ended
+        self._states: dict[int, _RequestState] = {}
+        self._running: list[_RequestState] = []  # these two in rank order
+        self._waiting: list[_RequestState] = []
+        self._deadlines: list[tuple[float, int, int]] = []  # a heap; may hold finished requests
         self._arrivals = 0
         self._step = 0
-        self._flight: list[_Live] = []
-        self._shares: list[int] = []  # how many tokens each in flight computes
-        self._guesses: Sequence[tuple[int, ...]] = ()  # which drafts, if any
-        self._drafted = False  # somebody has drafts
-        self._grow: list[_Live] = []  # those that have more tokens than room
-        self._starts: list[Start] = []
+        self._in_flight: list[_RequestState] = []
+        self._num_scheduled: list[int] = []  # tokens of each request in flight, without drafts
+        self._drafts_in_flight: Sequence[tuple[int, ...]] = ()
+        self._has_drafts = False
+        self._needs_block: list[_RequestState] = []  # requests with more tokens than slots
+        self._admitted: list[Admitted] = []
         self._preempted: list[int] = []
-        self._ends: list[End] = []
+        self._finished: list[Finished] = []
 
     @property
-    def running(self) -> int:
-        """How many requests have blocks."""
+    def num_running(self) -> int:
+        """Number of requests that have blocks."""
         return len(self._running)
 
     @property
-    def waiting(self) -> int:
-        """How many requests wait for them."""
+    def num_waiting(self) -> int:
+        """Number of requests that wait for blocks."""
         return len(self._waiting)
 
-    def step(self, now: float, events: Iterable[Event] = ()) -> Plan:
-        """Take what happened since the last call, and plan the next step if none is in flight."""
+    def step(self, now: float, events: Iterable[Event] = ()) -> SchedulerOutput:
+        """Process the events since the last call; schedule a step if none is in flight."""
         if not self.now <= now < math.inf:
             raise ValueError(f"the clock went from {self.now} to {now}")
         self.now = now
         for event in events:
-            if isinstance(event, Retire):
-                self._retire(event)
+            if isinstance(event, StepDone):
+                self._complete_step(event)
             elif isinstance(event, Request):
-                self._arrive(event)
-            elif live := self._live.get(event.id):
-                self._end(live, event.reason)
-        self._expire()
-        work: list[Work] = []
-        if not self._flight:
-            self._give_room()
+                self._add_request(event)
+            elif state := self._states.get(event.id):
+                self._finish(state, event.reason)
+        self._expire_deadlines()
+        scheduled: list[ScheduledSeq] = []
+        if not self._in_flight:
+            self._grow_block_tables()
             self._admit()
-            work = self._share()
-        plan = Plan(
+            scheduled = self._schedule_tokens()
+        output = SchedulerOutput(
             self._step,
-            tuple(work),
-            tuple(self._starts),
+            tuple(scheduled),
+            tuple(self._admitted),
             tuple(self._preempted),
-            tuple(self._ends),
+            tuple(self._finished),
         )
-        self._starts, self._preempted, self._ends = [], [], []
-        return plan
+        self._admitted, self._preempted, self._finished = [], [], []
+        return output
 
-    # What happened
+    # Events
 
-    def _arrive(self, request: Request) -> None:
-        if request.id in self._live:
-            raise ValueError(f"there is a request {request.id} already")
-        limits = self.limits
-        if request.total > limits.capacity or len(self._waiting) >= limits.max_waiting:
-            self._ends.append(End(request.id, Reason.REFUSED))
+    def _add_request(self, request: Request) -> None:
+        if request.id in self._states:
+            raise ValueError(f"duplicate request id {request.id}")
+        config = self.config
+        if request.max_len > config.capacity or len(self._waiting) >= config.max_queue:
+            self._finished.append(Finished(request.id, FinishReason.REJECTED))
             return
-        place = (self.now + request.priority * limits.patience, self._arrivals)
+        rank_key = (self.now + request.priority * config.priority_step_s, self._arrivals)
         self._arrivals += 1
-        live = _Live(request, place, root(request.adapter, limits.weights, request.salt))
-        self._live[request.id] = live
-        insort(self._waiting, live, key=_by_place)
+        parent = root_key(request.adapter, config.model_version, request.cache_salt)
+        state = _RequestState(request, rank_key, parent)
+        self._states[request.id] = state
+        insort(self._waiting, state, key=_by_rank)
         if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, place[1], request.id))
+            heappush(self._deadlines, (request.deadline, rank_key[1], request.id))
 
-    def _retire(self, event: Retire) -> None:
-        flight, self._flight = self._flight, []
-        guesses, self._guesses = self._guesses, ()
-        if event.step != self._step or not flight:
+    def _complete_step(self, event: StepDone) -> None:
+        in_flight, self._in_flight = self._in_flight, []
+        drafts_in_flight, self._drafts_in_flight = self._drafts_in_flight, ()
+        if event.step != self._step or not in_flight:
             raise ValueError(f"step {event.step} is not in flight")
-        new_tokens, shares = event.tokens, self._shares
+        new_tokens, counts = event.tokens, self._num_scheduled
         if new_tokens is None:
-            new_tokens, shares = ((),) * len(flight), [0] * len(flight)
-        if not guesses:
-            guesses = ((),) * len(flight)
-        for live, count, new, guess in zip(flight, shares, new_tokens, guesses, strict=True):
-            if live.ended:  # in flight
-                self.pool.release(live.table)
+            new_tokens, counts = ((),) * len(in_flight), [0] * len(in_flight)
+        if not drafts_in_flight:
+            drafts_in_flight = ((),) * len(in_flight)
+        for state, count, new, draft in zip(
+            in_flight, counts, new_tokens, drafts_in_flight, strict=True
+        ):
+            if state.finished:  # while in flight
+                self.pool.release(state.block_table)
                 continue
-            live.computed += count
-            if bool(new) != (live.computed == len(live.tokens)):
-                raise ValueError(f"tokens {new} for request {live.id}, not as planned")
-            live.tokens += new
+            state.num_computed += count
+            if bool(new) != (state.num_computed == len(state.tokens)):
+                raise ValueError(f"request {state.id}: unexpected tokens {new}")
+            state.tokens += new
             if len(new) > 1:
-                if new[:-1] != guess[: len(new) - 1]:
-                    raise ValueError(f"tokens {new} for request {live.id} with drafts {guess}")
-                live.computed += len(new) - 1
-            if live.computed >= live.turn:
-                self._turn(live)
-        for live, drafts in zip(flight, event.drafts, strict=bool(event.drafts)):
-            live.drafts = drafts
-        self._drafted = any(event.drafts)
+                if new[:-1] != draft[: len(new) - 1]:
+                    raise ValueError(f"request {state.id}: tokens {new} for drafts {draft}")
+                state.num_computed += len(new) - 1
+            if state.num_computed >= state.next_event_at:
+                self._on_block_boundary(state)
+        for state, drafts in zip(in_flight, event.drafts, strict=bool(event.drafts)):
+            state.drafts = drafts
+        self._has_drafts = any(event.drafts)
 
-    def _turn(self, live: _Live) -> None:
-        """A block is full, or it has all its tokens."""
-        size = self.limits.block_size
-        full = live.computed // size
-        live.hash_blocks(full, size)
-        for b in range(live.full, full):
-            self.pool.seal(live.table[b], live.keys[b + 1])
-        live.full = full
-        if len(live.tokens) >= live.request.total:
-            self._end(live, Reason.LENGTH)
+    def _on_block_boundary(self, state: _RequestState) -> None:
+        """Seal full blocks; finish the request if it has all its tokens."""
+        size = self.config.block_size
+        num_full = state.num_computed // size
+        state.hash_blocks(num_full, size)
+        for b in range(state.num_sealed, num_full):
+            self.pool.seal(state.block_table[b], state.keys[b + 1])
+        state.num_sealed = num_full
+        if len(state.tokens) >= state.request.max_len:
+            self._finish(state, FinishReason.LENGTH)
             return
-        if len(live.tokens) > len(live.table) * size:
-            self._grow.append(live)
-        self._set_turn(live)
+        if len(state.tokens) > len(state.block_table) * size:
+            self._needs_block.append(state)
+        self._set_next_event(state)
 
-    def _set_turn(self, live: _Live) -> None:
-        """A new block is needed only when the last one is full, so that is no case of its own."""
-        live.turn = min((live.full + 1) * self.limits.block_size, live.request.total - 1)
+    def _set_next_event(self, state: _RequestState) -> None:
+        """A new block is needed only when the last one is full, which is an event already."""
+        next_block = (state.num_sealed + 1) * self.config.block_size
+        state.next_event_at = min(next_block, state.request.max_len - 1)
 
-    def _expire(self) -> None:
+    def _expire_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self.now:
-            _, number, id = heappop(self._deadlines)
-            live = self._live.get(id)
-            if live and live.place[1] == number:
-                self._end(live, Reason.DEADLINE)
+            _, arrival, id = heappop(self._deadlines)
+            state = self._states.get(id)
+            if state and state.rank_key[1] == arrival:
+                self._finish(state, FinishReason.DEADLINE)
 
-    def _end(self, live: _Live, reason: Reason) -> None:
-        del self._live[live.id]
-        live.ended = True
-        self._ends.append(End(live.id, reason))
-        queue = self._running if live.table else self._waiting
-        del queue[bisect_left(queue, live.place, key=_by_place)]
-        if live not in self._flight:
-            self.pool.release(live.table)
+    def _finish(self, state: _RequestState, reason: FinishReason) -> None:
+        del self._states[state.id]
+        state.finished = True
+        self._finished.append(Finished(state.id, reason))
+        queue = self._running if state.block_table else self._waiting
+        del queue[bisect_left(queue, state.rank_key, key=_by_rank)]
+        if state not in self._in_flight:
+            self.pool.release(state.block_table)
 
-    # What is next
+    # Scheduling
 
-    def _give_room(self) -> None:
-        size = self.limits.block_size
-        for live in sorted(self._grow, key=_by_place):
-            # One that has ended or was preempted just now has no place any more.
-            while live.table and not live.ended:
-                count = -(-len(live.tokens) // size) - len(live.table)
+    def _grow_block_tables(self) -> None:
+        size = self.config.block_size
+        for state in sorted(self._needs_block, key=_by_rank):
+            # A request that finished, or was preempted in this loop, has no block table any more.
+            while state.block_table and not state.finished:
+                count = -(-len(state.tokens) // size) - len(state.block_table)
                 blocks = self.pool.allocate(count)
                 if blocks is not None:
-                    live.table += blocks
+                    state.block_table += blocks
                     break
                 self._preempt_last()
-        self._grow = []
+        self._needs_block = []
 
     def _preempt_last(self) -> None:
-        live = self._running.pop()
-        self.pool.release(live.table)
-        live.table = live.drafts = ()
-        insort(self._waiting, live, key=_by_place)
-        self._preempted.append(live.id)
+        state = self._running.pop()
+        self.pool.release(state.block_table)
+        state.block_table = state.drafts = ()
+        insort(self._waiting, state, key=_by_rank)
+        self._preempted.append(state.id)
 
     def _admit(self) -> None:
-        while self._waiting and self._start(self._waiting[0]):
+        while self._waiting and self._try_admit(self._waiting[0]):
             del self._waiting[0]
 
-    def _start(self, live: _Live) -> bool:
-        """Give it a place and blocks, free ones or of those ranked behind; False if they do not
-        suffice, or if those ahead need the whole budget."""
-        running, pool, limits = self._running, self.pool, self.limits
-        ahead = bisect_left(running, live.place, key=_by_place)
-        if ahead == limits.max_running:
+    def _try_admit(self, state: _RequestState) -> bool:
+        """Give it a place and blocks, free ones or those of requests that rank after it; return
+        False if they do not suffice, or if the requests before it need the whole budget."""
+        running, pool, config = self._running, self.pool, self.config
+        ahead = bisect_left(running, state.rank_key, key=_by_rank)
+        if ahead == config.max_num_seqs:
             return False
-        if sum([len(o.tokens) - o.computed for o in running[:ahead]]) >= self._budget():
+        if sum([len(o.tokens) - o.num_computed for o in running[:ahead]]) >= self._budget():
             return False
-        size, tokens = limits.block_size, len(live.tokens)
-        live.hash_blocks((tokens - 1) // size, size)
-        found = pool.find(live.keys[1 : (tokens - 1) // size + 1])
-        count = -(-tokens // size) - len(found)
-        # At most so many can come free; that some are shared, or found, is seen when it is tried.
-        if pool.free + sum([len(o.table) for o in running[ahead:]]) < count:
+        size, tokens = config.block_size, len(state.tokens)
+        state.hash_blocks((tokens - 1) // size, size)
+        cached = pool.find_cached(state.keys[1 : (tokens - 1) // size + 1])
+        count = -(-tokens // size) - len(cached)
+        # An upper bound of what preemption can free; shared and cached blocks only show on trying.
+        if pool.num_free + sum([len(o.block_table) for o in running[ahead:]]) < count:
             return False
         while True:
-            has_place = len(running) < limits.max_running
-            table = pool.allocate(count, found) if has_place else None
-            if table is not None:
+            has_place = len(running) < config.max_num_seqs
+            block_table = pool.allocate(count, cached) if has_place else None
+            if block_table is not None:
                 break
             if len(running) == ahead:
                 return False
             self._preempt_last()
-        live.table = table
-        live.full = len(found)
-        live.computed = len(found) * size
-        self._set_turn(live)
-        running.insert(ahead, live)
-        self._starts.append(Start(live.id, live.computed))
+        state.block_table = block_table
+        state.num_sealed = len(cached)
+        state.num_computed = len(cached) * size
+        self._set_next_event(state)
+        running.insert(ahead, state)
+        self._admitted.append(Admitted(state.id, state.num_computed))
         return True
 
     def _budget(self) -> int:
-        streams = any(len(live.tokens) - live.computed == 1 for live in self._running)
-        return self.limits.budget if streams else self.limits.burst
+        decoding = any(len(state.tokens) - state.num_computed == 1 for state in self._running)
+        return self.config.max_num_batched_tokens if decoding else self.config.prefill_only_budget
 
-    def _share(self) -> list[Work]:
+    def _schedule_tokens(self) -> list[ScheduledSeq]:
         if not self._running:
             return []
         self._step += 1
-        flight = [live for live in self._running if len(live.tokens) - live.computed == 1]
-        work = [
-            Work(live.id, live.computed, (live.tokens[-1],), live.table, True) for live in flight
+        in_flight = [s for s in self._running if len(s.tokens) - s.num_computed == 1]
+        scheduled = [
+            ScheduledSeq(s.id, s.num_computed, (s.tokens[-1],), s.block_table, True)
+            for s in in_flight
         ]
-        shares, left = [1] * len(work), self._budget() - len(work)
-        if len(flight) < len(self._running):
-            for live in self._running:
-                start, end = live.computed, len(live.tokens)
+        counts, left = [1] * len(scheduled), self._budget() - len(scheduled)
+        if len(in_flight) < len(self._running):
+            for state in self._running:
+                start, end = state.num_computed, len(state.tokens)
                 if end - start == 1 or not left:
                     continue
-                tokens = tuple(live.tokens[start : start + left])
-                samples = start + len(tokens) == end
-                work.append(Work(live.id, start, tokens, live.table, samples))
-                flight.append(live)
-                shares.append(len(tokens))
+                tokens = tuple(state.tokens[start : start + left])
+                last = start + len(tokens) == end
+                scheduled.append(ScheduledSeq(state.id, start, tokens, state.block_table, last))
+                in_flight.append(state)
+                counts.append(len(tokens))
                 left -= len(tokens)
-        if self._drafted and left:
-            self._guesses = self._add_drafts(flight, work, left)
-        self._flight, self._shares = flight, shares
-        return work
+        if self._has_drafts and left:
+            self._drafts_in_flight = self._add_drafts(in_flight, scheduled, left)
+        self._in_flight, self._num_scheduled = in_flight, counts
+        return scheduled
 
     def _add_drafts(
-        self, flight: list[_Live], work: list[Work], left: int
+        self, in_flight: list[_RequestState], scheduled: list[ScheduledSeq], left: int
     ) -> list[tuple[int, ...]]:
-        """Let those who are to be sampled compute what may follow, where there is room for it."""
-        size = self.limits.block_size
-        guesses: list[tuple[int, ...]] = [()] * len(work)
-        for index, live in enumerate(flight):
-            known, item = len(live.tokens), work[index]
-            drafts = live.drafts[: min(left, live.request.total - known - 1)]
+        """Append draft tokens to the requests that sample, as far as budget and blocks allow."""
+        size = self.config.block_size
+        all_drafts: list[tuple[int, ...]] = [()] * len(scheduled)
+        for index, state in enumerate(in_flight):
+            known, seq = len(state.tokens), scheduled[index]
+            drafts = state.drafts[: min(left, state.request.max_len - known - 1)]
             if not drafts:
                 continue
-            count = -(-(known + len(drafts)) // size) - len(live.table)
-            live.table += self.pool.allocate(max(0, min(count, self.pool.free))) or ()
-            guesses[index] = drafts = drafts[: len(live.table) * size - known]
-            tokens = item.tokens + drafts
-            work[index] = Work(live.id, item.start, tokens, live.table, True, len(drafts))
-            left -= len(drafts)
-        return guesses
+            count = -(-(known + len(drafts)) // size) - len(state.block_table)
+            count = max(0, min(count, self.pool.num_free))
+            state.block_table += self.pool.allocate(count) or ()
+            all_drafts[index] = drafts = drafts[: len(state.block_table) * size - known]
+            tokens, num_drafts = seq.tokens + drafts, len(drafts)
+            scheduled[index] = ScheduledSeq(
+                state.id, seq.start, tokens, state.block_table, True, num_drafts
+            )
+            left -= num_drafts
+        return all_drafts
 
 
 def record(now: float, events: Sequence[Event]) -> bytes:
-    """A line of the log: what `step` was called with.
+    """Return a log line: the arguments of one call of `step`.
 
-    >>> record(0.5, [End(3, Reason.CANCELLED)])
-    b'[0.5,[{"type":"End","id":3,"reason":"cancelled"}]]\\n'
+    >>> record(0.5, [Abort(3, FinishReason.CANCELLED)])
+    b'[0.5,[{"type":"Abort","id":3,"reason":"cancelled"}]]\\n'
     """
     return msgspec.json.encode((now, events)) + b"\n"
 
 
-def replay(limits: Limits, log: Iterable[bytes]) -> Iterator[Plan]:
-    """The plans that these lines led to.
+def replay(config: SchedulerConfig, log: Iterable[bytes]) -> Iterator[SchedulerOutput]:
+    """Reproduce the scheduler's outputs from its log.
 
     >>> lines = [record(0.0, [Request(id=1, prompt=(5,), max_tokens=1)])]
-    >>> [plan.work[0].tokens for plan in replay(Limits(blocks=1), lines)]
+    >>> [output.scheduled[0].tokens for output in replay(SchedulerConfig(num_blocks=1), lines)]
     [(5,)]
     """
-    scheduler = Scheduler(limits)
+    scheduler = Scheduler(config)
     for line in log:
         now, events = msgspec.json.decode(line, type=tuple[float, list[Event]])
         yield scheduler.step(now, events)

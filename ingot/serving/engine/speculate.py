@@ -1,11 +1,13 @@
-"""Guesses at the tokens that come next: a step that reads all weights may as well try some.
+"""Speculative decoding: proposers of draft tokens, which the next step verifies.
 
-A proposer gives drafts: tokens that may follow. They are computed in the next step like any others,
-and where a draft is what is drawn anyway, the step has brought a token more. What is drawn depends
-on seed and position alone, so the text is the same at any temperature, whoever guesses.
+A decode step reads all weights for a handful of tokens; verifying a few more costs little. Drafts
+are computed in the next step like any other tokens, and accepted while they equal the sampled ones.
+A sampled token depends on seed and position alone, so the output is the same at any temperature,
+with any proposer.
 
-    Lookup    what followed when the last few tokens stood there before: quoting, editing, code
-    Draft     what a smaller model of the same vocabulary would draw
+    NgramProposer         tokens that followed the last n-gram earlier in the sequence (prompt
+                          lookup): quotes, edits, code
+    DraftModelProposer    tokens that a smaller model of the same vocabulary would sample
 """
 
 # pyright: basic
@@ -19,13 +21,14 @@ import torch
 
 from ingot.core.errors import ConfigError
 from ingot.nn import Decoder
-from ingot.serving.engine.request import Options, Request
+from ingot.serving.engine.request import Request
 from ingot.serving.engine.runner import Runner
-from ingot.serving.engine.sampler import Sampled, Sampler
-from ingot.serving.engine.scheduler import Limits, Work
+from ingot.serving.engine.sampler import Sampler, SamplingState
+from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
 
 
-class Text(Protocol):
+class TokenSequence(Protocol):
     """A request and its tokens so far."""
 
     request: Request
@@ -33,163 +36,177 @@ class Text(Protocol):
 
 
 class Proposer(Protocol):
-    """Guesses at the tokens that come next."""
+    """Proposes draft tokens."""
 
-    def propose(self, texts: Sequence[Text], most: int) -> list[tuple[int, ...]]:
-        """For each text up to `most` tokens that may follow; none is fine."""
+    def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[tuple[int, ...]]:
+        """Return up to `max_tokens` draft tokens for each sequence."""
         ...
 
     def forget(self, id: int) -> None:
-        """A request has ended."""
+        """Drop the state of a request that finished."""
         ...
 
 
-class Lookup:
-    """What followed when the last `size` tokens stood there before, in the text itself.
+class NgramProposer:
+    """Proposes the tokens that followed the last `n` tokens earlier in the same sequence.
 
     >>> from types import SimpleNamespace
-    >>> text = SimpleNamespace(request=Request(id=1, prompt=(1,), max_tokens=9), tokens=[])
-    >>> text.tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    >>> Lookup(size=3).propose([text], most=4)
+    >>> sequence = SimpleNamespace(request=Request(id=1, prompt=(1,), max_tokens=9))
+    >>> sequence.tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    >>> NgramProposer(n=3).propose([sequence], max_tokens=4)
     [(4, 5, 6, 1)]
     """
 
-    def __init__(self, *, size: int = 3, most: int = 15) -> None:
-        for name, value in (("size", size), ("most", most)):
-            if not 1 <= value <= 64:
-                raise ConfigError(f"{name} is {value}", hint="give a number from 1 to 64")
-        self.size, self.most = size, most
-        self._seen: dict[int, dict[tuple[int, ...], int]] = {}
+    def __init__(self, *, n: int = 3, num_speculative_tokens: int = 15) -> None:
+        _check_count("n", n)
+        _check_count("num_speculative_tokens", num_speculative_tokens)
+        self.n, self.num_speculative_tokens = n, num_speculative_tokens
+        self._ngrams: dict[int, dict[tuple[int, ...], int]] = {}
 
-    def propose(self, texts: Sequence[Text], most: int) -> list[tuple[int, ...]]:
-        """For each text what followed the last time."""
-        most = min(most, self.most)
-        return [self._follow(text.request.id, text.tokens, most) for text in texts]
+    def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[tuple[int, ...]]:
+        """Return the tokens after the latest occurrence of each sequence's last n-gram."""
+        count = min(max_tokens, self.num_speculative_tokens)
+        return [self._propose_one(seq.request.id, seq.tokens, count) for seq in sequences]
 
     def forget(self, id: int) -> None:
-        """A request has ended."""
-        self._seen.pop(id, None)
+        """Drop the n-grams of a request that finished."""
+        self._ngrams.pop(id, None)
 
-    def _follow(self, id: int, tokens: list[int], most: int) -> tuple[int, ...]:
-        seen, size = self._seen.setdefault(id, {}), self.size
-        # `seen` has an entry for each place up to where it was last: those since are new.
-        for end in range(max(size, seen.get((), size)), len(tokens)):
-            seen[tuple(tokens[end - size : end])] = end
-        seen[()] = len(tokens)
-        found = seen.get(tuple(tokens[-size:]))
-        if found is None:
+    def _propose_one(self, id: int, tokens: list[int], count: int) -> tuple[int, ...]:
+        ngrams, n = self._ngrams.setdefault(id, {}), self.n
+        # The empty key holds the number of tokens indexed so far.
+        for end in range(max(n, ngrams.get((), n)), len(tokens)):
+            ngrams[tuple(tokens[end - n : end])] = end
+        ngrams[()] = len(tokens)
+        end = ngrams.get(tuple(tokens[-n:]))
+        if end is None:
             return ()
-        draft = tokens[found : found + most]
-        while len(draft) < most:  # it repeats itself
-            draft += draft[: most - len(draft)]
+        draft = tokens[end : end + count]
+        while len(draft) < count:  # the sequence repeats itself
+            draft += draft[: count - len(draft)]
         return tuple(draft)
 
 
-class _Known:
-    """What the small model has of a text."""
+def _check_count(name: str, value: int) -> None:
+    if not 1 <= value <= 64:
+        raise ConfigError(f"{name}: expected 1 to 64, got {value}", hint="give a number in range")
 
-    __slots__ = ("guessed", "sampled", "sure", "table")
+
+class _DraftState:
+    """KV-cache state of the draft model for one request."""
+
+    __slots__ = ("block_table", "draft_tokens", "num_computed", "sampling_state")
 
     def __init__(self, request: Request) -> None:
-        options = request.options
-        plain = Options(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed,
+        params = request.sampling_params
+        plain = SamplingParams(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed,
         )
-        self.sampled = Sampled(msgspec.structs.replace(request, options=plain))
-        self.sure = 0  # the tokens of the text whose keys and values it has
-        self.guessed: list[int] = []  # and behind them those of its own drafts
-        self.table: tuple[int, ...] = ()
+        self.sampling_state = SamplingState(msgspec.structs.replace(request, sampling_params=plain))
+        self.num_computed = 0  # tokens of the sequence in the KV cache
+        self.draft_tokens: list[int] = []  # drafts in the KV cache after them
+        self.block_table: tuple[int, ...] = ()
 
 
-class Draft:
-    """What a smaller model would draw, with the same seed at the same position.
+class DraftModelProposer:
+    """Proposes the tokens that a smaller model samples, with the same seeds and positions.
 
     >>> from ingot.nn import preset
-    >>> small = Draft(Decoder.from_config(preset("tiny"), seed=0), Limits(blocks=8), most=2)
-    >>> small.propose([], most=2)
+    >>> small = Decoder.from_config(preset("tiny"), seed=0)
+    >>> config = SchedulerConfig(num_blocks=8)
+    >>> proposer = DraftModelProposer(small, config, num_speculative_tokens=2)
+    >>> proposer.propose([], max_tokens=2)
     []
     """
 
-    def __init__(self, decoder: Decoder, limits: Limits, *, most: int = 4) -> None:
-        if not 1 <= most <= 64:
-            raise ConfigError(f"most is {most}", hint="give a number from 1 to 64")
-        self.decoder, self.limits, self.most = decoder, limits, most
-        self.runner, self.sampler = Runner(decoder, limits), Sampler(decoder)
-        self._free = list(range(limits.blocks))
-        self._known: dict[int, _Known] = {}
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: SchedulerConfig,
+        *,
+        num_speculative_tokens: int = 4,
+        runner: Runner | None = None,
+    ) -> None:
+        _check_count("num_speculative_tokens", num_speculative_tokens)
+        self.decoder, self.config = decoder, config
+        self.num_speculative_tokens = num_speculative_tokens
+        self.runner, self.sampler = runner or Runner(decoder, config), Sampler(decoder)
+        self._free = list(range(config.num_blocks))
+        self._states: dict[int, _DraftState] = {}
 
     @torch.inference_mode()
-    def propose(self, texts: Sequence[Text], most: int) -> list[tuple[int, ...]]:
-        """For each text that it has read, so many tokens; a long one is read in several calls."""
-        most = min(most, self.most)
+    def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[tuple[int, ...]]:
+        """Return drafts for each sequence whose tokens are all computed; a long one is prefilled
+        over several calls."""
+        count = min(max_tokens, self.num_speculative_tokens)
         drafts: dict[int, tuple[int, ...]] = {}
-        work = self._reading(texts, most)
-        while work:
-            drawn = self._draw(work)
-            for id, (_, token) in drawn.items():
+        scheduled = self._schedule(sequences, count)
+        while scheduled:
+            sampled = self._sample(scheduled)
+            for id, (_, token) in sampled.items():
                 drafts[id] = (*drafts.get(id, ()), token)
-            if len(next(iter(drafts.values()), ())) == most:
+            if len(next(iter(drafts.values()), ())) == count:
                 break
-            work = [self._go_on(id, position, token) for id, (position, token) in drawn.items()]
-        return [drafts.get(text.request.id, ()) for text in texts]
+            scheduled = [self._extend(id, at, token) for id, (at, token) in sampled.items()]
+        return [drafts.get(sequence.request.id, ()) for sequence in sequences]
 
     def forget(self, id: int) -> None:
-        """A request has ended."""
-        known = self._known.pop(id, None)
-        if known is not None:
-            self._free += known.table
+        """Release the blocks of a request that finished."""
+        state = self._states.pop(id, None)
+        if state is not None:
+            self._free += state.block_table
 
-    def _reading(self, texts: Sequence[Text], most: int) -> list[Work]:
-        """What is new in each text, as far as the budget goes."""
-        work: list[Work] = []
-        left = self.limits.budget
-        for text in texts[: self.limits.max_running]:
-            item = self._read(text, most, left) if left else None
-            if item is not None:
-                work.append(item)
-                left -= len(item.tokens)
-        return work
+    def _schedule(self, sequences: Sequence[TokenSequence], count: int) -> list[ScheduledSeq]:
+        """Schedule the new tokens of each sequence, within the token budget."""
+        scheduled: list[ScheduledSeq] = []
+        left = self.config.max_num_batched_tokens
+        for sequence in sequences[: self.config.max_num_seqs]:
+            seq = self._schedule_one(sequence, count, left) if left else None
+            if seq is not None:
+                scheduled.append(seq)
+                left -= len(seq.tokens)
+        return scheduled
 
-    def _read(self, text: Text, most: int, left: int) -> Work | None:
-        """What is new in a text; None where there is no room for it."""
-        id, tokens = text.request.id, text.tokens
-        known = self._known.get(id)
-        if known is None:
-            known = self._known[id] = _Known(text.request)
-        count = -(-(len(tokens) + most) // self.limits.block_size) - len(known.table)
-        if count > len(self._free) or len(tokens) + most > self.decoder.config.max_seq_len:
+    def _schedule_one(self, sequence: TokenSequence, count: int, left: int) -> ScheduledSeq | None:
+        """Schedule the new tokens of one sequence; None if there are not enough blocks."""
+        id, tokens = sequence.request.id, sequence.tokens
+        state = self._states.get(id)
+        if state is None:
+            state = self._states[id] = _DraftState(sequence.request)
+        num_blocks = -(-(len(tokens) + count) // self.config.block_size) - len(state.block_table)
+        if num_blocks > len(self._free) or len(tokens) + count > self.decoder.config.max_seq_len:
             return None
-        if count > 0:
-            known.table += tuple(self._free[-count:])
-            del self._free[-count:]
-        start = known.sure
-        for token in known.guessed:  # the last token is read in any case, to draw the next
+        if num_blocks > 0:
+            state.block_table += tuple(self._free[-num_blocks:])
+            del self._free[-num_blocks:]
+        start = state.num_computed
+        for token in state.draft_tokens:  # the last token is always computed, to sample the next
             if start == len(tokens) - 1 or token != tokens[start]:
                 break
             start += 1
         new = tuple(tokens[start : start + left])
-        known.sure, known.guessed = start + len(new), []
-        return Work(id, start, new, known.table, known.sure == len(tokens))
+        state.num_computed, state.draft_tokens = start + len(new), []
+        return ScheduledSeq(id, start, new, state.block_table, state.num_computed == len(tokens))
 
-    def _draw(self, work: list[Work]) -> dict[int, tuple[int, int]]:
-        """One forward: by request the position and the token that may come next."""
-        hidden_TD = self.runner.run(work)
-        last = torch.tensor([len(item.tokens) for item in work]).cumsum(0) - 1
-        ready = [index for index, item in enumerate(work) if item.samples]
+    def _sample(self, scheduled: list[ScheduledSeq]) -> dict[int, tuple[int, int]]:
+        """Run one forward pass; return position and next token by request."""
+        hidden_TD = self.runner.run(scheduled)
+        last = torch.tensor([len(seq.tokens) for seq in scheduled]).cumsum(0) - 1
+        ready = [index for index, seq in enumerate(scheduled) if seq.needs_sampling]
         if not ready:
             return {}
-        items = [work[index] for index in ready]
-        of = [self._known[item.id].sampled for item in items]
-        positions = [item.start + len(item.tokens) for item in items]
-        drawn, _ = self.sampler.draw(hidden_TD[last[ready]], of, positions)
-        ids = [item.id for item in items]
-        return dict(zip(ids, zip(positions, drawn, strict=True), strict=True))
+        seqs = [scheduled[index] for index in ready]
+        states = [self._states[seq.id].sampling_state for seq in seqs]
+        positions = [seq.start + len(seq.tokens) for seq in seqs]
+        sampled, _ = self.sampler.sample(hidden_TD[last[ready]], states, positions)
+        ids = [seq.id for seq in seqs]
+        return dict(zip(ids, zip(positions, sampled, strict=True), strict=True))
 
-    def _go_on(self, id: int, position: int, token: int) -> Work:
-        known = self._known[id]
-        known.guessed.append(token)
-        return Work(id, position, (token,), known.table, True)
+    def _extend(self, id: int, position: int, token: int) -> ScheduledSeq:
+        state = self._states[id]
+        state.draft_tokens.append(token)
+        return ScheduledSeq(id, position, (token,), state.block_table, True)

@@ -23,7 +23,7 @@ import msgspec
 from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.detokenizer import Pieces, Text
 from ingot.serving.engine.output import Logprob, Output
-from ingot.serving.engine.request import Reason, Request
+from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.server.engine_client import Front
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.openai import Job, error
@@ -44,10 +44,14 @@ _KINDS = {
     504: "timeout_error",
 }
 _FAILURES = {
-    Reason.DEADLINE: (504, "the answer was not complete in time", "give it more, or ask for less"),
-    Reason.REFUSED: (429, "too many requests wait", "try again in a few seconds"),
-    Reason.CANCELLED: (503, "the request was cancelled", "send it again"),
-    Reason.FAILED: (500, "the step that computed it failed", "send it again"),
+    FinishReason.DEADLINE: (
+        504,
+        "the answer was not complete in time",
+        "give it more, or ask for less",
+    ),
+    FinishReason.REJECTED: (429, "too many requests wait", "try again in a few seconds"),
+    FinishReason.CANCELLED: (503, "the request was cancelled", "send it again"),
+    FinishReason.FAILED: (500, "the step that computed it failed", "send it again"),
 }
 
 
@@ -82,7 +86,7 @@ class Place:
     tokenizer: Tokenizer
     pieces: Pieces
     metrics: Metrics
-    salt: bytes = b""
+    cache_salt: bytes = b""
     priority: int = 0
     deadline: float | None = None
 
@@ -105,7 +109,7 @@ class Choice:
         self._text = Text(place.tokenizer, job.stops)
         self._between = place.metrics.between.observe
         self._last = 0.0
-        self._ends = job.options.ends
+        self._ends = job.options.stop_token_ids
         self._told = 0  # log-probabilities that a stream has told
         self._plain = job.stream and job.options.logprobs is None and not job.texts
         if job.stream:
@@ -120,8 +124,8 @@ class Choice:
             max_tokens=max(1, job.max_tokens),
             priority=place.priority,
             deadline=place.deadline,
-            salt=place.salt,
-            options=msgspec.structs.replace(job.options, seed=self.seed),
+            cache_salt=place.cache_salt,
+            sampling_params=msgspec.structs.replace(job.options, seed=self.seed),
         )
 
     def fail(self, status: int, what: str, hint: str) -> None:
@@ -131,8 +135,8 @@ class Choice:
 
     def take(self, output: Output, now: float) -> None:
         """What a step did for it."""
-        if output.cached is not None:
-            self.client.start(self, output.cached)
+        if output.num_cached_tokens is not None:
+            self.client.start(self, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
             self.scores += output.prompt_logprobs
         tokens = output.tokens
@@ -148,26 +152,26 @@ class Choice:
                 self.logprobs += output.logprobs
             shown = tokens[:-1] if tokens[-1] in self._ends else tokens
             text = self._text.feed(shown) if not self.client.job.silent else ""
-        if output.end is not None:
+        if output.finish_reason is not None:
             self._over(output, text)
         elif self._text.stopped:
-            self.client.place.front.end(self.id, Reason.STOP)
+            self.client.place.front.end(self.id, FinishReason.STOP)
             self._finish(text, "stop")
         elif text or output.logprobs:
             self._tell(text)
 
     def _over(self, output: Output, text: str) -> None:
-        if output.end in (Reason.STOP, Reason.LENGTH):
+        if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             if not self.client.job.silent:
                 text += self._text.finish()
-            stopped = output.end is Reason.STOP or self._text.stopped
+            stopped = output.finish_reason is FinishReason.STOP or self._text.stopped
             self._finish(text, "stop" if stopped else "length")
             return
-        assert output.end is not None
-        if output.end is Reason.REFUSED and output.error is not None:
+        assert output.finish_reason is not None
+        if output.finish_reason is FinishReason.REJECTED and output.error is not None:
             self.fail(422, output.error, "change it: it can never be answered")
         else:
-            self.fail(*_FAILURES[output.end])
+            self.fail(*_FAILURES[output.finish_reason])
 
     def _tell(self, text: str) -> None:
         if self._plain:
@@ -296,7 +300,7 @@ class Answer:
         self._write, self.out = None, []
         for choice in self.choices:
             if choice.finish is None:
-                self.place.front.end(choice.id, Reason.CANCELLED)
+                self.place.front.end(choice.id, FinishReason.CANCELLED)
 
     def fail(self, failure: Failure) -> None:
         """End all of it with an error; a stream that has begun says so in an event."""
@@ -305,7 +309,7 @@ class Answer:
         self.failure = failure
         for choice in self.choices:
             if choice.finish is None:
-                self.place.front.end(choice.id, Reason.CANCELLED)
+                self.place.front.end(choice.id, FinishReason.CANCELLED)
         if self.job.stream and self.began.done():
             self.out.append(b"data: " + failure.body() + b"\n\n")
         self._end()

@@ -16,8 +16,8 @@ from itertools import count
 from typing import Protocol, cast
 
 from ingot.core.log import logger
-from ingot.serving.engine.output import Output, Stats
-from ingot.serving.engine.request import End, Reason, Request
+from ingot.serving.engine.output import EngineStats, Output
+from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.server import wire
 
 _log = logger(__name__)
@@ -54,7 +54,7 @@ class Front:
     def __init__(self) -> None:
         self.hello: wire.Hello | None = None
         """The facts of the model, once it was loaded; they stay when the worker dies."""
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
         self.doing = "starting"
         """What the worker does before it is ready."""
         self.ready = False
@@ -97,10 +97,10 @@ class Front:
         self._sinks[request.id] = sink
         self._link.write(frame)
 
-    def end(self, id: int, reason: Reason) -> None:
+    def end(self, id: int, reason: FinishReason) -> None:
         """End a request, of which nothing more is heard."""
         if self._sinks.pop(id, None) is not None and self._link is not None:
-            self._link.write(wire.frame(End(id, reason)))
+            self._link.write(wire.frame(Abort(id, reason)))
 
     def lose(self, why: str) -> None:
         """The worker is gone: tell everybody."""
@@ -156,14 +156,14 @@ class Front:
             sink = sinks.get(output.id)
             if sink is None:
                 continue
-            if output.end is not None:
+            if output.finish_reason is not None:
                 del sinks[output.id]
             clients.add(sink.client)
             try:
                 sink.take(output, now)
             except Exception:  # of one client; the others go on
                 _log.exception("an output could not be passed on")
-                self.end(output.id, Reason.CANCELLED)
+                self.end(output.id, FinishReason.CANCELLED)
                 sink.fail(500, "the answer could not be written", "report it: this is a bug")
         _flush(clients)
 

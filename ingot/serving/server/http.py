@@ -284,7 +284,7 @@ class Service:
             tokenizer=self.tokenizer,
             pieces=self.pieces,
             metrics=self.metrics,
-            salt=b"" if ticket.tenant is ANYBODY else ticket.tenant.salt,
+            cache_salt=b"" if ticket.tenant is ANYBODY else ticket.tenant.salt,
             priority=0 if ticket.tenant is ANYBODY else ticket.priority,
             deadline=time.monotonic() + min(seconds or self.seconds, self.seconds),
         )

@@ -25,7 +25,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ingot.serving.engine.output import Stats
+from ingot.serving.engine.output import EngineStats
 from ingot.serving.server.wire import Hello
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60)
@@ -97,7 +97,7 @@ class Facts(Collector):
         self,
         metrics: Metrics,
         model: str,
-        engine: Callable[[], tuple[Hello | None, Stats | None]],
+        engine: Callable[[], tuple[Hello | None, EngineStats | None]],
         gauges: Callable[[], dict[str, float]],
     ) -> None:
         self._metrics, self._model, self._engine, self._gauges = metrics, model, engine, gauges
@@ -144,11 +144,11 @@ class Facts(Collector):
             yield GaugeMetricFamily(f"ingot:{name}", name.replace("_", " "), value=value)
 
 
-def _engine_metrics(stats: Stats, labels: list[str], of: list[str]) -> Iterator[Metric]:
-    usage = stats.blocks_used / stats.blocks if stats.blocks else 0.0
+def _engine_metrics(stats: EngineStats, labels: list[str], of: list[str]) -> Iterator[Metric]:
+    usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
     for name, text, value in (
-        ("num_requests_running", "Requests that have blocks.", stats.running),
-        ("num_requests_waiting", "Requests that wait for blocks.", stats.waiting),
+        ("num_requests_running", "Requests that have blocks.", stats.num_running),
+        ("num_requests_waiting", "Requests that wait for blocks.", stats.num_waiting),
         ("kv_cache_usage_perc", "Used share of the KV cache, from 0 to 1.", usage),
     ):
         gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
@@ -160,7 +160,7 @@ def _engine_metrics(stats: Stats, labels: list[str], of: list[str]) -> Iterator[
         ("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens),
         ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens),
         ("num_preemptions", "Requests whose blocks went to others.", stats.preemptions),
-        ("spec_decode_num_draft_tokens", "Tokens proposed.", stats.drafted_tokens),
+        ("spec_decode_num_draft_tokens", "Tokens proposed.", stats.draft_tokens),
         ("spec_decode_num_accepted_tokens", "Of them, accepted.", stats.accepted_tokens),
     ):
         counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)

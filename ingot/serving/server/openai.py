@@ -22,7 +22,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ingot.core.errors import IngotError
-from ingot.serving.engine.request import MAX_BIAS, MAX_GRAMMAR, MAX_LOGPROBS, Grammar, Options
+from ingot.serving.engine.sampling_params import (
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    Grammar,
+    SamplingParams,
+)
 
 MAX_TOKENS = 1 << 20
 MAX_TEXT = 1 << 22
@@ -75,8 +81,8 @@ class ResponseFormat(_Strict):
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"] = "text"
     json_schema: JsonSchema | None = None
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -112,7 +118,7 @@ class Asked(_Strict):
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_BIAS),
+            Field(max_length=MAX_LOGIT_BIAS),
             AfterValidator(_bias),
         ]
         | None
@@ -145,7 +151,7 @@ class Asked(_Strict):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def options(self, ends: tuple[int, ...], seed: int, **more: Any) -> Options:
+    def options(self, ends: tuple[int, ...], seed: int, **more: Any) -> SamplingParams:
         """The engine's options; `seed` is for who gave none."""
         given: dict[str, Any] = {
             "temperature": self.temperature,
@@ -158,10 +164,12 @@ class Asked(_Strict):
             **more,
         }
         grammar = None if self.response_format is None else self.response_format.constraint()
-        return Options(
+        return SamplingParams(
             seed=seed if self.seed is None else self.seed,
-            bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
-            ends=() if self.ignore_eos else ends,
+            logit_bias=tuple(
+                (int(token), value) for token, value in (self.logit_bias or {}).items()
+            ),
+            stop_token_ids=() if self.ignore_eos else ends,
             grammar=grammar,
             **{name: value for name, value in given.items() if value is not None},
         )
@@ -298,7 +306,7 @@ class Job:
     """What to say before each answer: the prompt, with echo."""
     n: int
     max_tokens: int
-    options: Options
+    options: SamplingParams
     stops: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False

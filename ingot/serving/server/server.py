@@ -153,7 +153,7 @@ class Server:
     def __init__(self, directory: Path, config: Config, keys: Keys | None = None) -> None:
         self.config = config
         self._main = listen(config.host, config.port, "--port")
-        self._control = listen(config.control_host, config.control_port, "--control")
+        self._control = listen(config.control_host, config.control_port, "--admin-address")
         _raise_files()
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self.front = Front()

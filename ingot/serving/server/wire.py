@@ -19,8 +19,8 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from ingot.core.errors import IngotError
-from ingot.serving.engine.output import Output, Stats
-from ingot.serving.engine.request import End, Request
+from ingot.serving.engine.output import EngineStats, Output
+from ingot.serving.engine.request import Abort, Request
 
 MAX_FRAME = 1 << 26
 _LENGTH = Struct("<I")
@@ -52,7 +52,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """What one step of the engine did."""
 
     outputs: list[Output]
-    stats: Stats
+    stats: EngineStats
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -70,7 +70,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     hint: str
 
 
-ToWorker: TypeAlias = Request | End
+ToWorker: TypeAlias = Request | Abort
 ToFront: TypeAlias = Loading | Hello | Step | Refused | Broken
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,9 +96,9 @@ def frame(message: ToWorker | ToFront) -> bytes:
 def to_worker(content: bytes) -> ToWorker:
     """The message of a frame from the front.
 
-    >>> from ingot.serving.engine.request import Reason
-    >>> to_worker(frame(End(3, Reason.CANCELLED))[4:])
-    End(id=3, reason=<Reason.CANCELLED: 'cancelled'>)
+    >>> from ingot.serving.engine.request import FinishReason
+    >>> to_worker(frame(Abort(3, FinishReason.CANCELLED))[4:])
+    End(id=3, reason=<FinishReason.CANCELLED: 'cancelled'>)
     """
     return _decode(_to_worker, content)
 

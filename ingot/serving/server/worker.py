@@ -22,7 +22,8 @@ import msgspec
 from ingot.core.errors import IngotError
 from ingot.core.log import logger, setup
 from ingot.serving.engine.output import Output
-from ingot.serving.engine.request import End, Options, Reason, Request
+from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server import wire
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class Worker:
     def run(self) -> None:
         """Serve until the other side closes."""
         engine = self.engine
-        while self._read(wait=not engine.busy):
-            if engine.busy:
+        while self._read(wait=not engine.has_unfinished_requests):
+            if engine.has_unfinished_requests:
                 outputs = engine.step()
                 self._send(wire.Step(outputs, engine.stats()))
 
@@ -89,11 +90,11 @@ class Worker:
             self.dropped += 1
             _log.error("%s", error.message)
             return
-        if isinstance(message, End):
-            self.engine.end(message.id, message.reason)
+        if isinstance(message, Abort):
+            self.engine.abort(message.id, message.reason)
             return
         try:
-            self.engine.add(message)
+            self.engine.add_request(message)
         except IngotError as error:
             self._send(wire.Refused(message.id, error.message, error.hint))
 
@@ -108,12 +109,12 @@ class Worker:
             if isinstance(message, wire.Step):
                 ends = [_without(output.id) for output in message.outputs]
                 for output in message.outputs:
-                    self.engine.end(output.id, Reason.FAILED)
+                    self.engine.abort(output.id, FinishReason.FAILED)
                 self._send(wire.Step(ends, message.stats))
 
 
 def _without(id: int) -> Output:
-    return Output(id, end=Reason.FAILED, error="the answer of a step was too large")
+    return Output(id, finish_reason=FinishReason.FAILED, error="the answer of a step was too large")
 
 
 def load(settings: Settings, connection: socket.socket) -> Worker:
@@ -125,17 +126,17 @@ def load(settings: Settings, connection: socket.socket) -> Worker:
     say(wire.Loading("importing PyTorch"))
     from ingot.interop import model
     from ingot.serving.engine import engine as engines
-    from ingot.serving.engine.speculate import Lookup
+    from ingot.serving.engine.speculate import NgramProposer
 
     directory = Path(settings.directory)
     say(wire.Loading(f"loading {directory}"))
     loaded = model.load(directory)
-    limits = engines.fit(loaded.decoder, settings.memory)
+    scheduler_config = engines.config_for_memory(loaded.decoder, settings.memory)
     engine = engines.Engine(
         loaded.decoder,
-        limits=limits,
+        scheduler_config=scheduler_config,
         tokenizer=loaded.tokenizer,
-        proposer=Lookup() if settings.lookup else None,
+        proposer=NgramProposer() if settings.lookup else None,
     )
     say(wire.Loading("warming up; the CPU kernels are compiled, once on a machine"))
     warm(engine)
@@ -145,8 +146,8 @@ def load(settings: Settings, connection: socket.socket) -> Worker:
             model=directory.resolve().name,
             vocabulary=config.vocab_size,
             context=config.max_seq_len,
-            block_size=limits.block_size,
-            blocks=limits.blocks,
+            block_size=scheduler_config.block_size,
+            blocks=scheduler_config.num_blocks,
         )
     )
     return Worker(engine, connection)
@@ -157,10 +158,14 @@ def warm(engine: Engine) -> None:
     prompt = tuple(range(min(3, engine.decoder.config.max_seq_len - 3)))
     for id in (1, 2):
         request = Request(
-            id=id, prompt=prompt, max_tokens=3, salt=b"warm", options=Options(logprobs=0)
+            id=id,
+            prompt=prompt,
+            max_tokens=3,
+            cache_salt=b"warm",
+            sampling_params=SamplingParams(logprobs=0),
         )
-        engine.add(request)
-    while engine.busy:
+        engine.add_request(request)
+    while engine.has_unfinished_requests:
         engine.step()
 
 

@@ -108,7 +108,7 @@ def test_tuning_finds_configurations_that_are_right(
 def test_serving_is_certified() -> None:
     decoder = Decoder.from_config(preset("tiny"), seed=0).to("cuda", torch.bfloat16)
     certificate = verify(decoder, schedules=50)
-    assert certificate.bits_equal, certificate.difference
+    assert certificate.bitwise_equal, certificate.difference
 
 
 def test_ops_are_timed_beside_the_gpus_peaks() -> None:

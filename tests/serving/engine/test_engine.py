@@ -8,13 +8,14 @@ import torch
 from ingot.core.errors import IngotError
 from ingot.nn import BatchLayout, Decoder, Sampling, Session, preset
 from ingot.serving.engine import engine as module
-from ingot.serving.engine.engine import Engine, fit
+from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.output import Output
-from ingot.serving.engine.request import Grammar, Options, Reason, Request
-from ingot.serving.engine.scheduler import Limits
+from ingot.serving.engine.request import FinishReason, Request
+from ingot.serving.engine.sampling_params import Grammar, SamplingParams
+from ingot.serving.engine.scheduler import SchedulerConfig
 
 DECODER = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
-LIMITS = Limits(blocks=24, block_size=8, budget=24, max_running=5)
+LIMITS = SchedulerConfig(num_blocks=24, block_size=8, max_num_batched_tokens=24, max_num_seqs=5)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -23,14 +24,14 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def asked(id: int, length: int = 9, max_tokens: int = 5, **options: Any) -> Request:
-    given = Options(**{"seed": id, "temperature": 0.9, **options})
-    return Request(id=id, prompt=prompt(length, id), max_tokens=max_tokens, options=given)
+    given = SamplingParams(**{"seed": id, "temperature": 0.9, **options})
+    return Request(id=id, prompt=prompt(length, id), max_tokens=max_tokens, sampling_params=given)
 
 
 def finish(engine: Engine) -> dict[int, list[Output]]:
     """All that is told until everything has ended."""
     found: dict[int, list[Output]] = {}
-    while engine.busy:
+    while engine.has_unfinished_requests:
         for output in engine.step():
             found.setdefault(output.id, []).append(output)
     check_idle(engine)
@@ -39,9 +40,9 @@ def finish(engine: Engine) -> dict[int, list[Output]]:
 
 def check_idle(engine: Engine) -> None:
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     assert engine.step() == []
-    assert [*engine._sequences, *engine._events, *engine._told] == []
+    assert [*engine._sequences, *engine._events, *engine._reported_finished] == []
 
 
 def tokens(outputs: list[Output]) -> list[int]:
@@ -60,14 +61,14 @@ def test_many_together_get_what_each_would_get_alone() -> None:
         asked(id, length, 20, logprobs=0, prompt_logprobs=0 if id % 2 else None)
         for id, length in enumerate([1, 3, 17, 60, 9, 33, 8, 7, 40])
     ]
-    limits = Limits(blocks=12, block_size=8, budget=24, max_running=5)
-    engine = Engine(DECODER, limits=limits)
+    config = SchedulerConfig(num_blocks=12, block_size=8, max_num_batched_tokens=24, max_num_seqs=5)
+    engine = Engine(DECODER, scheduler_config=config)
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     found = finish(engine)
     assert engine.stats().preemptions > 0
     for request in requests:
-        outputs, options = found[request.id], request.options
+        outputs, options = found[request.id], request.sampling_params
         sampling = Sampling(temperature=options.temperature, seed=options.seed)
         session = Session(DECODER).stream(request.prompt, max_tokens=20, sampling=sampling)
         text = [*request.prompt, *session]
@@ -77,73 +78,75 @@ def test_many_together_get_what_each_would_get_alone() -> None:
         scored = options.prompt_logprobs is not None
         wanted = logprobs(text) if scored else logprobs(text)[len(request.prompt) - 1 :]
         assert of_prompt + of_tokens == wanted
-        assert [o.end for o in outputs if o.end] == [Reason.LENGTH]
-        assert [o.cached for o in outputs if o.cached is not None] == [0]
+        assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH]
+        assert [o.num_cached_tokens for o in outputs if o.num_cached_tokens is not None] == [0]
 
 
 def test_a_prefix_is_found_and_changes_nothing() -> None:
-    engine, whole = Engine(DECODER, limits=LIMITS), prompt(30)
+    engine, whole = Engine(DECODER, scheduler_config=LIMITS), prompt(30)
     answers: list[list[int]] = []
     for id, salt in enumerate([b"", b"", b"x"]):
-        engine.add(Request(id=id, prompt=whole, max_tokens=4, salt=salt))
+        engine.add_request(Request(id=id, prompt=whole, max_tokens=4, cache_salt=salt))
         (outputs,) = finish(engine).values()
         answers.append(tokens(outputs))
-        assert outputs[0].cached == (24 if id == 1 else 0)
+        assert outputs[0].num_cached_tokens == (24 if id == 1 else 0)
     assert answers[0] == answers[1] == answers[2]
-    engine.add(Request(id=7, prompt=whole, max_tokens=4, options=Options(prompt_logprobs=0)))
+    engine.add_request(
+        Request(id=7, prompt=whole, max_tokens=4, sampling_params=SamplingParams(prompt_logprobs=0))
+    )
     (outputs,) = finish(engine).values()
-    assert outputs[0].cached == 0
+    assert outputs[0].num_cached_tokens == 0
     assert len([one for o in outputs for one in o.prompt_logprobs or ()]) == 29
 
 
 def test_an_end_token_ends_and_is_told() -> None:
-    engine = Engine(DECODER, limits=LIMITS)
-    engine.add(asked(1, max_tokens=8))
+    engine = Engine(DECODER, scheduler_config=LIMITS)
+    engine.add_request(asked(1, max_tokens=8))
     whole = tokens(finish(engine)[1])
     for count in (1, 5, 8):
         end = whole[count - 1]
-        engine.add(asked(1, max_tokens=8, ends=(end, 255)))
+        engine.add_request(asked(1, max_tokens=8, stop_token_ids=(end, 255)))
         outputs = finish(engine)[1]
         assert tokens(outputs) == whole[: whole.index(end) + 1]
-        assert outputs[-1].end is Reason.STOP
+        assert outputs[-1].finish_reason is FinishReason.STOP
 
 
 def test_who_ends_a_request_is_told_and_its_blocks_come_back() -> None:
-    engine = Engine(DECODER, limits=LIMITS)
+    engine = Engine(DECODER, scheduler_config=LIMITS)
     for id in (1, 2):
-        engine.add(asked(id, max_tokens=50))
+        engine.add_request(asked(id, max_tokens=50))
     engine.step()
-    engine.end(1, Reason.CANCELLED)
-    engine.end(9, Reason.CANCELLED)
+    engine.abort(1, FinishReason.CANCELLED)
+    engine.abort(9, FinishReason.CANCELLED)
     outputs = {output.id: output for output in engine.step()}
-    assert outputs[1] == Output(1, end=Reason.CANCELLED)
+    assert outputs[1] == Output(1, finish_reason=FinishReason.CANCELLED)
     assert outputs[2].tokens
-    assert engine.stats().running == 1
-    engine.add(asked(1, max_tokens=50))  # the number is free again
-    engine.end(1, Reason.STOP)
-    assert Output(1, end=Reason.STOP) in engine.step()
-    engine.end(2, Reason.STOP)
-    assert engine.step() == [Output(2, end=Reason.STOP)]
+    assert engine.stats().num_running == 1
+    engine.add_request(asked(1, max_tokens=50))  # the number is free again
+    engine.abort(1, FinishReason.STOP)
+    assert Output(1, finish_reason=FinishReason.STOP) in engine.step()
+    engine.abort(2, FinishReason.STOP)
+    assert engine.step() == [Output(2, finish_reason=FinishReason.STOP)]
     check_idle(engine)
 
 
 def test_a_number_is_used_again_at_once() -> None:
-    engine = Engine(DECODER, limits=LIMITS)
-    engine.add(asked(2, max_tokens=30))
+    engine = Engine(DECODER, scheduler_config=LIMITS)
+    engine.add_request(asked(2, max_tokens=30))
     for _ in range(5):
-        engine.add(asked(1, max_tokens=2))
-        assert [o.end for o in engine.step() if o.id == 1] == [None]
-        assert [o.end for o in engine.step() if o.id == 1] == [Reason.LENGTH]
+        engine.add_request(asked(1, max_tokens=2))
+        assert [o.finish_reason for o in engine.step() if o.id == 1] == [None]
+        assert [o.finish_reason for o in engine.step() if o.id == 1] == [FinishReason.LENGTH]
     assert len(tokens(finish(engine)[2])) == 20
 
 
 def test_a_deadline_passes() -> None:
     now = [0.0]
-    engine = Engine(DECODER, limits=LIMITS, clock=lambda: now[0])
-    engine.add(Request(id=1, prompt=(1, 2), max_tokens=50, deadline=2.0))
+    engine = Engine(DECODER, scheduler_config=LIMITS, clock=lambda: now[0])
+    engine.add_request(Request(id=1, prompt=(1, 2), max_tokens=50, deadline=2.0))
     assert engine.step()[0].tokens
     now[0] = 2.5
-    assert engine.step() == [Output(1, end=Reason.DEADLINE)]
+    assert engine.step() == [Output(1, finish_reason=FinishReason.DEADLINE)]
     check_idle(engine)
 
 
@@ -151,13 +154,13 @@ class Broken(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("where", ["runner.run", "sampler.draw", "sampler.score"])
+@pytest.mark.parametrize("where", ["runner.run", "sampler.sample", "sampler.score"])
 def test_a_step_that_breaks_ends_its_requests_and_the_engine_lives(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(DECODER, limits=LIMITS)
+    engine = Engine(DECODER, scheduler_config=LIMITS)
     request = asked(1, 30, 9, prompt_logprobs=0)
-    engine.add(request)
+    engine.add_request(request)
     before = tokens(finish(engine)[1])
     part, name = where.split(".")
 
@@ -165,20 +168,20 @@ def test_a_step_that_breaks_ends_its_requests_and_the_engine_lives(
         raise Broken("can't allocate memory: you tried to allocate 9999999999 bytes")
 
     # The second waits: it is not in the step, and goes on.
-    limits = Limits(blocks=8, block_size=8, budget=24, max_running=1)
-    engine = Engine(DECODER, limits=limits)
-    engine.add(request)
-    engine.add(asked(2, 30, 9, prompt_logprobs=0))
+    config = SchedulerConfig(num_blocks=8, block_size=8, max_num_batched_tokens=24, max_num_seqs=1)
+    engine = Engine(DECODER, scheduler_config=config)
+    engine.add_request(request)
+    engine.add_request(asked(2, 30, 9, prompt_logprobs=0))
     with monkeypatch.context() as patch:
         patch.setattr(getattr(engine, part), name, out_of_memory)
         outputs = engine.step()
-        while not outputs[-1].end:  # the first step of a long prompt draws nothing
+        while not outputs[-1].finish_reason:  # the first step of a long prompt draws nothing
             outputs = engine.step()
-    assert outputs == [Output(1, end=Reason.FAILED, error=outputs[0].error)]
+    assert outputs == [Output(1, finish_reason=FinishReason.FAILED, error=outputs[0].error)]
     assert "allocate" in (outputs[0].error or "")
     assert engine.stats().failed_steps == 1
     assert list(finish(engine)) == [2]
-    engine.add(request)
+    engine.add_request(request)
     assert tokens(finish(engine)[1]) == before
 
 
@@ -187,59 +190,63 @@ def test_a_step_that_breaks_ends_its_requests_and_the_engine_lives(
     [
         ({"prompt": (1,) * 512}, "context"),
         ({"prompt": (256,)}, "vocabulary"),
-        ({"options": Options(bias=((256, 1.0),))}, "vocabulary"),
-        ({"options": Options(ends=(999,))}, "vocabulary"),
+        ({"sampling_params": SamplingParams(logit_bias=((256, 1.0),))}, "vocabulary"),
+        ({"sampling_params": SamplingParams(stop_token_ids=(999,))}, "vocabulary"),
         ({"prompt": (1,) * 200}, "memory"),
-        ({"options": Options(grammar=Grammar(kind="regex", text="a"))}, "tokenizer"),
-        ({"id": 7}, "number"),
+        ({"sampling_params": SamplingParams(grammar=Grammar(kind="regex", text="a"))}, "tokenizer"),
+        ({"id": 7}, "duplicate"),
     ],
 )
 def test_what_can_never_run_is_refused(wrong: dict[str, Any], what: str) -> None:
-    engine = Engine(DECODER, limits=LIMITS)
-    engine.add(asked(7))
+    engine = Engine(DECODER, scheduler_config=LIMITS)
+    engine.add_request(asked(7))
     with pytest.raises(IngotError, match=what):
-        engine.add(Request(**{"id": 1, "prompt": (1,), "max_tokens": 1, **wrong}))
+        engine.add_request(Request(**{"id": 1, "prompt": (1,), "max_tokens": 1, **wrong}))
     assert list(finish(engine)) == [7]
 
 
 def test_a_request_is_cut_to_the_context() -> None:
-    engine = Engine(DECODER, limits=Limits(blocks=64, block_size=8))
-    engine.add(Request(id=1, prompt=prompt(500), max_tokens=10**6))
+    engine = Engine(DECODER, scheduler_config=SchedulerConfig(num_blocks=64, block_size=8))
+    engine.add_request(Request(id=1, prompt=prompt(500), max_tokens=10**6))
     outputs = finish(engine)[1]
     assert len(tokens(outputs)) == 12
-    assert outputs[-1].end is Reason.LENGTH
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_too_many_that_wait_are_refused() -> None:
-    limits = Limits(blocks=24, block_size=8, budget=24, max_running=1, max_waiting=2)
-    engine = Engine(DECODER, limits=limits)
+    config = SchedulerConfig(
+        num_blocks=24, block_size=8, max_num_batched_tokens=24, max_num_seqs=1, max_queue=2
+    )
+    engine = Engine(DECODER, scheduler_config=config)
     for id in range(4):
-        engine.add(asked(id))
+        engine.add_request(asked(id))
     found = finish(engine)
-    assert [found[id][-1].end for id in range(4)] == [Reason.LENGTH] * 2 + [Reason.REFUSED] * 2
+    assert [found[id][-1].finish_reason for id in range(4)] == [FinishReason.LENGTH] * 2 + [
+        FinishReason.REJECTED
+    ] * 2
 
 
 def test_what_is_counted() -> None:
-    engine = Engine(DECODER, limits=LIMITS)
+    engine = Engine(DECODER, scheduler_config=LIMITS)
     for _ in range(2):
-        engine.add(asked(1, 17, 5))
+        engine.add_request(asked(1, 17, 5))
         finish(engine)
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (34, 16, 10)
     assert stats.steps == 10
-    assert stats.blocks == 24
+    assert stats.num_blocks == 24
 
 
 def test_memory_becomes_blocks() -> None:
     size = 32 * DECODER.kv_spec.bytes_per_token
-    assert fit(DECODER, memory=5 * size + 1).blocks == 5
-    assert fit(DECODER).blocks == 64 * 512 // 32  # all that can be used
+    assert config_for_memory(DECODER, kv_cache_bytes=5 * size + 1).num_blocks == 5
+    assert config_for_memory(DECODER).num_blocks == 64 * 512 // 32  # all that can be used
     with pytest.raises(IngotError, match="bytes"):
-        fit(DECODER, memory=size - 1)
+        config_for_memory(DECODER, kv_cache_bytes=size - 1)
 
 
 def test_steps_of_many_tokens_have_no_drafts() -> None:
-    assert module.WIDEST >= 2
+    assert module.MAX_SPECULATIVE_STEP_TOKENS >= 2
     asked_of: list[int] = []
 
     class Watching:
@@ -250,13 +257,15 @@ def test_steps_of_many_tokens_have_no_drafts() -> None:
         def forget(self, id: int) -> None:
             pass
 
-    limits = Limits(blocks=200, block_size=8, budget=512, max_running=60)
-    engine = Engine(DECODER, limits=limits, proposer=Watching())
+    config = SchedulerConfig(
+        num_blocks=200, block_size=8, max_num_batched_tokens=512, max_num_seqs=60
+    )
+    engine = Engine(DECODER, scheduler_config=config, proposer=Watching())
     for id in range(40):
-        engine.add(asked(id, 2, 3 + id % 7))
+        engine.add_request(asked(id, 2, 3 + id % 7))
     finish(engine)
     assert asked_of
-    assert max(asked_of) <= module.WIDEST
+    assert max(asked_of) <= module.MAX_SPECULATIVE_STEP_TOKENS
 
 
 class Knowing:
@@ -273,25 +282,25 @@ class Knowing:
 
 
 def test_an_end_token_among_right_guesses_ends() -> None:
-    engine = Engine(DECODER, limits=LIMITS)
-    engine.add(asked(1, max_tokens=8))
+    engine = Engine(DECODER, scheduler_config=LIMITS)
+    engine.add_request(asked(1, max_tokens=8))
     whole = tokens(finish(engine)[1])
     for count in (2, 4, 8):
-        engine = Engine(DECODER, limits=LIMITS, proposer=Knowing(whole))
-        engine.add(asked(1, max_tokens=8, ends=(whole[count - 1],)))
+        engine = Engine(DECODER, scheduler_config=LIMITS, proposer=Knowing(whole))
+        engine.add_request(asked(1, max_tokens=8, stop_token_ids=(whole[count - 1],)))
         outputs = finish(engine)[1]
         assert tokens(outputs) == whole[: whole.index(whole[count - 1]) + 1]
-        assert outputs[-1].end is Reason.STOP
+        assert outputs[-1].finish_reason is FinishReason.STOP
         assert len(outputs) == 2
 
 
 def test_a_prompt_is_scored_once_though_it_is_computed_twice() -> None:
-    limits = Limits(blocks=8, block_size=8, budget=16, max_running=1)
+    config = SchedulerConfig(num_blocks=8, block_size=8, max_num_batched_tokens=16, max_num_seqs=1)
     for steps in (1, 2, 4):  # preempted in the prompt, at its end, behind it
-        engine = Engine(DECODER, limits=limits, clock=lambda: 0.0)
-        engine.add(asked(1, 30, 5, prompt_logprobs=0, logprobs=0))
+        engine = Engine(DECODER, scheduler_config=config, clock=lambda: 0.0)
+        engine.add_request(asked(1, 30, 5, prompt_logprobs=0, logprobs=0))
         heard = [output for _ in range(steps) for output in engine.step()]
-        engine.add(Request(id=2, prompt=prompt(40), max_tokens=3, priority=-1))
+        engine.add_request(Request(id=2, prompt=prompt(40), max_tokens=3, priority=-1))
         heard += finish(engine)[1]
         assert engine.stats().preemptions == 1
         found = [one for o in heard for one in (*(o.prompt_logprobs or ()), *(o.logprobs or ()))]

@@ -11,9 +11,10 @@ import tokenizers
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
-from ingot.serving.engine.grammar import GrammarError, Grammars, Matcher
-from ingot.serving.engine.request import Grammar, Options, Reason, Request
-from ingot.serving.engine.scheduler import Limits
+from ingot.serving.engine.grammar import GrammarCompiler, GrammarError, GrammarMatcher
+from ingot.serving.engine.request import FinishReason, Request
+from ingot.serving.engine.sampling_params import Grammar, SamplingParams
+from ingot.serving.engine.scheduler import SchedulerConfig
 
 DECODER = Decoder.from_config(preset("tiny"), seed=0)
 END = 255
@@ -41,23 +42,25 @@ TOKENIZER = bytewise()
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine(DECODER, limits=Limits(blocks=64), tokenizer=TOKENIZER)
+    engine = Engine(DECODER, scheduler_config=SchedulerConfig(num_blocks=64), tokenizer=TOKENIZER)
     yield engine
-    assert engine.stats().blocks_used == 0
+    assert engine.stats().num_used_blocks == 0
 
 
-def write(engine: Engine, *grammars: Grammar | None) -> list[tuple[Reason, str, str | None]]:
+def write(engine: Engine, *grammars: Grammar | None) -> list[tuple[FinishReason, str, str | None]]:
     """What becomes of texts with these grammars, written together."""
     for id, grammar in enumerate(grammars):
-        options = Options(seed=id, grammar=grammar, bias=((END, -2.0),))
-        engine.add(Request(id=id, prompt=(1, 2, 3), max_tokens=300, options=options))
+        options = SamplingParams(seed=id, grammar=grammar, logit_bias=((END, -2.0),))
+        engine.add_request(
+            Request(id=id, prompt=(1, 2, 3), max_tokens=300, sampling_params=options)
+        )
     tokens: dict[int, list[int]] = {id: [] for id in range(len(grammars))}
-    ends: dict[int, tuple[Reason, str | None]] = {}
-    while engine.busy:
+    ends: dict[int, tuple[FinishReason, str | None]] = {}
+    while engine.has_unfinished_requests:
         for output in engine.step():
             tokens[output.id] += output.tokens
-            if output.end:
-                ends[output.id] = output.end, output.error
+            if output.finish_reason:
+                ends[output.id] = output.finish_reason, output.error
     return [(ends[id][0], TOKENIZER.decode(tokens[id]), ends[id][1]) for id in range(len(grammars))]
 
 
@@ -67,12 +70,12 @@ def test_texts_keep_their_grammars(engine: Engine) -> None:
     pattern = r"(yes|no), [0-9]{3}"
     found = write(engine, schema, Grammar(kind="regex", text=pattern), lark, schema, None)
     for reason, text, error in found[:4]:
-        assert (reason, error) == (Reason.STOP, None), text
+        assert (reason, error) == (FinishReason.STOP, None), text
     for index in (0, 3):
         assert set(json.loads(found[index][1])) == {"name", "age"}
     assert re.fullmatch(pattern, found[1][1])
     assert re.fullmatch("a*b", found[2][1])
-    assert found[4][0] is Reason.LENGTH
+    assert found[4][0] is FinishReason.LENGTH
     assert found[4] == write(engine, None, None, None, None, None)[4]
 
 
@@ -92,9 +95,9 @@ def test_texts_keep_their_grammars(engine: Engine) -> None:
 def test_what_is_no_grammar_is_refused_alone(engine: Engine, kind: str, text: str) -> None:
     wrong = Grammar(kind=kind, text=text)  # type: ignore[arg-type]
     (refused, ok) = write(engine, wrong, Grammar(kind="regex", text="ok"))
-    assert refused[:2] == (Reason.REFUSED, "")
+    assert refused[:2] == (FinishReason.REJECTED, "")
     assert "grammar" in (refused[2] or "")
-    assert ok == (Reason.STOP, "ok", None)
+    assert ok == (FinishReason.STOP, "ok", None)
 
 
 @pytest.mark.parametrize(
@@ -109,41 +112,43 @@ def test_a_hostile_grammar_ends_in_time_and_alone(engine: Engine, text: str) -> 
     begin = time.process_time()
     hostile, ok = write(engine, Grammar(kind="regex", text=text), Grammar(kind="regex", text="ok"))
     assert time.process_time() - begin < 20
-    assert hostile[0] in (Reason.FAILED, Reason.REFUSED, Reason.LENGTH)
-    assert (hostile[0] is Reason.LENGTH) == (hostile[2] is None)
-    assert ok == (Reason.STOP, "ok", None)
+    assert hostile[0] in (FinishReason.FAILED, FinishReason.REJECTED, FinishReason.LENGTH)
+    assert (hostile[0] is FinishReason.LENGTH) == (hostile[2] is None)
+    assert ok == (FinishReason.STOP, "ok", None)
 
 
 def test_who_leaves_while_it_is_compiled() -> None:
-    engine = Engine(DECODER, limits=Limits(blocks=64), tokenizer=TOKENIZER)
-    options = Options(grammar=Grammar(kind="regex", text="ok"))
-    engine.add(Request(id=1, prompt=(1,), max_tokens=9, options=options))
-    engine.end(1, Reason.CANCELLED)
-    assert engine.busy
-    assert [(output.id, output.end) for output in engine.step()] == [(1, Reason.CANCELLED)]
-    assert not engine.busy
+    engine = Engine(DECODER, scheduler_config=SchedulerConfig(num_blocks=64), tokenizer=TOKENIZER)
+    options = SamplingParams(grammar=Grammar(kind="regex", text="ok"))
+    engine.add_request(Request(id=1, prompt=(1,), max_tokens=9, sampling_params=options))
+    engine.abort(1, FinishReason.CANCELLED)
+    assert engine.has_unfinished_requests
+    assert [(output.id, output.finish_reason) for output in engine.step()] == [
+        (1, FinishReason.CANCELLED)
+    ]
+    assert not engine.has_unfinished_requests
 
 
 def test_a_grammar_is_compiled_once() -> None:
-    grammars = Grammars(TOKENIZER, 256)
+    grammars = GrammarCompiler(TOKENIZER, 256)
     first, second = (grammars.compile(Grammar(kind="regex", text="ab")).result() for _ in "12")
     assert len(grammars._compiled) == 1
     a, b = TOKENIZER.encode("ab")
-    first.take([a])
+    first.accept([a])
     assert not first.mask()[a]
     assert first.mask()[b]
     assert second.mask()[a]
-    first.take([b])
+    first.accept([b])
     assert first.done
     assert not second.done
-    second.take([b])
+    second.accept([b])
     assert second.error
     assert second.mask().all()
 
 
 def test_the_compiled_ones_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingot.serving.engine.grammar.KEPT", 2)
-    grammars = Grammars(TOKENIZER, 256)
+    grammars = GrammarCompiler(TOKENIZER, 256)
     for text in ("a", "b", "a", "c"):
         grammars.compile(Grammar(kind="regex", text=text)).result()
     assert [grammar.text for grammar in grammars._compiled] == ["a", "c"]
@@ -163,8 +168,8 @@ def test_a_panic_is_an_error_of_its_request() -> None:
         def consume_tokens(self, tokens: list[int]) -> None:
             raise Panic("index out of bounds")
 
-    for name in ("mask", "take"):
-        matcher = Matcher(Broken(), 256)
-        getattr(matcher, name)(*([[1]] if name == "take" else []))
+    for name in ("mask", "accept"):
+        matcher = GrammarMatcher(Broken(), 256)
+        getattr(matcher, name)(*([[1]] if name == "accept" else []))
         assert "index out of bounds" in (matcher.error or "")
         assert matcher.mask().all()

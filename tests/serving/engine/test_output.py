@@ -5,23 +5,23 @@ import sys
 
 import msgspec
 
-from ingot.serving.engine.output import Logprob, Output, Stats
-from ingot.serving.engine.request import Reason
+from ingot.serving.engine.output import EngineStats, Logprob, Output
+from ingot.serving.engine.request import FinishReason
 
 OUTPUT = Output(
     7,
     (11, 12),
     (Logprob(11, -0.5, ((11, -0.5), (9, -1.5))), Logprob(12, -2.0)),
     (Logprob(3, -0.25),),
-    cached=32,
-    end=Reason.STOP,
+    num_cached_tokens=32,
+    finish_reason=FinishReason.STOP,
     error="none",
 )
 
 
 def test_outputs_and_stats_survive_the_wire() -> None:
-    stats = Stats(**{name: at for at, name in enumerate(Stats.__struct_fields__)})
-    for value, kind in (([OUTPUT, Output(1)], list[Output]), (stats, Stats)):
+    stats = EngineStats(**{name: at for at, name in enumerate(EngineStats.__struct_fields__)})
+    for value, kind in (([OUTPUT, Output(1)], list[Output]), (stats, EngineStats)):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind) == value
 
 

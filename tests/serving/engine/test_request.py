@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from ingot.core.errors import IngotError
-from ingot.serving.engine.request import Grammar, Options, Request
+from ingot.serving.engine.request import Request
+from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,11 @@ def test_the_extremes_are_fine() -> None:
         {"frequency_penalty": math.inf},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": -math.inf},
-        {"bias": ((-1, 0.0),)},
-        {"bias": ((1, math.nan),)},
-        {"bias": ((1, 0.0),) * 1025},
-        {"ends": (2**32,)},
-        {"ends": (1,) * 129},
+        {"logit_bias": ((-1, 0.0),)},
+        {"logit_bias": ((1, math.nan),)},
+        {"logit_bias": ((1, 0.0),) * 1025},
+        {"stop_token_ids": (2**32,)},
+        {"stop_token_ids": (1,) * 129},
         {"logprobs": 21},
         {"logprobs": -1},
         {"prompt_logprobs": 21},
@@ -65,15 +66,15 @@ def test_the_extremes_are_fine() -> None:
 )
 def test_options_are_bounded(wrong: dict[str, Any]) -> None:
     with pytest.raises(IngotError, match="give a number"):
-        Options(**wrong)
+        SamplingParams(**wrong)
     with pytest.raises((IngotError, msgspec.ValidationError)):
-        msgspec.convert(wrong, Options)
+        msgspec.convert(wrong, SamplingParams)
 
 
 def test_options_of_other_kinds_are_refused() -> None:
     for wrong in ({"temprature": 1.0}, {"temperature": "hot"}, {"grammar": {"kind": "code"}}):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(wrong, Options)
+            msgspec.convert(wrong, SamplingParams)
     for text in ("", "a" * 65537):
         with pytest.raises(IngotError, match="grammar"):
             Grammar(kind="regex", text=text)

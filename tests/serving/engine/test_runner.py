@@ -8,9 +8,9 @@ import torch
 from ingot.nn import BatchLayout, Decoder, preset
 from ingot.serving.engine import runner as module
 from ingot.serving.engine.runner import Runner
-from ingot.serving.engine.scheduler import Limits, Work
+from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
 
-LIMITS = Limits(blocks=60, block_size=4, budget=64, max_running=8)
+LIMITS = SchedulerConfig(num_blocks=60, block_size=4, max_num_batched_tokens=64, max_num_seqs=8)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -28,7 +28,7 @@ def packed(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
 def serve(runner: Runner, texts: list[list[int]], seed: int) -> list[torch.Tensor]:
     """Compute the texts in random pieces, orders and company, each in blocks of its own."""
     numbers = random.Random(seed)
-    free = list(range(LIMITS.blocks))
+    free = list(range(LIMITS.num_blocks))
     numbers.shuffle(free)
     tables: list[tuple[int, ...]] = [() for _ in texts]
     found: list[list[torch.Tensor]] = [[] for _ in texts]
@@ -36,13 +36,13 @@ def serve(runner: Runner, texts: list[list[int]], seed: int) -> list[torch.Tenso
     while any(count < len(text) for count, text in zip(done, texts, strict=True)):
         left = [i for i, text in enumerate(texts) if done[i] < len(text)]
         chosen = numbers.sample(left, numbers.randint(1, len(left)))
-        work: list[Work] = []
+        work: list[ScheduledSeq] = []
         for i in chosen:
             most = numbers.choice([1, 1, 1, 2, 9])
             tokens = tuple(texts[i][done[i] : done[i] + most])
             while len(tables[i]) * LIMITS.block_size < done[i] + len(tokens):
                 tables[i] += (free.pop(),)
-            work.append(Work(i, done[i], tokens, tables[i], False))
+            work.append(ScheduledSeq(i, done[i], tokens, tables[i], False))
         hidden = runner.run(work).split([len(item.tokens) for item in work])
         for item, states in zip(work, hidden, strict=True):
             found[item.id].append(states)
@@ -59,27 +59,29 @@ def test_states_are_those_of_a_packed_forward_however_the_work_is_cut(decoder: D
     for seed in range(6):
         for got, want in zip(serve(runner, texts, seed), wanted, strict=True):
             assert torch.equal(got, want)
-    assert runner._recordings
+    assert runner._captures
 
 
 def test_a_row_of_the_table_changes_hands(decoder: Decoder) -> None:
     runner = Runner(decoder, LIMITS)
     with torch.inference_mode():
-        runner.run([Work(1, 0, (5, 6), (0,), True), Work(2, 0, (7, 8), (1,), True)])
+        runner.run([ScheduledSeq(1, 0, (5, 6), (0,), True), ScheduledSeq(2, 0, (7, 8), (1,), True)])
         for _ in range(3):  # computed, recorded, replayed
-            got = runner.run([Work(2, 1, (8,), (1,), True), Work(1, 1, (6,), (0,), True)])
+            got = runner.run(
+                [ScheduledSeq(2, 1, (8,), (1,), True), ScheduledSeq(1, 1, (6,), (0,), True)]
+            )
     assert torch.equal(got[0], packed(decoder, [7, 8])[1])
     assert torch.equal(got[1], packed(decoder, [5, 6])[1])
 
 
 def test_recordings_are_few(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 2)
-    monkeypatch.setattr(module, "RECORDED", 4)
+    monkeypatch.setattr(module, "MAX_CAPTURES", 2)
+    monkeypatch.setattr(module, "MAX_CAPTURED_TOKENS", 4)
     runner = Runner(decoder, LIMITS)
     with torch.inference_mode():
         for count in (1, 2, 3, 4, 5):
             tokens = tuple(range(count))
             for _ in range(3):
-                got = runner.run([Work(1, 0, tokens, (3, 4), True)])
+                got = runner.run([ScheduledSeq(1, 0, tokens, (3, 4), True)])
                 assert torch.equal(got, packed(decoder, list(tokens)))
-    assert list(runner._recordings) == [(3, 1), (4, 1)]
+    assert list(runner._captures) == [(3, 1), (4, 1)]

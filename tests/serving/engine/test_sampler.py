@@ -8,31 +8,40 @@ import torch
 
 from ingot import ops
 from ingot.nn import Decoder, Sampling, preset
-from ingot.serving.engine.request import Options, Request
-from ingot.serving.engine.sampler import Sampled, Sampler
+from ingot.serving.engine.request import Request
+from ingot.serving.engine.sampler import Sampler, SamplingState
+from ingot.serving.engine.sampling_params import SamplingParams
 
 DECODER = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
 HIDDEN = torch.randn(7, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def sampled(**options: Any) -> Sampled:
-    return Sampled(Request(id=1, prompt=(3, 3, 9), max_tokens=9, options=Options(**options)))
+def sampled(**options: Any) -> SamplingState:
+    return SamplingState(
+        Request(id=1, prompt=(3, 3, 9), max_tokens=9, sampling_params=SamplingParams(**options))
+    )
 
 
 @torch.inference_mode()
-def draw(of: list[Sampled], drafts: Any = None) -> tuple[list[int], dict[int, Any]]:
+def draw(of: list[SamplingState], drafts: Any = None) -> tuple[list[int], dict[int, Any]]:
     hidden = HIDDEN[: len(of)] if len(of) > 1 else HIDDEN[:1]
-    return Sampler(DECODER).draw(hidden, of, [4] * len(of), drafts)
+    return Sampler(DECODER).sample(hidden, of, [4] * len(of), drafts)
 
 
 MANY: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 5, "logprobs": 2},
-    {"seed": 6, "bias": ((7, 1000.0),)},
+    {"seed": 6, "logit_bias": ((7, 1000.0),)},
     {"seed": 7, "frequency_penalty": 1.5, "repetition_penalty": 1.2, "logprobs": 0},
-    {"seed": 8, "top_k": 3, "logprobs": 5, "processed": True},
+    {"seed": 8, "top_k": 3, "logprobs": 5, "logprobs_mode": "processed"},
     {"seed": -1, "top_p": 0.5, "min_p": 0.1, "presence_penalty": -1.0},
-    {"seed": 9, "logprobs": 3, "processed": True, "bias": ((1, -1000.0),), "temperature": 0.5},
+    {
+        "seed": 9,
+        "logprobs": 3,
+        "logprobs_mode": "processed",
+        "logit_bias": ((1, -1000.0),),
+        "temperature": 0.5,
+    },
 ]
 
 
@@ -40,7 +49,7 @@ def test_a_draw_does_not_depend_on_the_others() -> None:
     tokens, logprobs = draw([sampled(**options) for options in MANY])
     for row, options in enumerate(MANY):
         with torch.inference_mode():
-            alone = Sampler(DECODER).draw(HIDDEN[row : row + 1], [sampled(**options)], [4])
+            alone = Sampler(DECODER).sample(HIDDEN[row : row + 1], [sampled(**options)], [4])
         assert alone[0] == [tokens[row]]
         assert alone[1].get(0) == logprobs.get(row)
     assert sorted(logprobs) == [1, 3, 4, 6]
@@ -72,12 +81,12 @@ def test_logprobs_are_those_a_trainer_has() -> None:
 
 
 def test_processed_logprobs_are_those_drawn_from() -> None:
-    _, logprobs = draw([sampled(top_k=3, logprobs=5, processed=True)])
+    _, logprobs = draw([sampled(top_k=3, logprobs=5, logprobs_mode="processed")])
     top = logprobs[0].top
     assert len(top) == 3  # the others cannot come
     assert sum(math.exp(logprob) for _, logprob in top) == pytest.approx(1, abs=1e-5)
     assert logprobs[0].logprob in [logprob for _, logprob in top]
-    biased = sampled(logprobs=1, processed=True, bias=((7, 1000.0),))
+    biased = sampled(logprobs=1, logprobs_mode="processed", logit_bias=((7, 1000.0),))
     _, logprobs = draw([biased])
     assert (logprobs[0].token, logprobs[0].logprob) == (7, 0.0)
 
@@ -87,14 +96,14 @@ def test_bias_and_penalties_change_the_logits() -> None:
         logits = DECODER.logits(HIDDEN[:1]).float()[0]
     best = int(logits.argmax())
     assert draw([sampled(temperature=0.0)])[0] == [best]
-    assert draw([sampled(temperature=0.0, bias=((7, 1000.0),))])[0] == [7]
+    assert draw([sampled(temperature=0.0, logit_bias=((7, 1000.0),))])[0] == [7]
     gap = float(logits.max() - logits[7])
     for times, token in ((1, best), (2, 7)):  # each counts, of the same token too
-        biased = sampled(temperature=0.0, bias=((7, 0.6 * gap),) * times)
+        biased = sampled(temperature=0.0, logit_bias=((7, 0.6 * gap),) * times)
         assert draw([biased])[0] == [token]
     penalized = sampled(temperature=0.0, frequency_penalty=100.0)
     assert draw([penalized])[0] == [best]
-    penalized.take([best])
+    penalized.append([best])
     assert draw([penalized])[0] != [best]
 
 
@@ -103,18 +112,18 @@ def test_drafts_count_as_generated_for_those_behind_them() -> None:
         best = int(DECODER.logits(HIDDEN[:1]).argmax())
         one = sampled(temperature=0.0, presence_penalty=100.0)
         hidden = HIDDEN[:1].expand(2, -1).contiguous()
-        tokens, _ = Sampler(DECODER).draw(hidden, [one, one], [4, 5], [(), (best,)])
+        tokens, _ = Sampler(DECODER).sample(hidden, [one, one], [4, 5], [(), (best,)])
         assert tokens[0] == best != tokens[1]
-        again, _ = Sampler(DECODER).draw(HIDDEN[:1], [one], [4])
+        again, _ = Sampler(DECODER).sample(HIDDEN[:1], [one], [4])
     assert again == [best]  # it was only a guess
 
 
 def test_options_are_read_anew_when_the_rows_change() -> None:
     sampler = Sampler(DECODER)
-    greedy, biased = sampled(temperature=0.0), sampled(temperature=0.0, bias=((7, 1000.0),))
+    greedy, biased = sampled(temperature=0.0), sampled(temperature=0.0, logit_bias=((7, 1000.0),))
     with torch.inference_mode():
         for of in ([greedy, biased], [biased, greedy], [biased, biased]):
-            tokens, _ = sampler.draw(HIDDEN[:1].expand(2, -1).contiguous(), of, [1, 1])
+            tokens, _ = sampler.sample(HIDDEN[:1].expand(2, -1).contiguous(), of, [1, 1])
             assert [token == 7 for token in tokens] == [one is biased for one in of]
 
 

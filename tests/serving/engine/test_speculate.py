@@ -9,13 +9,14 @@ import torch
 from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
-from ingot.serving.engine.request import Options, Request
-from ingot.serving.engine.scheduler import Limits
-from ingot.serving.engine.speculate import Draft, Lookup, Proposer
+from ingot.serving.engine.request import Request
+from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.engine.speculate import DraftModelProposer, NgramProposer, Proposer
 
 BIG = Decoder.from_config(preset("tiny"), seed=0)
 SMALL = Decoder.from_config(preset("tiny"), seed=1)
-LIMITS = Limits(blocks=40, block_size=8, budget=32, max_running=6)
+LIMITS = SchedulerConfig(num_blocks=40, block_size=8, max_num_batched_tokens=32, max_num_seqs=6)
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Book:
 
 
 def follow(tokens: list[int], most: int = 4, **options: int) -> tuple[int, ...]:
-    return Lookup(**options).propose([Book(tokens=tokens)], most)[0]
+    return NgramProposer(**options).propose([Book(tokens=tokens)], most)[0]
 
 
 def test_lookup_gives_what_followed_the_last_time() -> None:
@@ -36,12 +37,12 @@ def test_lookup_gives_what_followed_the_last_time() -> None:
     assert follow(
         [1, 2, 9, 9, 1, 2],
         size=2,
-        most=99,
+        num_speculative_tokens=99,
     ) == (9, 9, 1, 2) * 3 + (9, 9, 1)
 
 
 def test_lookup_learns_as_the_text_grows_and_forgets() -> None:
-    lookup, book = Lookup(size=2), Book()
+    lookup, book = NgramProposer(n=2), Book()
     whole = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2, 4, 1, 2]
     for end in range(1, len(whole) + 1):
         book.tokens = whole[:end]
@@ -53,12 +54,12 @@ def test_lookup_learns_as_the_text_grows_and_forgets() -> None:
 
 def text(engine: Engine, requests: list[Request]) -> dict[int, list[Any]]:
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     found: dict[int, list[Any]] = {request.id: [] for request in requests}
-    while engine.busy:
+    while engine.has_unfinished_requests:
         for output in engine.step():
             found[output.id] += zip(output.tokens, output.logprobs or (), strict=True)
-    assert engine.stats().blocks_used == 0
+    assert engine.stats().num_used_blocks == 0
     return found
 
 
@@ -67,42 +68,45 @@ def requests() -> list[Request]:
     found: list[Request] = []
     for id, length in enumerate([1, 4, 17, 40, 61]):
         prompt = tuple(torch.randint(256, (length,), generator=random).tolist())
-        options = Options(
+        options = SamplingParams(
             temperature=(0.0, 0.6, 1.0)[id % 3],
             seed=id,
             logprobs=1,
             frequency_penalty=0.5 if id == 3 else 0.0,
-            ends=(200, 201) if id == 2 else (),
+            stop_token_ids=(200, 201) if id == 2 else (),
         )
-        found.append(Request(id=id, prompt=prompt, max_tokens=30, options=options))
+        found.append(Request(id=id, prompt=prompt, max_tokens=30, sampling_params=options))
     return found
 
 
 @pytest.mark.parametrize("kind", ["lookup", "itself", "another", "cramped"])
 def test_the_text_is_the_same_whoever_guesses(kind: str) -> None:
-    wanted = text(Engine(BIG, limits=LIMITS), requests())
+    wanted = text(Engine(BIG, scheduler_config=LIMITS), requests())
     proposer: Proposer = {
-        "lookup": lambda: Lookup(size=1),
-        "itself": lambda: Draft(BIG, LIMITS, most=3),
-        "another": lambda: Draft(SMALL, LIMITS, most=3),
-        "cramped": lambda: Draft(BIG, Limits(blocks=11, block_size=8, budget=9, max_running=3)),
+        "lookup": lambda: NgramProposer(n=1),
+        "itself": lambda: DraftModelProposer(BIG, LIMITS, num_speculative_tokens=3),
+        "another": lambda: DraftModelProposer(SMALL, LIMITS, num_speculative_tokens=3),
+        "cramped": lambda: DraftModelProposer(
+            BIG,
+            SchedulerConfig(num_blocks=11, block_size=8, max_num_batched_tokens=9, max_num_seqs=3),
+        ),
     }[kind]()
-    engine = Engine(BIG, limits=LIMITS, proposer=proposer)
+    engine = Engine(BIG, scheduler_config=LIMITS, proposer=proposer)
     assert text(engine, requests()) == wanted
     stats = engine.stats()
-    assert stats.drafted_tokens > 0
-    assert stats.accepted_tokens <= stats.drafted_tokens
+    assert stats.draft_tokens > 0
+    assert stats.accepted_tokens <= stats.draft_tokens
     if kind == "itself":  # it knows of no penalties
-        assert stats.accepted_tokens > 0.7 * stats.drafted_tokens
-    if isinstance(proposer, Draft):
-        assert not proposer._known
-        assert sorted(proposer._free) == list(range(proposer.limits.blocks))
+        assert stats.accepted_tokens > 0.7 * stats.draft_tokens
+    if isinstance(proposer, DraftModelProposer):
+        assert not proposer._states
+        assert sorted(proposer._free) == list(range(proposer.config.num_blocks))
 
 
 def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draft, read = Draft(SMALL, LIMITS, most=3), list[int]()
+    draft, read = DraftModelProposer(SMALL, LIMITS, num_speculative_tokens=3), list[int]()
     run = draft.runner.run
 
     def reading(work: Any) -> torch.Tensor:
@@ -119,11 +123,13 @@ def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
         book.tokens += [*found[:right], *wrong]
         read.clear()
         (found,) = draft.propose([book], 3)
-        (fresh,) = Draft(SMALL, LIMITS, most=3).propose([Book(tokens=book.tokens)], 3)
+        (fresh,) = DraftModelProposer(SMALL, LIMITS, num_speculative_tokens=3).propose(
+            [Book(tokens=book.tokens)], 3
+        )
         assert found == fresh
         assert read[0] == count
     draft.forget(1)
-    assert len(draft._free) == LIMITS.blocks
+    assert len(draft._free) == LIMITS.num_blocks
 
 
 def test_a_proposer_that_breaks_costs_nobody_a_token() -> None:
@@ -134,13 +140,13 @@ def test_a_proposer_that_breaks_costs_nobody_a_token() -> None:
         def forget(self, id: int) -> None:
             pass
 
-    wanted = text(Engine(BIG, limits=LIMITS), requests())
-    assert text(Engine(BIG, limits=LIMITS, proposer=Broken()), requests()) == wanted
+    wanted = text(Engine(BIG, scheduler_config=LIMITS), requests())
+    assert text(Engine(BIG, scheduler_config=LIMITS, proposer=Broken()), requests()) == wanted
 
 
 def test_options_are_bounded() -> None:
-    for wrong in ({"size": 0}, {"most": 0}, {"most": 65}):
+    for wrong in ({"n": 0}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 65}):
         with pytest.raises(ConfigError):
-            Lookup(**wrong)
+            NgramProposer(**wrong)
     with pytest.raises(ConfigError):
-        Draft(BIG, LIMITS, most=0)
+        DraftModelProposer(BIG, LIMITS, num_speculative_tokens=0)

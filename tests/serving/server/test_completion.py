@@ -11,7 +11,8 @@ import pytest
 
 from ingot.serving.engine.detokenizer import Pieces
 from ingot.serving.engine.output import Logprob, Output
-from ingot.serving.engine.request import Options, Reason, Request
+from ingot.serving.engine.request import FinishReason, Request
+from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server.completion import Answer, Failure, Place
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.openai import Job
@@ -24,7 +25,7 @@ class Asked:
     def __init__(self) -> None:
         self.ids = 0
         self.requests: list[Request] = []
-        self.ends: list[tuple[int, Reason]] = []
+        self.ends: list[tuple[int, FinishReason]] = []
 
     def new_id(self) -> int:
         self.ids += 1
@@ -33,7 +34,7 @@ class Asked:
     def add(self, request: Request, sink: Any) -> None:
         self.requests.append(request)
 
-    def end(self, id: int, reason: Reason) -> None:
+    def end(self, id: int, reason: FinishReason) -> None:
         self.ends.append((id, reason))
 
 
@@ -46,7 +47,7 @@ def made(**changes: Any) -> tuple[Answer, Asked]:
         "texts": [],
         "n": 1,
         "max_tokens": 9,
-        "options": Options(ends=(0,)),
+        "options": SamplingParams(stop_token_ids=(0,)),
         **changes,
     }
     place = Place(
@@ -54,7 +55,7 @@ def made(**changes: Any) -> tuple[Answer, Asked]:
         tokenizer=TOKENIZER,
         pieces=Pieces(TOKENIZER),
         metrics=Metrics(),
-        salt=b"s",
+        cache_salt=b"s",
         priority=3,
         deadline=9.0,
     )
@@ -81,11 +82,11 @@ def events(data: bytes) -> list[Any]:
 
 def test_other_choices_are_asked_for_when_the_first_has_a_token() -> None:
     async def test() -> None:
-        answer, front = made(n=3, prompts=[(1, 2), (3,)], options=Options(seed=7))
+        answer, front = made(n=3, prompts=[(1, 2), (3,)], sampling_params=SamplingParams(seed=7))
         answer.ask()
         assert [r.prompt for r in front.requests] == [(1, 2), (3,)]
         first = answer.choices[0]
-        first.take(Output(first.id, cached=32), 1.0)
+        first.take(Output(first.id, num_cached_tokens=32), 1.0)
         assert len(front.requests) == 2
         first.take(Output(first.id, ids("a")), 1.0)
         first.take(Output(first.id, ids("b")), 1.0)
@@ -112,7 +113,7 @@ def test_a_stream_is_one_write_a_step_and_ends_once() -> None:
         assert written == [], "half a character is nothing to say"
         choice.take(Output(choice.id, ids("é")[1:] + ids('"\n')), 1.5)
         answer.flush()
-        choice.take(Output(choice.id, (*ids("!"), 0), end=Reason.STOP), 2.0)
+        choice.take(Output(choice.id, (*ids("!"), 0), finish_reason=FinishReason.STOP), 2.0)
         answer.flush()
         answer.flush()
         assert len(written) == 2
@@ -135,7 +136,7 @@ def test_a_stop_string_ends_the_engines_request_too() -> None:
         choice.take(Output(choice.id, ids("ab")), 1.0)
         assert not answer.done.done()
         choice.take(Output(choice.id, ids("cd")), 1.0)
-        assert front.ends == [(choice.id, Reason.STOP)]
+        assert front.ends == [(choice.id, FinishReason.STOP)]
         assert json.loads(answer.body())["choices"][0]["text"] == "a"
         answer.cancel()
         assert len(front.ends) == 1
@@ -146,11 +147,11 @@ def test_a_stop_string_ends_the_engines_request_too() -> None:
 @pytest.mark.parametrize(
     ("output", "status"),
     [
-        (Output(1, end=Reason.DEADLINE), 504),
-        (Output(1, end=Reason.REFUSED), 429),
-        (Output(1, end=Reason.REFUSED, error="no grammar"), 422),
-        (Output(1, end=Reason.CANCELLED), 503),
-        (Output(1, end=Reason.FAILED, error="secret"), 500),
+        (Output(1, finish_reason=FinishReason.DEADLINE), 504),
+        (Output(1, finish_reason=FinishReason.REJECTED), 429),
+        (Output(1, finish_reason=FinishReason.REJECTED, error="no grammar"), 422),
+        (Output(1, finish_reason=FinishReason.CANCELLED), 503),
+        (Output(1, finish_reason=FinishReason.FAILED, error="secret"), 500),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,19 +170,19 @@ def test_whatever_goes_wrong_is_one_clean_failure(
         assert "secret" not in answer.failure.what
         assert answer.done.done()
         assert b"".join(answer.out).count(b'"error"') == stream
-        assert (second.id, Reason.CANCELLED) in front.ends
+        assert (second.id, FinishReason.CANCELLED) in front.ends
 
     run(test)
 
 
 def test_logprobs_of_half_characters_have_their_bytes() -> None:
     async def test() -> None:
-        answer, _ = made(options=Options(logprobs=1, ends=(0,)))
+        answer, _ = made(sampling_params=SamplingParams(logprobs=1, stop_token_ids=(0,)))
         answer.ask()
         (choice,) = answer.choices
         halves = ids("é")
         logprobs = tuple(Logprob(t, -0.5, ((t, -0.5),)) for t in halves)
-        choice.take(Output(choice.id, halves, logprobs, end=Reason.LENGTH), 1.0)
+        choice.take(Output(choice.id, halves, logprobs, finish_reason=FinishReason.LENGTH), 1.0)
         found = json.loads(answer.body())["choices"][0]
         assert found["text"] == "é"
         assert found["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ingot.serving.engine.output import Output, Stats
-from ingot.serving.engine.request import End, Reason, Request
+from ingot.serving.engine.output import EngineStats, Output
+from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.server import wire
 from ingot.serving.server.engine_client import Front
 
-STATS = Stats(**dict.fromkeys(Stats.__struct_fields__, 1))
+STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1))
 HELLO = wire.Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=2)
 
 
@@ -88,17 +88,21 @@ def test_outputs_go_to_their_sinks_with_one_flush_a_step() -> None:
         sent = await asyncio.get_running_loop().sock_recv(worker, 1 << 16)
         assert [wire.to_worker(c) for c in wire.Frames().feed(sent)] == asked
         first, second = (one.id for one in asked)
-        outputs = [Output(first, (5,)), Output(second, (6,), end=Reason.LENGTH), Output(99)]
+        outputs = [
+            Output(first, (5,)),
+            Output(second, (6,), finish_reason=FinishReason.LENGTH),
+            Output(99),
+        ]
         await say(worker, wire.Step(outputs, STATS))
         assert [sink.flushes for sink in sinks] == [1, 1]
         assert sinks[1].taken == [outputs[1]]
         assert front.outstanding == 1
-        front.end(first, Reason.CANCELLED)
+        front.end(first, FinishReason.CANCELLED)
         sent = await asyncio.get_running_loop().sock_recv(worker, 1 << 16)
-        assert wire.to_worker(wire.Frames().feed(sent)[0]) == End(first, Reason.CANCELLED)
-        await say(worker, wire.Step([Output(first, end=Reason.CANCELLED)], STATS))
+        assert wire.to_worker(wire.Frames().feed(sent)[0]) == Abort(first, FinishReason.CANCELLED)
+        await say(worker, wire.Step([Output(first, finish_reason=FinishReason.CANCELLED)], STATS))
         assert len(sinks[0].taken) == 1, "nothing is heard of one that was ended"
-        front.end(first, Reason.CANCELLED)  # twice is fine
+        front.end(first, FinishReason.CANCELLED)  # twice is fine
 
     run(test)
 
@@ -163,7 +167,7 @@ def test_strange_frames_from_a_worker_are_a_lost_worker_and_no_crash(
     record_property: Callable[[str, int], None],
 ) -> None:
     rng = random.Random(1)
-    good = wire.frame(wire.Step([Output(1, (5,), end=Reason.STOP)], STATS))[4:]
+    good = wire.frame(wire.Step([Output(1, (5,), finish_reason=FinishReason.STOP)], STATS))[4:]
     count = 300
 
     async def test(front: Front, worker: socket.socket) -> None:

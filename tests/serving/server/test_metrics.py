@@ -6,15 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from ingot.serving.engine.output import Stats
+from ingot.serving.engine.output import EngineStats
 from ingot.serving.server.metrics import Facts, Histogram, Metrics
 from ingot.serving.server.wire import Hello
 
 HELLO = Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=20)
-STATS = Stats(**{**dict.fromkeys(Stats.__struct_fields__, 3), "blocks": 20, "blocks_used": 5})
+STATS = EngineStats(
+    **{**dict.fromkeys(EngineStats.__struct_fields__, 3), "num_blocks": 20, "num_used_blocks": 5}
+)
 
 
-def page(metrics: Metrics, hello: Hello | None, stats: Stats | None) -> dict[str, float]:
+def page(metrics: Metrics, hello: Hello | None, stats: EngineStats | None) -> dict[str, float]:
     facts = Facts(metrics, 'a "model"\n', lambda: (hello, stats), lambda: {"engine_up": 1.0})
     families = parse(facts.page().decode())
     return {

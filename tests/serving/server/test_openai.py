@@ -42,8 +42,8 @@ def test_options_are_the_engines() -> None:
     )
     options = asked.options((2,), 99, logprobs=None)
     assert (options.temperature, options.top_k, options.seed) == (0.5, None, 99)
-    assert options.bias == ((7, -3.0),)
-    assert options.ends == (2,)
+    assert options.logit_bias == ((7, -3.0),)
+    assert options.stop_token_ids == (2,)
     assert options.grammar is not None
     assert json.loads(options.grammar.text) == {"type": "object"}
     assert asked.stops() == ("x",)

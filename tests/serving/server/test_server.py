@@ -19,7 +19,7 @@ from ingot.core.errors import ConfigError
 from ingot.serving.server.server import Config, listen
 from tests.serving.conftest import Served, serving
 from tests.serving.faulty import POISON
-from tests.serving.load import Outcome, ask
+from tests.serving.load import LoadReport, ask
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 3500, "ignore_eos": True, "stream": True}
 
@@ -53,7 +53,7 @@ def test_clients_that_vanish_leave_nothing_behind(served: Served) -> None:
 
 @pytest.mark.slow
 def test_500_clients_that_vanish(directory: Path, tmp_path: Path) -> None:
-    with serving(directory, tmp_path, "--requests", "2000") as served:
+    with serving(directory, tmp_path, "--max-requests", "2000") as served:
         before = served.tokens()
         vanish(served, 100)
         served.wait(served.quiet, 30)
@@ -66,7 +66,7 @@ def test_500_clients_that_vanish(directory: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_10000_requests_a_third_of_them_left(directory: Path, tmp_path: Path) -> None:
     """Of mixed lengths, 64 at a time: each ends once, and memory stays as it was."""
-    with serving(directory, tmp_path, "--memory", "0.02") as served:
+    with serving(directory, tmp_path, "--kv-cache-gib", "0.02") as served:
         before = served.tokens()
         done = left = 0
 
@@ -138,10 +138,10 @@ def test_clients_that_do_not_read_stop_nobody(served: Served) -> None:
     check_after(served, before)
 
 
-def overload(served: Served, clients: int) -> list[Outcome]:
+def overload(served: Served, clients: int) -> list[LoadReport]:
     body = {"prompt": "Hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
-    async def run() -> list[Outcome]:
+    async def run() -> list[LoadReport]:
         return await asyncio.gather(
             *[ask(served, {**body, "stream": n % 2 == 0}) for n in range(clients)]
         )
@@ -188,7 +188,7 @@ def test_sigterm_finishes_who_is_inside(directory: Path, tmp_path: Path) -> None
         assert served.call("/healthz")[0] == 200
         served.wait(served.ready, 60)
 
-        async def run() -> Outcome:
+        async def run() -> LoadReport:
             asked = asyncio.create_task(ask(served, {**LONG, "max_tokens": 1500}))
             while served.metric("vllm:num_requests_running") < 1:
                 await asyncio.sleep(0.01)

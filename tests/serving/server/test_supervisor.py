@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from tests.serving.conftest import Served, serving
-from tests.serving.load import Outcome, ask
+from tests.serving.load import LoadReport, ask
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 3500, "ignore_eos": True}
 
 
-def under_load(served: Served, number: int, clients: int = 16) -> list[Outcome]:
+def under_load(served: Served, number: int, clients: int = 16) -> list[LoadReport]:
     """Send the worker a signal when all clients are inside, half of them streaming."""
 
-    async def run() -> list[Outcome]:
+    async def run() -> list[LoadReport]:
         bodies = [{**BODY, "seed": n, "stream": n % 2 == 0} for n in range(clients)]
         asked = [asyncio.create_task(ask(served, body)) for body in bodies]
         while served.metric("vllm:num_requests_running") < clients:
@@ -76,7 +76,7 @@ def test_a_stalled_step(served: Served) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_waits_for_work_is_not_stuck(directory: Path, tmp_path: Path) -> None:
-    with serving(directory, tmp_path, "--stall", "0.5") as served:
+    with serving(directory, tmp_path, "--stall-timeout", "0.5") as served:
         worker = served.worker
         for _ in range(3):
             time.sleep(1.5)

@@ -10,38 +10,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.serving.engine.output import Logprob, Output, Stats
-from ingot.serving.engine.request import End, Grammar, Options, Reason, Request
+from ingot.serving.engine.output import EngineStats, Logprob, Output
+from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.server import wire
 from ingot.serving.server.wire import MAX_FRAME, Frames, WireError, frame
 
-STATS = Stats(**dict.fromkeys(Stats.__struct_fields__, 3))
+STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 3))
 TO_WORKER = [
     Request(
         id=7,
         prompt=(1, 2, 70000),
         max_tokens=3,
         deadline=12.5,
-        salt=b"\x00salt",
-        options=Options(
-            seed=-5, bias=((3, -1.5),), grammar=Grammar(kind="regex", text="a|b"), logprobs=2
+        cache_salt=b"\x00salt",
+        sampling_params=SamplingParams(
+            seed=-5, logit_bias=((3, -1.5),), grammar=Grammar(kind="regex", text="a|b"), logprobs=2
         ),
     ),
-    End(7, Reason.CANCELLED),
+    Abort(7, FinishReason.CANCELLED),
 ]
 TO_FRONT = [
     wire.Loading("weights"),
     wire.Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=2),
     wire.Step(
         [
-            Output(1, (5,), cached=0),
+            Output(1, (5,), num_cached_tokens=0),
             Output(
                 2,
                 (6, 7),
                 (Logprob(6, -0.5, ((6, -0.5),)), Logprob(7, -1.0)),
                 (Logprob(1, -2.0),),
                 32,
-                Reason.STOP,
+                FinishReason.STOP,
             ),
         ],
         STATS,
@@ -75,7 +76,9 @@ def test_a_message_beyond_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_beyond_its_bounds_is_no_message() -> None:
-    good = frame(Request(id=1, prompt=(1,), max_tokens=1, options=Options(top_p=0.5)))[4:]
+    good = frame(
+        Request(id=1, prompt=(1,), max_tokens=1, sampling_params=SamplingParams(top_p=0.5))
+    )[4:]
     bad = good.replace(pack(">d", 0.5), pack(">d", 1.5))
     assert bad != good
     with pytest.raises(WireError, match="top_p"):

@@ -14,9 +14,10 @@ import pytest
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.output import Output
-from ingot.serving.engine.request import End, Grammar, Options, Reason, Request
-from ingot.serving.engine.scheduler import Limits
-from ingot.serving.engine.speculate import Lookup
+from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.sampling_params import Grammar, SamplingParams
+from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.engine.speculate import NgramProposer
 from ingot.serving.server import wire
 from ingot.serving.server.worker import Settings, Worker, load
 
@@ -45,14 +46,16 @@ class Other:
             message = self.hear()
             if isinstance(message, wire.Step):
                 found += [output for output in message.outputs if output.id == id]
-            if found and found[-1].end is not None:
+            if found and found[-1].finish_reason is not None:
                 return found
 
 
 @contextmanager
 def working() -> Iterator[tuple[Other, Worker]]:
     """A worker in a thread; it has to leave when the socket is closed."""
-    engine = Engine(Decoder.from_config(preset("tiny"), seed=0), limits=Limits(blocks=64))
+    engine = Engine(
+        Decoder.from_config(preset("tiny"), seed=0), scheduler_config=SchedulerConfig(num_blocks=64)
+    )
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
     worker = Worker(engine, theirs)
@@ -65,11 +68,15 @@ def working() -> Iterator[tuple[Other, Worker]]:
         thread.join(30)
         theirs.close()
     assert not thread.is_alive()
-    assert engine.stats().blocks_used == 0 or engine.busy
+    assert engine.stats().num_used_blocks == 0 or engine.has_unfinished_requests
 
 
 def tokens(other: Other, id: int) -> list[int]:
-    other.say(Request(id=id, prompt=(5, 6, 7), max_tokens=8, options=Options(temperature=0.0)))
+    other.say(
+        Request(
+            id=id, prompt=(5, 6, 7), max_tokens=8, sampling_params=SamplingParams(temperature=0.0)
+        )
+    )
     return [token for output in other.outputs(id) for token in output.tokens]
 
 
@@ -79,8 +86,8 @@ def test_requests_are_answered_and_ended() -> None:
         assert len(first) == 8
         other.say(Request(id=2, prompt=(1,), max_tokens=500))
         assert isinstance(other.hear(), wire.Step)
-        other.say(End(2, Reason.CANCELLED))
-        assert other.outputs(2)[-1].end is Reason.CANCELLED
+        other.say(Abort(2, FinishReason.CANCELLED))
+        assert other.outputs(2)[-1].finish_reason is FinishReason.CANCELLED
         assert tokens(other, 3) == first
 
 
@@ -93,7 +100,7 @@ def test_what_can_never_run_is_refused_by_its_number() -> None:
                 id=3,
                 prompt=(1,),
                 max_tokens=1,
-                options=Options(grammar=Grammar(kind="regex", text="a")),
+                sampling_params=SamplingParams(grammar=Grammar(kind="regex", text="a")),
             ),
         ):
             other.say(request)
@@ -106,7 +113,7 @@ def test_what_can_never_run_is_refused_by_its_number() -> None:
 
 def test_an_end_of_nobody_is_nothing() -> None:
     with working() as (other, _):
-        other.say(End(77, Reason.CANCELLED))
+        other.say(Abort(77, FinishReason.CANCELLED))
         assert tokens(other, 1)
 
 
@@ -114,8 +121,12 @@ def test_strange_frames_leave_it_serving(record_property: Callable[[str, int], N
     """Frames with bytes changed, cut, or made up: dropped, refused or run, and never a crash."""
     rng = random.Random(0)
     good = [
-        wire.frame(Request(id=10**6, prompt=(1, 2), max_tokens=3, options=Options(logprobs=3)))[4:],
-        wire.frame(End(10**6, Reason.STOP))[4:],
+        wire.frame(
+            Request(
+                id=10**6, prompt=(1, 2), max_tokens=3, sampling_params=SamplingParams(logprobs=3)
+            )
+        )[4:],
+        wire.frame(Abort(10**6, FinishReason.STOP))[4:],
     ]
     with working() as (other, worker):
         first = tokens(other, 1)
@@ -134,7 +145,9 @@ def test_strange_frames_leave_it_serving(record_property: Callable[[str, int], N
 
 
 def test_a_stream_that_is_none_ends_it() -> None:
-    engine = Engine(Decoder.from_config(preset("tiny"), seed=0), limits=Limits(blocks=8))
+    engine = Engine(
+        Decoder.from_config(preset("tiny"), seed=0), scheduler_config=SchedulerConfig(num_blocks=8)
+    )
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(pack("<I", wire.MAX_FRAME + 1))
@@ -147,9 +160,9 @@ def test_a_model_directory_is_loaded_with_its_facts(directory: str) -> None:
     with ours, theirs:
         ours.settimeout(30)
         worker = load(Settings(directory=str(directory), memory=1 << 22, lookup=True), theirs)
-        assert isinstance(worker.engine.proposer, Lookup)
-        assert not worker.engine.busy
-        assert worker.engine.stats().blocks_used == 0
+        assert isinstance(worker.engine.proposer, NgramProposer)
+        assert not worker.engine.has_unfinished_requests
+        assert worker.engine.stats().num_used_blocks == 0
         other, heard = Other(ours), list[wire.ToFront]()
         while not (heard and isinstance(heard[-1], wire.Hello)):
             heard.append(other.hear())
@@ -165,10 +178,12 @@ def test_an_answer_too_large_for_a_frame_fails_its_requests(
 ) -> None:
     with working() as (other, _):
         tokens(other, 1)
-        options = Options(prompt_logprobs=20, logprobs=20)
-        request = wire.frame(Request(id=2, prompt=(1,) * 200, max_tokens=3, options=options))
+        options = SamplingParams(prompt_logprobs=20, logprobs=20)
+        request = wire.frame(
+            Request(id=2, prompt=(1,) * 200, max_tokens=3, sampling_params=options)
+        )
         monkeypatch.setattr(wire, "MAX_FRAME", 2000)
         other.socket.sendall(request)
-        assert other.outputs(2)[-1].end is Reason.FAILED
+        assert other.outputs(2)[-1].finish_reason is FinishReason.FAILED
         monkeypatch.undo()
         assert tokens(other, 3)
