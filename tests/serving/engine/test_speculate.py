@@ -25,20 +25,16 @@ class Book:
     tokens: list[int] = field(default_factory=list)
 
 
-def follow(tokens: list[int], most: int = 4, **options: int) -> tuple[int, ...]:
-    return NgramProposer(**options).propose([Book(tokens=tokens)], most)[0]
+def follow(tokens: list[int], max_tokens: int = 4, **options: int) -> tuple[int, ...]:
+    return NgramProposer(**options).propose([Book(tokens=tokens)], max_tokens)[0]
 
 
 def test_lookup_gives_what_followed_the_last_time() -> None:
-    assert follow([1, 2, 3, 4, 1, 2, 5, 1, 2], size=2) == (5, 1, 2, 5)
-    assert follow([1, 2, 3, 4, 5], size=2) == ()
-    assert follow([1, 1, 1], size=2) == (1, 1, 1, 1)
-    assert follow([7], size=2) == ()
-    assert follow(
-        [1, 2, 9, 9, 1, 2],
-        size=2,
-        num_speculative_tokens=99,
-    ) == (9, 9, 1, 2) * 3 + (9, 9, 1)
+    assert follow([1, 2, 3, 4, 1, 2, 5, 1, 2], n=2) == (5, 1, 2, 5)
+    assert follow([1, 2, 3, 4, 5], n=2) == ()
+    assert follow([1, 1, 1], n=2) == (1, 1, 1, 1)
+    assert follow([7], n=2) == ()
+    assert follow([1, 2, 9, 9, 1, 2], 99, n=2) == (9, 9, 1, 2) * 3 + (9, 9, 1)
 
 
 def test_lookup_learns_as_the_text_grows_and_forgets() -> None:
@@ -46,9 +42,9 @@ def test_lookup_learns_as_the_text_grows_and_forgets() -> None:
     whole = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2, 4, 1, 2]
     for end in range(1, len(whole) + 1):
         book.tokens = whole[:end]
-        assert lookup.propose([book], 3)[0] == follow(book.tokens, 3, size=2)
+        assert lookup.propose([book], 3)[0] == follow(book.tokens, 3, n=2)
     lookup.forget(1)
-    assert not lookup._seen
+    assert not lookup._ngrams
     lookup.forget(1)
 
 

@@ -82,7 +82,7 @@ def events(data: bytes) -> list[Any]:
 
 def test_other_choices_are_asked_for_when_the_first_has_a_token() -> None:
     async def test() -> None:
-        answer, front = made(n=3, prompts=[(1, 2), (3,)], sampling_params=SamplingParams(seed=7))
+        answer, front = made(n=3, prompts=[(1, 2), (3,)], options=SamplingParams(seed=7))
         answer.ask()
         assert [r.prompt for r in front.requests] == [(1, 2), (3,)]
         first = answer.choices[0]
@@ -91,7 +91,7 @@ def test_other_choices_are_asked_for_when_the_first_has_a_token() -> None:
         first.take(Output(first.id, ids("a")), 1.0)
         first.take(Output(first.id, ids("b")), 1.0)
         assert [r.prompt for r in front.requests[2:]] == [(1, 2), (1, 2)]
-        assert [r.options.seed for r in front.requests] == [7, 10, 8, 9]
+        assert [r.sampling_params.seed for r in front.requests] == [7, 10, 8, 9]
         assert all((r.salt, r.priority, r.deadline) == (b"s", 3, 9.0) for r in front.requests)
         assert answer.cached == 32
         answer.cancel()
@@ -177,7 +177,7 @@ def test_whatever_goes_wrong_is_one_clean_failure(
 
 def test_logprobs_of_half_characters_have_their_bytes() -> None:
     async def test() -> None:
-        answer, _ = made(sampling_params=SamplingParams(logprobs=1, stop_token_ids=(0,)))
+        answer, _ = made(options=SamplingParams(logprobs=1, stop_token_ids=(0,)))
         answer.ask()
         (choice,) = answer.choices
         halves = ids("é")
