@@ -92,7 +92,7 @@ def test_other_choices_are_asked_for_when_the_first_has_a_token() -> None:
         first.take(Output(first.id, ids("b")), 1.0)
         assert [r.prompt for r in front.requests[2:]] == [(1, 2), (1, 2)]
         assert [r.sampling_params.seed for r in front.requests] == [7, 10, 8, 9]
-        assert all((r.salt, r.priority, r.deadline) == (b"s", 3, 9.0) for r in front.requests)
+        assert all((r.cache_salt, r.priority, r.deadline) == (b"s", 3, 9.0) for r in front.requests)
         assert answer.cached == 32
         answer.cancel()
         assert len(front.ends) == 6
