@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ingot.data import Source
-from ingot.data.vocabulary import Vocabulary
+from ingot.data.tokenizer import DocumentTokenizer
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
 
@@ -22,7 +22,7 @@ def main(directory: Path) -> None:
     """Write the directory, which must not hold weights yet."""
     config = preset("llama-100m")
     hf.save(Decoder.from_config(config, seed=0, dtype=torch.bfloat16), directory)
-    Vocabulary.train(Source("stdlib").documents(), config.vocab_size).save(directory)
+    DocumentTokenizer.train(Source("stdlib").documents(), config.vocab_size).save(directory)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from ingot.bench import gpt2_baseline
 from ingot.core.targets import IGNORE_INDEX
 from ingot.data import TokenBatch
-from ingot.training.optimizer import AdamW, Optimizers, decays
+from ingot.training.optimizer import AdamWConfig, Optimizers, select_decayed
 
 WARMUP_STEPS = 2
 _LR = 1e-4
@@ -138,30 +138,31 @@ def _trim() -> None:
 def ingot(task: dict[str, Any], clock: StepClock) -> str:
     """Run the train step of `ingot.training`."""
     from ingot.interop import hf
-    from ingot.training.clip import Clipper, Norm
-    from ingot.training.precision import Masters, Precision
+    from ingot.training.clip import ClipNormConfig, Clipper
+    from ingot.training.precision import MasterWeights, Precision
     from ingot.training.recompute import recompute
-    from ingot.training.step import Batch, Losses, Step
+    from ingot.training.step import Batch, LossConfig, TrainStep
 
-    class Timed(Step):
+    class Timed(TrainStep):
         def _losses(self, piece: Batch, step: int, index: int, grad_output: float) -> Tensor:
             found = super()._losses(piece, step, index, grad_output)
             clock.lap("forward")
             return found
 
     model = hf.load(task["model"], dtype=torch.float32)
-    masters = Masters(model, Precision(task["precision"]), split=True)
-    config = AdamW(lr=_LR, moments=task["state_dtype"])
-    optimizers = Optimizers(config, model, masters.weights, masters.low)
-    step = Timed(model, masters, optimizers, Clipper(Norm(), len(masters.weights)), Losses())
+    masters = MasterWeights(model, Precision(task["precision"]), split=True)
+    config = AdamWConfig(lr=_LR, state_dtype=task["state_dtype"])
+    optimizers = Optimizers(config, model, masters.weights, masters.low_bits)
+    clipper = Clipper(ClipNormConfig(), len(masters.weights))
+    step = Timed(model, masters, optimizers, clipper, LossConfig())
     recompute(model, task["recompute"])
     for number, (tokens_BL, targets_BL) in enumerate(_batches(task, model.config.vocab_size)):
         lengths = [task["seq_len"]] * task["batch_size"]
         packed = TokenBatch(tokens_BL.flatten(), targets_BL.flatten(), lengths, [])
         clock.begin()
-        found = step.gradients([packed], number)
+        found = step.forward_backward([packed], number)
         clock.lap("backward")
-        step.update(1.0)
+        step.optimizer_step(1.0)
         clock.end(found.loss)
     return importlib.metadata.version("ingot")
 
@@ -266,7 +267,7 @@ def _batches(task: dict[str, Any], vocabulary: int) -> Iterator[tuple[Tensor, Te
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Return torch's AdamW with the parameter groups that ingot uses for such a model."""
-    decay, known = decays(model), dict(model.named_parameters())
+    decay, known = select_decayed(model), dict(model.named_parameters())
     if not isinstance(model, gpt2_baseline.GPT2):  # transformers' GPT-2 has its matrices in Conv1D
         decay = {
             n: p.dim() >= 2 and ".wte." not in n and ".wpe." not in n for n, p in known.items()

@@ -18,7 +18,7 @@ from ingot.core.errors import IngotError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ingot.observe.history import History
+    from ingot.observe.history import RunHistory
 
 _MAX_COMPARED = 8
 
@@ -42,7 +42,7 @@ def runs(
         json: Print JSON instead of a table.
     """
     from ingot.observe import plot as plots
-    from ingot.observe.history import History, find
+    from ingot.observe.history import RunHistory, find_runs
 
     if plot:
         plots.check(plot)
@@ -52,7 +52,7 @@ def runs(
                 f"{directory}: no such directory", hint="list the runs with `ingot runs`"
             )
     places = directories or (paths.runs(),)
-    histories = [History.read(path) for path in find(places)]
+    histories = [RunHistory.read(path) for path in find_runs(places)]
     if plot and histories:
         plots.compare(histories, plot)
     if json:
@@ -68,12 +68,12 @@ def runs(
         )
 
 
-def _describe(run: History) -> dict[str, Any]:
+def _describe(run: RunHistory) -> dict[str, Any]:
     shared = {"run": str(run.directory), "name": run.name, "unit": run.unit}
-    return {**shared, **run.figures(), "updated": run.updated, "recipe": run.recipe}
+    return {**shared, **run.summary(), "updated": run.updated, "recipe": run.recipe}
 
 
-def _print_differences(histories: list[History]) -> None:
+def _print_differences(histories: list[RunHistory]) -> None:
     from ingot.observe.history import differences
 
     table = _new_table(("difference", *(str(number) for number in range(1, len(histories) + 1))))
@@ -88,14 +88,14 @@ def _new_table(left: Iterable[str], right: Iterable[str] = ()) -> Table:
     return new_table(left, right, wrap=True, show_edge=False, padding=(0, 2, 0, 0))
 
 
-def _table(histories: list[History]) -> Table:
+def _table(histories: list[RunHistory]) -> Table:
     from ingot.observe.report import duration
 
     table = _new_table(
         ("", "run"), ("steps", "loss", "validation", "accuracy", "rate", "time", "updated")
     )
     for number, run in enumerate(histories, 1):
-        figures, ago = run.figures(), max(0.0, time.time() - run.updated)
+        figures, ago = run.summary(), max(0.0, time.time() - run.updated)
         rate = figures["rows_per_s"]
         table.add_row(
             str(number),

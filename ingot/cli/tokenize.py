@@ -15,7 +15,7 @@ from ingot.cli.tables import new_grid
 from ingot.core.log import stdout
 
 if TYPE_CHECKING:
-    from ingot.data import Corpus
+    from ingot.data import TokenDataset
 
 
 def tokenize(
@@ -47,42 +47,42 @@ def tokenize(
         validation: Fraction of the documents that is used for validation.
         json: Print JSON instead of text.
     """
-    from ingot.data.corpus import NAME, prepare
+    from ingot.data import token_dataset
     from ingot.data.source import Source
 
-    new = not (directory / NAME).exists()
+    new = not (directory / token_dataset.NAME).exists()
     start = time.monotonic()
-    corpus = prepare(
+    dataset = token_dataset.tokenize(
         Source(source, field),
         directory,
-        vocab=vocab_size,
+        vocab_size=vocab_size,
         tokenizer=tokenizer,
-        validation=validation,
+        validation_fraction=validation,
     )
-    content = report(corpus, time.monotonic() - start, new)
+    content = report(dataset, time.monotonic() - start, new)
     if json:
         print(json_format.dumps(content, indent=2))  # noqa: T201
     else:
         _print_lines(content)
 
 
-def report(corpus: Corpus, seconds: float, new: bool) -> dict[str, Any]:
+def report(dataset: TokenDataset, seconds: float, new: bool) -> dict[str, Any]:
     """Return everything that `--json` prints."""
-    made = corpus.index.made
-    tokens = len(corpus.train) + len(corpus.validation)
+    inputs = dataset.index.build_inputs
+    tokens = len(dataset.train) + len(dataset.validation)
     return {
-        "directory": str(corpus.directory),
+        "directory": str(dataset.directory),
         "new": new,
-        "documents": corpus.train.documents + corpus.validation.documents,
+        "documents": dataset.train.documents + dataset.validation.documents,
         "tokens": tokens,
-        "train_tokens": len(corpus.train),
-        "validation_tokens": len(corpus.validation),
-        "validation_documents": corpus.validation.documents,
-        "text_bytes": made.bytes,
-        "tokens_per_byte": round(tokens / made.bytes, 4),
-        "vocab_size": corpus.size,
-        "hash": corpus.hash,
-        "bytes": sum(path.stat().st_size for path in corpus.directory.iterdir()),
+        "train_tokens": len(dataset.train),
+        "validation_tokens": len(dataset.validation),
+        "validation_documents": dataset.validation.documents,
+        "text_bytes": inputs.bytes,
+        "tokens_per_byte": round(tokens / inputs.bytes, 4),
+        "vocab_size": dataset.vocab_size,
+        "hash": dataset.hash,
+        "bytes": sum(path.stat().st_size for path in dataset.directory.iterdir()),
         "seconds": round(seconds, 2),
     }
 

@@ -19,7 +19,7 @@ from ingot.core.errors import IngotError
 if TYPE_CHECKING:
     from torch import nn
 
-    from ingot.data import Corpus
+    from ingot.data import TokenDataset
     from ingot.nn import Decoder
     from ingot.training.checkpoint import Checkpoint
     from ingot.training.recipe import Recipe
@@ -56,7 +56,7 @@ def train(
         export: Train nothing; write the model of that run to this directory.
         json: Print the result as JSON.
     """
-    from ingot.observe.board import Board
+    from ingot.observe.tensorboard import TensorBoardLogger
     from ingot.training.recipe import Recipe
 
     wanted = config.load(Recipe, recipe, overrides)
@@ -74,16 +74,16 @@ def train(
         log.logger(__name__).info("going on behind step %d", trainer.step)
     log.logger(__name__).info("the run is in %s", escape_markup(str(directory)))
     with _reported(directory):
-        with Board(directory, trainer.step) as board, _stopping(trainer):
+        with TensorBoardLogger(directory, trainer.step) as board, _stopping(trainer):
             score = trainer.run(board.add)
         if score is None:
             raise KeyboardInterrupt  # what is there is saved, and the exit says that it is not all
-        with trainer.averaged():
+        with trainer.ema_weights():
             path = directory / MODEL
             if path.exists():  # of a run that was finished before, and went on
                 shutil.rmtree(path)
-            model = _write(trainer.model, wanted, trainer.sets.corpus, trainer.step, path)
-    result: dict[str, Any] = {"run": str(directory), "steps": trainer.step, **score.figures()}
+            model = _write(trainer.model, wanted, trainer.datasets.tokens, trainer.step, path)
+    result: dict[str, Any] = {"run": str(directory), "steps": trainer.step, **score.metrics()}
     if model:
         result["model"] = str(path)
     _print(result, json)
@@ -116,10 +116,10 @@ def _trainer(recipe: Recipe, directory: Path) -> Trainer:
     from ingot.training.trainer import Trainer
 
     model = None
-    if recipe.start is not None:
+    if recipe.init_from is not None:
         from ingot.interop import hf
 
-        model = hf.load(recipe.start)
+        model = hf.load(recipe.init_from)
     trainer = Trainer(recipe, directory, model, _peak(recipe))
     decoder = _decoder(trainer)
     if decoder is not None:  # what cannot be written at the end had better be known now
@@ -144,9 +144,11 @@ def _decoder(trainer: Trainer) -> Decoder | None:
     return trainer.model if isinstance(trainer.model, Decoder) else None
 
 
-def _write(model: nn.Module, recipe: Recipe, corpus: Corpus | None, step: int, path: Path) -> bool:
+def _write(
+    model: nn.Module, recipe: Recipe, corpus: TokenDataset | None, step: int, path: Path
+) -> bool:
     """Write a decoder as a model directory, with its tokenizer and its lineage; nothing else."""
-    from ingot.data import vocabulary
+    from ingot.data import tokenizer
     from ingot.interop import hf
     from ingot.nn import Decoder
 
@@ -154,8 +156,8 @@ def _write(model: nn.Module, recipe: Recipe, corpus: Corpus | None, step: int, p
         return False
     with paths.atomic_directory(path) as temporary:
         hf.save(model, temporary)
-        vocabulary.copy(corpus.directory, temporary)
-        start = recipe.start
+        tokenizer.copy_files(corpus.directory, temporary)
+        start = recipe.init_from
         if start is not None and (start / lineage.NAME).is_file():
             shutil.copyfile(start / lineage.NAME, temporary / lineage.NAME)
         lineage.append(temporary, "train", recipe=recipe.name, steps=step, data=corpus.hash)
@@ -165,18 +167,18 @@ def _write(model: nn.Module, recipe: Recipe, corpus: Corpus | None, step: int, p
 def _exported(directory: Path, path: Path) -> dict[str, Any]:
     """Write the model of a run as it was at its newest whole checkpoint; the run is only read."""
     from ingot.interop import hf
-    from ingot.training.recipe import Recipe, new_model, open_data
+    from ingot.training.recipe import Recipe, build_model, load_datasets
 
     recipe = config.load(Recipe, directory / "recipe.toml")
-    model = hf.load(recipe.start) if recipe.start else new_model(recipe)
+    model = hf.load(recipe.init_from) if recipe.init_from else build_model(recipe)
     model.to(recipe.precision.dtype)
-    found, sets = _filled(model, directory, recipe), open_data(recipe.data)
-    if found.facts["data"] != sets.fingerprint:
+    found, datasets = _filled(model, directory, recipe), load_datasets(recipe.data)
+    if found.metadata["data"] != datasets.fingerprint:
         raise IngotError(
             f"the run in {directory} was trained on other data than is there now",
             hint="restore the data that it was started with: its vocabulary is needed",
         )
-    if not _write(model, recipe, sets.corpus, found.step, path):
+    if not _write(model, recipe, datasets.tokens, found.step, path):
         raise IngotError(
             f"{directory} is of no decoder, and a model directory is for decoders",
             hint="its weights are in its checkpoints, as safetensors",
@@ -189,10 +191,10 @@ def _filled(model: nn.Module, directory: Path, recipe: Recipe) -> Checkpoint:
     from ingot.nn.weights import WeightsError
     from ingot.training.checkpoint import Checkpoints
 
-    kept = Checkpoints(directory / "checkpoints", recipe.keep)
-    while found := kept.newest():
+    kept = Checkpoints(directory / "checkpoints", recipe.keep_checkpoints)
+    while found := kept.latest():
         try:
-            found.fill(model)
+            found.load_into(model)
             return found
         except (WeightsError, OSError):
             if found.path.exists():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import DataError
-from ingot.data.permutation import order
+from ingot.data.permutation import shuffled_indices
 
 _SPLIT = 0x5EED  # one split for everybody, whatever seed they train with
 
@@ -23,14 +23,14 @@ class ArrayBatch:
 
     x: Tensor
     y: Tensor
-    ids: list[int]
+    sample_ids: list[int]
 
 
 @dataclass(frozen=True)
-class Arrays:
+class ArrayDataset:
     """All samples; `y` is a class or a value for each.
 
-    >>> Arrays(torch.zeros(3, 2), torch.arange(3)).batch([2, 0]).y
+    >>> ArrayDataset(torch.zeros(3, 2), torch.arange(3)).batch([2, 0]).y
     tensor([2, 0])
     """
 
@@ -53,12 +53,12 @@ class Arrays:
         rows = torch.tensor(ids, dtype=torch.int64)
         return ArrayBatch(self.x[rows], self.y[rows], ids)
 
-    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+    def split(self, fraction: float) -> tuple[ArrayDataset, ArrayDataset]:
         """Two sets: what is trained on, and this fraction of the samples, held out.
 
         Which ones depends on how many there are and on nothing else.
 
-        >>> [len(part) for part in Arrays(torch.zeros(10, 2), torch.arange(10)).split(0.2)]
+        >>> [len(part) for part in ArrayDataset(torch.zeros(10, 2), torch.arange(10)).split(0.2)]
         [8, 2]
         """
         held = round(len(self) * fraction)
@@ -67,15 +67,17 @@ class Arrays:
                 f"{fraction} of {len(self)} samples leave one of the sets empty",
                 hint="give a fraction between 0 and 1 that holds out at least one sample",
             )
-        rows = torch.from_numpy(order(0, len(self), 1, len(self), _SPLIT))  # pyright: ignore
+        rows = torch.from_numpy(shuffled_indices(0, len(self), 1, len(self), _SPLIT))  # pyright: ignore
         kept, out = rows[held:].sort().values, rows[:held].sort().values
-        return Arrays(self.x[kept], self.y[kept]), Arrays(self.x[out], self.y[out])
+        return ArrayDataset(self.x[kept], self.y[kept]), ArrayDataset(self.x[out], self.y[out])
 
 
-def xor() -> Arrays:
+def xor() -> ArrayDataset:
     """The four cases of exclusive or: the smallest thing that a linear model cannot learn.
 
     >>> xor().x.shape, xor().y
     (torch.Size([4, 2]), tensor([0, 1, 1, 0]))
     """
-    return Arrays(torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]), torch.tensor([0, 1, 1, 0]))
+    return ArrayDataset(
+        torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]), torch.tensor([0, 1, 1, 0])
+    )

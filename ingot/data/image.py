@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import DataError
-from ingot.data.array import Arrays
+from ingot.data.array import ArrayDataset
 
 MAX_BYTES = 1 << 32  # of an IDX file, unpacked
 MAX_DIMENSIONS = 4
 
 
-def digits() -> Arrays:
+def digits() -> ArrayDataset:
     """The digits of scikit-learn, of which `split(0.2)` holds out 359.
 
     >>> digits().x.shape, digits().y.dtype
@@ -46,23 +46,24 @@ def digits() -> Arrays:
         ) from error
     found: Any = load_digits()  # pyright: ignore
     x_NCHW = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
-    return Arrays(x_NCHW, torch.tensor(found.target, dtype=torch.int64))
+    return ArrayDataset(x_NCHW, torch.tensor(found.target, dtype=torch.int64))
 
 
-def mnist(folder: Path, part: str = "train") -> Arrays:
+def mnist(folder: Path, part: str = "train") -> ArrayDataset:
     """MNIST, or what has its form; `part` is how its files begin: "train" or "t10k"."""
     images, labels = (
-        idx(_found(folder, f"{part}-{name}")) for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        read_idx(_found(folder, f"{part}-{name}"))
+        for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
     )
     if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
             f"the images in {folder} are {tuple(images.shape)}, their labels {tuple(labels.shape)}",
             hint="take both files from the same set",
         )
-    return Arrays(images[:, None].float() / 255, labels.long())
+    return ArrayDataset(images[:, None].float() / 255, labels.long())
 
 
-def idx(path: Path) -> Tensor:
+def read_idx(path: Path) -> Tensor:
     """The bytes of an IDX file, in its shape."""
     try:
         with _opened(path) as file:

@@ -4,7 +4,7 @@ The order of all samples of all epochs is a function of the seed (`ingot.data.pe
 where a run is in its data is one number, that of the samples taken by all ranks together:
 
     rank r of w takes the samples at  sample + r, sample + r + w, ...  of the order,
-    `batch` of them in a step, and then sample += batch * w
+    `batch_size` of them in a step, and then sample += batch_size * w
 
 Nothing else decides what comes next: a loader with the same seed that is sent to the same sample
 goes on with the same bits, whatever ranks, batches and interruptions there were before.
@@ -22,17 +22,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 from ingot.core.errors import ConfigError
-from ingot.data.permutation import order
+from ingot.data.permutation import shuffled_indices
 
-AHEAD = 2  # batches made before they are asked for
+PREFETCH = 2  # batches made before they are asked for
 MAX_SAMPLE = 1 << 62
-MAX_WORLD = 1 << 20
+MAX_WORLD_SIZE = 1 << 20
 
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
 
 
-class Samples(Protocol[B_co]):
+class Dataset(Protocol[B_co]):
     """What can be loaded: so many samples, and a batch of any of them."""
 
     def __len__(self) -> int: ...
@@ -46,39 +46,47 @@ class Loader(Generic[B]):
     """Batches of shuffled samples for one rank.
 
     >>> from ingot.data.array import xor
-    >>> loader = Loader(xor(), batch=2, seed=1)
-    >>> next(loader).ids, next(loader).ids, loader.state()
+    >>> loader = Loader(xor(), batch_size=2, seed=1)
+    >>> next(loader).sample_ids, next(loader).sample_ids, loader.state_dict()
     ([3, 0], [1, 2], {'sample': 4, 'seed': 1})
     >>> loader.seek(2)
-    >>> next(loader).ids
+    >>> next(loader).sample_ids
     [1, 2]
     """
 
     def __init__(
-        self, samples: Samples[B], *, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+        self,
+        samples: Dataset[B],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        if not (len(samples) > 0 and 0 < batch <= MAX_SAMPLE and 0 <= seed < 1 << 64):
+        if not (len(samples) > 0 and 0 < batch_size <= MAX_SAMPLE and 0 <= seed < 1 << 64):
             raise ConfigError(
-                f"a loader of {len(samples)} samples in batches of {batch} with seed {seed}",
+                f"a loader of {len(samples)} samples in batches of {batch_size} with seed {seed}",
                 hint="give samples, a batch of at least one, and a seed from 0 to 2**64 - 1",
             )
-        if not 0 <= rank < world <= MAX_WORLD:
-            raise ConfigError(f"rank {rank} of {world}", hint="ranks count from 0 to world - 1")
-        self._samples, self._batch, self._seed = samples, batch, seed
-        self._rank, self._world = rank, world
+        if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
+            raise ConfigError(
+                f"rank {rank} of {world_size}", hint="ranks count from 0 to world_size - 1"
+            )
+        self._samples, self._batch_size, self._seed = samples, batch_size, seed
+        self._rank, self._world_size = rank, world_size
         self._sample = 0
         self._coming: deque[Future[B]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingot-data")
-        self.waited = 0.0
+        self.wait_seconds = 0.0
         """Seconds spent waiting for batches, in all."""
 
     def __iter__(self) -> Loader[B]:
         return self
 
     def __next__(self) -> B:
-        while len(self._coming) <= AHEAD:
+        while len(self._coming) <= PREFETCH:
             place = self._sample + len(self._coming) * self._step
-            self._coming.append(self._thread.submit(self.at, place))
+            self._coming.append(self._thread.submit(self.batch_at, place))
         start = time.perf_counter()
         try:
             # It stays at the head while we wait: an interrupted wait loses no batch.
@@ -87,19 +95,19 @@ class Loader(Generic[B]):
             self._forget()  # what failed is tried again, if anybody asks again
             raise
         finally:
-            self.waited += time.perf_counter() - start
+            self.wait_seconds += time.perf_counter() - start
         self._coming.popleft()
         self._sample += self._step
         return found
 
-    def at(self, sample: int) -> B:
+    def batch_at(self, sample: int) -> B:
         """The batch that this rank gets at a sample; the loader stays where it is."""
         _check(sample + self._step)
         first, stop = sample + self._rank, sample + self._step
-        indices = order(first, stop, self._world, len(self._samples), self._seed)
+        indices = shuffled_indices(first, stop, self._world_size, len(self._samples), self._seed)
         return self._samples.batch(indices.tolist())
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """Where the loader is: behind the batches that were handed out, not those made ahead."""
         return {"sample": self._sample, "seed": self._seed}
 
@@ -111,7 +119,7 @@ class Loader(Generic[B]):
 
     @property
     def _step(self) -> int:
-        return self._batch * self._world
+        return self._batch_size * self._world_size
 
     def _forget(self) -> None:
         for future in self._coming:

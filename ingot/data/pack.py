@@ -32,36 +32,36 @@ from torch import Tensor
 
 from ingot.core.errors import ConfigError, DataError
 from ingot.core.targets import IGNORE_INDEX
-from ingot.data.shard import Ints, Tokens
+from ingot.data.shard import Ints, TokenStream
 
 MAX_LENGTH = 1 << 24
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Packed tokens: `tokens` and `targets` are (T,) of int64, `lengths` add up to T."""
+    """PackedDataset tokens: `tokens` and `targets` are (T,) of int64, `lengths` add up to T."""
 
     tokens: Tensor
     targets: Tensor
     lengths: list[int]
-    ids: list[int]
+    sample_ids: list[int]
 
 
-class Packed:
-    """Samples of `length` tokens of a corpus' part: `Packed(corpus.train, length=512)`."""
+class PackedDataset:
+    """Dataset of `seq_len` tokens of a corpus' part: `PackedDataset(corpus.train, seq_len=512)`."""
 
-    def __init__(self, tokens: Tokens, length: int) -> None:
-        if not 0 < length <= MAX_LENGTH:
-            raise ConfigError(f"samples of {length} tokens", hint=f"give 1 to {MAX_LENGTH:,}")
+    def __init__(self, tokens: TokenStream, seq_len: int) -> None:
+        if not 0 < seq_len <= MAX_LENGTH:
+            raise ConfigError(f"samples of {seq_len} tokens", hint=f"give 1 to {MAX_LENGTH:,}")
         if not len(tokens):
             raise DataError(
                 "there are no tokens in this part of the corpus",
                 hint="make it again with more documents, or `ingot tokenize --validation 0.1`",
             )
-        self._tokens, self.length = tokens, length
+        self._tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:
-        return -(-len(self._tokens) // self.length)
+        return -(-len(self._tokens) // self.seq_len)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """The samples of these indices, packed in this order."""
@@ -71,14 +71,14 @@ class Packed:
             tokens=_joined([tokens_T for tokens_T, _, _ in samples]),
             targets=_joined([targets_T for _, targets_T, _ in samples]),
             lengths=[length for _, _, lengths in samples for length in lengths],
-            ids=ids,
+            sample_ids=ids,
         )
 
     def _sample(self, index: int) -> tuple[Ints, Ints, list[int]]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        start = index * self.length
-        stop = min(start + self.length, len(self._tokens))
+        start = index * self.seq_len
+        stop = min(start + self.seq_len, len(self._tokens))
         # One token more, if there is one: the target of the last.
         tokens, ends = self._tokens.read(start, min(stop + 1, len(self._tokens)))
         num_tokens = stop - start

@@ -61,10 +61,10 @@ class Permutation:
         return (left << self._half) | right
 
 
-def order(start: int, stop: int, step: int, n: int, seed: int) -> Indices:
+def shuffled_indices(start: int, stop: int, step: int, n: int, seed: int) -> Indices:
     """The samples at these places of an endless order: epoch after epoch of n samples each.
 
-    >>> order(0, 20, 2, 10, seed=0)
+    >>> shuffled_indices(0, 20, 2, 10, seed=0)
     array([7, 2, 4, 1, 8, 5, 6, 0, 1, 3])
     """
     places = np.arange(start, stop, step, dtype=np.int64)

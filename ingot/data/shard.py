@@ -34,7 +34,7 @@ _CHUNK = 1 << 22  # bytes
 Ints = NDArray[np.int64]
 
 
-class ShardFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the index says about a shard."""
 
     documents: int
@@ -42,7 +42,7 @@ class ShardFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sha256: str
 
 
-def write(path: Path, documents: Sequence[NDArray[Any]], itemsize: int) -> ShardFacts:
+def write(path: Path, documents: Sequence[NDArray[Any]], itemsize: int) -> ShardInfo:
     """Write these documents as a shard; none of them may be empty.
 
     >>> import tempfile
@@ -57,22 +57,22 @@ def write(path: Path, documents: Sequence[NDArray[Any]], itemsize: int) -> Shard
             content = part.tobytes()
             digest.update(content)
             file.write(content)
-    return ShardFacts(documents=len(documents), tokens=int(ends_D[-1]), sha256=digest.hexdigest())
+    return ShardInfo(documents=len(documents), tokens=int(ends_D[-1]), sha256=digest.hexdigest())
 
 
 class Shard:
-    """One file of tokens, each below `size`. Made by looking at the file's length alone."""
+    """One file of tokens, each below `size`. BuildInputs by looking at the file's length alone."""
 
-    def __init__(self, path: Path, facts: ShardFacts, itemsize: int, size: int) -> None:
-        self.path, self.facts = path, facts
+    def __init__(self, path: Path, info: ShardInfo, itemsize: int, size: int) -> None:
+        self.path, self.info = path, info
         self._itemsize, self._size = itemsize, size
         self._ends_D: Ints | None = None
         try:
             found = path.stat().st_size
         except OSError as error:
             raise _broken(path, error.strerror or str(error)) from error
-        expected = self._place(facts.tokens)
-        if not 0 < facts.documents <= facts.tokens <= MAX_TOKENS or found != expected:
+        expected = self._place(info.tokens)
+        if not 0 < info.documents <= info.tokens <= MAX_TOKENS or found != expected:
             raise _broken(path, f"it has {found:,} bytes instead of {expected:,}")
 
     @property
@@ -90,20 +90,20 @@ class Shard:
         return np.frombuffer(content, f"<u{self._itemsize}").astype(np.int64), ends_D[low:high]
 
     def _place(self, token: int) -> int:
-        return 8 * self.facts.documents + self._itemsize * token
+        return 8 * self.info.documents + self._itemsize * token
 
     def _checked(self) -> Ints:
         digest, largest = hashlib.sha256(), 0
         ends = b"".join(self._bytes(0, self._place(0)))
         digest.update(ends)
-        for chunk in self._bytes(self._place(0), self._place(self.facts.tokens)):
+        for chunk in self._bytes(self._place(0), self._place(self.info.tokens)):
             digest.update(chunk)
             largest = max(largest, int(np.frombuffer(chunk, f"<u{self._itemsize}").max()))
-        if digest.hexdigest() != self.facts.sha256:
+        if digest.hexdigest() != self.info.sha256:
             raise _broken(self.path, "its content is not what was written")
         ends_D = np.frombuffer(ends, "<u8").astype(np.int64)
         rising = bool((np.diff(ends_D, prepend=0) > 0).all())
-        if not rising or ends_D[-1] != self.facts.tokens or largest >= self._size:
+        if not rising or ends_D[-1] != self.info.tokens or largest >= self._size:
             raise _broken(self.path, "its documents or tokens are out of bounds")
         return ends_D
 
@@ -122,17 +122,17 @@ class Shard:
             raise _broken(self.path, error.strerror or str(error)) from error
 
 
-class Tokens:
+class TokenStream:
     """The documents of several shards as one stream of tokens.
 
-    >>> len(Tokens([]))
+    >>> len(TokenStream([]))
     0
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
-        self.documents = sum(shard.facts.documents for shard in shards)
-        self._starts = [0, *accumulate(shard.facts.tokens for shard in shards)]
+        self.documents = sum(shard.info.documents for shard in shards)
+        self._starts = [0, *accumulate(shard.info.tokens for shard in shards)]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -148,7 +148,7 @@ class Tokens:
             if base >= stop:
                 break
             shard = self.shards[number]
-            first, last = max(start - base, 0), min(stop - base, shard.facts.tokens)
+            first, last = max(start - base, 0), min(stop - base, shard.info.tokens)
             tokens_T, found = shard.read(first, last)
             tokens.append(tokens_T)
             ends.append(found + (base - start))

@@ -95,7 +95,7 @@ class Source:
         if path.suffix in (".jsonl", ".ndjson"):
             texts = _of_lines(path, self.field)
         elif path.suffix in table.SUFFIXES:
-            texts = table.texts(path, self.field)
+            texts = table.read_texts(path, self.field)
         elif path == Path(self.where) or _is_text(path):
             texts = _of_text(path)
         else:

@@ -17,7 +17,7 @@ SUFFIXES = (".parquet", ".arrow", ".feather")
 ROWS = 256  # at a time
 
 
-def texts(path: Path, field: str) -> Iterator[str]:
+def read_texts(path: Path, field: str) -> Iterator[str]:
     """The texts of the column, row after row; those that are null or empty are left out."""
     try:
         import pyarrow as pa

@@ -47,7 +47,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """One run."""
 
     directory: Path
@@ -58,7 +58,7 @@ class History:
     """When its last line was written, in seconds since 1970."""
 
     @classmethod
-    def read(cls, directory: Path) -> History:
+    def read(cls, directory: Path) -> RunHistory:
         """The run in a directory."""
         path = directory / metrics.NAME
         try:
@@ -109,24 +109,26 @@ class History:
         """Rows a second."""
         return _curve(
             {
-                line["step"]: line["rows"] / line["seconds"]
+                line["step"]: line["num_rows"] / line["seconds"]
                 for line in self.lines
-                if _number(line.get("rows")) and _number(line.get("seconds")) and line["seconds"]
+                if _number(line.get("num_rows"))
+                and _number(line.get("seconds"))
+                and line["seconds"]
             }
         )
 
-    def refused(self) -> list[tuple[int, str]]:
+    def skipped_steps(self) -> list[tuple[int, str]]:
         """Steps whose update was not made, and why."""
-        return [(line["step"], str(line["refused"])) for line in self.lines if "refused" in line]
+        return [(line["step"], str(line["skipped"])) for line in self.lines if "skipped" in line]
 
-    def figures(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """The run in a few numbers: None is what it has not.
 
         `loss` is the median of the last 20 steps; `seconds` is of its steps alone.
         """
         loss, validation = self.curve("loss"), self.curve("validation_loss")
         rates, seconds = self.rates(), self.curve("seconds")
-        waited = self.curve("waited").values.sum() / max(seconds.values.sum(), 1e-9)
+        waited = self.curve("data_seconds").values.sum() / max(seconds.values.sum(), 1e-9)
         return {
             "step": self.step,
             "steps": self.steps,
@@ -136,12 +138,12 @@ class History:
             "accuracy": self.curve("accuracy").last,
             "rows_per_s": float(np.median(rates.values)) if len(rates) else None,
             "seconds": float(seconds.values.sum()),
-            "waited": float(waited),
-            "refused": len(self.refused()),
+            "data_seconds": float(waited),
+            "skipped": len(self.skipped_steps()),
         }
 
 
-def find(places: Iterable[Path]) -> list[Path]:
+def find_runs(places: Iterable[Path]) -> list[Path]:
     """The runs among these directories and right below them, by when they were last begun."""
     found: set[Path] = set()
     for place in places:
@@ -152,24 +154,24 @@ def find(places: Iterable[Path]) -> list[Path]:
     return sorted(found, key=lambda path: ((path / RECIPE).stat().st_mtime, path.name))
 
 
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A recipe by dotted keys.
 
-    >>> flat({"steps": 3, "optimizer": {"lr": 0.1}})
+    >>> flatten({"steps": 3, "optimizer": {"lr": 0.1}})
     {'steps': 3, 'optimizer.lr': 0.1}
     """
     found: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flatten(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found
 
 
-def differences(runs: Iterable[History]) -> dict[str, list[Any]]:
+def differences(runs: Iterable[RunHistory]) -> dict[str, list[Any]]:
     """The keys of their recipes that are not the same in all runs, and each run's value."""
-    tables = [flat(run.recipe) for run in runs]
+    tables = [flatten(run.recipe) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     values = {key: [table.get(key) for table in tables] for key in keys}
     return {key: of for key, of in values.items() if any(value != of[0] for value in of)}

@@ -15,16 +15,16 @@ from ingot.core.paths import write_atomic
 NAME = "metrics.jsonl"
 
 
-class Metrics:
+class MetricsLog:
     """The lines of one run; `lines` of them are kept of a file that is there already.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp())
-    >>> metrics = Metrics(directory)
+    >>> metrics = MetricsLog(directory)
     >>> metrics.add({"step": 1, "loss": 2.5})
     >>> read(directory)
     [{'step': 1, 'loss': 2.5}]
-    >>> Metrics(directory, lines=0).lines
+    >>> MetricsLog(directory, lines=0).lines
     0
     """
 

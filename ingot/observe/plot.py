@@ -19,7 +19,7 @@ import numpy as np
 
 from ingot.core.errors import IngotError
 from ingot.core.paths import atomic_file
-from ingot.observe.history import Curve, History
+from ingot.observe.history import Curve, RunHistory
 
 PIECES = 400
 SUFFIXES = (".png", ".svg")
@@ -56,7 +56,7 @@ def check(path: Path) -> None:
         raise IngotError(f"there is no directory {path.parent}", hint="make it first")
 
 
-def draw(run: History, paths: Sequence[Path]) -> None:
+def draw(run: RunHistory, paths: Sequence[Path]) -> None:
     """Loss, learning rate, gradient norm and throughput of a run, into each of the files."""
     with _styled():
         from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ def draw(run: History, paths: Sequence[Path]) -> None:
         figure = Figure(figsize=(11, 6.5), dpi=120, layout="constrained")
         axes: Any = figure.subplots(2, 2)
         _draw_loss(axes[0, 0], run)
-        _draw_curve(axes[0, 1], run.curve("norm"), "gradient norm, before clipping")
+        _draw_curve(axes[0, 1], run.curve("grad_norm"), "gradient norm, before clipping")
         lr = run.curve("lr")
         axes[1, 0].plot(lr.steps, lr.values, color=_INK, lw=1.6)
         axes[1, 0].set(title="learning rate", ylim=(0, None))
@@ -73,12 +73,12 @@ def draw(run: History, paths: Sequence[Path]) -> None:
         for panel in axes.flat:
             panel.set_xlabel("step")
             panel.set_xlim(0, max(run.step, 1))
-            _mark(panel, run.refused())
+            _mark(panel, run.skipped_steps())
         for path in paths:
             _save(figure, path)
 
 
-def compare(runs: Sequence[History], path: Path) -> None:
+def compare(runs: Sequence[RunHistory], path: Path) -> None:
     """The losses of several runs in one plot, numbered as in a list from 1 on."""
     with _styled():
         from matplotlib import colormaps
@@ -137,7 +137,7 @@ def smooth(curve: Curve) -> Curve:
     return Curve(means.steps, (sums[at + near + 1] - sums[at - near]) / (2 * near + 1))
 
 
-def _draw_loss(axes: Any, run: History) -> None:
+def _draw_loss(axes: Any, run: RunHistory) -> None:
     loss, held = run.curve("loss"), run.curve("validation_loss")
     _draw_curve(axes, loss, "loss", label="training")
     _scale(axes, [loss, held])
@@ -175,10 +175,10 @@ def _scale(axes: Any, curves: Sequence[Curve]) -> None:
         axes.set_yscale("log", nonpositive="mask")
 
 
-def _mark(axes: Any, refused: Sequence[tuple[int, str]]) -> None:
+def _mark(axes: Any, skipped: Sequence[tuple[int, str]]) -> None:
     """Steps that were not made, at the upper edge."""
-    if refused:
-        places = [step for step, _ in refused][-PIECES:]
+    if skipped:
+        places = [step for step, _ in skipped][-PIECES:]
         across = axes.get_xaxis_transform()
         axes.plot(places, [0.98] * len(places), "x", color=_ALARM, ms=5, transform=across)
 

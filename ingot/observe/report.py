@@ -15,7 +15,7 @@ from typing import Any
 from ingot.core import log
 from ingot.core.paths import write_atomic
 from ingot.observe import plot
-from ingot.observe.history import RECIPE, History
+from ingot.observe.history import RECIPE, RunHistory
 
 NAME = "report.html"
 CURVES = "curves"
@@ -81,11 +81,11 @@ pre { padding: .9rem 1.1rem; border-radius: .5rem; background: var(--tile); over
 {%- endfor %}
 </table>
 {%- endif %}
-{%- if refused %}
+{%- if skipped %}
 <h2>Steps that were refused</h2>
 <table>
 <tr><th>step</th><th>reason</th></tr>
-{%- for step, reason in refused %}
+{%- for step, reason in skipped %}
 <tr><td>{{ step }}</td><td>{{ reason }}</td></tr>
 {%- endfor %}
 </table>
@@ -105,7 +105,7 @@ pre { padding: .9rem 1.1rem; border-radius: .5rem; background: var(--tile); over
 
 def write(directory: Path, ended: str) -> Path:
     """Draw the curves of a run and write its page; `ended` says how it came to its end."""
-    run = History.read(directory)
+    run = RunHistory.read(directory)
     image = None
     if plot.available():
         files = [directory / f"{CURVES}{suffix}" for suffix in plot.SUFFIXES]
@@ -121,7 +121,7 @@ def write(directory: Path, ended: str) -> Path:
     return path
 
 
-def page(run: History, ended: str, image: str | None) -> str:
+def page(run: RunHistory, ended: str, image: str | None) -> str:
     """The page of a run; `image` is the address of its curves."""
     from jinja2 import Environment
 
@@ -136,7 +136,7 @@ def page(run: History, ended: str, image: str | None) -> str:
         commands=_commands(run),
         headings=("step", "loss", "accuracy")[: 3 if len(run.curve("accuracy")) else 2],
         evaluations=_evaluations(run),
-        refused=run.refused()[-_MOST:],
+        skipped=run.skipped_steps()[-_MOST:],
         recipe=(run.directory / RECIPE).read_text(),
         environment=run.environment,
     )
@@ -154,8 +154,8 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _tiles(run: History) -> list[tuple[str, str]]:
-    found = run.figures()
+def _tiles(run: RunHistory) -> list[tuple[str, str]]:
+    found = run.summary()
 
     def shown(name: str, form: str) -> str | None:
         return None if found[name] is None else format(found[name], form)
@@ -168,13 +168,13 @@ def _tiles(run: History) -> list[tuple[str, str]]:
         ("steps", f"{run.step:,} / {run.steps:,}"),
         ("time of its steps", duration(found["seconds"])),
         (f"{run.unit} a second", shown("rows_per_s", ",.0f")),
-        ("waited for data", shown("waited", ".1%")),
-        ("steps refused", f"{found['refused']:,}" if found["refused"] else None),
+        ("waited for data", shown("data_seconds", ".1%")),
+        ("steps refused", f"{found['skipped']:,}" if found["skipped"] else None),
     ]
     return [(label, value) for label, value in tiles if value is not None]
 
 
-def _evaluations(run: History) -> list[tuple[str, ...]]:
+def _evaluations(run: RunHistory) -> list[tuple[str, ...]]:
     accuracies = run.curve("accuracy")
     right: dict[int, float] = dict(
         zip(accuracies.steps.tolist(), accuracies.values.tolist(), strict=True)
@@ -187,7 +187,7 @@ def _evaluations(run: History) -> list[tuple[str, ...]]:
     return rows
 
 
-def _commands(run: History) -> str:
+def _commands(run: RunHistory) -> str:
     place = shlex.quote(str(run.directory.resolve()))
     lines: list[str] = []
     if run.step < run.steps:

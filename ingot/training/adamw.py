@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ingot import ops
 
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class AdamW:
@@ -33,7 +33,7 @@ class AdamW:
 
     >>> weight = torch.tensor([1.0, -1.0])
     >>> optimizer = AdamW([{"params": [weight]}], lr=0.1)
-    >>> optimizer.move({weight: (torch.tensor([5.0, 0.01]), 1.0)})
+    >>> optimizer.apply_update({weight: (torch.tensor([5.0, 0.01]), 1.0)})
     >>> weight
     tensor([ 0.9000, -1.1000])
     """
@@ -45,19 +45,19 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        moments: str = "fp32",
-        low: Mapping[Tensor, Tensor] | None = None,
+        state_dtype: str = "fp32",
+        low_bits: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         shared = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.param_groups = [{**shared, **group} for group in groups]
-        self._low = low or {}
+        self._low_bits = low_bits or {}
         # Now and not at the first step: between what a step leaves they would make it holes, and
         # what fits into none of them, 0.1 GB for GPT-2 124M.
         weights = (weight for group in self.param_groups for weight in group["params"])
-        self.state = {weight: _fresh(weight, MOMENTS[moments]) for weight in weights}
+        self.state = {weight: _fresh(weight, STATE_DTYPES[state_dtype]) for weight in weights}
 
     @torch.no_grad()
-    def move(self, grads: Mapping[Tensor, tuple[Tensor, float]]) -> None:
+    def apply_update(self, grads: Mapping[Tensor, tuple[Tensor, float]]) -> None:
         """Move weights by gradients and what these are multiplied by.
 
         One call of the op takes all weights that have the same numbers.
@@ -75,7 +75,7 @@ class AdamW:
                     [_fitting(grads[weight][0], weight) for weight in weights],
                     [self.state[weight]["exp_avg"] for weight in weights],
                     [self.state[weight]["exp_avg_sq"] for weight in weights],
-                    [self._low[weight] for weight in weights] if self._low else [],
+                    [self._low_bits[weight] for weight in weights] if self._low_bits else [],
                     step,
                     group["lr"],
                     beta1,

@@ -40,7 +40,7 @@ from ingot.nn.weights import SafetensorsDir, WeightsError, read_json, write
 
 NAME = "checkpoint.json"
 FORMAT = 1
-_PLACE = re.compile(r"step-(\d{8,12})")
+_NAME_PATTERN = re.compile(r"step-(\d{8,12})")
 _CHUNK = 2**22
 
 
@@ -54,7 +54,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     """What was saved beside the tensors."""
 
     def tensors(self, part: str) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class Checkpoint:
         return {name.removeprefix(f"{part}/"): tensor for name, tensor in found.items()}
 
     @torch.no_grad()
-    def fill(self, model: nn.Module) -> None:
+    def load_into(self, model: nn.Module) -> None:
         """Give a model the weights of the checkpoint: their running mean, if there is one."""
         weights = self.tensors("ema") or self.tensors("weights")
         for name, parameter in model.named_parameters():
@@ -87,7 +87,7 @@ class Checkpoints:
     >>> for step in (1, 2, 3):
     ...     kept.save(step, {"weights": {"w": torch.tensor([1.0 * step])}}, {"sample": 8 * step})
     >>> kept.wait()
-    >>> kept.newest().step, kept.newest().tensors("weights"), kept.newest().facts["sample"]
+    >>> kept.latest().step, kept.latest().tensors("weights"), kept.latest().metadata["sample"]
     (3, {'w': tensor([3.])}, 24)
     >>> sorted(path.name for path in kept.directory.iterdir())
     ['step-00000002', 'step-00000003']
@@ -102,7 +102,7 @@ class Checkpoints:
         self,
         step: int,
         parts: Mapping[str, Mapping[str, Tensor]],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         loss: float | None = None,
     ) -> None:
         """Copy all of it and have it written. `loss` is what the best is the best of."""
@@ -112,7 +112,7 @@ class Checkpoints:
             for part, tensors in parts.items()
             for name, tensor in tensors.items()
         }
-        content = {"format": FORMAT, "step": step, "loss": loss, "facts": dict(facts)}
+        content = {"format": FORMAT, "step": step, "loss": loss, "metadata": dict(metadata)}
         text = json.dumps(content)  # here, so that it too is of now
         self._writing = self._thread.submit(self._write, step, staged, text)
 
@@ -127,10 +127,10 @@ class Checkpoints:
         if writing is not None:
             writing.result()
 
-    def newest(self) -> Checkpoint | None:
+    def latest(self) -> Checkpoint | None:
         """The newest that is whole; those that are torn are passed over, with a warning."""
         self.wait()
-        for step in sorted(self._places(), reverse=True):
+        for step in sorted(self._steps(), reverse=True):
             path = self.directory / f"step-{step:08}"
             try:
                 return _read(path, step)
@@ -138,13 +138,13 @@ class Checkpoints:
                 logger(__name__).warning("passed over %s: %s", path, str(error).partition("\n")[0])
         return None
 
-    def clear_after(self, step: int) -> None:
-        """Make room behind this step: what was passed over is put aside as `torn-...`.
+    def quarantine_after(self, step: int) -> None:
+        """Make room behind this step: what was passed over is put aside as `corrupt-...`.
 
         What is left of writes that were cut off is deleted.
         """
-        for place in (place for place in self._places() if place > step):
-            aside = f"torn-{place:08}-{secrets.token_hex(4)}"
+        for place in (place for place in self._steps() if place > step):
+            aside = f"corrupt-{place:08}-{secrets.token_hex(4)}"
             (self.directory / f"step-{place:08}").rename(self.directory / aside)
         for left in self.directory.glob(".step-*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
@@ -157,10 +157,10 @@ class Checkpoints:
             files = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
             content = json.dumps({**json.loads(text), "files": files}, indent=1)
             (temporary / NAME).write_text(content + "\n")
-        self._forget()
+        self._prune()
 
-    def _forget(self) -> None:
-        steps = sorted(self._places())
+    def _prune(self) -> None:
+        steps = sorted(self._steps())
         losses = {step: _loss(self.directory / f"step-{step:08}") for step in steps}
         known = {step: loss for step, loss in losses.items() if loss is not None}
         best = min(known, key=lambda step: known[step], default=None)
@@ -168,22 +168,22 @@ class Checkpoints:
             if step != best:
                 shutil.rmtree(self.directory / f"step-{step:08}", ignore_errors=True)
 
-    def _places(self) -> list[int]:
+    def _steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []
-        found = (_PLACE.fullmatch(path.name) for path in self.directory.iterdir())
+        found = (_NAME_PATTERN.fullmatch(path.name) for path in self.directory.iterdir())
         return [int(match[1]) for match in found if match]
 
 
 def _read(path: Path, step: int) -> Checkpoint:
     content = read_json(path / NAME)
-    files, facts = content.get("files"), content.get("facts")
+    files, metadata = content.get("files"), content.get("metadata")
     if content.get("format") != FORMAT or content.get("step") != step:
         raise CheckpointError(
             f"{path / NAME} has format {content.get('format')}, step {content.get('step')}",
             hint="use the version of ingot that wrote it",
         )
-    if not (isinstance(files, dict) and isinstance(facts, dict) and files):
+    if not (isinstance(files, dict) and isinstance(metadata, dict) and files):
         raise CheckpointError(f"{path / NAME} is not whole", hint="use an older one")
     there = {file.name for file in path.iterdir()} - {NAME}
     if there != files.keys():
@@ -191,7 +191,7 @@ def _read(path: Path, step: int) -> Checkpoint:
     for name, digest in files.items():
         if _sha256(path / name) != digest:
             raise CheckpointError(f"{path / name} is not what was written", hint="use another")
-    return Checkpoint(path, step, facts)
+    return Checkpoint(path, step, metadata)
 
 
 def _loss(path: Path) -> float | None:

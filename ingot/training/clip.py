@@ -2,12 +2,12 @@
 
 With |g| the norm of all gradients together:
 
-    norm    |g| is at most `most` (Pascanu et al. 2013)
+    norm    |g| is at most `max_norm` (Pascanu et al. 2013)
     zclip   by the running mean m and deviation s of |g|: where z = (|g| - m) / s is above z_max,
             |g| becomes m + (z_max^2 / z) s (Kumar et al. 2025), and the mean goes on with that.
-            The first 25 steps only gather statistics, clipped to `most`.
-    adagc   each tensor by its own running norm: |g_i| is at most `share` of it (Wang et al. 2025).
-            The first 100 steps are clipped to `most` all together, and the running norm is the
+            The first 25 steps only gather statistics, clipped to `max_norm`.
+    adagc   each tensor by its own running norm: |g_i| is at most `ratio` of it (Wang et al. 2025).
+            The first 100 steps are clipped to `max_norm` all together, and the running norm is the
             least that was seen.
 
 A clipper turns norms into factors; multiplying the gradients by them is the step's business, which
@@ -27,61 +27,69 @@ from torch import Tensor
 
 from ingot.core.config import check_bounds
 
-_MOST = (1e-9, 1e9)
+_MAX_NORM = (1e-9, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
+class ClipNormConfig:
     """Clip the norm of all gradients together."""
 
     kind: Literal["norm"] = "norm"
-    most: float = 1.0
+    max_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        check_bounds(self, most=_MOST)
+        check_bounds(self, max_norm=_MAX_NORM)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZClip:
+class ZClipConfig:
     """Clip what is far above the running mean of the norm."""
 
     kind: Literal["zclip"] = "zclip"
-    most: float = 1.0
+    max_norm: float = 1.0
     """In the first steps, without statistics."""
-    z: float = 2.5
+    z_threshold: float = 2.5
     beta: float = 0.97
-    warmup: int = 25
+    warmup_steps: int = 25
 
     def __post_init__(self) -> None:
-        check_bounds(self, most=_MOST, z=(0.1, 1e3), beta=(0.0, 1.0), warmup=(2, 10**6))
+        check_bounds(
+            self,
+            max_norm=_MAX_NORM,
+            z_threshold=(0.1, 1e3),
+            beta=(0.0, 1.0),
+            warmup_steps=(2, 10**6),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaGC:
+class AdaGCConfig:
     """Clip each tensor by the running mean of its own norm."""
 
     kind: Literal["adagc"] = "adagc"
-    most: float = 1.0
-    share: float = 1.05
+    max_norm: float = 1.0
+    ratio: float = 1.05
     beta: float = 0.98
-    warmup: int = 100
+    warmup_steps: int = 100
 
     def __post_init__(self) -> None:
-        check_bounds(self, most=_MOST, share=(1e-3, 1e3), beta=(0.0, 1.0), warmup=(1, 10**6))
+        check_bounds(
+            self, max_norm=_MAX_NORM, ratio=(1e-3, 1e3), beta=(0.0, 1.0), warmup_steps=(1, 10**6)
+        )
 
 
-Config = Norm | ZClip | AdaGC
+ClipConfig = ClipNormConfig | ZClipConfig | AdaGCConfig
 
 
 class Clipper:
     """The clipping of one run, with its running statistics.
 
-    >>> clipper = Clipper(Norm(most=1.0), 2)
+    >>> clipper = Clipper(ClipNormConfig(max_norm=1.0), 2)
     >>> clipper.factors(torch.tensor([3.0, 4.0]))
     tensor([0.2000, 0.2000])
     """
 
-    def __init__(self, config: Config | None, tensors: int) -> None:
+    def __init__(self, config: ClipConfig | None, tensors: int) -> None:
         self.config = config
         self._seen = 0
         self._mean, self._variance = 0.0, 0.0
@@ -93,17 +101,17 @@ class Clipper:
         match self.config:
             case None:
                 return torch.ones_like(norms)
-            case Norm(most=most):
-                return torch.full_like(norms, _at_most(total, most))
-            case ZClip():
+            case ClipNormConfig(max_norm=max_norm):
+                return torch.full_like(norms, _clip_factor(total, max_norm))
+            case ZClipConfig():
                 return torch.full_like(norms, self._zclip(self.config, total))
-            case AdaGC():
+            case AdaGCConfig():
                 return self._adagc(self.config, norms, total)
 
-    def _zclip(self, config: ZClip, norm: float) -> float:
+    def _zclip(self, config: ZClipConfig, norm: float) -> float:
         self._seen += 1
-        if self._seen <= config.warmup:
-            factor = _at_most(norm, config.most)
+        if self._seen <= config.warmup_steps:
+            factor = _clip_factor(norm, config.max_norm)
             # Welford's mean and variance of those so far.
             delta = norm * factor - self._mean
             self._mean += delta / self._seen
@@ -112,41 +120,43 @@ class Clipper:
             return factor
         deviation = math.sqrt(self._variance)
         z = (norm - self._mean) / max(deviation, 1e-6 * self._mean, 1e-12)
-        clipped = self._mean + config.z**2 / z * deviation if z > config.z else norm
+        clipped = (
+            self._mean + config.z_threshold**2 / z * deviation if z > config.z_threshold else norm
+        )
         delta = clipped - self._mean
         self._mean += (1 - config.beta) * delta
         self._variance = config.beta * self._variance + (1 - config.beta) * delta**2
         return clipped / norm if norm else 1.0
 
-    def _adagc(self, config: AdaGC, norms: Tensor, total: float) -> Tensor:
+    def _adagc(self, config: AdaGCConfig, norms: Tensor, total: float) -> Tensor:
         self._seen += 1
-        if self._seen <= config.warmup:
-            factors = torch.full_like(norms, _at_most(total, config.most))
+        if self._seen <= config.warmup_steps:
+            factors = torch.full_like(norms, _clip_factor(total, config.max_norm))
             self._norms = torch.minimum(self._norms, norms * factors)
             return factors
-        factors = (config.share * self._norms / norms.clamp(min=1e-30)).clamp(max=1.0)
+        factors = (config.ratio * self._norms / norms.clamp(min=1e-30)).clamp(max=1.0)
         self._norms = torch.lerp(self._norms, norms * factors, 1 - config.beta)
         return factors
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What the next steps depend on."""
         numbers = [self._seen, self._mean, self._variance]
         return {"running": torch.tensor(numbers, dtype=torch.float64), "norms": self._norms}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state that `state` gave in another process."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state that `state_dict` gave in another process."""
         seen, self._mean, self._variance = state["running"].tolist()
         self._seen, self._norms = int(seen), state["norms"].clone()
 
 
-def _at_most(norm: float, most: float) -> float:
-    return min(1.0, most / norm) if norm else 1.0
+def _clip_factor(norm: float, max_norm: float) -> float:
+    return min(1.0, max_norm / norm) if norm else 1.0
 
 
-def norms(tensors: list[Tensor]) -> Tensor:
+def grad_norms(tensors: list[Tensor]) -> Tensor:
     """The norm of each tensor, in float32.
 
-    >>> norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
+    >>> grad_norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
     tensor([5., 0.])
     """
     return torch.stack([_norm(tensor) for tensor in tensors])

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ingot.ops.adamw import join
 
-_PART = 2**20  # elements
+_CHUNK = 2**20  # elements
 
 
 class EMA:
-    """The running mean of some weights by name; `low` are the lower halves of those that have some.
+    """The running mean of some weights by name; `low_bits` holds the low halves of split ones.
 
     >>> weights = {"w": torch.tensor([0.0])}
     >>> mean = EMA(weights, decay=0.9)
@@ -34,12 +34,15 @@ class EMA:
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], decay: float, low: Mapping[str, Tensor] | None = None
+        self,
+        weights: Mapping[str, Tensor],
+        decay: float,
+        low_bits: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._source, self._low, self._decay = weights, low or {}, decay
+        self._source, self._low_bits, self._decay = weights, low_bits or {}, decay
         self.weights = {
-            name: join(w.detach(), self._low[name]).contiguous()
-            if name in self._low
+            name: join(w.detach(), self._low_bits[name]).contiguous()
+            if name in self._low_bits
             else w.detach().float().clone()
             for name, w in weights.items()
         }
@@ -48,18 +51,18 @@ class EMA:
     def update(self, step: int) -> None:
         """Take the weights in as they are after this step."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        whole = [name for name in self.weights if name not in self._low]
+        whole = [name for name in self.weights if name not in self._low_bits]
         means = [self.weights[name] for name in whole]
         if whole:
             torch._foreach_lerp_(means, [self._source[name] for name in whole], 1 - decay)
-        for name, low in self._low.items():
-            both = self._source[name].flatten().split(_PART), low.flatten().split(_PART)
-            means = self.weights[name].view(-1).split(_PART)
+        for name, low in self._low_bits.items():
+            both = self._source[name].flatten().split(_CHUNK), low.flatten().split(_CHUNK)
+            means = self.weights[name].view(-1).split(_CHUNK)
             for mean, *halves in zip(means, *both, strict=True):
                 mean.lerp_(join(*halves), 1 - decay)
 
     @contextmanager
-    def within(self, model: nn.Module) -> Generator[None]:
+    def applied_to(self, model: nn.Module) -> Generator[None]:
         """Lend the model the mean for the block, in its own dtype."""
         lent = {n: p for n, p in model.named_parameters() if n in self.weights}
         kept = {name: parameter.detach().clone() for name, parameter in lent.items()}
@@ -73,7 +76,7 @@ class EMA:
                 for name, parameter in lent.items():
                     parameter.copy_(kept[name])
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from the means of another process."""
         for name, mean in self.weights.items():
             mean.copy_(weights[name])

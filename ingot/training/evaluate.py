@@ -16,51 +16,51 @@ from torch import nn
 from ingot.core.paths import atomic_file
 from ingot.data import TokenBatch
 from ingot.nn.loss import class_losses, token_logprobs, token_losses
-from ingot.training.step import Batch, counted
+from ingot.training.step import Batch, num_targets
 
 LOGPROBS = "validation.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class EvalResult:
     """The mean loss of what counts, and the share of right classes where there are some.
 
-    >>> Score(loss=0.5, accuracy=0.75).figures()
+    >>> EvalResult(loss=0.5, accuracy=0.75).metrics()
     {'validation_loss': 0.5, 'accuracy': 0.75}
     """
 
     loss: float
     accuracy: float | None = None
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """As a line of metrics has them."""
         known = {"validation_loss": self.loss, "accuracy": self.accuracy}
         return {name: value for name, value in known.items() if value is not None}
 
 
-def batches(samples: Any, size: int, most: int) -> Iterator[Batch]:
+def batches(samples: Any, batch_size: int, max_batches: int) -> Iterator[Batch]:
     """The first batches of the samples, in order."""
-    starts = range(0, len(samples), size)
-    for start in itertools.islice(starts, most):
-        yield samples.batch(range(start, min(start + size, len(samples))))
+    starts = range(0, len(samples), batch_size)
+    for start in itertools.islice(starts, max_batches):
+        yield samples.batch(range(start, min(start + batch_size, len(samples))))
 
 
-def evaluate(model: nn.Module, samples: Any, *, batch: int, most: int) -> Score:
+def evaluate(model: nn.Module, samples: Any, *, batch_size: int, max_batches: int) -> EvalResult:
     """Score the first samples, so many batches at most.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
     >>> config = DenseConfig(in_features=2, hidden_dims=(), out_features=2)
     >>> model = Dense.from_config(config, seed=0)
-    >>> 0 <= evaluate(model, xor(), batch=4, most=1).accuracy <= 1
+    >>> 0 <= evaluate(model, xor(), batch_size=4, max_batches=1).accuracy <= 1
     True
     """
     lost, right, count = 0.0, 0, 0
     classes = False
     model.eval()
     with torch.inference_mode():
-        for piece in batches(samples, batch, most):
-            count += counted(piece)
+        for piece in batches(samples, batch_size, max_batches):
+            count += num_targets(piece)
             if isinstance(piece, TokenBatch):
                 rows = piece.tokens, piece.targets, piece.lengths
                 lost += float(token_losses(model, *rows).double().sum())  # pyright: ignore
@@ -69,10 +69,12 @@ def evaluate(model: nn.Module, samples: Any, *, batch: int, most: int) -> Score:
                 lost += float(class_losses(scores, piece.y).double().sum())
                 right += int((scores.argmax(-1) == piece.y).sum())
     model.train()
-    return Score(loss=lost / max(count, 1), accuracy=right / max(count, 1) if classes else None)
+    return EvalResult(
+        loss=lost / max(count, 1), accuracy=right / max(count, 1) if classes else None
+    )
 
 
-def save_logprobs(model: nn.Module, samples: Any, directory: Path, most: int = 8) -> None:
+def save_logprobs(model: nn.Module, samples: Any, directory: Path, max_samples: int = 8) -> None:
     """Write the log-probabilities of the first samples of text, sample by sample.
 
     Whoever serves the model can compare: its log-probabilities are these, to the bit.
@@ -80,7 +82,7 @@ def save_logprobs(model: nn.Module, samples: Any, directory: Path, most: int = 8
     model.eval()
     found: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
-        for index, piece in enumerate(batches(samples, 1, most)):
+        for index, piece in enumerate(batches(samples, 1, max_samples)):
             assert isinstance(piece, TokenBatch)
             rows = piece.tokens, piece.targets, piece.lengths
             found[f"{index}.tokens"] = piece.tokens

@@ -34,48 +34,48 @@ _NORMAL = 1.4826
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard:
+class SpikeGuardConfig:
     """What counts as divergence, and what follows.
 
-    >>> Guard(policy="skip").window
+    >>> SpikeGuardConfig(policy="skip").window
     100
     """
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
-    z: float = 20.0
+    z_threshold: float = 20.0
     """How many deviations above the median a loss is a spike; noise alone stays below 6."""
     window: int = 100
     patience: int = 5
 
     def __post_init__(self) -> None:
-        check_bounds(self, z=(1.0, 1e6), window=(_LEAST, 10**5), patience=(0, 10**5))
+        check_bounds(self, z_threshold=(1.0, 1e6), window=(_LEAST, 10**5), patience=(0, 10**5))
 
 
 class Diverged(IngotError):
     """A run that was ended since its loss or its gradients were not what they should be."""
 
 
-class Watch:
+class SpikeDetector:
     """The guard of one run.
 
-    >>> watch = Watch(Guard(window=10))
-    >>> [watch.reason(2.0 + 0.1 * (step % 3), 1.0) for step in range(10)][-1]
-    >>> watch.reason(9.0, 1.0)
+    >>> detector = SpikeDetector(SpikeGuardConfig(window=10))
+    >>> [detector.check(2.0 + 0.1 * (step % 3), 1.0) for step in range(10)][-1]
+    >>> detector.check(9.0, 1.0)
     'a loss of 9 where 2.1 is usual'
-    >>> watch.reason(2.0, math.inf)
+    >>> detector.check(2.0, math.inf)
     'a gradient norm of inf'
     """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: SpikeGuardConfig) -> None:
         self.guard = guard
         self._losses: deque[float] = deque(maxlen=guard.window)
         self._bad: deque[int] = deque()
         self._seen = 0
 
-    def reason(self, loss: float, norm: float) -> str | None:
+    def check(self, loss: float, norm: float) -> str | None:
         """Why this step must not be made; None if it may. A good loss becomes part of the usual."""
         self._seen += 1
-        found = self._reason(loss, norm)
+        found = self._find_reason(loss, norm)
         if found is None:
             self._losses.append(loss)
         else:
@@ -89,7 +89,7 @@ class Watch:
             self._bad.popleft()
         return len(self._bad) > self.guard.patience
 
-    def _reason(self, loss: float, norm: float) -> str | None:
+    def _find_reason(self, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):
             return f"a loss of {loss}"
         if not math.isfinite(norm):
@@ -98,23 +98,23 @@ class Watch:
             return None
         median = statistics.median(self._losses)
         spread = _NORMAL * statistics.median(abs(x - median) for x in self._losses)
-        if loss - median > self.guard.z * max(spread, 0.01 * abs(median)):
+        if loss - median > self.guard.z_threshold * max(spread, 0.01 * abs(median)):
             return f"a loss of {loss:.4g} where {median:.4g} is usual"
         return None
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What the next verdicts depend on, as JSON can hold it."""
         return {"losses": list(self._losses), "bad": list(self._bad), "seen": self._seen}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state` gave in another process."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` gave in another process."""
         self._losses = deque(state["losses"], maxlen=self.guard.window)
         self._bad, self._seen = deque(state["bad"]), int(state["seen"])
 
 
-def save_offender(directory: Path, *, step: int, reason: str, ids: Sequence[int]) -> Path:
+def dump_bad_batch(directory: Path, *, step: int, reason: str, sample_ids: Sequence[int]) -> Path:
     """Write which samples a bad batch was made of; returns the file."""
-    path = directory / "offenders" / f"step-{step:08}.json"
-    content = {"step": step, "reason": reason, "ids": [int(i) for i in ids]}
+    path = directory / "bad_batches" / f"step-{step:08}.json"
+    content = {"step": step, "reason": reason, "sample_ids": [int(i) for i in sample_ids]}
     write_atomic(path, json.dumps(content) + "\n")
     return path

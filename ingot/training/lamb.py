@@ -8,8 +8,8 @@ With g the gradient, t the step from 1 on, d the weight decay and |.| the norm o
     u = r + d w
     w = w - lr |w| / |u| u
 
-Where |w| or |u| is 0 the ratio is 1. So it is in groups with `adapt=False`, as biases and norms
-are in, which the paper's own code leaves out too.
+Where |w| or |u| is 0 the ratio is 1. So it is in groups with `use_trust_ratio=False`, as
+biases and norms are in, which the paper's own code leaves out too.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.training.pieces import Pieced
+from ingot.training.chunked import ChunkedOptimizer
 
 
 def trust_ratios(weights: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
@@ -36,8 +36,8 @@ def trust_ratios(weights: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
     return list(torch.where((w > 0) & (u > 0), w / u, 1.0).unbind())
 
 
-class LAMB(Pieced):
-    """LAMB over groups of parameters, each with its `lr`, `weight_decay` and `adapt`.
+class LAMB(ChunkedOptimizer):
+    """LAMB over groups of parameters, each with its `lr`, `weight_decay` and `use_trust_ratio`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LAMB([weight], lr=0.1)
@@ -54,22 +54,24 @@ class LAMB(Pieced):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
-        adapt: bool = True,
+        use_trust_ratio: bool = True,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps}
-        super().__init__(params, {**options, "weight_decay": weight_decay, "adapt": adapt})
+        super().__init__(
+            params, {**options, "weight_decay": weight_decay, "use_trust_ratio": use_trust_ratio}
+        )
 
-    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+    def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
         """Move these weights of a group."""
         moves = self._moves(group, weights, grads)
-        if group["adapt"]:
+        if group["use_trust_ratio"]:
             torch._foreach_mul_(moves, trust_ratios(weights, moves))
         torch._foreach_add_(weights, moves, alpha=-group["lr"])
 
     def _moves(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]
     ) -> list[Tensor]:
-        means, squares = self.states(weights, "mean"), self.states(weights, "square")
+        means, squares = self.states(weights, "exp_avg"), self.states(weights, "exp_avg_sq")
         steps = [self.state[p].setdefault("step", torch.zeros(())) for p in weights]
         (b1, b2), eps = group["betas"], group["eps"]
         torch._foreach_add_(steps, 1)

@@ -7,7 +7,7 @@ With g the gradient, d the weight decay, q the trust coefficient and |.| the nor
     v = b v + lr r (g + d w)
     w = w - v
 
-Where |w| or |g| is 0, r is 1. So it is in groups with `adapt=False`, as biases and norms are in.
+Where |w| or |g| is 0, r is 1. Groups with `use_trust_ratio=False` (biases, norms) use r = 1.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.training.pieces import Pieced
+from ingot.training.chunked import ChunkedOptimizer
 
 
-class LARS(Pieced):
-    """LARS over groups of parameters, each with its `lr`, `weight_decay` and `adapt`.
+class LARS(ChunkedOptimizer):
+    """LARS over groups of parameters, each with its `lr`, `weight_decay` and `use_trust_ratio`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    >>> optimizer = LARS([weight], lr=1.0, trust=0.1)
+    >>> optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1)
     >>> weight.grad = torch.tensor([0.0, 2.0])
     >>> optimizer.step()
     >>> weight.detach()
@@ -39,18 +39,20 @@ class LARS(Pieced):
         params: Iterable[Any],
         lr: float = 1.0,
         momentum: float = 0.9,
-        trust: float = 1e-3,
+        trust_coefficient: float = 1e-3,
         weight_decay: float = 0.0,
-        adapt: bool = True,
+        use_trust_ratio: bool = True,
     ) -> None:
-        options = {"lr": lr, "momentum": momentum, "trust": trust}
-        super().__init__(params, {**options, "weight_decay": weight_decay, "adapt": adapt})
+        options = {"lr": lr, "momentum": momentum, "trust_coefficient": trust_coefficient}
+        super().__init__(
+            params, {**options, "weight_decay": weight_decay, "use_trust_ratio": use_trust_ratio}
+        )
 
-    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+    def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
         """Move these weights of a group."""
-        velocities = self.states(weights, "velocity")
+        velocities = self.states(weights, "momentum_buffer")
         moves = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
-        if group["adapt"]:
+        if group["use_trust_ratio"]:
             torch._foreach_mul_(moves, _ratios(group, weights, grads))
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, moves, alpha=group["lr"])
@@ -60,5 +62,5 @@ class LARS(Pieced):
 def _ratios(group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> list[Tensor]:
     w = torch.stack(list(torch._foreach_norm(weights)))
     g = torch.stack(list(torch._foreach_norm(grads)))
-    ratios = group["trust"] * w / (g + group["weight_decay"] * w)
+    ratios = group["trust_coefficient"] * w / (g + group["weight_decay"] * w)
     return list(torch.where((w > 0) & (g > 0), ratios, 1.0).unbind())

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.training.pieces import Pieced
+from ingot.training.chunked import ChunkedOptimizer
 
 
-class Lion(Pieced):
+class Lion(ChunkedOptimizer):
     """Lion over groups of parameters, each with its `lr` and `weight_decay`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
@@ -43,9 +43,9 @@ class Lion(Pieced):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+    def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
         """Move these weights of a group."""
-        momenta, (b1, b2) = self.states(weights, "momentum"), group["betas"]
+        momenta, (b1, b2) = self.states(weights, "exp_avg"), group["betas"]
         moves = torch._foreach_lerp(momenta, grads, 1 - b1)
         torch._foreach_sign_(moves)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])

@@ -31,7 +31,7 @@ from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn import Embedding
 from ingot.training import adamw, lamb, lars, lion, soap
-from ingot.training.pieces import pieces
+from ingot.training.chunked import chunk_by_bytes
 
 _LR = (0.0, 1e3)
 _SHARE = (0.0, 1.0)
@@ -45,10 +45,10 @@ def _betas(of: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamWConfig:
     """AdamW (Loshchilov & Hutter 2017): see `ingot.training.adamw`.
 
-    >>> AdamW().betas
+    >>> AdamWConfig().betas
     (0.9, 0.95)
     """
 
@@ -57,22 +57,22 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    moments: Literal["fp32", "bf16"] = "fp32"
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
     """What the moments are kept in."""
 
     def __post_init__(self) -> None:
         check_bounds(self, lr=_LR, eps=_SHARE, weight_decay=_LR)
         _betas(self)
-        if self.moments == "bf16" and max(self.betas) > _LARGEST_BETA_IN_BF16:
+        if self.state_dtype == "bf16" and max(self.betas) > _LARGEST_BETA_IN_BF16:
             raise ConfigError(
                 f"betas are {self.betas}, and moments in bf16",
                 hint=f"give betas up to {_LARGEST_BETA_IN_BF16}: beyond, what a step takes from "
-                "a moment is lost in rounding; or moments = 'fp32'",
+                "a moment is lost in rounding; or state_dtype = 'fp32'",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGDConfig:
     """torch's SGD with momentum; the decay is added to the gradient."""
 
     kind: Literal["sgd"] = "sgd"
@@ -88,22 +88,22 @@ class SGD:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon:
+class MuonConfig:
     """torch's Muon (Jordan et al. 2024) for hidden matrices, steps as long as AdamW's; AdamW."""
 
     kind: Literal["muon"] = "muon"
     lr: float = 1e-3
     momentum: float = 0.95
     weight_decay: float = 0.1
-    rest_lr: float = 1e-3
+    adamw_lr: float = 1e-3
     """Of AdamW, for what is no hidden matrix."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, lr=_LR, rest_lr=_LR, momentum=_SHARE, weight_decay=_LR)
+        check_bounds(self, lr=_LR, adamw_lr=_LR, momentum=_SHARE, weight_decay=_LR)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion:
+class LionConfig:
     """Lion (Chen et al. 2023): see `ingot.training.lion`."""
 
     kind: Literal["lion"] = "lion"
@@ -117,7 +117,7 @@ class Lion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LAMB:
+class LAMBConfig:
     """LAMB (You et al. 2019): see `ingot.training.lamb`."""
 
     kind: Literal["lamb"] = "lamb"
@@ -132,21 +132,21 @@ class LAMB:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LARS:
+class LARSConfig:
     """LARS (You et al. 2017): see `ingot.training.lars`."""
 
     kind: Literal["lars"] = "lars"
     lr: float = 1.0
     momentum: float = 0.9
-    trust: float = 1e-3
+    trust_coefficient: float = 1e-3
     weight_decay: float = 1e-4
 
     def __post_init__(self) -> None:
-        check_bounds(self, lr=_LR, momentum=_SHARE, trust=_SHARE, weight_decay=_LR)
+        check_bounds(self, lr=_LR, momentum=_SHARE, trust_coefficient=_SHARE, weight_decay=_LR)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SOAP:
+class SOAPConfig:
     """SOAP (Vyas et al. 2024) for hidden matrices, AdamW for the rest; see `training.soap`."""
 
     kind: Literal["soap"] = "soap"
@@ -154,26 +154,40 @@ class SOAP:
     betas: tuple[float, float] = (0.95, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    every: int = 10
+    precondition_frequency: int = 10
     """Steps from one turn of the basis to the next."""
-    rest_lr: float = 1e-3
+    adamw_lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_bounds(self, lr=_LR, rest_lr=_LR, eps=_SHARE, weight_decay=_LR, every=(1, 10**6))
+        check_bounds(
+            self,
+            lr=_LR,
+            adamw_lr=_LR,
+            eps=_SHARE,
+            weight_decay=_LR,
+            precondition_frequency=(1, 10**6),
+        )
         _betas(self)
 
 
-Config = AdamW | SGD | Muon | Lion | LAMB | LARS | SOAP
+OptimizerConfig = (
+    AdamWConfig | SGDConfig | MuonConfig | LionConfig | LAMBConfig | LARSConfig | SOAPConfig
+)
 
-Part = torch.optim.Optimizer | adamw.AdamW
+OptimizerLike = torch.optim.Optimizer | adamw.AdamW
 
-_OURS: dict[type, Any] = {Lion: lion.Lion, LAMB: lamb.LAMB, LARS: lars.LARS, SOAP: soap.SOAP}
+_OURS: dict[type, Any] = {
+    LionConfig: lion.Lion,
+    LAMBConfig: lamb.LAMB,
+    LARSConfig: lars.LARS,
+    SOAPConfig: soap.SOAP,
+}
 
 
-def decays(model: nn.Module) -> dict[str, bool]:
+def select_decayed(model: nn.Module) -> dict[str, bool]:
     """Whether each trained parameter has weight decay: matrices and more, but no embeddings.
 
-    >>> decays(nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1)))
+    >>> select_decayed(nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1)))
     {'0.weight': False, '1.weight': True, '1.bias': False}
     """
     tables = {
@@ -196,39 +210,39 @@ class Optimizers:
     parts, which only AdamW can move.
 
     >>> model = nn.Linear(2, 1)
-    >>> optimizers = Optimizers(AdamW(lr=0.1), model)
-    >>> optimizers.step({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, rate=0.5)
-    >>> sorted(optimizers.state())[:3]
+    >>> optimizers = Optimizers(AdamWConfig(lr=0.1), model)
+    >>> optimizers.step({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, lr_factor=0.5)
+    >>> sorted(optimizers.state_dict())[:3]
     ['bias|exp_avg', 'bias|exp_avg_sq', 'bias|step']
     """
 
     def __init__(
         self,
-        config: Config,
+        config: OptimizerConfig,
         model: nn.Module,
         weights: Mapping[str, Tensor] | None = None,
-        low: Mapping[str, Tensor] | None = None,
+        low_bits: Mapping[str, Tensor] | None = None,
     ) -> None:
-        decay = decays(model)
+        decay = select_decayed(model)
         known = dict(model.named_parameters()) if weights is None else weights
         self.weights = {name: known[name] for name in decay}
         self._names = {id(weight): name for name, weight in self.weights.items()}
         if not self.weights:
             raise IngotError("no parameter is to be trained", hint="let some require gradients")
-        if low and not isinstance(config, AdamW):
+        if low_bits and not isinstance(config, AdamWConfig):
             raise IngotError(
                 f"{config.kind} cannot move masters in two parts",
-                hint="give it whole ones: Masters(model, precision), without `split`",
+                hint="give it whole ones: MasterWeights(model, precision), without `split`",
             )
-        halves = {self.weights[name]: half for name, half in (low or {}).items()}
+        halves = {self.weights[name]: half for name, half in (low_bits or {}).items()}
         self._parts = list(_parts(config, self.weights, decay, _hidden(model, decay), halves))
         self._peaks = [[group["lr"] for group in part.param_groups] for part in self._parts]
 
     def step(
         self,
         grads: dict[str, Tensor],
-        factors: Mapping[str, float] | None = None,
-        rate: float = 1.0,
+        grad_scales: Mapping[str, float] | None = None,
+        lr_factor: float = 1.0,
     ) -> None:
         """Update the weights by gradients, each times its factor; `rate` is of the learning rates.
 
@@ -236,14 +250,16 @@ class Optimizers:
         """
         for part, peaks in zip(self._parts, self._peaks, strict=True):
             for group, peak in zip(part.param_groups, peaks, strict=True):
-                group["lr"] = peak * rate
+                group["lr"] = peak * lr_factor
             own = (weight for group in part.param_groups for weight in group["params"])
-            for some in pieces(weight for weight in own if self._names[id(weight)] in grads):
+            for some in chunk_by_bytes(
+                weight for weight in own if self._names[id(weight)] in grads
+            ):
                 names = [self._names[id(weight)] for weight in some]
-                given = [(grads.pop(name), (factors or {}).get(name, 1.0)) for name in names]
-                _move(part, dict(zip(some, given, strict=True)))
+                given = [(grads.pop(name), (grad_scales or {}).get(name, 1.0)) for name in names]
+                _apply_update(part, dict(zip(some, given, strict=True)))
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What the next steps depend on besides the weights: the tensors themselves, no copies."""
         return {
             f"{self._names[id(weight)]}|{key}": value
@@ -253,7 +269,7 @@ class Optimizers:
             if value is not None
         }
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state that `state` gave in another process."""
         by_weight: dict[str, dict[str, Tensor]] = {}
         for name, value in state.items():
@@ -272,10 +288,10 @@ class Optimizers:
                     part.state[weight] = {key: value.clone() for key, value in found.items()}
 
 
-def _move(part: Part, grads: dict[Tensor, tuple[Tensor, float]]) -> None:
+def _apply_update(part: OptimizerLike, grads: dict[Tensor, tuple[Tensor, float]]) -> None:
     """Have an optimizer move these weights, and no others."""
     if isinstance(part, adamw.AdamW):
-        part.move(grads)
+        part.apply_update(grads)
         return
     for weight, (grad, factor) in grads.items():
         weight.grad = grad.float() if factor == 1.0 else grad.float().mul_(factor)
@@ -295,38 +311,42 @@ def _hidden(model: nn.Module, decay: Mapping[str, bool]) -> set[str]:
 
 
 def _parts(
-    config: Config,
+    config: OptimizerConfig,
     weights: Mapping[str, Tensor],
     decay: Mapping[str, bool],
     hidden: set[str],
-    low: Mapping[Tensor, Tensor],
-) -> Iterator[Part]:
-    if isinstance(config, Muon | SOAP):
+    low_bits: Mapping[Tensor, Tensor],
+) -> Iterator[OptimizerLike]:
+    if isinstance(config, MuonConfig | SOAPConfig):
         rest = {name: weight for name, weight in weights.items() if name not in hidden}
         matrices = [weight for name, weight in weights.items() if name in hidden]
         if matrices:
             yield _matrix_optimizer(config, matrices)
         if rest:
-            other = AdamW(lr=config.rest_lr, weight_decay=config.weight_decay)
-            yield from _parts(other, rest, decay, set(), low)
+            other = AdamWConfig(lr=config.adamw_lr, weight_decay=config.weight_decay)
+            yield from _parts(other, rest, decay, set(), low_bits)
         return
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "kind"}
-    plain = {"weight_decay": 0.0} | ({"adapt": False} if isinstance(config, LAMB | LARS) else {})
+    plain = {"weight_decay": 0.0} | (
+        {"use_trust_ratio": False} if isinstance(config, LAMBConfig | LARSConfig) else {}
+    )
     decayed = [weight for name, weight in weights.items() if decay[name]]
     others = [weight for name, weight in weights.items() if not decay[name]]
     groups = [{"params": decayed}] * bool(decayed) + [{"params": others, **plain}] * bool(others)
     match config:
-        case AdamW():
-            yield adamw.AdamW(groups, low=low, **options)
-        case SGD():
+        case AdamWConfig():
+            yield adamw.AdamW(groups, low_bits=low_bits, **options)
+        case SGDConfig():
             yield torch.optim.SGD(groups, fused=True, **options)
         case _:
             yield _OURS[type(config)](groups, **options)
 
 
-def _matrix_optimizer(config: Muon | SOAP, matrices: list[Tensor]) -> torch.optim.Optimizer:
+def _matrix_optimizer(
+    config: MuonConfig | SOAPConfig, matrices: list[Tensor]
+) -> torch.optim.Optimizer:
     decay = config.weight_decay
-    if isinstance(config, Muon):
+    if isinstance(config, MuonConfig):
         return torch.optim.Muon(
             matrices,
             lr=config.lr,
@@ -334,5 +354,9 @@ def _matrix_optimizer(config: Muon | SOAP, matrices: list[Tensor]) -> torch.opti
             weight_decay=decay,
             adjust_lr_fn="match_rms_adamw",
         )
-    options = {"betas": config.betas, "eps": config.eps, "every": config.every}
+    options = {
+        "betas": config.betas,
+        "eps": config.eps,
+        "precondition_frequency": config.precondition_frequency,
+    }
     return soap.SOAP(matrices, lr=config.lr, weight_decay=decay, **options)

@@ -51,15 +51,15 @@ class Precision(Enum):
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
 
 
-class Masters:
+class MasterWeights:
     """The weights that the optimizer updates, and their gradients.
 
     Converts the model. `weights` are its parameters themselves in float32, and with `split` in
-    bfloat16: then `low` has the lower half of each master. `grads` are those of all backwards since
-    they were cleared, by the same names.
+    bfloat16: then `low_bits` has the lower half of each master. `grads` are those of all backwards
+    since they were cleared, by the same names.
 
     >>> model = nn.Linear(2, 1)
-    >>> masters = Masters(model, Precision.BF16)
+    >>> masters = MasterWeights(model, Precision.BF16)
     >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
     >>> masters.grads["weight"], model.weight.grad
     (tensor([[1., 1.]], dtype=torch.bfloat16), None)
@@ -67,10 +67,10 @@ class Masters:
 
     def __init__(self, model: nn.Module, precision: Precision, split: bool = False) -> None:
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.scale = _FIRST_SCALE if precision is Precision.FP16 else 1.0
+        self.loss_scale = _FIRST_SCALE if precision is Precision.FP16 else 1.0
         self._scales, self._good = precision is Precision.FP16, 0
         self.weights: dict[str, Tensor] = dict(parameters)
-        self.low: dict[str, Tensor] = {}
+        self.low_bits: dict[str, Tensor] = {}
         self.grads: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
         if split and precision is Precision.BF16:
@@ -86,7 +86,7 @@ class Masters:
     def _split(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Leave the upper half of each weight where it is, and take the lower one."""
         for name, parameter in parameters.items():
-            parameter.data, self.low[name] = halves(parameter.detach().float())
+            parameter.data, self.low_bits[name] = halves(parameter.detach().float())
 
     def _collect(self, name: str, parameter: Tensor) -> None:
         """Take a parameter's gradient as soon as it is there."""
@@ -95,45 +95,45 @@ class Masters:
         so_far = self.grads.get(name)
         self.grads[name] = grad if so_far is None else so_far.float().add_(grad)
 
-    def publish(self) -> None:
+    def copy_to_model(self) -> None:
         """Give the model what the optimizer has made of the masters."""
         with torch.no_grad():
             for parameter, master in self._pairs:
                 parameter.copy_(master)
 
-    def judge(self, finite: bool) -> None:
+    def update_loss_scale(self, finite: bool) -> None:
         """Adapt the scale of the loss, after a step whose gradients were finite or not."""
         if not self._scales:
             return
         if not finite:
-            self.scale, self._good = max(self.scale / 2, _LEAST_SCALE), 0
+            self.loss_scale, self._good = max(self.loss_scale / 2, _LEAST_SCALE), 0
             return
         self._good += 1
         if self._good == _GROWTH_EVERY:
-            self.scale, self._good = self.scale * 2, 0
+            self.loss_scale, self._good = self.loss_scale * 2, 0
 
     @property
     def may_overflow(self) -> bool:
         """Whether gradients that are not finite are a matter of the scale."""
-        return self._scales and self.scale > _LEAST_SCALE
+        return self._scales and self.loss_scale > _LEAST_SCALE
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What the next steps depend on: the weights, their lower halves, and the scale."""
         weights = {name: weight.detach() for name, weight in self.weights.items()}
-        low = {f"{name}|low": half for name, half in self.low.items()}
-        scale = torch.tensor([self.scale, self._good], dtype=torch.float64)
-        return {**weights, **low, "|scale": scale}
+        low = {f"{name}|low_bits": half for name, half in self.low_bits.items()}
+        scale = torch.tensor([self.loss_scale, self._good], dtype=torch.float64)
+        return {**weights, **low, "|loss_scale": scale}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state that `state` gave in another process."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state that `state_dict` gave in another process."""
         with torch.no_grad():
             for name, weight in self.weights.items():
-                high, low = state[name], state.get(f"{name}|low")
-                if name in self.low:
+                high, low = state[name], state.get(f"{name}|low_bits")
+                if name in self.low_bits:
                     if low is None:  # whole, as masters were before they had two parts
                         high, low = halves(high.float())
-                    self.low[name].copy_(low)
+                    self.low_bits[name].copy_(low)
                 weight.copy_(high)
-        scale, good = state["|scale"].tolist()
-        self.scale, self._good = scale, int(good)
-        self.publish()
+        scale, good = state["|loss_scale"].tolist()
+        self.loss_scale, self._good = scale, int(good)
+        self.copy_to_model()

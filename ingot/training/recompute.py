@@ -26,10 +26,10 @@ from ingot.core.errors import ConfigError
 from ingot.nn import LayerNorm, RMSNorm
 from ingot.nn.attention import Rotary
 
-Recompute = Literal["none", "selective", "full"]
+RecomputePolicy = Literal["none", "selective", "full"]
 
 
-def recompute(model: nn.Module, policy: Recompute) -> None:
+def recompute(model: nn.Module, policy: RecomputePolicy) -> None:
     """Have the blocks of a model keep only what the policy says.
 
     >>> from ingot.nn import Decoder, preset

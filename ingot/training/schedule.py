@@ -24,45 +24,48 @@ from ingot.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LRSchedule:
     """The shape of the learning rate over a run.
 
-    >>> half = Schedule(shape="cosine", warmup=2, final=0.0)
-    >>> [round(half.factor(step, 7), 2) for step in range(7)]
+    >>> half = LRSchedule(kind="cosine", warmup_steps=2, min_lr_ratio=0.0)
+    >>> [round(half.lr_factor(step, 7), 2) for step in range(7)]
     [0.5, 1.0, 1.0, 0.85, 0.5, 0.15, 0.0]
     """
 
-    shape: Literal["constant", "cosine", "linear", "polynomial", "wsd"] = "cosine"
-    warmup: int = 0
+    kind: Literal["constant", "cosine", "linear", "polynomial", "wsd"] = "cosine"
+    warmup_steps: int = 0
     """Steps from nearly nothing to the peak."""
-    final: float = 0.1
+    min_lr_ratio: float = 0.1
     """The factor of the last step; `constant` never gets there."""
     power: float | None = None
     """Of `polynomial`: 2 if left out."""
-    decay: float | None = None
+    decay_ratio: float | None = None
     """Of `wsd`: in which share of the steps behind the warm-up it goes down; 0.2 if left out."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, warmup=(0, 10**9), final=(0.0, 1.0))
-        for name, least, most, shape in (("power", 0, 100, "polynomial"), ("decay", 0, 1, "wsd")):
+        check_bounds(self, warmup_steps=(0, 10**9), min_lr_ratio=(0.0, 1.0))
+        for name, least, most, shape in (
+            ("power", 0, 100, "polynomial"),
+            ("decay_ratio", 0, 1, "wsd"),
+        ):
             if getattr(self, name) is None:
                 continue
             check_bounds(self, **{name: (least, most)})
-            if self.shape != shape:
+            if self.kind != shape:
                 raise ConfigError(
-                    f"{name} with the shape {self.shape}", hint=f"it belongs to {shape} alone"
+                    f"{name} with the shape {self.kind}", hint=f"it belongs to {shape} alone"
                 )
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_factor(self, step: int, steps: int) -> float:
         """What the peak learning rate is multiplied by at this step of so many."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        done = min(1.0, (step - self.warmup) / max(1, steps - 1 - self.warmup))
-        return self.final + (1 - self.final) * self._height(done)
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * self._height(done)
 
     def _height(self, done: float) -> float:
         """From 1 to 0."""
-        match self.shape:
+        match self.kind:
             case "constant":
                 return 1.0
             case "cosine":
@@ -72,5 +75,5 @@ class Schedule:
             case "polynomial":
                 return (1 - done) ** (2.0 if self.power is None else self.power)
             case "wsd":
-                share = 0.2 if self.decay is None else self.decay
+                share = 0.2 if self.decay_ratio is None else self.decay_ratio
                 return min(1.0, (1 - done) / share) if share else 1.0

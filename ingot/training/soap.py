@@ -12,8 +12,8 @@ With G the gradient, t the step from 1 on, A the basis of the rows and B that of
 
 b is b2 if `shampoo_beta` is not given. The very first gradient moves nothing: it gives L and R, and
 A and B as their eigenvectors (as the authors' code does, since a gradient in its own basis is
-diagonal, and Adam would blow up what lies beside the diagonal). A side longer than `longest`
-is not turned.
+diagonal, and Adam would blow up the off-diagonal entries). A side longer than
+`max_precond_dim` is not rotated.
 
 Where L or R have equal eigenvalues (L of a tall matrix at first), the basis is not unique, and
 neither is what follows from it.
@@ -53,12 +53,16 @@ class SOAP(Optimizer):
         shampoo_beta: float | None = None,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        every: int = 10,
-        longest: int = 10000,
+        precondition_frequency: int = 10,
+        max_precond_dim: int = 10000,
     ) -> None:
         beta = betas[1] if shampoo_beta is None else shampoo_beta
         options = {"lr": lr, "betas": betas, "shampoo_beta": beta, "eps": eps}
-        turning = {"weight_decay": weight_decay, "every": every, "longest": longest}
+        turning = {
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_precond_dim": max_precond_dim,
+        }
         super().__init__(params, {**options, **turning})
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.dim() != 2:
@@ -85,9 +89,9 @@ class SOAP(Optimizer):
         grad = p.grad
         assert grad is not None
         state["step"] = torch.zeros(())
-        state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         for side, moments in (("left", grad @ grad.T), ("right", grad.T @ grad)):
-            if len(moments) <= group["longest"]:
+            if len(moments) <= group["max_precond_dim"]:
                 state[f"{side}_moments"] = moments.mul_(1 - group["shampoo_beta"])
                 # By falling eigenvalue, as the QRs that follow keep them.
                 state[f"{side}_basis"] = torch.linalg.eigh(moments)[1].flip(1).contiguous()
@@ -98,10 +102,10 @@ class SOAP(Optimizer):
         state["step"] += 1
         t = float(state["step"])
         turned = _to_basis(state, grad)
-        state["mean"].lerp_(grad, 1 - b1)
-        state["square"].mul_(b2).addcmul_(turned, turned, value=1 - b2)
-        scale = (state["square"] / (1 - b2**t)).sqrt_().add_(group["eps"])
-        move = _from_basis(state, _to_basis(state, state["mean"]).div_(scale))
+        state["exp_avg"].lerp_(grad, 1 - b1)
+        state["exp_avg_sq"].mul_(b2).addcmul_(turned, turned, value=1 - b2)
+        scale = (state["exp_avg_sq"] / (1 - b2**t)).sqrt_().add_(group["eps"])
+        move = _from_basis(state, _to_basis(state, state["exp_avg"]).div_(scale))
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.add_(move, alpha=-group["lr"] / (1 - b1**t))
 
@@ -111,7 +115,7 @@ class SOAP(Optimizer):
             if (moments := state.get(f"{side}_moments")) is None:
                 continue
             moments.mul_(group["shampoo_beta"]).addmm_(g, g.T, alpha=weight)
-            if int(state["step"]) % group["every"] == 0:
+            if int(state["step"]) % group["precondition_frequency"] == 0:
                 basis = state[f"{side}_basis"]
                 basis.copy_(torch.linalg.qr(moments @ basis)[0])
 

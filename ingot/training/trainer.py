@@ -11,7 +11,7 @@ makes the same steps again, to the bit.
         environment.json     on what
         metrics.jsonl        every step and evaluation
         checkpoints/         the last few and the best
-        offenders/           the samples of batches that were refused
+        bad_batches/           the samples of batches that were refused
         validation.safetensors   log-probabilities of held-out text, to compare a server's with
 """
 
@@ -37,17 +37,17 @@ from ingot.core.errors import ConfigError
 from ingot.core.paths import write_atomic
 from ingot.data import Loader
 from ingot.nn import Decoder, DecoderConfig
-from ingot.observe.metrics import Metrics
+from ingot.observe.metrics import MetricsLog
 from ingot.training.checkpoint import Checkpoint, Checkpoints
 from ingot.training.clip import Clipper
 from ingot.training.ema import EMA
-from ingot.training.evaluate import Score, evaluate, save_logprobs
-from ingot.training.guard import Diverged, Watch, save_offender
-from ingot.training.optimizer import AdamW, Optimizers
-from ingot.training.precision import Masters
-from ingot.training.recipe import Recipe, Text, new_model, open_data
+from ingot.training.evaluate import EvalResult, evaluate, save_logprobs
+from ingot.training.guard import Diverged, SpikeDetector, dump_bad_batch
+from ingot.training.optimizer import AdamWConfig, Optimizers
+from ingot.training.precision import MasterWeights
+from ingot.training.recipe import Recipe, TextData, build_model, load_datasets
 from ingot.training.recompute import recompute
-from ingot.training.step import Batch, Gradients, Losses, Step
+from ingot.training.step import Batch, LossConfig, StepStats, TrainStep
 
 RECIPE = "recipe.toml"
 _TELL_EVERY = 10.0  # seconds between lines where there is no bar
@@ -65,29 +65,31 @@ class Trainer:
         recipe: Recipe,
         directory: Path,
         model: nn.Module | None = None,
-        peak: float | None = None,
+        peak_flops: float | None = None,
     ) -> None:
-        self.recipe, self.directory, self.peak = recipe, directory, peak
-        self.sets = open_data(recipe.data)
-        self.model = new_model(recipe) if model is None else model
+        self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
+        self.datasets = load_datasets(recipe.data)
+        self.model = build_model(recipe) if model is None else model
         self._check()
-        split = isinstance(recipe.optimizer, AdamW)
-        self.masters = masters = Masters(self.model, recipe.precision, split)
-        optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low)
-        clipper = Clipper(recipe.clip, len(self.masters.weights))
-        losses = Losses(
+        split = isinstance(recipe.optimizer, AdamWConfig)
+        self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
+        optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
+        clipper = Clipper(recipe.clip, len(self.master_weights.weights))
+        losses = LossConfig(
             label_smoothing=recipe.label_smoothing,
             z_loss=recipe.z_loss,
-            mix=recipe.mix,
+            mixup=recipe.mixup,
             seed=recipe.seed,
         )
-        self.stepper = Step(self.model, self.masters, optimizers, clipper, losses)
+        self.train_step = TrainStep(self.model, self.master_weights, optimizers, clipper, losses)
         recompute(self.model, recipe.recompute)
-        self.ema = EMA(masters.weights, recipe.ema, masters.low) if recipe.ema else None
-        self.watch = Watch(recipe.guard)
-        piece = recipe.batch // recipe.accumulate
-        self.loader: Loader[Batch] = Loader(self.sets.train, batch=piece, seed=recipe.seed)
-        self.checkpoints = Checkpoints(directory / "checkpoints", recipe.keep)
+        self.ema = (
+            EMA(masters.weights, recipe.ema_decay, masters.low_bits) if recipe.ema_decay else None
+        )
+        self.spike_detector = SpikeDetector(recipe.guard)
+        piece = recipe.global_batch_size // recipe.grad_accum_steps
+        self.loader: Loader[Batch] = Loader(self.datasets.train, batch_size=piece, seed=recipe.seed)
+        self.checkpoints = Checkpoints(directory / "checkpoints", recipe.keep_checkpoints)
         self.step = 0
         self._stop = False
         self._lines = 0
@@ -96,11 +98,11 @@ class Trainer:
     def _check(self) -> None:
         made: Any = self.model.config
         self.recipe.check(made)
-        if self.sets.corpus and self.sets.corpus.size > made.vocab_size:
+        if self.datasets.tokens and self.datasets.tokens.vocab_size > made.vocab_size:
             raise ConfigError(
-                f"{self.sets.corpus.size} tokens in the vocabulary of the text, "
+                f"{self.datasets.tokens.vocab_size} tokens in the vocabulary of the text, "
                 f"{made.vocab_size} in the model's",
-                hint=f"give model.vocab_size={self.sets.corpus.size} or more",
+                hint=f"give model.vocab_size={self.datasets.tokens.vocab_size} or more",
             )
         if self.recipe.dropout:
             self.model.set_dropout(self.recipe.dropout)  # pyright: ignore
@@ -108,49 +110,51 @@ class Trainer:
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint; False if there is none."""
         saved = config.load(Recipe, self.directory / RECIPE)
-        if other := _differences(saved.same_future(self.recipe), self.recipe):
+        if other := _differences(saved.with_resumable_fields(self.recipe), self.recipe):
             raise ConfigError(
                 f"the run in {self.directory} has another recipe: {', '.join(other)}",
                 hint="resume it with its own recipe, or start a new run",
             )
-        found = self.checkpoints.newest()
-        self.checkpoints.clear_after(found.step if found else -1)
+        found = self.checkpoints.latest()
+        self.checkpoints.quarantine_after(found.step if found else -1)
         if found is None:
             return False
-        if found.facts["data"] != self.sets.fingerprint:
+        if found.metadata["data"] != self.datasets.fingerprint:
             raise ConfigError(
                 f"the run in {self.directory} was trained on other data",
                 hint="restore the data that it was started with, or start a new run",
             )
         self._load(found)
-        self.loader.seek(found.facts["sample"])
-        self.watch.load(found.facts["guard"])
-        self._lines = found.facts["lines"]
+        self.loader.seek(found.metadata["sample"])
+        self.spike_detector.load_state_dict(found.metadata["spike_detector"])
+        self._lines = found.metadata["metrics_lines"]
         return True
 
     def stop(self) -> None:
         """Have the run end behind the step that is being made, with a checkpoint."""
         self._stop = True
 
-    def run(self, tell: Callable[[dict[str, Any]], object] = lambda _: None) -> Score | None:
+    def run(
+        self, on_metrics: Callable[[dict[str, Any]], object] = lambda _: None
+    ) -> EvalResult | None:
         """Make the steps that are left. Returns the last evaluation; None if it was stopped.
 
-        `tell` hears of every line of metrics.
+        `on_metrics` hears of every line of metrics.
         """
         self._describe()
-        self._tell = tell
-        self._metrics = Metrics(self.directory, self._lines)
+        self._on_metrics = on_metrics
+        self._metrics = MetricsLog(self.directory, self._lines)
         recipe, score = self.recipe, None
         if recipe.guard.policy == "rollback" and self.step == 0:
             self._save(None)
         with log.progress(recipe.name, recipe.steps - self.step) as bar:
-            told = _Told(self)
+            told = _ConsoleLogger(self)
             while self.step < recipe.steps and not self._stop:
                 before = self.step
                 figures = self._one_step()
                 told.tell(figures, bar)
                 bar.advance(self.step - before)
-                if self._due(recipe.evaluate_every):
+                if self._due(recipe.eval_every):
                     score = self._evaluate()
                 if self._due(recipe.checkpoint_every):
                     self._save(score)
@@ -159,76 +163,76 @@ class Trainer:
             self._save(score)
             self.checkpoints.wait()
             return None
-        score = score if score and self._due(recipe.evaluate_every) else self._evaluate()
+        score = score if score and self._due(recipe.eval_every) else self._evaluate()
         if not self._due(recipe.checkpoint_every):
             self._save(score)
         self.checkpoints.wait()
-        if isinstance(recipe.data, Text):
-            with self.averaged():
-                save_logprobs(self.model, self.sets.held_out, self.directory)
+        if isinstance(recipe.data, TextData):
+            with self.ema_weights():
+                save_logprobs(self.model, self.datasets.validation, self.directory)
         return score
 
-    def averaged(self) -> Any:
+    def ema_weights(self) -> Any:
         """A block in which the model has the running mean of its weights, if there is one."""
-        return self.ema.within(self.model) if self.ema else nullcontext()
+        return self.ema.applied_to(self.model) if self.ema else nullcontext()
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.step > 0 and self.step % every == 0
 
     def _one_step(self) -> dict[str, Any]:
-        start, waited = time.perf_counter(), self.loader.waited
-        pieces = [next(self.loader) for _ in range(self.recipe.accumulate)]
-        found = self.stepper.gradients(pieces, self.step)
-        factor = self.recipe.schedule.factor(self.step, self.recipe.steps)
+        start, waited = time.perf_counter(), self.loader.wait_seconds
+        pieces = [next(self.loader) for _ in range(self.recipe.grad_accum_steps)]
+        found = self.train_step.forward_backward(pieces, self.step)
+        factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
         figures: dict[str, Any] = {
             "step": self.step + 1,
             "loss": found.loss,
             "lr": self.recipe.optimizer.lr * factor,
-            "norm": found.norm,
-            "rows": found.rows,
+            "grad_norm": found.grad_norm,
+            "num_rows": found.num_rows,
         }
         if refused := self._refused(found, pieces):
-            figures["refused"] = refused
+            figures["skipped"] = refused
         else:
-            figures["clip"] = self.stepper.update(factor)
+            figures["clip_factor"] = self.train_step.optimizer_step(factor)
             if self.ema:
                 self.ema.update(self.step)
             self.step += 1
-        self.masters.grads.clear()
+        self.master_weights.grads.clear()
         figures["seconds"] = time.perf_counter() - start
-        figures["waited"] = self.loader.waited - waited
+        figures["data_seconds"] = self.loader.wait_seconds - waited
         self._note(figures)
         return figures
 
     def _note(self, figures: dict[str, Any]) -> None:
         self._metrics.add(figures)
-        self._tell(figures)
+        self._on_metrics(figures)
 
-    def _refused(self, found: Gradients, pieces: list[Batch]) -> str | None:
+    def _refused(self, found: StepStats, pieces: list[Batch]) -> str | None:
         """Why the update is not made; None if it may be. Acts as the guard's policy says."""
-        may_overflow = self.masters.may_overflow
-        self.masters.judge(found.finite)
+        may_overflow = self.master_weights.may_overflow
+        self.master_weights.update_loss_scale(found.finite)
         if not found.finite and may_overflow:
             self.step += 1
             return "the scaled loss overflowed"
-        reason = self.watch.reason(found.loss, found.norm)
+        reason = self.spike_detector.check(found.loss, found.grad_norm)
         if reason is None:
             return None
-        number, ids = self.step + 1, [i for piece in pieces for i in piece.ids]
-        path = save_offender(self.directory, step=number, reason=reason, ids=ids)
+        number, ids = self.step + 1, [i for piece in pieces for i in piece.sample_ids]
+        path = dump_bad_batch(self.directory, step=number, reason=reason, sample_ids=ids)
         self._diverged(number, reason, path)
         return reason
 
     def _diverged(self, number: int, reason: str, path: Path) -> None:
         policy = self.recipe.guard.policy
-        if policy == "stop" or self.watch.exhausted:
+        if policy == "stop" or self.spike_detector.exhausted:
             self.checkpoints.wait()
             raise Diverged(
                 f"step {number} has {reason}; the samples are in {path}",
-                hint="lower optimizer.lr or lengthen schedule.warmup, look at these samples, or "
-                "go on without them: --resume guard.policy=skip",
+                hint="lower optimizer.lr, raise schedule.warmup_steps, inspect the samples, or "
+                "skip them: --resume guard.policy=skip",
             )
-        back = self.checkpoints.newest() if policy == "rollback" else None
+        back = self.checkpoints.latest() if policy == "rollback" else None
         if back is None:
             self.step += 1
             log.logger(__name__).warning("step %d skipped: %s (%s)", number, reason, path)
@@ -236,49 +240,49 @@ class Trainer:
         self._load(back)  # but not its place in the data
         log.logger(__name__).warning("from step %d back to %d: %s", number, back.step, reason)
 
-    def _evaluate(self) -> Score:
+    def _evaluate(self) -> EvalResult:
         recipe = self.recipe
-        with self.averaged():
+        with self.ema_weights():
             score = evaluate(
                 self.model,
-                self.sets.held_out,
-                batch=recipe.batch // recipe.accumulate,
-                most=recipe.evaluate_batches,
+                self.datasets.validation,
+                batch_size=recipe.global_batch_size // recipe.grad_accum_steps,
+                max_batches=recipe.eval_batches,
             )
-        self._note({"step": self.step, **score.figures()})
-        log.logger(__name__).info("step %d: %s", self.step, _spelled(score.figures()))
+        self._note({"step": self.step, **score.metrics()})
+        log.logger(__name__).info("step %d: %s", self.step, _spelled(score.metrics()))
         return score
 
-    def _save(self, score: Score | None) -> None:
+    def _save(self, score: EvalResult | None) -> None:
         if self._saved == self.step:
             return
         self._saved = self.step
-        facts = {
-            "data": self.sets.fingerprint,
-            "sample": self.loader.state()["sample"],
-            "guard": self.watch.state(),
-            "lines": self._metrics.lines,
+        metadata = {
+            "data": self.datasets.fingerprint,
+            "sample": self.loader.state_dict()["sample"],
+            "spike_detector": self.spike_detector.state_dict(),
+            "metrics_lines": self._metrics.lines,
         }
-        self.checkpoints.save(self.step, self._parts(), facts, score.loss if score else None)
+        self.checkpoints.save(self.step, self._tensors(), metadata, score.loss if score else None)
 
-    def _parts(self) -> dict[str, dict[str, Tensor]]:
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
-            "weights": self.masters.state(),
+            "weights": self.master_weights.state_dict(),
             "buffers": dict(self.model.named_buffers()),
-            "optimizer": self.stepper.optimizers.state(),
-            "clip": self.stepper.clipper.state(),
+            "optimizer": self.train_step.optimizers.state_dict(),
+            "clipper": self.train_step.clipper.state_dict(),
             "ema": self.ema.weights if self.ema else {},
             "rng": {"torch": torch.get_rng_state()},
         }
 
     def _load(self, saved: Checkpoint) -> None:
-        self.masters.load(saved.tensors("weights"))
+        self.master_weights.load_state_dict(saved.tensors("weights"))
         for name, buffer in saved.tensors("buffers").items():
             self.model.get_buffer(name).copy_(buffer)
-        self.stepper.optimizers.load(saved.tensors("optimizer"))
-        self.stepper.clipper.load(saved.tensors("clip"))
+        self.train_step.optimizers.load_state_dict(saved.tensors("optimizer"))
+        self.train_step.clipper.load_state_dict(saved.tensors("clipper"))
         if self.ema:
-            self.ema.load(saved.tensors("ema"))
+            self.ema.load_state_dict(saved.tensors("ema"))
         torch.set_rng_state(saved.tensors("rng")["torch"])
         self.step = self._saved = saved.step
 
@@ -298,13 +302,13 @@ class Trainer:
         write_atomic(self.directory / "environment.json", json.dumps(known, indent=2) + "\n")
 
     def flops(self) -> float | None:
-        """FLOPs of a token, without what is computed again; None where nobody has counted."""
-        if not isinstance(self.model, Decoder) or not isinstance(self.recipe.data, Text):
+        """FLOPs of a token, without what is computed again; None where nobody has num_targets."""
+        if not isinstance(self.model, Decoder) or not isinstance(self.recipe.data, TextData):
             return None
-        return flops_per_token(self.model.config, self.recipe.data.length)
+        return flops_per_token(self.model.config, self.recipe.data.seq_len)
 
 
-def flops_per_token(model: DecoderConfig, length: int) -> float:
+def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
     """FLOPs of a dense decoder's forward and backward for a token of sequences of this length.
 
     Two for each weight that a token is multiplied by, and attention over half the sequence; the
@@ -318,11 +322,11 @@ def flops_per_token(model: DecoderConfig, length: int) -> float:
     attention = model.dim * (2 * heads + 2 * model.kv_heads * model.head_dim)
     gates = 3 if model.activation.value == "swiglu" else 2
     matmuls = model.layers * (attention + gates * model.dim * model.ffn_dim)
-    scores = model.layers * heads * length
+    scores = model.layers * heads * seq_len
     return 6.0 * (matmuls + model.dim * model.vocab_size + scores)
 
 
-class _Told:
+class _ConsoleLogger:
     """Tells a person how it goes: in the bar, or in a line now and then where there is none."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -331,7 +335,7 @@ class _Told:
         self._rate = 0.0
 
     def tell(self, figures: dict[str, Any], bar: log.Progress) -> None:
-        rate = figures["rows"] / max(figures["seconds"], 1e-9)
+        rate = figures["num_rows"] / max(figures["seconds"], 1e-9)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         text = self._text(figures)
         bar.describe(f"{self._trainer.recipe.name} {text}")
@@ -341,15 +345,15 @@ class _Told:
             log.logger(__name__).info("step %d of %d: %s", figures["step"], steps, text)
 
     def _text(self, figures: dict[str, Any]) -> str:
-        unit = "tokens" if isinstance(self._trainer.recipe.data, Text) else "samples"
+        unit = "tokens" if isinstance(self._trainer.recipe.data, TextData) else "samples"
         parts = [
             f"loss {figures['loss']:.4g}",
             f"lr {figures['lr']:.2g}",
-            f"norm {figures['norm']:.2g}",
+            f"norm {figures['grad_norm']:.2g}",
             f"{self._rate:,.0f} {unit}/s",
         ]
-        if self._flops and self._trainer.peak:
-            parts.append(f"{self._rate * self._flops / self._trainer.peak:.0%} of peak")
+        if self._flops and self._trainer.peak_flops:
+            parts.append(f"{self._rate * self._flops / self._trainer.peak_flops:.0%} of peak")
         return "  ".join([*parts, f"{_memory() / 1e9:.1f} GB"])
 
 

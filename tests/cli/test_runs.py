@@ -9,7 +9,7 @@ import pytest
 from ingot.cli.runs import runs
 from ingot.core.errors import IngotError
 from tests.cli.conftest import Run
-from tests.observe.made import LINES, run
+from tests.observe.fake_runs import LINES, run
 
 
 def test_runs_are_listed_and_compared(cli: Run, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from ingot.data import Corpus
+from ingot.data import TokenDataset
 from tests.cli.conftest import Run
 
 
@@ -18,7 +18,7 @@ def test_text_output(cli: Run, tmp_path: Path) -> None:
     command = ("tokenize", "posts.jsonl", "tokens", "--field", "body", "--vocab-size", "300")
     result = cli(*command)
     assert result.returncode == 0, result.stderr
-    corpus = Corpus(tmp_path / "tokens")
+    corpus = TokenDataset(tmp_path / "tokens")
     assert corpus.hash in result.stdout
     assert "40 documents" in result.stdout
     assert "vocabulary 300" in result.stdout
@@ -32,7 +32,7 @@ def test_json_output(cli: Run, tmp_path: Path) -> None:
     write(tmp_path / "posts.jsonl")
     options = ("--field", "body", "--vocab-size", "257", "--validation", "0.25", "--json")
     found = json.loads(cli("tokenize", "posts.jsonl", "tokens", *options).stdout)
-    corpus = Corpus(tmp_path / "tokens")
+    corpus = TokenDataset(tmp_path / "tokens")
     assert found["new"] is True
     assert found["hash"] == corpus.hash
     assert found["tokens"] == len(corpus.train) + len(corpus.validation)

@@ -52,14 +52,14 @@ def test_xor(ready: Run, tmp_path: Path) -> None:
 
 
 def test_a_decoder_becomes_a_model_directory(tmp_path: Path, capsys: Any) -> None:
-    recipe = runs.text(tmp_path, precision=Precision.BF16, ema=0.9)
+    recipe = runs.text(tmp_path, precision=Precision.BF16, ema_decay=0.9)
     recipe = config.load(Recipe, written(recipe, tmp_path))
     train(tmp_path / "recipe.toml", run=tmp_path / "run", json=True)
     result = json.loads(capsys.readouterr().out)
     model = package.load(result["model"])
     trainer = Trainer(recipe, tmp_path / "run")
     assert trainer.resume()
-    with trainer.averaged():
+    with trainer.ema_weights():
         wanted = dict(trainer.model.named_parameters())
         for name, parameter in model.decoder.named_parameters():
             assert torch.equal(parameter, wanted[name]), name
@@ -147,7 +147,7 @@ def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
     assert again.resume()
     assert again.step == 8
     model = package.load(tmp_path / "out")
-    with again.averaged():
+    with again.ema_weights():
         wanted = dict(again.model.named_parameters())
         for name, parameter in model.decoder.named_parameters():
             assert torch.equal(parameter, wanted[name]), name
@@ -186,7 +186,7 @@ def test_what_a_person_finds(tmp_path: Path, environment: dict[str, str]) -> Non
 def test_a_run_that_diverged_has_a_report(tmp_path: Path) -> None:
     path = written(runs.xor(), tmp_path)
     with pytest.raises(Diverged):
-        train(path, ("optimizer.lr=1e3", "clip.most=1e9", "steps=300"), run=tmp_path / "run")
+        train(path, ("optimizer.lr=1e3", "clip.max_norm=1e9", "steps=300"), run=tmp_path / "run")
     assert "step " in (tmp_path / "run/report.html").read_text()
 
 
@@ -205,8 +205,8 @@ def test_a_report_that_fails_costs_nothing(
 def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    recipe = runs.text(tmp_path, model=None, start=tiny, steps=2, precision=Precision.BF16)
-    data: Any = replace(recipe.data, tokenizer=tiny, vocab=None, corpus=tmp_path / "bytes")  # pyright: ignore
+    recipe = runs.text(tmp_path, model=None, init_from=tiny, steps=2, precision=Precision.BF16)
+    data: Any = replace(recipe.data, tokenizer=tiny, vocab_size=None, cache_dir=tmp_path / "bytes")  # pyright: ignore
     written(replace(recipe, data=data), tmp_path)
     train(tmp_path / "recipe.toml", run=tmp_path / "run")
     before, after = package.load(tiny).decoder, package.load(tmp_path / "run/model").decoder
@@ -235,7 +235,7 @@ def test_what_fails_before_it_begins_leaves_nothing(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     path = written(runs.text(tmp_path), tmp_path)
     with pytest.raises(IngotError, match="no file or folder"):
-        train(path, ("data.source=missing", f"data.corpus={tmp_path / 'none'}"))
+        train(path, ("data.source=missing", f"data.cache_dir={tmp_path / 'none'}"))
     assert not any((tmp_path / "ingot/runs").iterdir())
 
 
@@ -295,7 +295,7 @@ def test_sigkill_and_resume(tmp_path: Path, environment: dict[str, str]) -> None
 @pytest.mark.slow
 def test_sigkill_at_twenty_random_moments(tmp_path: Path, environment: dict[str, str]) -> None:
     """Also during checkpoints, which are written at every other step."""
-    recipe = runs.text(tmp_path, steps=200, checkpoint_every=2, evaluate_every=50)
+    recipe = runs.text(tmp_path, steps=200, checkpoint_every=2, eval_every=50)
     written(recipe, tmp_path)
     wanted = whole(recipe, tmp_path)
     moments, process = random.Random(0), begun(tmp_path, environment)
@@ -314,7 +314,7 @@ def test_sigkill_at_twenty_random_moments(tmp_path: Path, environment: dict[str,
 def test_a_signal_ends_it_behind_its_step(
     tmp_path: Path, environment: dict[str, str], number: signal.Signals
 ) -> None:
-    recipe = runs.text(tmp_path, steps=400, checkpoint_every=1000, evaluate_every=0)
+    recipe = runs.text(tmp_path, steps=400, checkpoint_every=1000, eval_every=0)
     written(recipe, tmp_path)
     process = begun(tmp_path, environment)
     until(process, tmp_path, 5)

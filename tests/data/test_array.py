@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import DataError
-from ingot.data.array import Arrays, xor
+from ingot.data.array import ArrayDataset, xor
 from ingot.data.loader import Loader
 
 
-def rows(count: int) -> Arrays:
-    return Arrays(torch.arange(2.0 * count).view(count, 2), torch.arange(count))
+def rows(count: int) -> ArrayDataset:
+    return ArrayDataset(torch.arange(2.0 * count).view(count, 2), torch.arange(count))
 
 
 def test_x_and_y_stay_together() -> None:
-    batch = next(Loader(rows(20), batch=6, seed=5))
-    assert batch.y.tolist() == batch.ids
+    batch = next(Loader(rows(20), batch_size=6, seed=5))
+    assert batch.y.tolist() == batch.sample_ids
     assert torch.equal(batch.x[:, 0], 2.0 * batch.y)
 
 
@@ -44,7 +44,7 @@ def test_a_split_that_leaves_nothing_is_refused(fraction: float) -> None:
 
 def test_rows_that_do_not_match_are_refused() -> None:
     with pytest.raises(DataError, match="one row of each"):
-        Arrays(torch.zeros(3, 2), torch.zeros(2))
+        ArrayDataset(torch.zeros(3, 2), torch.zeros(2))
 
 
 def test_xor_is_exclusive_or() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ingot.core.errors import DataError
 from ingot.data import image
-from ingot.data.image import digits, idx, mnist
+from ingot.data.image import digits, mnist, read_idx
 
 
 def packed(dimensions: list[int], content: bytes, kind: int = 8) -> bytes:
@@ -64,7 +64,7 @@ def test_a_header_that_lies_takes_no_memory(tmp_path: Path, content: bytes, zipp
     path.write_bytes(gzip.compress(content) if zipped else content)
     tracemalloc.start()
     with pytest.raises(DataError, match="cannot read"):
-        idx(path)
+        read_idx(path)
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
 
@@ -81,7 +81,7 @@ def test_any_bytes_are_refused_or_read(
     ):
         path.write_bytes(written)
         with contextlib.suppress(DataError):
-            assert idx(path).dtype == torch.uint8
+            assert read_idx(path).dtype == torch.uint8
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(
@@ -91,7 +91,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(packed([1001], bytes(1001))))
     with pytest.raises(DataError, match="it claims 1,001 bytes"):
-        idx(path)
+        read_idx(path)
 
 
 def test_labels_of_another_set_are_refused(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError
 from ingot.data import loader as module
-from ingot.data.loader import AHEAD, MAX_SAMPLE, Loader
+from ingot.data.loader import MAX_SAMPLE, PREFETCH, Loader
 
 SEEDS = st.integers(0, 2**64 - 1)
 
 
 class Numbers:
-    """Samples that are their own indices; a batch is their list."""
+    """Dataset that are their own indices; a batch is their list."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -33,9 +33,9 @@ def taken(loader: Loader[list[int]], batches: int) -> list[int]:
     return [i for batch in itertools.islice(loader, batches) for i in batch]
 
 
-@given(count=st.integers(1, 30), batch=st.integers(1, 8), seed=SEEDS)
-def test_an_epoch_has_every_sample_once(count: int, batch: int, seed: int) -> None:
-    found = taken(Loader(Numbers(count), batch=batch, seed=seed), 3 * count)
+@given(count=st.integers(1, 30), batch_size=st.integers(1, 8), seed=SEEDS)
+def test_an_epoch_has_every_sample_once(count: int, batch_size: int, seed: int) -> None:
+    found = taken(Loader(Numbers(count), batch_size=batch_size, seed=seed), 3 * count)
     for epoch in range(len(found) // count):
         assert sorted(found[epoch * count : (epoch + 1) * count]) == list(range(count))
 
@@ -49,12 +49,18 @@ PIECES = st.lists(
 def test_any_pieces_of_a_run_take_the_same_samples(
     count: int, seed: int, pieces: list[tuple[int, int, int]]
 ) -> None:
-    """Each piece with a batch, a world and steps of its own, resumed from the last one's state."""
+    """Each part with its own batch size, world size and steps, resumed from the last state."""
     state, found = {"sample": 0, "seed": seed}, []
-    for batch, world, steps in pieces:
+    for batch_size, world_size, steps in pieces:
         ranks = [
-            Loader(Numbers(count), batch=batch, seed=state["seed"], rank=rank, world=world)
-            for rank in range(world)
+            Loader(
+                Numbers(count),
+                batch_size=batch_size,
+                seed=state["seed"],
+                rank=rank,
+                world_size=world_size,
+            )
+            for rank in range(world_size)
         ]
         for rank in ranks:
             rank.seek(state["sample"])
@@ -62,33 +68,33 @@ def test_any_pieces_of_a_run_take_the_same_samples(
             of_ranks = [next(rank) for rank in ranks]
             # Rank r has every w-th: together again in the order of the whole.
             found += [sample for row in zip(*of_ranks, strict=True) for sample in row]
-        states = [rank.state() for rank in ranks]
+        states = [rank.state_dict() for rank in ranks]
         assert all(other == states[0] for other in states)
         state = states[0]
     assert state["sample"] == len(found)
-    assert found == taken(Loader(Numbers(count), batch=1, seed=seed), len(found))
+    assert found == taken(Loader(Numbers(count), batch_size=1, seed=seed), len(found))
 
 
 def test_the_state_counts_what_was_handed_out_and_not_what_was_made_ahead() -> None:
-    loader = Loader(Numbers(100), batch=4, seed=3)
-    assert loader.state() == {"sample": 0, "seed": 3}
+    loader = Loader(Numbers(100), batch_size=4, seed=3)
+    assert loader.state_dict() == {"sample": 0, "seed": 3}
     next(loader)
-    assert loader.state() == {"sample": 4, "seed": 3}
+    assert loader.state_dict() == {"sample": 4, "seed": 3}
 
 
 @given(seed=SEEDS, places=st.lists(st.integers(0, 10**15), min_size=1, max_size=4))
 def test_seeking_forgets_what_was_made_ahead(seed: int, places: list[int]) -> None:
-    loader = Loader(Numbers(100), batch=4, seed=seed)
+    loader = Loader(Numbers(100), batch_size=4, seed=seed)
     next(loader)
     for place in places:
         loader.seek(place)
-        assert next(loader) == loader.at(place)
-        assert next(loader) == loader.at(place + 4)
+        assert next(loader) == loader.batch_at(place)
+        assert next(loader) == loader.batch_at(place + 4)
 
 
 def test_looking_at_a_batch_moves_nothing() -> None:
-    loader = Loader(Numbers(100), batch=4, seed=3)
-    later = loader.at(8)
+    loader = Loader(Numbers(100), batch_size=4, seed=3)
+    later = loader.batch_at(8)
     assert [next(loader) for _ in range(3)][2] == later
 
 
@@ -102,14 +108,14 @@ class Watched(Numbers):
 
     def batch(self, indices: Sequence[int]) -> list[int]:
         self.threads.append(threading.current_thread().name)
-        if len(self.threads) == 1 + AHEAD:
+        if len(self.threads) == 1 + PREFETCH:
             self.enough.set()
         return super().batch(indices)
 
 
 def test_batches_are_made_ahead_and_elsewhere() -> None:
     watched = Watched()
-    loader = Loader(watched, batch=2)
+    loader = Loader(watched, batch_size=2)
     next(loader)
     assert watched.enough.wait(60)
     assert all(name.startswith("ingot-data") for name in watched.threads)
@@ -117,7 +123,7 @@ def test_batches_are_made_ahead_and_elsewhere() -> None:
 
 def test_a_loader_that_nobody_has_any_more_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    loader = Loader(Numbers(10), batch=2)
+    loader = Loader(Numbers(10), batch_size=2)
     next(loader)
     (thread,) = set(threading.enumerate()) - before
     del loader
@@ -129,10 +135,10 @@ def test_a_loader_that_nobody_has_any_more_leaves_no_thread() -> None:
 def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    loader = Loader(Numbers(10), batch=2)
+    loader = Loader(Numbers(10), batch_size=2)
     for _ in range(3):
         next(loader)
-    assert loader.waited == 3
+    assert loader.wait_seconds == 3
 
 
 class Failing(Numbers):
@@ -151,22 +157,22 @@ class Failing(Numbers):
 
 def test_what_cannot_be_read_is_an_error_in_its_turn_and_is_not_passed_over() -> None:
     failing = Failing(100)
-    loader = Loader(failing, batch=5)
-    failing.third = loader.at(10)
+    loader = Loader(failing, batch_size=5)
+    failing.third = loader.batch_at(10)
     next(loader)
     next(loader)
     for _ in range(2):
         with pytest.raises(DataError, match="cannot read"):
             next(loader)
-        assert loader.state()["sample"] == 10
+        assert loader.state_dict()["sample"] == 10
     failing.broken = False
     assert next(loader) == failing.third
-    assert loader.state()["sample"] == 15
+    assert loader.state_dict()["sample"] == 15
 
 
 def test_an_interrupted_wait_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = Loader(Numbers(100), batch=5)
-    expected = loader.at(0)
+    loader = Loader(Numbers(100), batch_size=5)
+    expected = loader.batch_at(0)
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -181,12 +187,12 @@ def test_an_interrupted_wait_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"batch": 0},
-        {"batch": 1, "seed": -1},
-        {"batch": 1, "seed": 2**64},
-        {"batch": 1, "rank": 1},
-        {"batch": 1, "rank": -1},
-        {"batch": 1, "world": 0},
+        {"batch_size": 0},
+        {"batch_size": 1, "seed": -1},
+        {"batch_size": 1, "seed": 2**64},
+        {"batch_size": 1, "rank": 1},
+        {"batch_size": 1, "rank": -1},
+        {"batch_size": 1, "world_size": 0},
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
@@ -196,10 +202,10 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 samples"):
-        Loader(Numbers(0), batch=1)
+        Loader(Numbers(0), batch_size=1)
 
 
 @pytest.mark.parametrize("sample", [-1, MAX_SAMPLE + 1])
 def test_a_sample_that_cannot_be_is_refused(sample: int) -> None:
     with pytest.raises(ConfigError, match="samples count from 0"):
-        Loader(Numbers(3), batch=1).seek(sample)
+        Loader(Numbers(3), batch_size=1).seek(sample)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ingot.core.errors import ConfigError, DataError
 from ingot.core.targets import IGNORE_INDEX
 from ingot.data.loader import Loader
-from ingot.data.pack import Packed
-from ingot.data.shard import Tokens
+from ingot.data.pack import PackedDataset
+from ingot.data.shard import TokenStream
 from ingot.nn import BatchLayout
-from tests.data.stream import DOCUMENTS, tokens
+from tests.data.token_files import DOCUMENTS, tokens
 
 LENGTHS = st.integers(1, 30)
 
@@ -32,8 +32,8 @@ def test_an_epoch_has_every_token_once_with_the_one_behind_it(
         for token, after in zip(document, [*document[1:], IGNORE_INDEX], strict=True)
     }
     with tempfile.TemporaryDirectory() as directory:
-        packed = Packed(tokens(Path(directory), documents, per_shard), length)
-        loader = Loader(packed, batch=1, seed=seed)
+        packed = PackedDataset(tokens(Path(directory), documents, per_shard), length)
+        loader = Loader(packed, batch_size=1, seed=seed)
         batches = [next(loader) for _ in range(len(packed))]
     found = {
         token: target
@@ -57,10 +57,10 @@ def test_a_sequence_is_a_piece_of_one_document_as_long_as_can_be(
     numbered = iter(range(len(owners)))
     documents = [[next(numbered) for _ in document] for document in documents]
     with tempfile.TemporaryDirectory() as directory:
-        packed = Packed(tokens(Path(directory), documents, per_shard), length)
+        packed = PackedDataset(tokens(Path(directory), documents, per_shard), length)
         ids = data.draw(st.lists(st.integers(0, len(packed) - 1), min_size=1, max_size=4))
         batch = packed.batch(ids)
-    assert batch.ids == ids
+    assert batch.sample_ids == ids
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
     assert len(batch.tokens) == len(batch.targets) == sum(batch.lengths)
     pieces = torch.split(batch.tokens, batch.lengths)
@@ -77,7 +77,7 @@ def test_a_sequence_is_a_piece_of_one_document_as_long_as_can_be(
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
-    packed = Packed(tokens(tmp_path, [[1] * 10, [2] * 3, [3] * 8], 2), 8)
+    packed = PackedDataset(tokens(tmp_path, [[1] * 10, [2] * 3, [3] * 8], 2), 8)
     assert [packed.batch([i]).lengths for i in range(3)] == [[8], [2, 3, 3], [5]]
     assert packed.batch([1]).targets.tolist() == [1, IGNORE_INDEX, 2, 2, IGNORE_INDEX, 3, 3, 3]
     assert packed.batch([1, 0]).lengths == [2, 3, 3, 8]
@@ -85,16 +85,16 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
 
 def test_no_tokens_have_a_hint() -> None:
     with pytest.raises(DataError) as caught:
-        Packed(Tokens([]), 8)
+        PackedDataset(TokenStream([]), 8)
     assert "--validation" in caught.value.hint
 
 
 @pytest.mark.parametrize("length", [0, -1, 1 << 30])
 def test_a_length_that_cannot_be_is_refused(tmp_path: Path, length: int) -> None:
     with pytest.raises(ConfigError):
-        Packed(tokens(tmp_path, [[1]], 1), length)
+        PackedDataset(tokens(tmp_path, [[1]], 1), length)
 
 
 def test_a_sample_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
-        Packed(tokens(tmp_path, [[1, 2, 3]], 1), 2).batch([2])
+        PackedDataset(tokens(tmp_path, [[1, 2, 3]], 1), 2).batch([2])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError
-from ingot.data.permutation import MAX, Permutation, order
+from ingot.data.permutation import MAX, Permutation, shuffled_indices
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -45,21 +45,28 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 
 def test_the_order_is_shuffled_anew_in_each_epoch_and_by_each_seed() -> None:
-    orders = {tuple(order(start, start + 50, 1, 50, seed)) for start in (0, 50) for seed in (0, 1)}
+    orders = {
+        tuple(shuffled_indices(start, start + 50, 1, 50, seed))
+        for start in (0, 50)
+        for seed in (0, 1)
+    }
     assert len(orders) == 4
 
 
-@given(n=st.integers(1, 40), seed=SEEDS, start=st.integers(0, 90), world=st.integers(1, 9))
+@given(n=st.integers(1, 40), seed=SEEDS, start=st.integers(0, 90), world_size=st.integers(1, 9))
 def test_a_part_of_the_order_is_that_of_the_whole(
-    n: int, seed: int, start: int, world: int
+    n: int, seed: int, start: int, world_size: int
 ) -> None:
-    whole = order(0, 100, 1, n, seed)
-    assert order(start, 100, world, n, seed).tolist() == whole[start::world].tolist()
+    whole = shuffled_indices(0, 100, 1, n, seed)
+    assert (
+        shuffled_indices(start, 100, world_size, n, seed).tolist()
+        == whole[start::world_size].tolist()
+    )
 
 
 def test_the_order_is_the_one_that_it_always_was() -> None:
     """Runs that were begun with an older version go on with the same samples."""
-    found = order(10**12, 10**12 + 6, 1, 123_456_789, seed=2**64 - 1)
+    found = shuffled_indices(10**12, 10**12 + 6, 1, 123_456_789, seed=2**64 - 1)
     assert found.tolist() == [80425218, 85004196, 41396210, 121590446, 83368795, 28763467]
 
 

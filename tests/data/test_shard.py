@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ingot.core.errors import DataError
 from ingot.data.shard import Shard, write
-from tests.data.stream import DOCUMENTS, SIZE, tokens
+from tests.data.token_files import DOCUMENTS, SIZE, tokens
 
 
 @given(documents=DOCUMENTS, per_shard=st.integers(1, 5), data=st.data())
@@ -67,7 +67,7 @@ def test_another_length_is_found_out_before_anything_is_read(
         length = data.draw(st.integers(0, len(content) + 9).filter(lambda n: n != len(content)))
         shard.path.write_bytes((content + bytes(9))[:length])
         with pytest.raises(DataError, match=f"it has {length:,} bytes instead of"):
-            Shard(shard.path, shard.facts, 2, SIZE)
+            Shard(shard.path, shard.info, 2, SIZE)
 
 
 def test_a_file_that_is_cut_while_it_is_used_is_an_error_and_no_crash(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         stream.read(0, 1)
     with pytest.raises(DataError, match="No such file"):
-        Shard(shard.path, shard.facts, 2, SIZE)
+        Shard(shard.path, shard.info, 2, SIZE)
 
 
 def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from ingot.core.errors import DataError
-from ingot.observe.history import History, differences, find
+from ingot.observe.history import RunHistory, differences, find_runs
 from ingot.observe.metrics import NAME
-from tests.observe.made import LINES, run, step
+from tests.observe.fake_runs import LINES, run, step
 
 
 def test_a_run_in_numbers(tmp_path: Path) -> None:
-    found = History.read(run(tmp_path / "a", LINES))
+    found = RunHistory.read(run(tmp_path / "a", LINES))
     assert (found.name, found.step, found.steps, found.unit) == ("made", 4, 4, "samples")
-    assert found.figures() == {
+    assert found.summary() == {
         "step": 4,
         "steps": 4,
         "loss": 2.0,
@@ -23,24 +23,24 @@ def test_a_run_in_numbers(tmp_path: Path) -> None:
         "accuracy": 0.5,
         "rows_per_s": 16.0,
         "seconds": 2.0,
-        "waited": 0.25,
-        "refused": 1,
+        "data_seconds": 0.25,
+        "skipped": 1,
     }
     assert found.curve("loss").steps.tolist() == [1, 2, 4]
-    assert found.refused() == [(3, "a loss of nan")]
+    assert found.skipped_steps() == [(3, "a loss of nan")]
 
 
 def test_of_a_step_that_was_made_again_the_last_counts(tmp_path: Path) -> None:
     lines = [step(1, 4.0), step(2, 9.0), step(1, 3.0), step(2, 2.0)]
-    loss = History.read(run(tmp_path, lines)).curve("loss")
+    loss = RunHistory.read(run(tmp_path, lines)).curve("loss")
     assert loss.values.tolist() == [3.0, 2.0]
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     run(tmp_path, [])
     (tmp_path / NAME).unlink()
-    found = History.read(tmp_path)
-    assert found.figures()["loss"] is None
+    found = RunHistory.read(tmp_path)
+    assert found.summary()["loss"] is None
     assert found.step == 0
 
 
@@ -51,11 +51,11 @@ def test_nonsense_is_not_taken_for_numbers(tmp_path: Path) -> None:
         {"step": -1, "loss": 1.0},
         {"step": 2, "loss": [1.0]},
         {"step": 3, "loss": 10**400},
-        {"step": 4, "rows": 1, "seconds": 0},
+        {"step": 4, "num_rows": 1, "seconds": 0},
         ["no line"],
         {"step": 5, "loss": 2.0},
     ]
-    found = History.read(run(tmp_path, lines, steps="many"))
+    found = RunHistory.read(run(tmp_path, lines, steps="many"))
     assert found.curve("loss").values.tolist() == [2.0]
     assert len(found.rates()) == 0
     assert found.steps == 0
@@ -66,20 +66,20 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, wrong: str) -> None:
     run(tmp_path, LINES)
     (tmp_path / wrong).write_bytes(b"\xff{")
     with pytest.raises(DataError, match="cannot be read"):
-        History.read(tmp_path)
+        RunHistory.read(tmp_path)
 
 
 def test_runs_are_found(tmp_path: Path) -> None:
     first, second = run(tmp_path / "runs/b", LINES), run(tmp_path / "runs/a", LINES)
     os.utime(first / "recipe.toml", (1000, 1000))
     (tmp_path / "runs/other").mkdir()
-    assert find([tmp_path / "runs"]) == [first, second], "the newest last"
-    assert find([first, tmp_path / "runs/other", tmp_path / "missing"]) == [first]
+    assert find_runs([tmp_path / "runs"]) == [first, second], "the newest last"
+    assert find_runs([first, tmp_path / "runs/other", tmp_path / "missing"]) == [first]
 
 
 def test_differences(tmp_path: Path) -> None:
     runs = [
-        History.read(run(tmp_path / "a", [], optimizer={"lr": 0.1, "kind": "sgd"})),
-        History.read(run(tmp_path / "b", [], optimizer={"lr": 0.2, "kind": "sgd"}, seed=1)),
+        RunHistory.read(run(tmp_path / "a", [], optimizer={"lr": 0.1, "kind": "sgd"})),
+        RunHistory.read(run(tmp_path / "b", [], optimizer={"lr": 0.2, "kind": "sgd"}, seed=1)),
     ]
     assert differences(runs) == {"optimizer.lr": [0.1, 0.2], "seed": [None, 1]}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ingot.observe.metrics import NAME, Metrics, read
+from ingot.observe.metrics import NAME, MetricsLog, read
 
 
 def test_lines_behind_a_checkpoint_are_cut_off(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
+    metrics = MetricsLog(tmp_path)
     for step in range(5):
         metrics.add({"step": step})
-    again = Metrics(tmp_path, lines=3)
+    again = MetricsLog(tmp_path, lines=3)
     again.add({"step": 30})
     assert again.lines == 4
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 30]
@@ -20,11 +20,11 @@ def test_lines_behind_a_checkpoint_are_cut_off(tmp_path: Path) -> None:
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('{"step": 1}\n{"step": 2, "lo')
     assert read(tmp_path) == [{"step": 1}]
-    assert Metrics(tmp_path, lines=1).lines == 1
+    assert MetricsLog(tmp_path, lines=1).lines == 1
     assert (tmp_path / NAME).read_text() == '{"step": 1}\n'
 
 
 def test_losses_keep_all_their_bits(tmp_path: Path) -> None:
     value = 0.1 + 2**-52
-    Metrics(tmp_path).add({"loss": value, "norm": float("inf")})
-    assert read(tmp_path) == [{"loss": value, "norm": float("inf")}]
+    MetricsLog(tmp_path).add({"loss": value, "grad_norm": float("inf")})
+    assert read(tmp_path) == [{"loss": value, "grad_norm": float("inf")}]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ingot.core.errors import IngotError
-from ingot.observe.history import Curve, History
+from ingot.observe.history import Curve, RunHistory
 from ingot.observe.plot import PIECES, check, compare, draw, pieces, smooth
-from tests.observe.made import LINES, run, step
+from tests.observe.fake_runs import LINES, run, step
 
 MANY = [step(i, 3.0 / i + 0.2 * (i % 7)) for i in range(1, 1300)]
 
@@ -21,7 +21,7 @@ MANY = [step(i, 3.0 / i + 0.2 * (i % 7)) for i in range(1, 1300)]
 def test_curves_are_drawn(tmp_path: Path, lines: list[object]) -> None:
     directory = run(tmp_path / "run", lines)
     files = [tmp_path / "curves.png", tmp_path / "curves.svg"]
-    draw(History.read(directory), files)
+    draw(RunHistory.read(directory), files)
     png = files[0].read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24]) == (1320, 780)
@@ -31,7 +31,7 @@ def test_curves_are_drawn(tmp_path: Path, lines: list[object]) -> None:
 def test_strange_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     names = ("_hidden", "$x^{", "名前", "a</text><script>")
     names = tuple(name.replace("/", "-") for name in names)
-    runs = [History.read(run(tmp_path / name, LINES)) for name in names]
+    runs = [RunHistory.read(run(tmp_path / name, LINES)) for name in names]
     compare(runs * 11, tmp_path / "losses.svg")
     assert "<script" not in (tmp_path / "losses.svg").read_text()
     compare([], tmp_path / "none.png")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ingot.observe import plot
-from ingot.observe.history import History
+from ingot.observe.history import RunHistory
 from ingot.observe.report import NAME, page, write
-from tests.observe.made import LINES, run
+from tests.observe.fake_runs import LINES, run
 
 
 class Parsed(HTMLParser):
@@ -51,8 +51,8 @@ def test_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
 
 def test_what_a_run_says_is_text(tmp_path: Path) -> None:
     attack = "</pre><script>alert(1)</script><img src=x onerror=y>'\"{{ 7 * 7 }}"
-    lines = [*LINES, {"step": 4, "refused": attack}]
-    history = History.read(run(tmp_path, lines, name=attack))
+    lines = [*LINES, {"step": 4, "skipped": attack}]
+    history = RunHistory.read(run(tmp_path, lines, name=attack))
     text = page(history, attack, None)
     found = Parsed(text)
     assert "script" not in {tag for tag, _ in found.tags}

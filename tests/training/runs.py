@@ -9,9 +9,9 @@ import torch
 
 from ingot.nn import DecoderConfig, DenseConfig, Rope
 from ingot.observe.metrics import read
-from ingot.training.optimizer import AdamW
-from ingot.training.recipe import Digits, Recipe, Text, Xor
-from ingot.training.schedule import Schedule
+from ingot.training.optimizer import AdamWConfig
+from ingot.training.recipe import DigitsData, Recipe, TextData, XorData
+from ingot.training.schedule import LRSchedule
 from ingot.training.trainer import Trainer
 
 TINY = DecoderConfig(
@@ -32,12 +32,23 @@ WORDS = ("one", "model", "from", "training", "to", "serving", "through", "the", 
 
 def xor(**options: Any) -> Recipe:
     model = DenseConfig(in_features=2, hidden_dims=(16,), out_features=2)
-    known: dict[str, Any] = {"name": "xor", "steps": 30, "batch": 4, "model": model, "data": Xor()}
-    return Recipe(**{**known, "optimizer": AdamW(lr=0.03, weight_decay=0.0), **options})
+    known: dict[str, Any] = {
+        "name": "xor",
+        "steps": 30,
+        "global_batch_size": 4,
+        "model": model,
+        "data": XorData(),
+    }
+    return Recipe(**{**known, "optimizer": AdamWConfig(lr=0.03, weight_decay=0.0), **options})
 
 
 def digits(model: Any, **options: Any) -> Recipe:
-    known: dict[str, Any] = {"name": "digits", "steps": 6, "batch": 32, "data": Digits()}
+    known: dict[str, Any] = {
+        "name": "digits",
+        "steps": 6,
+        "global_batch_size": 32,
+        "data": DigitsData(),
+    }
     return Recipe(**{**known, "model": model, "checkpoint_every": 3, **options})
 
 
@@ -47,34 +58,47 @@ def text(tmp_path: Path, **options: Any) -> Recipe:
     if not source.exists():
         lines = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 9)) for i in range(400)]
         source.write_text("\n".join(lines))
-    data = Text(
-        source=str(source), vocab=300, length=32, validation=0.1, corpus=tmp_path / "corpus"
+    data = TextData(
+        source=str(source),
+        vocab_size=300,
+        seq_len=32,
+        validation_fraction=0.1,
+        cache_dir=tmp_path / "corpus",
     )
     known: dict[str, Any] = {
         "name": "text",
         "steps": 12,
-        "batch": 4,
+        "global_batch_size": 4,
         "model": TINY,
         "data": data,
         "checkpoint_every": 4,
-        "evaluate_every": 6,
-        "evaluate_batches": 2,
+        "eval_every": 6,
+        "eval_batches": 2,
         "dropout": 0.1,
-        "ema": 0.9,
-        "schedule": Schedule(warmup=3),
+        "ema_decay": 0.9,
+        "schedule": LRSchedule(warmup_steps=3),
     }
     return Recipe(**{**known, **options})
 
 
 def curve(directory: Path) -> list[tuple[Any, ...]]:
     """All losses and norms of a run."""
-    keys = ("step", "loss", "norm", "lr", "clip", "validation_loss", "accuracy", "refused")
+    keys = (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "clip_factor",
+        "validation_loss",
+        "accuracy",
+        "skipped",
+    )
     return [tuple(line.get(key) for key in keys) for line in read(directory)]
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything that determines the future."""
-    parts = trainer._parts()
+    parts = trainer._tensors()
     return {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
 
 
@@ -84,5 +108,5 @@ def assert_same(one: Trainer, other: Trainer) -> None:
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         assert torch.equal(tensor, b[name]), name
-    assert one.watch.state() == other.watch.state()
-    assert one.loader.state() == other.loader.state()
+    assert one.spike_detector.state_dict() == other.spike_detector.state_dict()
+    assert one.loader.state_dict() == other.loader.state_dict()

@@ -34,9 +34,9 @@ def test_what_is_saved_is_read_to_the_bit(tmp_path: Path) -> None:
     }
     kept = Checkpoints(tmp_path, keep=1)
     kept.save(3, {"x": tensors, "xy": {"other": torch.ones(1)}}, {"guard": {"losses": [0.1]}})
-    found = kept.newest()
+    found = kept.latest()
     assert found is not None
-    assert (found.step, found.facts) == (3, {"guard": {"losses": [0.1]}})
+    assert (found.step, found.metadata) == (3, {"guard": {"losses": [0.1]}})
     read = found.tensors("x")
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -47,7 +47,7 @@ def test_what_is_saved_is_read_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the write is held up, the run goes on and changes both tensors and facts."""
+    """As the write is held up, the run goes on and changes both tensors and metadata."""
     go, write = threading.Event(), module.write
 
     def slow(*args: Any) -> None:
@@ -55,15 +55,15 @@ def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Monkey
         write(*args)
 
     monkeypatch.setattr(module, "write", slow)
-    kept, tensor, facts = Checkpoints(tmp_path, keep=1), torch.zeros(4), {"losses": [1.0]}
-    kept.save(1, {"w": {"w": tensor}}, facts)
+    kept, tensor, metadata = Checkpoints(tmp_path, keep=1), torch.zeros(4), {"losses": [1.0]}
+    kept.save(1, {"w": {"w": tensor}}, metadata)
     tensor += 1
-    facts["losses"].append(2.0)
+    metadata["losses"].append(2.0)
     go.set()
-    found = kept.newest()
+    found = kept.latest()
     assert found is not None
     assert found.tensors("w")["w"].tolist() == [0.0] * 4
-    assert found.facts == {"losses": [1.0]}
+    assert found.metadata == {"losses": [1.0]}
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "no json", "half json", "extra"])
@@ -73,7 +73,7 @@ def test_a_torn_one_is_passed_over(
     kept = Checkpoints(tmp_path, keep=3)
     save(kept, 1)
     save(kept, 2)
-    newest = kept.newest()
+    newest = kept.latest()
     assert newest is not None
     assert newest.step == 2
     file = newest.path / "model.safetensors"
@@ -92,19 +92,19 @@ def test_a_torn_one_is_passed_over(
             (newest.path / NAME).write_text((newest.path / NAME).read_text()[:40])
         case _:
             (newest.path / "other").touch()
-    found = kept.newest()
+    found = kept.latest()
     assert found is not None
     assert found.step == 1
     assert "passed over" in caplog.text
-    kept.clear_after(found.step)
+    kept.quarantine_after(found.step)
     assert not newest.path.exists()
     save(kept, 2)
-    assert (again := kept.newest()) is not None
+    assert (again := kept.latest()) is not None
     assert again.step == 2
 
 
 def test_none_is_none(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "missing", keep=1).newest() is None
+    assert Checkpoints(tmp_path / "missing", keep=1).latest() is None
 
 
 def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
         kept.wait()
     assert "make room" in raised.value.hint
     kept.check()  # it was told
-    found = kept.newest()
+    found = kept.latest()
     assert found is not None
     assert found.step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -140,12 +140,12 @@ def test_what_a_killed_process_leaves_is_cleared(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path, keep=1)
     save(kept, 1)
     (tmp_path / ".step-00000002.0123.tmp").mkdir()
-    found = kept.newest()
+    found = kept.latest()
     assert found is not None
-    kept.clear_after(found.step)
+    kept.quarantine_after(found.step)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    kept.clear_after(0)
-    assert [path.name[:13] for path in tmp_path.iterdir()] == ["torn-00000001"]
+    kept.quarantine_after(0)
+    assert [path.name[:16] for path in tmp_path.iterdir()] == ["corrupt-00000001"]
 
 
 def test_another_format_is_passed_over(tmp_path: Path) -> None:
@@ -153,4 +153,4 @@ def test_another_format_is_passed_over(tmp_path: Path) -> None:
     save(kept, 1)
     path = tmp_path / "step-00000001" / NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    assert kept.newest() is None
+    assert kept.latest() is None

@@ -26,12 +26,12 @@ def test_it_is_the_mean_of_the_formula() -> None:
 
 
 def test_weights_in_two_parts_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ema, "_PART", 7)
+    monkeypatch.setattr(ema, "_CHUNK", 7)
     whole = {"a": torch.randn(3, 5), "b": torch.randn(40), "c": torch.randn(7)}
     parts = {name: split(w) for name, w in whole.items() if name != "c"}
     weights = {**{name: both[0] for name, both in parts.items()}, "c": whole["c"]}
     low = {name: both[1] for name, both in parts.items()}
-    one, other = EMA(whole, decay=0.8), EMA(weights, decay=0.8, low=low)
+    one, other = EMA(whole, decay=0.8), EMA(weights, decay=0.8, low_bits=low)
     for step in range(20):
         for name, w in whole.items():
             w += 1e-4 * torch.randn(w.shape)
@@ -52,11 +52,11 @@ def test_a_model_borrows_it() -> None:
     before = model.weight.detach().clone()
     masters["weight"] += 1
     mean.update(1000)
-    with mean.within(model):
+    with mean.applied_to(model):
         assert torch.equal(model.weight, mean.weights["weight"].bfloat16())
         assert not torch.equal(model.weight, before)
     assert torch.equal(model.weight, before)
-    with pytest.raises(RuntimeError, match="inside"), mean.within(model):
+    with pytest.raises(RuntimeError, match="inside"), mean.applied_to(model):
         raise RuntimeError("inside")
     assert torch.equal(model.weight, before)
 
@@ -64,5 +64,5 @@ def test_a_model_borrows_it() -> None:
 def test_a_saved_mean_goes_on() -> None:
     weights = {"a": torch.randn(4)}
     first, second = EMA(weights, decay=0.9), EMA({"a": torch.zeros(4)}, decay=0.9)
-    second.load(first.weights)
+    second.load_state_dict(first.weights)
     assert torch.equal(second.weights["a"], first.weights["a"])

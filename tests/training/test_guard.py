@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.training.guard import Guard, Watch, save_offender
+from ingot.training.guard import SpikeDetector, SpikeGuardConfig, dump_bad_batch
 
 
-def calm(watch: Watch, steps: int = 50, level: float = 4.0) -> None:
+def calm(watch: SpikeDetector, steps: int = 50, level: float = 4.0) -> None:
     noise = random.Random(0)
     for _ in range(steps):
-        assert watch.reason(level + noise.gauss(0, 0.05), 1.0) is None
+        assert watch.check(level + noise.gauss(0, 0.05), 1.0) is None
 
 
 @pytest.mark.parametrize(
@@ -30,68 +30,72 @@ def calm(watch: Watch, steps: int = 50, level: float = 4.0) -> None:
     ],
 )
 def test_what_is_bad(loss: float, norm: float, reason: str) -> None:
-    watch = Watch(Guard())
+    watch = SpikeDetector(SpikeGuardConfig())
     calm(watch)
-    assert (watch.reason(loss, norm) or "").startswith(reason)
+    assert (watch.check(loss, norm) or "").startswith(reason)
 
 
 def test_not_finite_is_bad_from_the_first_step_on() -> None:
-    assert Watch(Guard()).reason(math.nan, 1.0)
+    assert SpikeDetector(SpikeGuardConfig()).check(math.nan, 1.0)
 
 
 @pytest.mark.parametrize("loss", [0.0, -5.0, 4.3, 4.6])
 def test_falling_and_wobbling_losses_are_good(loss: float) -> None:
-    watch = Watch(Guard())
+    watch = SpikeDetector(SpikeGuardConfig())
     calm(watch)
-    assert watch.reason(loss, 1e9) is None
+    assert watch.check(loss, 1e9) is None
 
 
 def test_a_fast_fall_and_a_plateau_are_good() -> None:
-    watch = Watch(Guard())
+    watch = SpikeDetector(SpikeGuardConfig())
     for step in range(300):
-        assert watch.reason(10 * 0.98**step + 1, 1.0) is None
+        assert watch.check(10 * 0.98**step + 1, 1.0) is None
     for _ in range(200):
-        assert watch.reason(1.0, 1.0) is None
-    assert watch.reason(1.1, 1.0) is None
+        assert watch.check(1.0, 1.0) is None
+    assert watch.check(1.1, 1.0) is None
 
 
 def test_spikes_do_not_become_usual() -> None:
-    watch = Watch(Guard(patience=1000))
+    watch = SpikeDetector(SpikeGuardConfig(patience=1000))
     calm(watch)
-    assert all(watch.reason(9.0, 1.0) for _ in range(200))
+    assert all(watch.check(9.0, 1.0) for _ in range(200))
 
 
 def test_patience() -> None:
-    watch = Watch(Guard(patience=2, window=50))
+    watch = SpikeDetector(SpikeGuardConfig(patience=2, window=50))
     calm(watch)
     for exhausted in (False, False, True):
-        assert watch.reason(math.nan, 1.0)
+        assert watch.check(math.nan, 1.0)
         assert watch.exhausted is exhausted
     calm(watch, 60)
     assert not watch.exhausted
-    assert watch.reason(math.nan, 1.0)
+    assert watch.check(math.nan, 1.0)
     assert not watch.exhausted
 
 
 def test_a_saved_state_goes_on() -> None:
-    first = Watch(Guard(patience=1))
+    first = SpikeDetector(SpikeGuardConfig(patience=1))
     calm(first)
-    assert first.reason(math.nan, 1.0)
-    second = Watch(Guard(patience=1))
-    second.load(json.loads(json.dumps(first.state())))
-    assert second.reason(9.0, 1.0) == first.reason(9.0, 1.0) is not None
+    assert first.check(math.nan, 1.0)
+    second = SpikeDetector(SpikeGuardConfig(patience=1))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.check(9.0, 1.0) == first.check(9.0, 1.0) is not None
     assert second.exhausted
-    assert second.state() == first.state()
+    assert second.state_dict() == first.state_dict()
 
 
 def test_the_offending_samples_are_saved(tmp_path: Path) -> None:
-    path = save_offender(tmp_path, step=7, reason="a loss of nan", ids=[3, 1])
-    assert json.loads(path.read_text()) == {"step": 7, "reason": "a loss of nan", "ids": [3, 1]}
+    path = dump_bad_batch(tmp_path, step=7, reason="a loss of nan", sample_ids=[3, 1])
+    assert json.loads(path.read_text()) == {
+        "step": 7,
+        "reason": "a loss of nan",
+        "sample_ids": [3, 1],
+    }
     assert path.parent.parent == tmp_path
 
 
 def test_bounds() -> None:
     with pytest.raises(ConfigError):
-        Guard(z=0.0)
+        SpikeGuardConfig(z_threshold=0.0)
     with pytest.raises(ConfigError):
-        Guard(window=1)
+        SpikeGuardConfig(window=1)

@@ -12,7 +12,7 @@ def test_a_step_is_a_share_of_the_weight_whatever_the_gradient() -> None:
     for scale in (1e-6, 1e6):
         weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         weight.grad = torch.tensor([0.0, scale])
-        LARS([weight], lr=1.0, trust=0.01).step()
+        LARS([weight], lr=1.0, trust_coefficient=0.01).step()
         assert weight[1].item() == pytest.approx(4.0 - 0.05)
 
 

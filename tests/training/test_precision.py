@@ -1,4 +1,4 @@
-"""Masters hold what half precision would lose, and the scale of the loss follows overflows."""
+"""Master weights keep what half precision would lose; the loss scale follows overflows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ingot.ops.adamw import join
-from ingot.training.precision import Masters, Precision
+from ingot.training.precision import MasterWeights, Precision
 
 
 def half(model: nn.Module, precision: Precision, value: float) -> None:
@@ -19,18 +19,18 @@ def half(model: nn.Module, precision: Precision, value: float) -> None:
 
 def test_in_fp32_the_masters_are_the_parameters() -> None:
     model = nn.Linear(3, 2)
-    masters = Masters(model, Precision.FP32)
+    masters = MasterWeights(model, Precision.FP32)
     half(model, Precision.FP32, 2.0)
     assert masters.weights["weight"] is model.weight
     assert torch.equal(masters.grads["weight"], torch.full((2, 3), 2.0))
     assert model.weight.grad is None
-    assert masters.scale == 1.0
+    assert masters.loss_scale == 1.0
 
 
 @pytest.mark.parametrize("precision", list(Precision))
 def test_gradients_are_added_up_in_float32_and_freed(precision: Precision) -> None:
     model = nn.Linear(3, 2)
-    masters = Masters(model, precision)
+    masters = MasterWeights(model, precision)
     for value in (256.0, 1.0):  # in bfloat16 256 + 1 is 256
         half(model, precision, value)
     assert model.weight.dtype == precision.dtype
@@ -46,18 +46,18 @@ def test_gradients_are_added_up_in_float32_and_freed(precision: Precision) -> No
 def test_small_steps_are_not_lost() -> None:
     model = nn.Linear(3, 2)
     nn.init.ones_(model.weight)
-    masters = Masters(model, Precision.BF16)
+    masters = MasterWeights(model, Precision.BF16)
     for _ in range(100):
         with torch.no_grad():
             masters.weights["weight"] += 1e-4  # less than half of bfloat16's step at 1
-        masters.publish()
+        masters.copy_to_model()
     assert torch.equal(model.weight, torch.full((2, 3), 1.01).bfloat16())
 
 
 def test_what_bf16_cannot_hold_stays_in_the_master() -> None:
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone()
-    masters = Masters(model, Precision.BF16)
+    masters = MasterWeights(model, Precision.BF16)
     assert torch.equal(masters.weights["weight"], before)
     assert torch.equal(model.weight, before.bfloat16())
 
@@ -67,22 +67,22 @@ def test_a_split_master_is_the_models_weight_and_what_it_lacks() -> None:
     second.weight = first.weight  # tied
     model = nn.Sequential(first, second)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    masters = Masters(model, Precision.BF16, split=True)
-    assert masters.low.keys() == masters.weights.keys() == before.keys()
+    masters = MasterWeights(model, Precision.BF16, split=True)
+    assert masters.low_bits.keys() == masters.weights.keys() == before.keys()
     for name, parameter in model.named_parameters():
         assert masters.weights[name] is parameter
         assert parameter.dtype == torch.bfloat16
-        assert torch.equal(join(parameter.detach(), masters.low[name]), before[name])
+        assert torch.equal(join(parameter.detach(), masters.low_bits[name]), before[name])
     assert second.weight is first.weight
-    masters.publish()  # has nothing to do
-    assert torch.equal(join(first.bias.detach(), masters.low["0.bias"]), before["0.bias"])
+    masters.copy_to_model()  # has nothing to do
+    assert torch.equal(join(first.bias.detach(), masters.low_bits["0.bias"]), before["0.bias"])
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
 def test_only_bf16_is_split(precision: Precision) -> None:
     model = nn.Linear(3, 2)
-    masters = Masters(model, precision, split=True)
-    assert not masters.low
+    masters = MasterWeights(model, precision, split=True)
+    assert not masters.low_bits
     assert masters.weights["weight"].dtype == torch.float32
     assert model.weight.dtype == precision.dtype
 
@@ -91,8 +91,8 @@ def test_only_bf16_is_split(precision: Precision) -> None:
 def test_a_model_of_any_dtype_is_split(given: torch.dtype) -> None:
     model = nn.Linear(3, 2).to(given)
     before = model.weight.detach().float()
-    masters = Masters(model, Precision.BF16, split=True)
-    assert torch.equal(join(model.weight.detach(), masters.low["weight"]), before)
+    masters = MasterWeights(model, Precision.BF16, split=True)
+    assert torch.equal(join(model.weight.detach(), masters.low_bits["weight"]), before)
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -100,39 +100,39 @@ def test_masters_go_on_from_halves_and_from_whole_ones(split: bool) -> None:
     torch.manual_seed(0)
     given = nn.Linear(30, 20)
     before = given.weight.detach().clone()
-    saved = Masters(given, Precision.BF16, split=split)
-    masters = Masters(model := nn.Linear(30, 20), Precision.BF16, split=True)
-    masters.load(saved.state())
+    saved = MasterWeights(given, Precision.BF16, split=split)
+    masters = MasterWeights(model := nn.Linear(30, 20), Precision.BF16, split=True)
+    masters.load_state_dict(saved.state_dict())
     assert torch.equal(model.weight, given.weight)
-    assert torch.equal(join(model.weight.detach(), masters.low["weight"]), before)
+    assert torch.equal(join(model.weight.detach(), masters.low_bits["weight"]), before)
 
 
 def test_the_scale_halves_on_overflow_and_grows_again() -> None:
-    masters = Masters(nn.Linear(3, 2), Precision.FP16)
-    assert masters.scale == 2.0**16
-    masters.judge(finite=False)
-    assert masters.scale == 2.0**15
+    masters = MasterWeights(nn.Linear(3, 2), Precision.FP16)
+    assert masters.loss_scale == 2.0**16
+    masters.update_loss_scale(finite=False)
+    assert masters.loss_scale == 2.0**15
     for _ in range(2000):
-        assert masters.scale == 2.0**15
-        masters.judge(finite=True)
-    assert masters.scale == 2.0**16
+        assert masters.loss_scale == 2.0**15
+        masters.update_loss_scale(finite=True)
+    assert masters.loss_scale == 2.0**16
     for _ in range(100):
-        masters.judge(finite=False)
-    assert masters.scale == 2.0**-14
+        masters.update_loss_scale(finite=False)
+    assert masters.loss_scale == 2.0**-14
     assert not masters.may_overflow  # and the next overflow is divergence
 
 
 def test_bf16_has_no_scale() -> None:
-    masters = Masters(nn.Linear(3, 2), Precision.BF16)
-    masters.judge(finite=False)
-    assert masters.scale == 1.0
+    masters = MasterWeights(nn.Linear(3, 2), Precision.BF16)
+    masters.update_loss_scale(finite=False)
+    assert masters.loss_scale == 1.0
     assert not masters.may_overflow
 
 
 def test_a_frozen_parameter_is_converted_and_has_no_master() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    masters = Masters(model, Precision.BF16)
+    masters = MasterWeights(model, Precision.BF16)
     assert masters.weights.keys() == {"weight"}
     assert model.bias.dtype == torch.bfloat16
 
@@ -140,13 +140,13 @@ def test_a_frozen_parameter_is_converted_and_has_no_master() -> None:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("precision", list(Precision))
 def test_a_saved_state_goes_on(precision: Precision, split: bool) -> None:
-    first = Masters(nn.Linear(3, 2), precision, split)
-    first.judge(finite=False)
-    first.judge(finite=True)
+    first = MasterWeights(nn.Linear(3, 2), precision, split)
+    first.update_loss_scale(finite=False)
+    first.update_loss_scale(finite=True)
     model = nn.Linear(3, 2)
-    second = Masters(model, precision, split)
-    second.load({name: tensor.clone() for name, tensor in first.state().items()})
-    assert second.state().keys() == first.state().keys()
-    for name, tensor in first.state().items():
-        assert torch.equal(second.state()[name], tensor), name
+    second = MasterWeights(model, precision, split)
+    second.load_state_dict({name: tensor.clone() for name, tensor in first.state_dict().items()})
+    assert second.state_dict().keys() == first.state_dict().keys()
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
     assert torch.equal(model.weight, first.weights["weight"].to(precision.dtype))

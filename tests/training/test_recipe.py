@@ -10,7 +10,7 @@ import pytest
 from ingot.core import config
 from ingot.core.errors import ConfigError, UnknownName
 from ingot.nn import DecoderConfig, preset
-from ingot.training.recipe import Recipe, Text, new_model, open_data
+from ingot.training.recipe import Recipe, TextData, build_model, load_datasets
 from tests.training import runs
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -34,22 +34,25 @@ def test_a_decoder_is_told_by_its_fields(tmp_path: Path) -> None:
     found = config.load(Recipe, tmp_path / "recipe.toml", ["model.layers=3"])
     assert isinstance(found.model, DecoderConfig)
     assert found.model.layers == 3
-    assert len(new_model(found).blocks) == 3  # pyright: ignore
+    assert len(build_model(found).blocks) == 3  # pyright: ignore
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"steps": 0}, "steps"),
-        ({"batch": 4, "accumulate": 3}, "pieces"),
+        ({"global_batch_size": 4, "grad_accum_steps": 3}, "pieces"),
         ({"seed": -1}, "seed"),
         ({"dropout": 0.1}, "no decoder"),
         ({"model": None}, "start from"),
-        ({"start": Path("x")}, "start from"),
+        ({"init_from": Path("x")}, "start from"),
         ({"model": preset("tiny")}, "DecoderConfig for data"),
-        ({"data": Text(source="x")}, "DenseConfig for data"),
-        ({"model": preset("tiny"), "data": Text(source="x", length=513)}, "max_seq_len of 512"),
-        ({"ema": 1.0}, "ema"),
+        ({"data": TextData(source="x")}, "DenseConfig for data"),
+        (
+            {"model": preset("tiny"), "data": TextData(source="x", seq_len=513)},
+            "max_seq_len of 512",
+        ),
+        ({"ema_decay": 1.0}, "ema_decay"),
         ({"label_smoothing": float("nan")}, "label_smoothing"),
     ],
 )
@@ -66,17 +69,17 @@ def test_a_wrong_kind_names_the_right_ones() -> None:
 
 def test_text_is_tokenized_once(tmp_path: Path) -> None:
     data = runs.text(tmp_path).data
-    first, again = open_data(data), open_data(data)
+    first, again = load_datasets(data), load_datasets(data)
     assert first.fingerprint == again.fingerprint
-    assert len(first.train) == len(again.train) > len(first.held_out)
+    assert len(first.train) == len(again.train) > len(first.validation)
 
 
 def test_the_cache_is_told_apart_by_what_is_in_it() -> None:
     places = {
-        Text(source=source, vocab=vocab, validation=share).directory
+        TextData(source=source, vocab_size=vocab, validation_fraction=share).dataset_dir
         for source in ("a", "b")
         for vocab in (300, 400)
         for share in (0.1, 0.2)
     }
     assert len(places) == 8
-    assert Text(source="a", length=7).directory == Text(source="a").directory
+    assert TextData(source="a", seq_len=7).dataset_dir == TextData(source="a").dataset_dir

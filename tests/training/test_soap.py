@@ -18,7 +18,7 @@ def test_the_first_gradient_moves_nothing() -> None:
 
 def test_a_long_side_is_not_turned() -> None:
     weight = torch.nn.Parameter(torch.randn(3, 5))
-    optimizer = SOAP([weight], longest=4)
+    optimizer = SOAP([weight], max_precond_dim=4)
     for _ in range(2):
         weight.grad = torch.randn(3, 5)
         optimizer.step()

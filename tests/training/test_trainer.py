@@ -22,11 +22,11 @@ from ingot.observe.metrics import read
 from ingot.training import clip, optimizer
 from ingot.training import trainer as module
 from ingot.training.evaluate import LOGPROBS
-from ingot.training.guard import Diverged, Guard
-from ingot.training.mix import Mix
+from ingot.training.guard import Diverged, SpikeGuardConfig
+from ingot.training.mixup import MixupConfig
 from ingot.training.precision import Precision
 from ingot.training.recipe import Recipe
-from ingot.training.step import Gradients, Step
+from ingot.training.step import StepStats, TrainStep
 from ingot.training.trainer import RECIPE, Trainer, flops_per_token
 from tests.training import runs
 
@@ -38,7 +38,7 @@ class Killed(BaseException):
 def killed(recipe: Recipe, directory: Path, steps: int) -> None:
     """A run that is cut off in the middle of a step."""
     trainer, made = Trainer(recipe, directory), 0
-    plain = trainer.stepper.update
+    plain = trainer.train_step.optimizer_step
 
     def update(factor: float) -> float:
         nonlocal made
@@ -47,7 +47,7 @@ def killed(recipe: Recipe, directory: Path, steps: int) -> None:
         made += 1
         return plain(factor)
 
-    trainer.stepper.update = update  # pyright: ignore
+    trainer.train_step.optimizer_step = update  # pyright: ignore
     with pytest.raises(Killed):
         trainer.run()
     trainer.checkpoints.wait()
@@ -78,7 +78,9 @@ def test_xor_is_learned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", list(Precision))
 def test_text_is_learned(tmp_path: Path, precision: Precision) -> None:
-    recipe = runs.text(tmp_path, steps=30, precision=precision, optimizer=optimizer.AdamW(lr=1e-2))
+    recipe = runs.text(
+        tmp_path, steps=30, precision=precision, optimizer=optimizer.AdamWConfig(lr=1e-2)
+    )
     trainer = whole(recipe, tmp_path / "run")
     losses = [line["loss"] for line in read(trainer.directory) if "loss" in line]
     assert losses[-1] < losses[0] - 1.0
@@ -142,12 +144,20 @@ def test_the_other_tiers_do_not_drift_either(tier: str) -> None:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"precision": Precision.BF16, "clip": clip.AdaGC(warmup=3)},
-    {"precision": Precision.BF16, "optimizer": optimizer.AdamW(moments="bf16"), "accumulate": 2},
-    {"precision": Precision.BF16, "optimizer": optimizer.Muon()},
-    {"precision": Precision.FP16, "clip": clip.ZClip(warmup=3)},
-    {"optimizer": optimizer.SOAP(every=2), "clip": clip.AdaGC(warmup=3), "ema": 0.0},
-    {"accumulate": 2, "recompute": "full"},
+    {"precision": Precision.BF16, "clip": clip.AdaGCConfig(warmup_steps=3)},
+    {
+        "precision": Precision.BF16,
+        "optimizer": optimizer.AdamWConfig(state_dtype="bf16"),
+        "grad_accum_steps": 2,
+    },
+    {"precision": Precision.BF16, "optimizer": optimizer.MuonConfig()},
+    {"precision": Precision.FP16, "clip": clip.ZClipConfig(warmup_steps=3)},
+    {
+        "optimizer": optimizer.SOAPConfig(precondition_frequency=2),
+        "clip": clip.AdaGCConfig(warmup_steps=3),
+        "ema_decay": 0.0,
+    },
+    {"grad_accum_steps": 2, "recompute": "full"},
 ]
 
 
@@ -172,7 +182,7 @@ def test_a_killed_run_goes_on_to_the_bit(
     ids=lambda model: model.kind,
 )
 def test_models_of_images_go_on_to_the_bit(tmp_path: Path, model: Any) -> None:
-    recipe = runs.digits(model, mix=Mix(kind="cutmix"), label_smoothing=0.1)
+    recipe = runs.digits(model, mixup=MixupConfig(kind="cutmix"), label_smoothing=0.1)
     killed(recipe, tmp_path / "killed", 4)
     runs.assert_same(resumed(recipe, tmp_path / "killed"), whole(recipe, tmp_path / "whole"))
 
@@ -186,7 +196,7 @@ def test_a_gru_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_it_goes_on_with_another_split_to_rounding(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path)
     killed(recipe, tmp_path / "killed", 7)
-    other = resumed(replace(recipe, accumulate=4), tmp_path / "killed")
+    other = resumed(replace(recipe, grad_accum_steps=4), tmp_path / "killed")
     same = whole(recipe, tmp_path / "whole")
     for a, b in zip(runs.curve(other.directory), runs.curve(same.directory), strict=True):
         assert a[:1] == b[:1]
@@ -211,7 +221,7 @@ def test_another_recipe_or_other_data_is_refused(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path)
     killed(recipe, tmp_path / "run", 5)
     with pytest.raises(ConfigError, match="another recipe: optimizer"):
-        Trainer(replace(recipe, optimizer=optimizer.Lion()), tmp_path / "run").resume()
+        Trainer(replace(recipe, optimizer=optimizer.LionConfig()), tmp_path / "run").resume()
     path = next((tmp_path / "run/checkpoints").glob("step-*/checkpoint.json"))
     path.write_text(path.read_text().replace('"data": "', '"data": "other'))
     with pytest.raises(ConfigError, match="other data"):
@@ -221,13 +231,13 @@ def test_another_recipe_or_other_data_is_refused(tmp_path: Path) -> None:
 def test_a_run_can_be_stopped(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path)
     trainer = Trainer(recipe, tmp_path / "stopped")
-    plain = trainer.stepper.update
+    plain = trainer.train_step.optimizer_step
 
     def update(factor: float) -> float:
         trainer.stop()
         return plain(factor)
 
-    trainer.stepper.update = update  # pyright: ignore
+    trainer.train_step.optimizer_step = update  # pyright: ignore
     assert trainer.run() is None
     assert trainer.step == 1
     runs.assert_same(resumed(recipe, tmp_path / "stopped"), whole(recipe, tmp_path / "whole"))
@@ -238,19 +248,19 @@ def test_a_run_can_be_stopped(tmp_path: Path) -> None:
 
 def spoiling(monkeypatch: pytest.MonkeyPatch, sample: int, loss: float, norm: float = 1.0) -> None:
     """Batches with this sample have this loss."""
-    plain = Step.gradients
+    plain = TrainStep.forward_backward
 
-    def gradients(self: Step, pieces: Any, step: int) -> Gradients:
-        found = plain(self, pieces, step)
-        spoiled = any(sample in piece.ids for piece in pieces)
-        return replace(found, loss=loss, norm=norm) if spoiled else found
+    def forward_backward(self: TrainStep, micro_batches: Any, step: int) -> StepStats:
+        found = plain(self, micro_batches, step)
+        spoiled = any(sample in piece.sample_ids for piece in micro_batches)
+        return replace(found, loss=loss, grad_norm=norm) if spoiled else found
 
-    monkeypatch.setattr(module.Step, "gradients", gradients)
+    monkeypatch.setattr(module.TrainStep, "forward_backward", forward_backward)
 
 
 def ids_of(recipe: Recipe, tmp_path: Path, step: int) -> list[int]:
     loader = Trainer(recipe, tmp_path / "probe").loader
-    return [next(loader).ids for _ in range(step)][-1]
+    return [next(loader).sample_ids for _ in range(step)][-1]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)])
@@ -262,42 +272,42 @@ def test_stop(tmp_path: Path, monkeypatch: Any, loss: float, norm: float) -> Non
     with pytest.raises(Diverged, match="step 6 has a") as raised:
         trainer.run()
     assert "guard.policy=skip" in raised.value.hint
-    saved = json.loads((tmp_path / "run/offenders/step-00000006.json").read_text())
-    assert saved["ids"] == ids
-    assert trainer.checkpoints.newest().step == 4  # pyright: ignore
-    assert all(w.isfinite().all() for w in trainer.masters.weights.values())
+    saved = json.loads((tmp_path / "run/bad_batches/step-00000006.json").read_text())
+    assert saved["sample_ids"] == ids
+    assert trainer.checkpoints.latest().step == 4  # pyright: ignore
+    assert all(w.isfinite().all() for w in trainer.master_weights.weights.values())
 
 
 def test_a_spike_is_skipped(tmp_path: Path, monkeypatch: Any) -> None:
-    recipe = runs.text(tmp_path, guard=Guard(policy="skip", window=10), steps=16)
+    recipe = runs.text(tmp_path, guard=SpikeGuardConfig(policy="skip", window=10), steps=16)
     spoiling(monkeypatch, ids_of(recipe, tmp_path, 13)[0], 1e4)
     trainer = whole(recipe, tmp_path / "run")
     lines = [line for line in read(trainer.directory) if "loss" in line]
-    refused = [line["step"] for line in lines if "refused" in line]
+    refused = [line["step"] for line in lines if "skipped" in line]
     assert refused == [13]
     assert len(lines) == 16
-    assert trainer.loader.state()["sample"] == 16 * 4
+    assert trainer.loader.state_dict()["sample"] == 16 * 4
 
 
 def test_rollback_goes_back_in_weights_and_on_in_data(tmp_path: Path, monkeypatch: Any) -> None:
-    recipe = runs.text(tmp_path, guard=Guard(policy="rollback"))
+    recipe = runs.text(tmp_path, guard=SpikeGuardConfig(policy="rollback"))
     spoiling(monkeypatch, ids_of(recipe, tmp_path, 7)[0], math.nan)
     trainer = whole(recipe, tmp_path / "run")
     lines = [line for line in read(trainer.directory) if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12]
     assert trainer.step == 12
-    assert trainer.loader.state()["sample"] == 15 * 4
+    assert trainer.loader.state_dict()["sample"] == 15 * 4
     killed(recipe, tmp_path / "killed", 8)
     runs.assert_same(resumed(recipe, tmp_path / "killed"), trainer)
 
 
 def test_patience_ends(tmp_path: Path, monkeypatch: Any) -> None:
-    recipe = runs.text(tmp_path, guard=Guard(policy="rollback", patience=2))
+    recipe = runs.text(tmp_path, guard=SpikeGuardConfig(policy="rollback", patience=2))
 
-    def gradients(self: Step, pieces: Any, step: int) -> Gradients:
-        return Gradients(loss=math.nan, norm=1.0, count=1, rows=1)
+    def forward_backward(self: TrainStep, micro_batches: Any, step: int) -> StepStats:
+        return StepStats(loss=math.nan, grad_norm=1.0, num_targets=1, num_rows=1)
 
-    monkeypatch.setattr(module.Step, "gradients", gradients)
+    monkeypatch.setattr(module.TrainStep, "forward_backward", forward_backward)
     with pytest.raises(Diverged):
         Trainer(recipe, tmp_path / "run").run()
     assert len(read(tmp_path / "run")) == 2
@@ -307,16 +317,16 @@ def test_an_overflow_of_fp16_is_no_divergence(tmp_path: Path, monkeypatch: Any) 
     recipe = runs.text(tmp_path, precision=Precision.FP16)
     spoiling(monkeypatch, ids_of(recipe, tmp_path, 3)[0], 2.0, math.inf)
     trainer = whole(recipe, tmp_path / "run")
-    refused = [line for line in read(trainer.directory) if "refused" in line]
-    assert [line["refused"] for line in refused] == ["the scaled loss overflowed"]
-    assert trainer.masters.scale == 2.0**15
+    refused = [line for line in read(trainer.directory) if "skipped" in line]
+    assert [line["skipped"] for line in refused] == ["the scaled loss overflowed"]
+    assert trainer.master_weights.loss_scale == 2.0**15
 
 
 # ---- what is written
 
 
 def test_the_run_directory(tmp_path: Path) -> None:
-    recipe = runs.text(tmp_path, ema=0.0)
+    recipe = runs.text(tmp_path, ema_decay=0.0)
     trainer = whole(recipe, tmp_path / "run")
     assert config.load(Recipe, tmp_path / "run" / RECIPE) == recipe
     assert json.loads((tmp_path / "run/environment.json").read_text())["torch"]
@@ -375,36 +385,36 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_given_model_is_trained_on(tmp_path: Path) -> None:
-    recipe = runs.text(tmp_path, model=None, start=tmp_path)
+    recipe = runs.text(tmp_path, model=None, init_from=tmp_path)
     model = Decoder.from_config(runs.TINY, seed=5, dtype=torch.bfloat16)
     before = model.tok_embed.weight.detach().clone()
     trainer = Trainer(recipe, tmp_path / "run", model)
     assert trainer.model is model
-    assert torch.equal(trainer.masters.weights["tok_embed.weight"], before.float())
+    assert torch.equal(trainer.master_weights.weights["tok_embed.weight"], before.float())
 
 
 def test_in_bf16_the_models_weights_are_the_upper_halves(tmp_path: Path) -> None:
     """And what is saved of a run is both halves, and the mean of what they make together."""
     trainer = whole(runs.text(tmp_path, precision=Precision.BF16), tmp_path / "run")
-    saved = trainer.checkpoints.newest()
+    saved = trainer.checkpoints.latest()
     assert saved
     weights, mean = saved.tensors("weights"), saved.tensors("ema")
     for name, parameter in trainer.model.named_parameters():
-        assert trainer.masters.weights[name] is parameter
+        assert trainer.master_weights.weights[name] is parameter
         assert torch.equal(weights[name], parameter)
-        assert weights[f"{name}|low"].dtype == torch.int16
-        assert weights[f"{name}|low"].any()
+        assert weights[f"{name}|low_bits"].dtype == torch.int16
+        assert weights[f"{name}|low_bits"].any()
         assert mean[name].dtype == torch.float32
-    other = Trainer(replace(trainer.recipe, optimizer=optimizer.Muon()), tmp_path / "other")
-    assert not other.masters.low
+    other = Trainer(replace(trainer.recipe, optimizer=optimizer.MuonConfig()), tmp_path / "other")
+    assert not other.master_weights.low_bits
 
 
 def test_a_checkpoint_in_two_halves_fills_a_model_with_the_upper_ones(tmp_path: Path) -> None:
-    trainer = whole(runs.text(tmp_path, precision=Precision.BF16, ema=0.0), tmp_path / "run")
-    saved = trainer.checkpoints.newest()
+    trainer = whole(runs.text(tmp_path, precision=Precision.BF16, ema_decay=0.0), tmp_path / "run")
+    saved = trainer.checkpoints.latest()
     model = Decoder.from_config(runs.TINY, seed=9, dtype=torch.bfloat16)
     assert saved
-    saved.fill(model)
+    saved.load_into(model)
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
 

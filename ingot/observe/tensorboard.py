@@ -18,14 +18,14 @@ NAME = "tensorboard"
 _NAMES = {
     "loss": "train/loss",
     "lr": "train/learning rate",
-    "norm": "train/gradient norm",
-    "clip": "train/clipped to",
+    "grad_norm": "train/gradient norm",
+    "clip_factor": "train/clipped to",
     "validation_loss": "validation/loss",
     "accuracy": "validation/accuracy",
 }
 
 
-class Board:
+class TensorBoardLogger:
     """Takes the lines of a run's metrics; a context, at whose end all is written.
 
     `step` is the one that the run goes on behind: what was written of later ones is not shown.
@@ -74,12 +74,12 @@ class Board:
 def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """What of a line is shown, by the name it has there.
 
-    >>> dict(scalars({"step": 3, "loss": 0.5, "rows": 64, "seconds": 2.0, "waited": 0.1}))
+    >>> dict(scalars({"step": 3, "loss": 0.5, "num_rows": 64, "seconds": 2.0, "data_seconds": 0.1}))
     {'train/loss': 0.5, 'speed/rows per second': 32.0, 'speed/share waited for data': 0.05}
     """
     for key, name in _NAMES.items():
         if key in figures:
             yield name, figures[key]
     if seconds := figures.get("seconds"):
-        yield "speed/rows per second", figures["rows"] / seconds
-        yield "speed/share waited for data", figures["waited"] / seconds
+        yield "speed/rows per second", figures["num_rows"] / seconds
+        yield "speed/share waited for data", figures["data_seconds"] / seconds

@@ -17,13 +17,13 @@ from ingot.core import log
 from ingot.core.errors import ConfigError, DataError
 from ingot.data.source import Source
 
-Part = Literal["train", "validation"]
+Split = Literal["train", "validation"]
 
 
 class Document(NamedTuple):
     """A text, where it belongs, and how much of the source it is."""
 
-    part: Part
+    part: Split
     text: str
     digest: bytes
     bytes: int
@@ -35,8 +35,8 @@ class Document(NamedTuple):
 
 
 @dataclass
-class Survey:
-    """What a source holds, by its first reading: `Survey.of(source, fraction)`.
+class SourceScan:
+    """What a source holds, by its first reading: `SourceScan.of(source, fraction)`.
 
     `sha256` is the hash of all of it, in its order.
     """
@@ -46,11 +46,11 @@ class Survey:
     documents: int = 0
     bytes: int = 0
     sha256: str = ""
-    _held_out: int = 0
+    _num_validation: int = 0
     _smallest: bytes = b"\xff" * 32
 
     @classmethod
-    def of(cls, source: Source, fraction: float) -> Survey:
+    def of(cls, source: Source, fraction: float) -> SourceScan:
         """Read the source; at least one document is in it, or else it is an error."""
         if not 0 <= fraction <= 0.5:
             raise ConfigError(f"{fraction} held out for validation", hint="give 0 to 0.5")
@@ -96,12 +96,12 @@ class Survey:
     def _add(self, digest: bytes, num_bytes: int) -> None:
         self.documents += 1
         self.bytes += num_bytes
-        self._held_out += _below(digest[:8], self.fraction)
+        self._num_validation += _below(digest[:8], self.fraction)
         self._smallest = min(self._smallest, digest)
 
-    def _part(self, digest: bytes) -> Part:
+    def _part(self, digest: bytes) -> Split:
         held_out = _below(digest[:8], self.fraction)
-        if self._held_out in (0, self.documents):
+        if self._num_validation in (0, self.documents):
             held_out = self.fraction > 0 and digest == self._smallest
         return "validation" if held_out else "train"
 

@@ -2,7 +2,7 @@
 
 An update by `torch._foreach_*` makes temporaries as large as what it is given. For a whole model
 these are new pages at every step, which the kernel has to clear, and nothing of one pass is in a
-cache for the next. `Pieced` is what our optimizers that work so have in common.
+cache for the next. `ChunkedOptimizer` is what our optimizers that work so have in common.
 """
 
 # pyright: basic
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-PIECE = 2**24  # bytes
+CHUNK_BYTES = 2**24  # bytes
 
 
-def pieces(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The weights in lists of at most `PIECE` bytes; or one alone.
+def chunk_by_bytes(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The weights in lists of at most `CHUNK_BYTES` bytes; or one alone.
 
     >>> import torch
-    >>> [len(piece) for piece in pieces(torch.zeros(5, 2**21))]
+    >>> [len(piece) for piece in chunk_by_bytes(torch.zeros(5, 2**21))]
     [2, 2, 1]
     """
     held: list[Tensor] = []
     size = 0
     for weight in weights:
-        if held and size + weight.nbytes > PIECE:
+        if held and size + weight.nbytes > CHUNK_BYTES:
             yield held
             held, size = [], 0
         held.append(weight)
@@ -37,17 +37,17 @@ def pieces(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield held
 
 
-class Pieced(Optimizer):
+class ChunkedOptimizer(Optimizer):
     """An optimizer whose step is a move of some weights, piece by piece."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move the weights by their gradients."""
         for group in self.param_groups:
-            for weights in pieces(w for w in group["params"] if w.grad is not None):
-                self.move(group, weights, [weight.grad for weight in weights])
+            for weights in chunk_by_bytes(w for w in group["params"] if w.grad is not None):
+                self.apply_update(group, weights, [weight.grad for weight in weights])
 
-    def move(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
+    def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
         """Move these weights of a group."""
         raise NotImplementedError
 

@@ -21,15 +21,15 @@ def run(directory: Path, lines: list[Any], **recipe: Any) -> Path:
 
 
 def step(number: int, loss: float, **more: Any) -> dict[str, Any]:
-    known = {"step": number, "loss": loss, "lr": 0.1, "norm": 1.0, "rows": 8}
-    return {**known, "seconds": 0.5, "waited": 0.125, **more}
+    known = {"step": number, "loss": loss, "lr": 0.1, "grad_norm": 1.0, "num_rows": 8}
+    return {**known, "seconds": 0.5, "data_seconds": 0.125, **more}
 
 
 LINES = [
     step(1, 4.0),
     step(2, 2.0),
     {"step": 2, "validation_loss": 2.5, "accuracy": 0.25},
-    step(3, float("nan"), refused="a loss of nan"),
+    step(3, float("nan"), skipped="a loss of nan"),
     step(4, 1.0),
     {"step": 4, "validation_loss": 3.0, "accuracy": 0.5},
 ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError
 from ingot.data.source import Source
-from ingot.data.survey import Survey
+from ingot.data.source_scan import SourceScan
 
 TEXTS = [f"document {i}\nends\n" for i in range(300)]
 
@@ -22,7 +22,7 @@ def source(directory: Path, texts: list[str]) -> Source:
 
 
 def parts(directory: Path, texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
-    found = list(Survey.of(source(directory, texts), fraction).read())
+    found = list(SourceScan.of(source(directory, texts), fraction).read())
     train = [document.text for document in found if document.part == "train"]
     return train, [document.text for document in found if document.part == "validation"]
 
@@ -72,7 +72,7 @@ def test_of_one_document_the_end_is_held_out(tmp_path: Path, text: str, train: s
 
 
 def test_a_share_of_the_documents_is_of_both_parts(tmp_path: Path) -> None:
-    documents = list(Survey.of(source(tmp_path, TEXTS), 0.3).read())
+    documents = list(SourceScan.of(source(tmp_path, TEXTS), 0.3).read())
     assert all(document.chosen(1.0) for document in documents)
     assert not any(document.chosen(0.0) for document in documents)
     for part in ("train", "validation"):
@@ -81,15 +81,15 @@ def test_a_share_of_the_documents_is_of_both_parts(tmp_path: Path) -> None:
 
 
 def test_counts_and_hash(tmp_path: Path) -> None:
-    found = Survey.of(source(tmp_path, ["ä", "bc"]), 0.0)
+    found = SourceScan.of(source(tmp_path, ["ä", "bc"]), 0.0)
     assert (found.documents, found.bytes) == (2, 4)
     assert [document.bytes for document in found.read()] == [2, 2]
-    hashes = {Survey.of(source(tmp_path, t), 0.0).sha256 for t in (["ab", "c"], ["a", "bc"])}
+    hashes = {SourceScan.of(source(tmp_path, t), 0.0).sha256 for t in (["ab", "c"], ["a", "bc"])}
     assert len(hashes | {found.sha256}) == 3
 
 
 def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
-    found = Survey.of(source(tmp_path, TEXTS), 0.1)
+    found = SourceScan.of(source(tmp_path, TEXTS), 0.1)
     source(tmp_path, [*TEXTS[:-1], "another"])
     with pytest.raises(DataError, match="has changed while it was read"):
         list(found.read())
@@ -100,16 +100,16 @@ def test_files_that_were_passed_over_are_told_once(
 ) -> None:
     source(tmp_path, TEXTS)
     (tmp_path / "image").write_bytes(b"\xff\0")
-    list(Survey.of(Source(tmp_path), 0.1).read())
+    list(SourceScan.of(Source(tmp_path), 0.1).read())
     assert caplog.text.count("passed over 1 files") == 1
 
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no text in"):
-        Survey.of(source(tmp_path, [""]), 0.1)
+        SourceScan.of(source(tmp_path, [""]), 0.1)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 0.6, float("nan")])
 def test_a_fraction_that_makes_no_sense_is_refused(tmp_path: Path, fraction: float) -> None:
     with pytest.raises(ConfigError, match=r"give 0 to 0\.5"):
-        Survey.of(source(tmp_path, TEXTS), fraction)
+        SourceScan.of(source(tmp_path, TEXTS), fraction)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError
-from ingot.data.vocabulary import END, Vocabulary, _short_words, copy, digest
+from ingot.data.tokenizer import EOS, DocumentTokenizer, _short_words, copy_files, digest
 from ingot.interop.tokenizer import Tokenizer
 
 TEXT = ["the cat sat on the mat\n", "    def sit(self) -> None:\n        return None\n"] * 20
@@ -21,27 +21,27 @@ TEXT = ["the cat sat on the mat\n", "    def sit(self) -> None:\n        return 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vocabulary")
-    Vocabulary.train(iter(TEXT), 300).save(path)
+    DocumentTokenizer.train(iter(TEXT), 300).save(path)
     return path
 
 
 @given(text=st.text(max_size=30))
 def test_any_text_can_be_written_and_ends(directory: Path, text: str) -> None:
-    (ids,) = Vocabulary.load(directory).encode([text])
+    (ids,) = DocumentTokenizer.load(directory).encode([text])
     assert ids[-1] == 0
-    assert Tokenizer.load(directory).decode(ids) == text.replace(END, "")
+    assert Tokenizer.load(directory).decode(ids) == text.replace(EOS, "")
 
 
 def test_a_document_is_what_a_server_makes_of_a_prompt_and_its_end(directory: Path) -> None:
-    ours, served = Vocabulary.load(directory), Tokenizer.load(directory)
-    assert served.eos_token_ids == {ours.end} == {0}
-    assert served.size == ours.size
+    ours, served = DocumentTokenizer.load(directory), Tokenizer.load(directory)
+    assert served.eos_token_ids == {ours.eos_id} == {0}
+    assert served.vocab_size == ours.vocab_size
     for text in TEXT[:2]:
         assert ours.encode([text]) == [[*served.encode(text), 0]]
 
 
 def test_the_same_text_trains_the_same_vocabulary(directory: Path, tmp_path: Path) -> None:
-    Vocabulary.train(iter(TEXT), 300).save(tmp_path)
+    DocumentTokenizer.train(iter(TEXT), 300).save(tmp_path)
     assert digest(tmp_path) == digest(directory)
 
 
@@ -55,7 +55,7 @@ def test_words_without_end_are_trained_on_in_pieces(text: str) -> None:
 def test_a_word_of_a_megabyte_takes_no_minutes() -> None:
     letters = random.Random(0).choices("abcdefghij", k=1 << 20)
     start = time.process_time()
-    Vocabulary.train(iter(["".join(letters)]), 500)
+    DocumentTokenizer.train(iter(["".join(letters)]), 500)
     assert time.process_time() - start < 30  # uncut, with 1,000 tokens, it took 188
 
 
@@ -77,24 +77,24 @@ def model(directory: Path, eos: object = "</s>") -> Path:
 
 
 def test_a_models_own_beginning_is_kept_and_nothing_is_cut_or_filled_up(tmp_path: Path) -> None:
-    found = Vocabulary.load(model(tmp_path))
-    assert found.size == 10
+    found = DocumentTokenizer.load(model(tmp_path))
+    assert found.vocab_size == 10
     assert found.encode(["cat dog cat", "cat </s>"]) == [[0, 9, 2, 9, 1], [0, 9, 1]]
 
 
 def test_an_end_as_older_versions_write_it(tmp_path: Path) -> None:
-    assert Vocabulary.load(model(tmp_path, {"content": "</s>"})).end == 1
+    assert DocumentTokenizer.load(model(tmp_path, {"content": "</s>"})).eos_id == 1
 
 
 @pytest.mark.parametrize("eos", [None, "unknown", 5])
 def test_a_model_without_an_end(tmp_path: Path, eos: object) -> None:
-    found = Vocabulary.load(model(tmp_path, eos))
-    assert found.end is None
+    found = DocumentTokenizer.load(model(tmp_path, eos))
+    assert found.eos_id is None
     assert found.encode(["cat"]) == [[0, 9]]
 
 
 def test_the_files_go_with_it(directory: Path, tmp_path: Path) -> None:
-    copy(directory, tmp_path)
+    copy_files(directory, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     assert digest(tmp_path) == digest(directory)
 
@@ -111,19 +111,19 @@ def test_the_files_go_with_it(directory: Path, tmp_path: Path) -> None:
     ],
 )
 def test_broken_files_are_named(directory: Path, tmp_path: Path, name: str, content: bytes) -> None:
-    copy(directory, tmp_path)
+    copy_files(directory, tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=name) as caught:
-        Vocabulary.load(tmp_path)
+        DocumentTokenizer.load(tmp_path)
     assert "--vocab-size" in caught.value.hint
 
 
 def test_no_tokenizer_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
-        Vocabulary.load(tmp_path)
+        DocumentTokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("size", [0, 256, 1 << 30])
 def test_a_size_that_cannot_be_is_refused(size: int) -> None:
     with pytest.raises(ConfigError, match="give 257 to"):
-        Vocabulary.train(iter(TEXT), size)
+        DocumentTokenizer.train(iter(TEXT), size)

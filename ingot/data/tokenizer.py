@@ -23,9 +23,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ingot.core.errors import ConfigError, DataError
 
-END = "<|endoftext|>"
-SMALLEST = 257  # the bytes and the end
-LARGEST = 1 << 20
+EOS = "<|endoftext|>"
+MIN_VOCAB_SIZE = 257  # the bytes and the end
+MAX_VOCAB_SIZE = 1 << 20
 _LONG = re.compile(r"\S{256}|\s{256}")
 MAX_BYTES = 1 << 27
 FILES = (
@@ -36,26 +36,26 @@ FILES = (
 )
 
 
-class Vocabulary:
+class DocumentTokenizer:
     """Turns documents into tokens; `size` ids, of which `end` ends a document if there is one.
 
-    >>> vocabulary = Vocabulary.train(iter(["a rose is a rose"] * 2), 260)
-    >>> vocabulary.size, vocabulary.end, len(vocabulary.encode(["a rose"])[0])
+    >>> vocabulary = DocumentTokenizer.train(iter(["a rose is a rose"] * 2), 260)
+    >>> vocabulary.vocab_size, vocabulary.eos_id, len(vocabulary.encode(["a rose"])[0])
     (260, 0, 4)
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, end: int | None) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, eos_id: int | None) -> None:
         inner.no_truncation()  # a tokenizer.json may ask for either
         inner.no_padding()
-        self._inner, self.end = inner, end
-        self.size = 1 + max(inner.get_vocab().values(), default=0)
-        if not 1 <= self.size <= 1 << 31:
+        self._inner, self.eos_id = inner, eos_id
+        self.vocab_size = 1 + max(inner.get_vocab().values(), default=0)
+        if not 1 <= self.vocab_size <= 1 << 31:
             raise DataError(
-                f"a vocabulary with an id of {self.size - 1}", hint="use another tokenizer"
+                f"a vocabulary with an id of {self.vocab_size - 1}", hint="use another tokenizer"
             )
 
     @classmethod
-    def train(cls, documents: Iterator[str], size: int) -> Vocabulary:
+    def train(cls, documents: Iterator[str], size: int) -> DocumentTokenizer:
         """A vocabulary of at most this many tokens for these documents."""
         check_size(size)
         inner = tokenizers.Tokenizer(models.BPE())
@@ -63,16 +63,16 @@ class Vocabulary:
         inner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=size,
-            special_tokens=[END],
+            special_tokens=[EOS],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
         texts = (piece for document in documents for piece in _short_words(document))
         inner.train_from_iterator(texts, trainer)
-        return cls(inner, inner.token_to_id(END))
+        return cls(inner, inner.token_to_id(EOS))
 
     @classmethod
-    def load(cls, directory: Path) -> Vocabulary:
+    def load(cls, directory: Path) -> DocumentTokenizer:
         """The vocabulary of a model directory, or of a directory that `save` wrote."""
         path = directory / FILES[0]
         content = _read(path)
@@ -89,7 +89,7 @@ class Vocabulary:
         """Write it as a model directory has it."""
         # Not `save`: on a full disk its error is a bare Exception.
         (directory / FILES[0]).write_text(self._inner.to_str(pretty=True), "utf-8")
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
         (directory / FILES[1]).write_text(json.dumps(settings, indent=2) + "\n")
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
@@ -105,8 +105,8 @@ class Vocabulary:
         return [self._ended(encoding.ids) for encoding in found]
 
     def _ended(self, ids: list[int]) -> list[int]:
-        if self.end is not None and ids[-1:] != [self.end]:
-            ids.append(self.end)
+        if self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
         return ids
 
 
@@ -127,13 +127,14 @@ def _short_words(text: str) -> Iterator[str]:
 
 def check_size(size: int) -> None:
     """Refuse a vocabulary that cannot be trained."""
-    if not SMALLEST <= size <= LARGEST:
+    if not MIN_VOCAB_SIZE <= size <= MAX_VOCAB_SIZE:
         raise ConfigError(
-            f"a vocabulary of {size:,} tokens", hint=f"give {SMALLEST} to {LARGEST:,}"
+            f"a vocabulary of {size:,} tokens",
+            hint=f"give {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE:,}",
         )
 
 
-def copy(source: Path, directory: Path) -> None:
+def copy_files(source: Path, directory: Path) -> None:
     """Copy the files of a vocabulary from a directory to another."""
     for name in FILES:
         if (source / name).is_file():

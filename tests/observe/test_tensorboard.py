@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ingot.observe.board import NAME, Board
+from ingot.observe.tensorboard import NAME, TensorBoardLogger
 
 
 def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -21,11 +21,11 @@ def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def line(step: int, loss: float) -> dict[str, Any]:
-    return {"step": step, "loss": loss, "rows": 8, "seconds": 0.5, "waited": 0.125}
+    return {"step": step, "loss": loss, "num_rows": 8, "seconds": 0.5, "data_seconds": 0.125}
 
 
 def test_lines_become_scalars(tmp_path: Path) -> None:
-    with Board(tmp_path) as board:
+    with TensorBoardLogger(tmp_path) as board:
         board.add(line(1, 2.0))
         board.add({"step": 1, "validation_loss": 3.0, "accuracy": 0.5})
         board.add(line(2, 1.0))
@@ -41,12 +41,12 @@ def test_lines_become_scalars(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_forgets_what_was_behind_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Board(tmp_path) as board:
+    with TensorBoardLogger(tmp_path) as board:
         for step in (1, 2, 3):
             board.add(line(step, 9.0))
     # Files are read in the order of their names, which begin with the second of their making.
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda: 4e9)
-    with Board(tmp_path, step=1) as board:
+    with TensorBoardLogger(tmp_path, step=1) as board:
         board.add(line(2, 5.0))
     assert shown(tmp_path)["train/loss"] == [(1, 9.0), (2, 5.0)]
 
@@ -63,7 +63,7 @@ def test_without_tensorboard_it_is_said_once(
 
     monkeypatch.setattr(builtins, "__import__", without)
     caplog.set_level(logging.INFO, "ingot")
-    with Board(tmp_path) as board:
+    with TensorBoardLogger(tmp_path) as board:
         board.add(line(1, 2.0))
         board.add(line(2, 2.0))
     assert caplog.text.count("pip install 'ingot[train]'") == 1
@@ -73,7 +73,7 @@ def test_without_tensorboard_it_is_said_once(
 def test_a_full_disk_ends_the_board_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Board(tmp_path) as board:
+    with TensorBoardLogger(tmp_path) as board:
 
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -86,6 +86,6 @@ def test_a_full_disk_ends_the_board_and_not_the_run(
 
 def test_a_place_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / NAME).write_text("a file")
-    with Board(tmp_path) as board:
+    with TensorBoardLogger(tmp_path) as board:
         board.add(line(1, 2.0))
     assert "gets no more of this run" in caplog.text

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError, IngotError
-from ingot.data import corpus as module
-from ingot.data.corpus import NAME, Corpus, Index, prepare
-from ingot.data.shard import Tokens
+from ingot.data import token_dataset as module
+from ingot.data.shard import TokenStream
 from ingot.data.source import Source
-from ingot.data.survey import Survey
+from ingot.data.source_scan import SourceScan
+from ingot.data.token_dataset import NAME, Index, TokenDataset, tokenize
 from ingot.interop.tokenizer import Tokenizer
 
 TEXTS = [f"document {i}: {'word ' * (i % 7)}ends\n" for i in range(60)]
@@ -33,12 +33,14 @@ def source(directory: Path, texts: list[str], name: str = "texts.jsonl") -> Sour
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    directory = tmp_path_factory.mktemp("made")
-    return prepare(source(directory, TEXTS), directory / "tokens", vocab=300, validation=0.2)
+def made(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    directory = tmp_path_factory.mktemp("build_inputs")
+    return tokenize(
+        source(directory, TEXTS), directory / "tokens", vocab_size=300, validation_fraction=0.2
+    )
 
 
-def documents(corpus: Corpus, tokens: Tokens) -> list[str]:
+def documents(corpus: TokenDataset, tokens: TokenStream) -> list[str]:
     """The texts again."""
     if not len(tokens):
         return []
@@ -46,17 +48,17 @@ def documents(corpus: Corpus, tokens: Tokens) -> list[str]:
     starts = [0, *ends[:-1].tolist()]
     tokenizer = Tokenizer.load(corpus.directory)
     pieces = [ids[a:b].tolist() for a, b in zip(starts, ends.tolist(), strict=True)]
-    assert all(piece[-1] == corpus.end for piece in pieces)
+    assert all(piece[-1] == corpus.eos_id for piece in pieces)
     return [tokenizer.decode(piece) for piece in pieces]
 
 
-def test_all_documents_are_in_one_part_in_their_order(made: Corpus) -> None:
+def test_all_documents_are_in_one_part_in_their_order(made: TokenDataset) -> None:
     train, held_out = documents(made, made.train), documents(made, made.validation)
     assert train == [text for text in TEXTS if text in train]
     assert held_out == [text for text in TEXTS if text in held_out]
-    assert len(train) + len(held_out) == len(TEXTS) == made.index.made.documents
+    assert len(train) + len(held_out) == len(TEXTS) == made.index.build_inputs.documents
     assert 4 <= len(held_out) <= 20
-    assert made.size == 300
+    assert made.vocab_size == 300
 
 
 @given(texts=st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=8))
@@ -66,17 +68,21 @@ def test_text_to_tokens_and_back(
 ) -> None:
     directory = tmp_path_factory.mktemp("round")
     texts = [text.replace("<|endoftext|>", "") or "a" for text in texts]
-    found = prepare(source(directory, texts), directory / "tokens", vocab=257, validation=0)
+    found = tokenize(
+        source(directory, texts), directory / "tokens", vocab_size=257, validation_fraction=0
+    )
     assert documents(found, found.train) == texts
     assert len(found.validation) == 0
 
 
 def test_many_shards_are_one_stream(
-    tmp_path: Path, made: Corpus, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SHARD", 50)
-    monkeypatch.setattr(module, "BATCH", 200)
-    found = prepare(source(tmp_path, TEXTS), tmp_path / "tokens", vocab=300, validation=0.2)
+    monkeypatch.setattr(module, "SHARD_TOKENS", 50)
+    monkeypatch.setattr(module, "BATCH_BYTES", 200)
+    found = tokenize(
+        source(tmp_path, TEXTS), tmp_path / "tokens", vocab_size=300, validation_fraction=0.2
+    )
     assert len(found.train.shards) > 5
     assert documents(found, found.train) == documents(made, made.train)
     whole, pieces = (c.train.read(0, len(c.train)) for c in (made, found))
@@ -84,45 +90,47 @@ def test_many_shards_are_one_stream(
 
 
 def test_the_same_again_is_taken_as_it_is(
-    tmp_path: Path, made: Corpus, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again = prepare(source(tmp_path, TEXTS), tmp_path / "tokens", vocab=300, validation=0.2)
+    again = tokenize(
+        source(tmp_path, TEXTS), tmp_path / "tokens", vocab_size=300, validation_fraction=0.2
+    )
     assert again.hash == made.hash
     monkeypatch.setattr(module, "_write", None)  # nothing is written
     same = source(tmp_path, TEXTS, "other.jsonl")
-    assert prepare(same, made.directory, vocab=300, validation=0.2).hash == made.hash
+    assert tokenize(same, made.directory, vocab_size=300, validation_fraction=0.2).hash == made.hash
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"vocab": 301}, "vocab"),
-        ({"validation": 0.1}, "validation"),
-        ({"texts": [*TEXTS, "one more"]}, "source, documents, bytes"),
-        ({"texts": [*TEXTS[:-1], TEXTS[-1].replace("ends", "endy")]}, "source"),
-        ({"texts": TEXTS[::-1]}, "source"),
+        ({"vocab_size": 301}, "vocab_size"),
+        ({"validation_fraction": 0.1}, "validation_fraction"),
+        ({"texts": [*TEXTS, "one more"]}, "source_sha256, documents, bytes"),
+        ({"texts": [*TEXTS[:-1], TEXTS[-1].replace("ends", "endy")]}, "source_sha256"),
+        ({"texts": TEXTS[::-1]}, "source_sha256"),
     ],
     ids=["vocab", "validation", "more", "changed", "order"],
 )
 def test_anything_else_is_not(
-    tmp_path: Path, made: Corpus, change: dict[str, Any], named: str
+    tmp_path: Path, made: TokenDataset, change: dict[str, Any], named: str
 ) -> None:
-    arguments = {"texts": TEXTS, "vocab": 300, "validation": 0.2, **change}
+    arguments = {"texts": TEXTS, "vocab_size": 300, "validation_fraction": 0.2, **change}
     texts = source(tmp_path, arguments.pop("texts"))
     with pytest.raises(DataError, match=f"{named} differ"):
-        prepare(texts, made.directory, **arguments)
+        tokenize(texts, made.directory, **arguments)
 
 
-def test_another_tokenizer_is_another_corpus(tmp_path: Path, made: Corpus) -> None:
-    found = prepare(source(tmp_path, TEXTS), tmp_path / "b", tokenizer=made.directory)
-    assert found.index.tokenizer == made.index.tokenizer
+def test_another_tokenizer_is_another_corpus(tmp_path: Path, made: TokenDataset) -> None:
+    found = tokenize(source(tmp_path, TEXTS), tmp_path / "b", tokenizer=made.directory)
+    assert found.index.tokenizer_sha256 == made.index.tokenizer_sha256
     assert found.hash != made.hash
-    assert (found.size, found.end) == (300, 0)
+    assert (found.vocab_size, found.eos_id) == (300, 0)
 
 
-def test_copies_of_one_document_cannot_be_split(tmp_path: Path, made: Corpus) -> None:
+def test_copies_of_one_document_cannot_be_split(tmp_path: Path, made: TokenDataset) -> None:
     with pytest.raises(DataError, match="nothing is left to train on") as caught:
-        prepare(source(tmp_path, ["same"] * 5), tmp_path / "tokens", tokenizer=made.directory)
+        tokenize(source(tmp_path, ["same"] * 5), tmp_path / "tokens", tokenizer=made.directory)
     assert "--validation 0" in caught.value.hint
     assert not (tmp_path / "tokens").exists()
 
@@ -131,15 +139,17 @@ def test_the_vocabulary_is_trained_on_a_share_of_too_much_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    train = module.Vocabulary.train
+    train = module.DocumentTokenizer.train
 
     def watched(documents: Iterator[str], size: int) -> Any:
         read.extend(documents)
         return train(iter(read), size)
 
-    monkeypatch.setattr(module.Vocabulary, "train", watched)
-    monkeypatch.setattr(module, "TRAINED_ON", sum(map(len, TEXTS)) // 2)
-    found = prepare(source(tmp_path, TEXTS), tmp_path / "tokens", vocab=300, validation=0.2)
+    monkeypatch.setattr(module.DocumentTokenizer, "train", watched)
+    monkeypatch.setattr(module, "MAX_TRAINING_BYTES", sum(map(len, TEXTS)) // 2)
+    found = tokenize(
+        source(tmp_path, TEXTS), tmp_path / "tokens", vocab_size=300, validation_fraction=0.2
+    )
     assert 10 <= len(read) <= 40
     assert set(read) <= set(documents(found, found.train))
 
@@ -147,7 +157,7 @@ def test_the_vocabulary_is_trained_on_a_share_of_too_much_text(
 @given(data=st.data())
 @settings(max_examples=150)
 def test_a_wrong_byte_anywhere_is_found_out_or_harmless(
-    made: Corpus, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    made: TokenDataset, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("broken") / "tokens"
     shutil.copytree(made.directory, directory)
@@ -159,7 +169,7 @@ def test_a_wrong_byte_anywhere_is_found_out_or_harmless(
     cut = data.draw(st.sampled_from([len(content), place]))
     path.write_bytes(content[:cut])
     with contextlib.suppress(DataError):
-        found = Corpus(directory)
+        found = TokenDataset(directory)
         found.train.check()
         found.validation.check()
         assert found.hash == made.hash
@@ -181,10 +191,10 @@ def forged(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"size": 0},
-        {"size": -5},
-        {"size": 1 << 40},
-        {"size": 10},
+        {"vocab_size": 0},
+        {"vocab_size": -5},
+        {"vocab_size": 1 << 40},
+        {"vocab_size": 10},
         {"itemsize": 3},
         {"itemsize": 1 << 60},
         {"format": 2},
@@ -197,17 +207,19 @@ def forged(directory: Path, **changes: Any) -> None:
     ],
     ids=str,
 )
-def test_a_hostile_index_is_refused(tmp_path: Path, made: Corpus, changes: dict[str, Any]) -> None:
+def test_a_hostile_index_is_refused(
+    tmp_path: Path, made: TokenDataset, changes: dict[str, Any]
+) -> None:
     directory = tmp_path / "tokens"
     shutil.copytree(made.directory, directory)
     forged(directory, **changes)
     with pytest.raises(DataError) as caught:
-        Corpus(directory).train.check()
+        TokenDataset(directory).train.check()
     assert "ingot tokenize" in caught.value.hint
 
 
 def test_tokens_of_three_bytes_are_refused_though_their_number_is_right(
-    tmp_path: Path, made: Corpus
+    tmp_path: Path, made: TokenDataset
 ) -> None:
     directory = tmp_path / "tokens"
     shutil.copytree(made.directory, directory)
@@ -220,79 +232,83 @@ def test_tokens_of_three_bytes_are_refused_though_their_number_is_right(
         train=[{**facts, "documents": count, "tokens": (size - 8 * count) // 3}],
     )
     with pytest.raises(DataError, match="3 bytes each"):
-        Corpus(directory)
+        TokenDataset(directory)
 
 
-@pytest.mark.parametrize("name", ["size", "end", "tokenizer", "made", "validation"])
-def test_a_fact_that_was_changed_is_found_out(tmp_path: Path, made: Corpus, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "eos_id", "tokenizer_sha256", "build_inputs", "validation"]
+)
+def test_a_fact_that_was_changed_is_found_out(
+    tmp_path: Path, made: TokenDataset, name: str
+) -> None:
     directory = tmp_path / "tokens"
     shutil.copytree(made.directory, directory)
     table = json.loads((directory / NAME).read_bytes())
-    other = {"size": 301, "end": 1, "tokenizer": "", "validation": []}
-    table[name] = other.get(name, {**table["made"], "field": "body"})
+    other = {"vocab_size": 301, "eos_id": 1, "tokenizer_sha256": "", "validation": []}
+    table[name] = other.get(name, {**table["build_inputs"], "field": "body"})
     (directory / NAME).write_text(json.dumps(table))
     with pytest.raises(DataError, match="not what was written"):
-        Corpus(directory)
+        TokenDataset(directory)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b"null"])
-def test_an_index_that_is_none(tmp_path: Path, made: Corpus, content: bytes) -> None:
+def test_an_index_that_is_none(tmp_path: Path, made: TokenDataset, content: bytes) -> None:
     shutil.copytree(made.directory, tmp_path / "tokens")
     (tmp_path / "tokens" / NAME).write_bytes(content)
     with pytest.raises(DataError, match=NAME):
-        Corpus(tmp_path / "tokens")
+        TokenDataset(tmp_path / "tokens")
 
 
-def test_what_is_missing_is_named(tmp_path: Path, made: Corpus) -> None:
+def test_what_is_missing_is_named(tmp_path: Path, made: TokenDataset) -> None:
     with pytest.raises(DataError, match=NAME) as caught:
-        Corpus(tmp_path / "nowhere")
+        TokenDataset(tmp_path / "nowhere")
     assert "`ingot tokenize`" in caught.value.hint
     for name in ("train-00000.tokens", "validation-00000.tokens", "tokenizer.json"):
         directory = tmp_path / name
         shutil.copytree(made.directory, directory)
         (directory / name).unlink()
         with pytest.raises(DataError, match=name):
-            Corpus(directory)
+            TokenDataset(directory)
 
 
 def test_a_source_without_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no text in"):
-        prepare(source(tmp_path, []), tmp_path / "tokens")
+        tokenize(source(tmp_path, []), tmp_path / "tokens")
     assert not (tmp_path / "tokens").exists()
 
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_source_that_changes_while_it_is_read(
-    tmp_path: Path, made: Corpus, monkeypatch: pytest.MonkeyPatch, trained: bool
+    tmp_path: Path, made: TokenDataset, monkeypatch: pytest.MonkeyPatch, trained: bool
 ) -> None:
     texts = source(tmp_path, TEXTS)
 
     def then_changed(*arguments: Any) -> Any:
-        found = Survey.of(*arguments)
+        found = SourceScan.of(*arguments)
         source(tmp_path, [*TEXTS[:-1], "another"])
         return found
 
     class Changing:
         of = then_changed
 
-    monkeypatch.setattr(module, "Survey", Changing)
+    monkeypatch.setattr(module, "SourceScan", Changing)
     with pytest.raises(DataError, match="has changed while it was read"):
-        prepare(texts, tmp_path / "tokens", tokenizer=None if trained else made.directory)
+        tokenize(texts, tmp_path / "tokens", tokenizer=None if trained else made.directory)
     assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
 
 
 def test_a_directory_with_something_else_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "Survey", None)
+    monkeypatch.setattr(module, "SourceScan", None)
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens/mine").touch()
     with pytest.raises(IngotError, match="exists already"):
-        prepare(source(tmp_path, TEXTS), tmp_path / "tokens")
+        tokenize(source(tmp_path, TEXTS), tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("what", ["shard", "vocabulary"])
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus, what: str) -> None:
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: TokenDataset, what: str) -> None:
     """No file may grow beyond what the tokenizer needs, or half of it."""
     source(tmp_path, TEXTS * 20)
     room = (made.directory / "tokenizer.json").stat().st_size
@@ -301,12 +317,12 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus, what: s
         import resource
         from pathlib import Path
         from ingot.core.errors import IngotError
-        from ingot.data import Source, prepare
+        from ingot.data import Source, tokenize
 
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
         given = {given}
         try:
-            prepare(Source("texts.jsonl"), Path("tokens"), tokenizer=given and Path(given))
+            tokenize(Source("texts.jsonl"), Path("tokens"), tokenizer=given and Path(given))
         except IngotError as error:
             print(error)
     """
@@ -325,14 +341,14 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: Corpus, what: s
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"validation": -0.1},
-        {"validation": 0.6},
-        {"validation": float("nan")},
-        {"vocab": 5},
-        {"vocab": 300, "tokenizer": Path("model")},
+        {"validation_fraction": -0.1},
+        {"validation_fraction": 0.6},
+        {"validation_fraction": float("nan")},
+        {"vocab_size": 5},
+        {"vocab_size": 300, "tokenizer": Path("model")},
     ],
     ids=str,
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        prepare(source(tmp_path, TEXTS), tmp_path / "tokens", **wrong)
+        tokenize(source(tmp_path, TEXTS), tmp_path / "tokens", **wrong)

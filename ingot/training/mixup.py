@@ -1,4 +1,4 @@
-"""Images blended with others of their batch, labels in the same share.
+"""Images blended with others of their batch, labels in the same proportion.
 
     mixup    x = l x + (1 - l) x'  (Zhang et al. 2017)
     cutmix   a box of x becomes that of x', and l the share of x that is left  (Yun et al. 2019)
@@ -23,10 +23,10 @@ from ingot.core.random import Purpose, philox_generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mix:
+class MixupConfig:
     """How images are blended.
 
-    >>> Mix(kind="cutmix").alpha
+    >>> MixupConfig(kind="cutmix").alpha
     1.0
     """
 
@@ -39,37 +39,40 @@ class Mix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixed:
+class MixedBatch:
     """Blended images, both labels of each, and the share of the first."""
 
     x: Tensor
     y: Tensor
     other_y: Tensor
-    share: float
+    lam: float
 
 
-def blend(mix: Mix, x: Tensor, y: Tensor, *, seed: int, step: int, index: int = 0) -> Mixed:
+def apply_mixup(
+    config: MixupConfig, x: Tensor, y: Tensor, *, seed: int, step: int, index: int = 0
+) -> MixedBatch:
     """Blend a batch, images along the first dimension; `index` tells the batches of a step apart.
 
-    >>> mixed = blend(Mix(kind="mixup"), torch.eye(2), torch.arange(2), seed=0, step=0)
+    >>> config = MixupConfig(kind="mixup")
+    >>> mixed = apply_mixup(config, torch.eye(2), torch.arange(2), seed=0, step=0)
     >>> mixed.x.sum().item()
     2.0
     """
     random = np.random.Generator(philox_generator(Purpose.MIXUP, seed=seed, step=step, index=index))
     order = torch.from_numpy(random.permutation(len(x)))
-    share = float(random.beta(mix.alpha, mix.alpha))
-    if mix.kind == "mixup":
-        blended = torch.lerp(x[order], x, share)
-        return Mixed(x=blended, y=y, other_y=y[order], share=share)
-    top, bottom = _interval(random, x.shape[-2], share)
-    left, right = _interval(random, x.shape[-1], share)
+    lam = float(random.beta(config.alpha, config.alpha))
+    if config.kind == "mixup":
+        blended = torch.lerp(x[order], x, lam)
+        return MixedBatch(x=blended, y=y, other_y=y[order], lam=lam)
+    top, bottom = _interval(random, x.shape[-2], lam)
+    left, right = _interval(random, x.shape[-1], lam)
     cut = x.clone()
     cut[..., top:bottom, left:right] = x[order][..., top:bottom, left:right]
     kept = 1 - (bottom - top) * (right - left) / (x.shape[-2] * x.shape[-1])
-    return Mixed(x=cut, y=y, other_y=y[order], share=kept)
+    return MixedBatch(x=cut, y=y, other_y=y[order], lam=kept)
 
 
-def _interval(random: np.random.Generator, size: int, share: float) -> tuple[int, int]:
+def _interval(random: np.random.Generator, size: int, lam: float) -> tuple[int, int]:
     """A side of the box around a random middle, cut at the borders."""
-    length, middle = size * math.sqrt(1 - share), random.uniform(0, size)
+    length, middle = size * math.sqrt(1 - lam), random.uniform(0, size)
     return max(0, round(middle - length / 2)), min(size, round(middle + length / 2))

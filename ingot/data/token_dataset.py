@@ -5,9 +5,9 @@
     train-00000.tokens      shards (`ingot.data.shard`)
     validation-00000.tokens
 
-`prepare` makes one. It reads the source once to count and to hash it (`ingot.data.survey`), trains
-a vocabulary unless it is given one, and tokenizes. The directory appears when all of it is there;
-if it is there already and made of the same, it is taken as it is.
+`tokenize` makes one. It reads the source once to count and to hash it (`ingot.data.source_scan`),
+trains a vocabulary unless it is given one, and tokenizes. The directory appears when complete; a
+directory that was built from the same inputs is opened as it is.
 
 `hash` is that of the whole index, which holds the hash of everything else: equal hashes are equal
 tokens.
@@ -27,151 +27,154 @@ from numpy.typing import NDArray
 
 from ingot.core import log, paths
 from ingot.core.errors import ConfigError, DataError
-from ingot.data import shard, vocabulary
-from ingot.data.shard import Shard, ShardFacts, Tokens
+from ingot.data import shard
+from ingot.data import tokenizer as tokenizer_files
+from ingot.data.shard import Shard, ShardInfo, TokenStream
 from ingot.data.source import Source
-from ingot.data.survey import Document, Part, Survey
-from ingot.data.vocabulary import Vocabulary
+from ingot.data.source_scan import Document, SourceScan, Split
+from ingot.data.tokenizer import DocumentTokenizer
 
 NAME = "data.json"
 FORMAT = 1
-VOCAB = 4096  # tokens of a vocabulary, unless somebody says
+DEFAULT_VOCAB_SIZE = 4096  # tokens of a vocabulary, unless somebody says
 MAX_INDEX = 1 << 26
-SHARD = 1 << 25  # tokens: 64 MB of two bytes each
-BATCH = 1 << 21  # bytes of text that are tokenized at a time
-TRAINED_ON = 1 << 30  # bytes of text that a vocabulary is trained on, at most
+SHARD_TOKENS = 1 << 25  # tokens: 64 MB of two bytes each
+BATCH_BYTES = 1 << 21  # bytes of text that are tokenized at a time
+MAX_TRAINING_BYTES = 1 << 30  # bytes of text that a vocabulary is trained on, at most
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BuildInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a corpus is made of; the same again gives the same corpus.
 
     `tokenizer` is the hash of the tokenizer that was given, `vocab` the size of one to train.
     """
 
-    source: str
+    source_sha256: str
     documents: int
     bytes: int
     field: str
-    validation: float
-    vocab: int | None
-    tokenizer: str | None
+    validation_fraction: float
+    vocab_size: int | None
+    tokenizer_sha256: str | None
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of data.json, `hash` excepted."""
 
     format: int
-    made: Made
-    tokenizer: str
-    size: int
-    end: int | None
+    build_inputs: BuildInputs
+    tokenizer_sha256: str
+    vocab_size: int
+    eos_id: int | None
     itemsize: int
-    train: tuple[ShardFacts, ...]
-    validation: tuple[ShardFacts, ...]
+    train: tuple[ShardInfo, ...]
+    validation: tuple[ShardInfo, ...]
 
     def hash(self) -> str:
         """The hash of all of it."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
 
-class Corpus:
-    """The tokens in a directory that `prepare` or `ingot tokenize` has made.
+class TokenDataset:
+    """The tokens in a directory that `tokenize` or `ingot tokenize` has made.
 
-    `train` and `validation` are its parts, `size` is the number of ids of its vocabulary, `end`
-    the one that ends a document. The directory has the files of its tokenizer, as a model's has.
+    `train` and `validation` are its splits, `vocab_size` is the size of its vocabulary, `eos_id`
+    the token that ends a document. The directory also has the tokenizer's files, as a model's has.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.index = index = _read(directory / NAME)
-        if vocabulary.digest(directory) != index.tokenizer:
+        if tokenizer_files.digest(directory) != index.tokenizer_sha256:
             raise DataError(
                 f"the tokenizer in {directory} is not the one that its tokens were made with",
                 hint="restore tokenizer.json, or delete the directory and make it again",
             )
-        self.hash, self.size, self.end = index.hash(), index.size, index.end
+        self.hash, self.vocab_size, self.eos_id = index.hash(), index.vocab_size, index.eos_id
         self.train, self.validation = self._part("train"), self._part("validation")
 
-    def _part(self, part: Part) -> Tokens:
+    def _part(self, part: Split) -> TokenStream:
         facts = self.index.train if part == "train" else self.index.validation
-        itemsize, size = self.index.itemsize, self.index.size
+        itemsize, size = self.index.itemsize, self.index.vocab_size
         found = [
             Shard(_shard_path(self.directory, part, number), one, itemsize, size)
             for number, one in enumerate(facts)
         ]
-        return Tokens(found)
+        return TokenStream(found)
 
 
-def prepare(
+def tokenize(
     source: Source,
     directory: Path,
     *,
-    vocab: int | None = None,
+    vocab_size: int | None = None,
     tokenizer: Path | None = None,
-    validation: float = 0.01,
-) -> Corpus:
+    validation_fraction: float = 0.01,
+) -> TokenDataset:
     """Make a corpus of the source in the directory, or open it if it is there.
 
     The vocabulary is that of the model directory `tokenizer`, or else one of `vocab` tokens that
     is trained on the text, 4,096 by default. `validation` is the fraction that is held out.
     """
-    wanted = _Wanted(source, vocab, tokenizer, validation)
+    wanted = _BuildRequest(source, vocab_size, tokenizer, validation_fraction)
     if (directory / NAME).exists():
-        return wanted.found(Corpus(directory))
+        return wanted.found(TokenDataset(directory))
     with paths.atomic_directory(directory) as temporary:
         wanted.write(temporary)
-    return Corpus(directory)
+    return TokenDataset(directory)
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _BuildRequest:
     """A corpus that was asked for."""
 
     source: Source
-    vocab: int | None
+    vocab_size: int | None
     tokenizer: Path | None
-    validation: float
+    validation_fraction: float
 
     def __post_init__(self) -> None:
-        if self.vocab is not None and self.tokenizer is not None:
+        if self.vocab_size is not None and self.tokenizer is not None:
             raise ConfigError(
-                f"a vocabulary of {self.vocab} tokens and the tokenizer in {self.tokenizer}",
+                f"a vocabulary of {self.vocab_size} tokens and the tokenizer in {self.tokenizer}",
                 hint="give the size of one to train, or one that is there, but not both",
             )
         if self.tokenizer is None:
-            vocabulary.check_size(self.size)
+            tokenizer_files.check_size(self.size)
         else:
-            Vocabulary.load(self.tokenizer)
+            DocumentTokenizer.load(self.tokenizer)
 
     @property
     def size(self) -> int:
-        return VOCAB if self.vocab is None else self.vocab
+        return DEFAULT_VOCAB_SIZE if self.vocab_size is None else self.vocab_size
 
-    def made(self, survey: Survey) -> Made:
+    def made(self, scan: SourceScan) -> BuildInputs:
         tokenizer = self.tokenizer
-        return Made(
-            source=survey.sha256,
-            documents=survey.documents,
-            bytes=survey.bytes,
+        return BuildInputs(
+            source_sha256=scan.sha256,
+            documents=scan.documents,
+            bytes=scan.bytes,
             field=self.source.field,
-            validation=float(self.validation),  # 0 and 0.0 are spelled differently in JSON
-            vocab=self.size if tokenizer is None else None,
-            tokenizer=None if tokenizer is None else vocabulary.digest(tokenizer),
+            validation_fraction=float(
+                self.validation_fraction
+            ),  # 0 and 0.0 are spelled differently in JSON
+            vocab_size=self.size if tokenizer is None else None,
+            tokenizer_sha256=None if tokenizer is None else tokenizer_files.digest(tokenizer),
         )
 
     def write(self, directory: Path) -> None:
-        survey = Survey.of(self.source, self.validation)
+        scan = SourceScan.of(self.source, self.validation_fraction)
         if self.tokenizer is None:
-            words = _train(survey, self.size)
+            words = _train(scan, self.size)
             words.save(directory)
         else:
-            words = Vocabulary.load(self.tokenizer)
-            vocabulary.copy(self.tokenizer, directory)
-        _write(survey, words, self.made(survey), directory)
+            words = DocumentTokenizer.load(self.tokenizer)
+            tokenizer_files.copy_files(self.tokenizer, directory)
+        _write(scan, words, self.made(scan), directory)
 
-    def found(self, corpus: Corpus) -> Corpus:
-        made = self.made(Survey.of(self.source, self.validation))
-        there = corpus.index.made
+    def found(self, corpus: TokenDataset) -> TokenDataset:
+        made = self.made(SourceScan.of(self.source, self.validation_fraction))
+        there = corpus.index.build_inputs
         other = [k for k, v in msgspec.structs.asdict(made).items() if getattr(there, k) != v]
         if other:
             raise DataError(
@@ -181,26 +184,26 @@ class _Wanted:
         return corpus
 
 
-def _train(survey: Survey, size: int) -> Vocabulary:
-    share = min(1.0, TRAINED_ON / survey.bytes)
-    with log.progress("training a vocabulary", survey.bytes, in_bytes=True) as bar:
+def _train(scan: SourceScan, size: int) -> DocumentTokenizer:
+    share = min(1.0, MAX_TRAINING_BYTES / scan.bytes)
+    with log.progress("training a vocabulary", scan.bytes, in_bytes=True) as bar:
 
         def documents() -> Iterator[str]:
-            for document in survey.read():
+            for document in scan.read():
                 bar.advance(document.bytes)
                 if document.part == "train" and document.chosen(share):
                     yield document.text
             bar.describe("merging pairs")
 
-        return Vocabulary.train(documents(), size)
+        return DocumentTokenizer.train(documents(), size)
 
 
-def _write(survey: Survey, words: Vocabulary, made: Made, directory: Path) -> None:
-    itemsize = 2 if words.size <= 1 << 16 else 4
+def _write(scan: SourceScan, words: DocumentTokenizer, made: BuildInputs, directory: Path) -> None:
+    itemsize = 2 if words.vocab_size <= 1 << 16 else 4
     train = _Writer(directory, "train", itemsize)
     validation = _Writer(directory, "validation", itemsize)
-    with log.progress("tokenizing", survey.bytes, in_bytes=True) as bar:
-        for batch in _batches(survey.read()):
+    with log.progress("tokenizing", scan.bytes, in_bytes=True) as bar:
+        for batch in _batches(scan.read()):
             encoded = words.encode([document.text for document in batch])
             for document, tokens in zip(batch, encoded, strict=True):
                 writer = train if document.part == "train" else validation
@@ -208,17 +211,17 @@ def _write(survey: Survey, words: Vocabulary, made: Made, directory: Path) -> No
                 bar.advance(document.bytes)
     index = Index(
         format=FORMAT,
-        made=made,
-        tokenizer=vocabulary.digest(directory),
-        size=words.size,
-        end=words.end,
+        build_inputs=made,
+        tokenizer_sha256=tokenizer_files.digest(directory),
+        vocab_size=words.vocab_size,
+        eos_id=words.eos_id,
         itemsize=itemsize,
         train=train.finish(),
         validation=validation.finish(),
     )
     if not index.train:
         raise DataError(
-            f"nothing is left to train on in {survey.source.where}",
+            f"nothing is left to train on in {scan.source.where}",
             hint="give more documents, or --validation 0",
         )
     content = {"hash": index.hash(), **msgspec.to_builtins(index)}
@@ -226,13 +229,13 @@ def _write(survey: Survey, words: Vocabulary, made: Made, directory: Path) -> No
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """As many documents at a time as make `BATCH` bytes."""
+    """As many documents at a time as make `BATCH_BYTES` bytes."""
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += document.bytes
-        if size >= BATCH:
+        if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
@@ -242,21 +245,21 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 class _Writer:
     """Gathers documents and writes a shard whenever there are enough."""
 
-    def __init__(self, directory: Path, part: Part, itemsize: int) -> None:
+    def __init__(self, directory: Path, part: Split, itemsize: int) -> None:
         self._directory, self._itemsize = directory, itemsize
-        self._part: Part = part
+        self._part: Split = part
         self._held: list[NDArray[Any]] = []
         self._size = 0
-        self._done: list[ShardFacts] = []
+        self._done: list[ShardInfo] = []
 
     def add(self, tokens: list[int]) -> None:
         if tokens:
             self._held.append(np.array(tokens, dtype=f"<u{self._itemsize}"))
             self._size += len(tokens)
-        if self._size >= SHARD:
+        if self._size >= SHARD_TOKENS:
             self._flush()
 
-    def finish(self) -> tuple[ShardFacts, ...]:
+    def finish(self) -> tuple[ShardInfo, ...]:
         if self._held:
             self._flush()
         return tuple(self._done)
@@ -267,7 +270,7 @@ class _Writer:
         self._held, self._size = [], 0
 
 
-def _shard_path(directory: Path, part: Part, number: int) -> Path:
+def _shard_path(directory: Path, part: Split, number: int) -> Path:
     return directory / f"{part}-{number:05}.tokens"
 
 
@@ -293,8 +296,8 @@ def _read(path: Path) -> Index:
         raise _broken(path, str(error)) from error
     if claimed != index.hash():
         raise _broken(path, "its content is not what was written")
-    if index.itemsize not in (2, 4) or not 0 < index.size <= 1 << 31:
-        raise _broken(path, f"tokens below {index.size} in {index.itemsize} bytes each")
+    if index.itemsize not in (2, 4) or not 0 < index.vocab_size <= 1 << 31:
+        raise _broken(path, f"tokens below {index.vocab_size} in {index.itemsize} bytes each")
     return index
 
 

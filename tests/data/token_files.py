@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from ingot.data.shard import Shard, Tokens, write
+from ingot.data.shard import Shard, TokenStream, write
 
 SIZE = 1 << 16
 DOCUMENTS = st.lists(
@@ -15,11 +15,11 @@ DOCUMENTS = st.lists(
 )
 
 
-def tokens(directory: Path, documents: list[list[int]], per_shard: int) -> Tokens:
+def tokens(directory: Path, documents: list[list[int]], per_shard: int) -> TokenStream:
     """These documents, so many to a shard."""
     shards: list[Shard] = []
     for start in range(0, len(documents), per_shard):
         path = directory / f"{start}.tokens"
         facts = write(path, [np.array(d) for d in documents[start : start + per_shard]], 2)
         shards.append(Shard(path, facts, 2, SIZE))
-    return Tokens(shards)
+    return TokenStream(shards)
