@@ -1,0 +1,243 @@
+"""Write the reference pages while the site is built: commands, recipe keys, variables, metrics.
+
+A hook of mkdocs. Each page has a marker that is replaced by tables generated from the code, so the
+reference cannot be stale: commands from their help, recipe keys from the configuration dataclasses
+and the strings below their fields, metrics from the collector that Prometheus scrapes.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import os
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+MARKER = "<!-- reference -->"
+PACKAGE = Path(__file__).parent.parent / "ingot"
+
+VARIABLES = {
+    "INGOT_ISA": "Limits the CPU kernels to a lower ISA tier: `amx`, `avx512_bf16`, `avx512`, "
+    "`avx2` or `portable`. Used to test tiers and to reproduce bits across machines.",
+    "INGOT_CXXFLAGS": "Additional flags for compiling the CPU kernels; part of the cache key.",
+    "CXX": "The C++ compiler for the CPU kernels. Default: the first of g++ and clang++ found.",
+    "XDG_CACHE_HOME": "Parent of ingot's cache: compiled kernels, measured peaks, tokenized data. "
+    "Default: `~/.cache`.",
+    "XDG_DATA_HOME": "Parent of training runs and downloaded models. Default: `~/.local/share`.",
+    "GOMP_SPINCOUNT": "How long PyTorch's OpenMP threads spin before they sleep. The `ingot` "
+    "command sets it to 10000 unless it is set.",
+    "TRITON_INTERPRET": "`1` runs the Triton kernels in Triton's interpreter on the CPU.",
+    "TRITON_CACHE_DIR": "Where Triton keeps compiled kernels; `ingot kernels` sets it for its "
+    "own processes.",
+    "CUDA_VISIBLE_DEVICES": "The GPUs that torch may use; named in the error when none is visible.",
+    "HIP_VISIBLE_DEVICES": "The same for AMD GPUs.",
+    "ROCR_VISIBLE_DEVICES": "The same for AMD GPUs.",
+    "COLUMNS": "The width of tables when the output is not a terminal.",
+    "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",
+    "HF_TOKEN": "The access token for private and gated models; read by huggingface_hub.",
+}
+"""Every environment variable that the package reads or sets; a test compares it with the code."""
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace the marker of a reference page by its content."""
+    render = PAGES.get(page.file.src_uri)
+    return markdown.replace(MARKER, render()) if render else markdown
+
+
+def render_commands() -> str:
+    """Render the help of every command."""
+    from ingot.cli import SUMMARIES
+
+    sections: list[str] = []
+    for verb in SUMMARIES:
+        names = [(verb, name) for name in _subcommands(verb)] or [(verb,)]
+        sections.append(f"## ingot {verb}\n\n{SUMMARIES[verb]}.")
+        for arguments in names:
+            title = f"### ingot {' '.join(arguments)}\n\n" if len(arguments) > 1 else ""
+            sections.append(f"{title}```text\n{_help(arguments)}\n```")
+    return "\n\n".join(sections)
+
+
+def render_recipe() -> str:
+    """Render the keys of a recipe: its own, then those of each section and kind."""
+    from ingot.training.recipe import Recipe
+
+    seen: dict[type, str] = {}
+    return "\n\n".join(_sections(Recipe, "", seen))
+
+
+def render_variables() -> str:
+    """Render the environment variables."""
+    rows = [(f"`{name}`", text) for name, text in VARIABLES.items()]
+    return _table(("variable", "meaning"), rows)
+
+
+def render_metrics() -> str:
+    """Render every metric that the server exports, with its type and labels."""
+    from ingot.serving.server.metrics import describe_metrics
+
+    rows = [
+        (f"`{name}`", kind, ", ".join(f"`{label}`" for label in labels), text)
+        for name, kind, labels, text in describe_metrics()
+    ]
+    return _table(("metric", "type", "labels", "meaning"), rows)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": render_commands,
+    "recipe.md": render_recipe,
+    "environment.md": render_variables,
+    "metrics.md": render_metrics,
+}
+
+
+def variables_in(source: str) -> set[str]:
+    """Return the environment variables that a module names.
+
+    >>> sorted(variables_in("import os\\nos.environ.get('A')\\nos.environ['B'] = '1'\\n'C' in os.environ"))
+    ['A', 'B', 'C']
+    """
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=value), args=[ast.Constant(value=str(name)), *_]):
+                if _is_environ(value) or _is_getenv(node):
+                    names.add(name)
+            case ast.Subscript(value=value, slice=ast.Constant(value=str(name))):
+                if _is_environ(value):
+                    names.add(name)
+            case ast.Compare(left=ast.Constant(value=str(name)), comparators=[other]):
+                if _is_environ(other):
+                    names.add(name)
+            case _:
+                pass
+    return names
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "environ"
+
+
+def _is_getenv(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Attribute) and node.func.attr == "getenv"
+
+
+def _subcommands(verb: str) -> list[str]:
+    from ingot.cli import load_command
+
+    command = load_command(verb)
+    return list(command) if isinstance(command, dict) else []
+
+
+def _help(arguments: tuple[str, ...]) -> str:
+    from ingot.cli import main
+
+    os.environ["COLUMNS"] = "88"
+    output = io.StringIO()
+    with redirect_stdout(output):
+        try:
+            main([*arguments, "--help"])
+        except SystemExit:
+            pass
+    return output.getvalue().rstrip()
+
+
+def _sections(config: type, prefix: str, seen: dict[type, str]) -> Iterator[str]:
+    """Yield a section for a dataclass and, after it, one for each dataclass in its fields."""
+    seen[config] = prefix
+    kind = _kind(config)
+    title = f"`{prefix}`" + (f", kind `{kind}`" if kind else "") if prefix else "Top level"
+    summary = inspect.cleandoc(config.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    hints, texts = typing.get_type_hints(config), field_docs(config)
+    rows: list[tuple[str, ...]] = []
+    nested: list[tuple[str, type]] = []
+    for field in dataclasses.fields(config):
+        key, hint = f"{prefix}.{field.name}".lstrip("."), hints[field.name]
+        nested += [(key, part) for part in _dataclasses_in(hint)]
+        rows.append((f"`{key}`", _type(hint), _default(field), texts.get(field.name, "")))
+    yield f"## {title}\n\n{summary}\n\n" + _table(("key", "type", "default", "meaning"), rows)
+    for key, part in nested:
+        if part not in seen:
+            yield from _sections(part, key, seen)
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass, by the field's name."""
+    docs: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                match text:
+                    case ast.Expr(value=ast.Constant(value=str(doc))):
+                        docs[field.target.id] = " ".join(doc.split())
+                    case _:
+                        pass
+    return docs
+
+
+def _kind(config: type) -> str | None:
+    for field in dataclasses.fields(config):
+        if field.name == "kind":
+            return str(field.default)
+    return None
+
+
+def _dataclasses_in(hint: Any) -> list[type]:
+    parts = _parts(hint)
+    return [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
+
+
+def _parts(hint: Any) -> list[Any]:
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return list(typing.get_args(hint)) if union else [hint]
+
+
+def _type(hint: Any) -> str:
+    names: list[str] = []
+    for part in _parts(hint):
+        if part is type(None):
+            continue
+        if typing.get_origin(part) is typing.Literal:
+            names += [f'`"{value}"`' for value in typing.get_args(part)]
+        elif isinstance(part, type) and dataclasses.is_dataclass(part):
+            names.append(f"section, kind `{kind}`" if (kind := _kind(part)) else "section")
+        elif isinstance(part, type) and hasattr(part, "__members__"):
+            names += [f'`"{member.value}"`' for member in part]  # pyright: ignore
+        elif isinstance(part, type) and not typing.get_args(part):
+            names.append(part.__name__)
+        else:
+            names.append(str(part).replace("typing.", ""))
+    return ", ".join(dict.fromkeys(names)).replace("|", "\\|")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return "" if field.default is None else f"`{_literal(field.default)}`"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{_literal(field.default_factory())}`"
+    return "**required**"
+
+
+def _literal(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f'kind = "{kind}"' if (kind := _kind(type(value))) else "see below"
+    if hasattr(value, "value"):
+        value = value.value
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = (headings, ("---",) * len(headings), *rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
