@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import inspect
 import io
 import os
@@ -16,7 +17,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,15 @@ PAGES: dict[str, Callable[[], str]] = {
 def variables_in(source: str) -> set[str]:
     """Return the environment variables that a module names.
 
-    >>> sorted(variables_in("import os\\nos.environ.get('A')\\nos.environ['B'] = '1'\\n'C' in os.environ"))
+    >>> sorted(variables_in("os.environ.get('A')\\nos.environ['B'] = '1'\\n'C' in os.environ"))
     ['A', 'B', 'C']
     """
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Call(func=ast.Attribute(value=value), args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Attribute(value=value), args=[ast.Constant(value=str(name)), *_]
+            ):
                 if _is_environ(value) or _is_getenv(node):
                     names.add(name)
             case ast.Subscript(value=value, slice=ast.Constant(value=str(name))):
@@ -142,11 +145,8 @@ def _help(arguments: tuple[str, ...]) -> str:
 
     os.environ["COLUMNS"] = "88"
     output = io.StringIO()
-    with redirect_stdout(output):
-        try:
-            main([*arguments, "--help"])
-        except SystemExit:
-            pass
+    with redirect_stdout(output), suppress(SystemExit):
+        main([*arguments, "--help"])
     return output.getvalue().rstrip()
 
 
@@ -188,10 +188,8 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def _kind(config: type) -> str | None:
-    for field in dataclasses.fields(config):
-        if field.name == "kind":
-            return str(field.default)
-    return None
+    hint = typing.get_type_hints(config).get("kind")
+    return ", ".join(typing.get_args(hint)) if typing.get_origin(hint) is typing.Literal else None
 
 
 def _dataclasses_in(hint: Any) -> list[type]:
@@ -206,20 +204,23 @@ def _parts(hint: Any) -> list[Any]:
 
 def _type(hint: Any) -> str:
     names: list[str] = []
+    kinds: list[str] = []
     for part in _parts(hint):
-        if part is type(None):
-            continue
         if typing.get_origin(part) is typing.Literal:
             names += [f'`"{value}"`' for value in typing.get_args(part)]
         elif isinstance(part, type) and dataclasses.is_dataclass(part):
-            names.append(f"section, kind `{kind}`" if (kind := _kind(part)) else "section")
-        elif isinstance(part, type) and hasattr(part, "__members__"):
-            names += [f'`"{member.value}"`' for member in part]  # pyright: ignore
-        elif isinstance(part, type) and not typing.get_args(part):
-            names.append(part.__name__)
-        else:
-            names.append(str(part).replace("typing.", ""))
-    return ", ".join(dict.fromkeys(names)).replace("|", "\\|")
+            kinds.append(_kind(part) or "")
+        elif isinstance(part, type) and issubclass(part, enum.Enum):
+            names += [f'`"{member.value}"`' for member in part]
+        elif part is not type(None):
+            names.append(part.__name__ if _is_plain(part) else str(part))
+    if kinds:
+        names.append("section" + (f" ({', '.join(filter(None, kinds))})" if any(kinds) else ""))
+    return ", ".join(names).replace("|", "\\|")
+
+
+def _is_plain(part: Any) -> bool:
+    return isinstance(part, type) and not typing.get_args(part)
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -233,9 +234,11 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _literal(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f'kind = "{kind}"' if (kind := _kind(type(value))) else "see below"
-    if hasattr(value, "value"):
+    if isinstance(value, enum.Enum):
         value = value.value
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
