@@ -5,6 +5,7 @@ reference cannot be stale: commands from their help, recipe keys from the config
 and the strings below their fields, metrics from the collector that Prometheus scrapes.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import ast

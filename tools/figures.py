@@ -1,0 +1,158 @@
+"""Draw the README's plots and write its table from the kept benchmark results.
+
+    python -m tools.figures
+
+reads `benchmarks/results/*.csv`, writes `docs/images/` and replaces what is between the markers in
+README.md. A test fails when the README does not match the results.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS, IMAGES, README = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "README.md"
+BEGIN, END = "<!-- figures: python -m tools.figures -->", "<!-- /figures -->"
+MODEL, INPUT, OUTPUT = "smollm2", "128", "128"
+NAMES = {
+    "ingot": "ingot",
+    "openvino": "OpenVINO GenAI",
+    "llamacpp": "llama.cpp",
+    "vllm": "vLLM",
+    "transformers": "transformers",
+    "compile": "torch.compile",
+    "eager": "PyTorch eager",
+    "trainer": "HF Trainer",
+}
+COLORS = {"ingot": "#1f5fa8"}
+_OTHER = "#9ca3af"
+
+Row = dict[str, str]
+
+
+def generation() -> dict[str, list[Row]]:
+    """Return the systems of the latest comparison at each batch size, fastest first."""
+    latest: dict[str, list[Row]] = {}
+    for row in _read("compare.csv"):
+        if (row["model"], row["input_len"], row["output_len"]) != (MODEL, INPUT, OUTPUT):
+            continue
+        rows = latest.setdefault(row["batch"], [])
+        if rows and rows[0]["date"] != row["date"]:
+            rows.clear()
+        if not row["error"]:
+            rows.append(row)
+    for rows in latest.values():
+        rows.sort(key=lambda row: -float(row["tokens_per_s"]))
+    return dict(sorted(latest.items(), key=lambda item: int(item[0])))
+
+
+def training() -> list[Row]:
+    """Return the bf16 systems of the latest training benchmark, fastest first."""
+    rows = [row for row in _read("train.csv") if row["precision"] == "bf16" and not row["error"]]
+    last = [row for row in rows if row["date"] == rows[-1]["date"]]
+    plain = [r for r in last if r["recompute"] == "none" and r["state_dtype"] == "fp32"]
+    return sorted(plain, key=lambda row: -float(row["tokens_per_s"]))
+
+
+def table() -> str:
+    """Render the README's block: one table for generation, one for training, and the plots."""
+    by_batch, trained = generation(), training()
+    systems = [row["system"] for row in next(iter(by_batch.values()))]
+    first = next(iter(by_batch.values()))[0]
+    cells: dict[tuple[str, str], Row] = {
+        (row["system"], batch): row for batch, rows in by_batch.items() for row in rows
+    }
+    header = ("tokens/s", *(f"batch {batch}" for batch in by_batch))
+    lines = [
+        (_bold(NAMES[s], s), *(_bold(_cell(cells.get((s, batch))), s) for batch in by_batch))
+        for s in systems
+    ]
+    steps = [
+        (
+            _bold(NAMES[row["system"]], row["system"]),
+            _bold(f"{float(row['tokens_per_s']):,.0f}", row["system"]),
+            _bold(f"{int(row['peak_memory_bytes']) / 1e9:.1f} GB", row["system"]),
+        )
+        for row in trained
+    ]
+    batch, length = trained[0]["batch"], trained[0]["seq_len"]
+    return "\n\n".join(
+        (
+            f"Generation, SmolLM2-135M, 16-bit weights, {INPUT} tokens in and {OUTPUT} out per request "
+            f"(percent of the roofline: reading weights and KV cache once per step):",
+            _markdown(header, lines),
+            f"Training step, GPT-2 124M, {batch} x {length} tokens, bf16, AdamW:",
+            _markdown(("", "tokens/s", "peak memory"), steps),
+            "![Tokens per second of each system by batch size](docs/images/generation.svg)",
+            f"Measured {first['date'][:10]} and {trained[0]['date'][:10]} on {first['cpu']} "
+            f"({first['isa']}), torch {first['torch']}, one machine, small models; medians of "
+            f"{first['rounds']} interleaved rounds. Reproduce with `ingot bench compare` and `ingot bench "
+            "train`; [all results](docs/bench.md), including the shapes where PyTorch is faster.",
+        )
+    )
+
+
+def draw(by_batch: dict[str, list[Row]], path: Path) -> None:
+    """Draw tokens per second of each system, one panel per batch size."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "ingot"}):
+        figure = Figure(figsize=(9, 2.6), layout="constrained")
+        axes = figure.subplots(1, len(by_batch), squeeze=False)[0]
+        for axis, (batch, rows) in zip(axes, by_batch.items(), strict=True):
+            names = [NAMES[row["system"]] for row in rows][::-1]
+            values = [float(row["tokens_per_s"]) for row in rows][::-1]
+            low = [v - float(row["p20"]) for v, row in zip(values, rows[::-1], strict=True)]
+            high = [float(row["p80"]) - v for v, row in zip(values, rows[::-1], strict=True)]
+            spread = [[max(0.0, v) for v in low], [max(0.0, v) for v in high]]
+            colors = [COLORS.get(row["system"], _OTHER) for row in rows][::-1]
+            axis.barh(names, values, xerr=spread, color=colors, ecolor="#4b5563", capsize=2)
+            for index, value in enumerate(values):
+                axis.text(value * 0.02, index, f"{value:,.0f}", va="center", color="white")
+            axis.set_title(f"batch {batch}", loc="left", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_xlabel("tokens/s (median, p20 to p80)")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+
+
+def updated(readme: str) -> str:
+    """Return the README with the block between the markers replaced."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+def main() -> int:
+    """Write the plots and the README."""
+    draw(generation(), IMAGES / "generation.svg")
+    README.write_text(updated(README.read_text()))
+    return 0
+
+
+def _read(name: str) -> list[Row]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return f"{float(row['tokens_per_s']):,.0f} ({float(row['roofline_fraction']):.0%})"
+
+
+def _bold(text: str, system: str) -> str:
+    return f"**{text}**" if system == "ingot" and text else text
+
+
+def _markdown(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    rows = (header, ("---",) * len(header), *lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
