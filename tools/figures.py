@@ -39,7 +39,7 @@ def generation() -> dict[str, list[Row]]:
     for row in _read("compare.csv"):
         if (row["model"], row["input_len"], row["output_len"]) != (MODEL, INPUT, OUTPUT):
             continue
-        rows = latest.setdefault(row["batch"], [])
+        rows = latest.setdefault(row["batch_size"], [])
         if rows and rows[0]["date"] != row["date"]:
             rows.clear()
         if not row["error"]:
@@ -78,20 +78,28 @@ def table() -> str:
         )
         for row in trained
     ]
-    batch, length = trained[0]["batch"], trained[0]["seq_len"]
     return "\n\n".join(
         (
-            f"Generation, SmolLM2-135M, 16-bit weights, {INPUT} tokens in and {OUTPUT} out per request "
-            f"(percent of the roofline: reading weights and KV cache once per step):",
+            f"Generation with SmolLM2-135M in 16 bits, {INPUT} tokens in and {OUTPUT} out per\n"
+            "request; in parentheses the fraction of the roofline (weights and KV cache read once\n"
+            "per step):",
             _markdown(header, lines),
-            f"Training step, GPT-2 124M, {batch} x {length} tokens, bf16, AdamW:",
+            f"A training step of GPT-2 124M, {trained[0]['batch_size']} x {trained[0]['seq_len']} "
+            "tokens, bf16, AdamW:",
             _markdown(("", "tokens/s", "peak memory"), steps),
             "![Tokens per second of each system by batch size](docs/images/generation.svg)",
-            f"Measured {first['date'][:10]} and {trained[0]['date'][:10]} on {first['cpu']} "
-            f"({first['isa']}), torch {first['torch']}, one machine, small models; medians of "
-            f"{first['rounds']} interleaved rounds. Reproduce with `ingot bench compare` and `ingot bench "
-            "train`; [all results](docs/bench.md), including the shapes where PyTorch is faster.",
+            _provenance(first, trained[0]),
         )
+    )
+
+
+def _provenance(compared: Row, trained: Row) -> str:
+    dates = " and ".join(dict.fromkeys((compared["date"][:10], trained["date"][:10])))
+    return (
+        f"Measured {dates} on {compared['cpu']} ({compared['isa']}), torch {compared['torch']}:\n"
+        f"one machine, small models, medians of {compared['rounds']} interleaved rounds. Reproduce\n"
+        "with `ingot bench compare` and `ingot bench train`. [All results](docs/bench.md), also\n"
+        "those where PyTorch is faster."
     )
 
 
