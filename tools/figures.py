@@ -97,9 +97,9 @@ def _provenance(compared: Row, trained: Row) -> str:
     dates = " and ".join(dict.fromkeys((compared["date"][:10], trained["date"][:10])))
     return (
         f"Measured {dates} on {compared['cpu']} ({compared['isa']}), torch {compared['torch']}:\n"
-        f"one machine, small models, medians of {compared['rounds']} interleaved rounds. Reproduce\n"
-        "with `ingot bench compare` and `ingot bench train`. [All results](docs/bench.md), also\n"
-        "those where PyTorch is faster."
+        f"one machine, small models, medians of {compared['rounds']} interleaved rounds.\n"
+        "Reproduce with `ingot bench compare` and `ingot bench train`. [All results](docs/bench.md),\n"
+        "also those where PyTorch is faster."
     )
 
 
@@ -123,7 +123,7 @@ def draw(by_batch: dict[str, list[Row]], path: Path) -> None:
                 axis.text(value * 0.02, index, f"{value:,.0f}", va="center", color="white")
             axis.set_title(f"batch {batch}", loc="left", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
-            axis.set_xlabel("tokens/s (median, p20 to p80)")
+            axis.set_xlabel("tokens/s")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
 
