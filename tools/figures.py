@@ -98,8 +98,8 @@ def _provenance(compared: Row, trained: Row) -> str:
     return (
         f"Measured {dates} on {compared['cpu']} ({compared['isa']}), torch {compared['torch']}:\n"
         f"one machine, small models, medians of {compared['rounds']} interleaved rounds.\n"
-        "Reproduce with `ingot bench compare` and `ingot bench train`. [All results](docs/bench.md),\n"
-        "also those where PyTorch is faster."
+        "Reproduce with `ingot bench compare` and `ingot bench train`;\n"
+        "[all results](docs/bench.md), also those where PyTorch is faster."
     )
 
 
