@@ -22,6 +22,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+_GENERIC = {"kind": "Selects the type of this section."}
 MARKER = "<!-- reference -->"
 PACKAGE = Path(__file__).parent.parent / "ingot"
 
@@ -82,22 +83,10 @@ def render_variables() -> str:
     return _table(("variable", "meaning"), rows)
 
 
-def render_metrics() -> str:
-    """Render every metric that the server exports, with its type and labels."""
-    from ingot.serving.server.metrics import describe_metrics
-
-    rows = [
-        (f"`{name}`", kind, ", ".join(f"`{label}`" for label in labels), text)
-        for name, kind, labels, text in describe_metrics()
-    ]
-    return _table(("metric", "type", "labels", "meaning"), rows)
-
-
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": render_commands,
     "recipe.md": render_recipe,
     "environment.md": render_variables,
-    "metrics.md": render_metrics,
 }
 
 
@@ -163,7 +152,14 @@ def _sections(config: type, prefix: str, seen: dict[type, str]) -> Iterator[str]
     for field in dataclasses.fields(config):
         key, hint = f"{prefix}.{field.name}".lstrip("."), hints[field.name]
         nested += [(key, part) for part in _dataclasses_in(hint)]
-        rows.append((f"`{key}`", _type(hint), _default(field), texts.get(field.name, "")))
+        rows.append(
+            (
+                f"`{key}`",
+                _type(hint),
+                _default(field),
+                texts.get(field.name, _GENERIC.get(field.name, "")),
+            )
+        )
     yield f"## {title}\n\n{summary}\n\n" + _table(("key", "type", "default", "meaning"), rows)
     for key, part in nested:
         if part not in seen:
@@ -190,7 +186,8 @@ def field_docs(config: type) -> dict[str, str]:
 
 def _kind(config: type) -> str | None:
     hint = typing.get_type_hints(config).get("kind")
-    return ", ".join(typing.get_args(hint)) if typing.get_origin(hint) is typing.Literal else None
+    kinds = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    return ", ".join(kinds) or None
 
 
 def _dataclasses_in(hint: Any) -> list[type]:
@@ -234,7 +231,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _literal(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f'kind = "{kind}"' if (kind := _kind(type(value))) else "see below"
+        return f'kind = "{value.kind}"' if hasattr(value, "kind") else "see below"
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, bool):
