@@ -1,4 +1,4 @@
-"""Reads memory as fast as a core can: the probe behind every bandwidth that is measured here.
+"""Reads memory as fast as a core can: the probe of every bandwidth measurement.
 
 `torch.mv` over float32 rows of 64 KiB. BLAS reads several rows at once, and a core needs several
 streams to keep its line buffers full; `sum`, `amax` and `dot` have one or two.

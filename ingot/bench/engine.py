@@ -31,7 +31,7 @@ from ingot.serving.engine.speculate import NgramProposer
 
 # A text that a model would only write as a copy.
 TEXT = (
-    "The harbour clock at Vessel Quay ran eleven minutes slow, and nobody would mend it. Sailors "
+    "The harbour clock at Vessel Quay ran eleven minutes slow, and no one would mend it. Sailors "
     "set their watches by the bakery instead, whose oven door opened at five, at nine and at noon. "
     "On Thursdays the baker slept late; on Thursdays, therefore, no ship ever left in time. "
 )

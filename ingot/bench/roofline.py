@@ -2,7 +2,7 @@
 
 The x axis is the arithmetic intensity of an op: FLOPs per byte. Memory bandwidth bounds the speed
 by the sloping roof, the matmul peaks by the flat ones; the peaks are those of `ingot doctor`. An op
-without FLOPs (a copy of rows) is drawn at the left edge, at the height of its bandwidth there.
+without FLOPs (a copy of rows) is shown at the left edge, at the height of its bandwidth there.
 """
 
 # pyright: basic

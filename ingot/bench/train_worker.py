@@ -213,9 +213,9 @@ def trainer(task: dict[str, Any], clock: StepClock) -> str:
         last: Any = 0.0
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().compute_loss(*args, **kwargs)
+            loss = super().compute_loss(*args, **kwargs)
             clock.lap("forward")
-            return found
+            return loss
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             self.last = super().training_step(*args, **kwargs)
@@ -230,7 +230,26 @@ def trainer(task: dict[str, Any], clock: StepClock) -> str:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         task["model"], dtype=torch.float32, attn_implementation="sdpa", **dropouts
     )
-    options = transformers.TrainingArguments(
+    samples = [
+        {"input_ids": tokens_L, "labels": targets_L.roll(1)}  # the model shifts labels back
+        for pair in _batches(task, model.config.vocab_size)
+        for tokens_L, targets_L in zip(*pair, strict=True)
+    ]
+    trainer = TimedTrainer(
+        model=model,
+        args=_trainer_arguments(task),
+        train_dataset=samples,  # pyright: ignore[reportArgumentType]
+        optimizers=(_adamw(model), None),
+        callbacks=[StepTimes()],
+    )
+    trainer.train()
+    return transformers.__version__
+
+
+def _trainer_arguments(task: dict[str, Any]) -> Any:
+    import transformers
+
+    return transformers.TrainingArguments(
         output_dir=task["folder"],
         per_device_train_batch_size=task["batch_size"],
         max_steps=WARMUP_STEPS + task["steps"],
@@ -244,20 +263,6 @@ def trainer(task: dict[str, Any], clock: StepClock) -> str:
         use_cpu=True,
         dataloader_pin_memory=False,
     )
-    samples = [
-        {"input_ids": tokens_L, "labels": targets_L.roll(1)}  # the model shifts labels back
-        for pair in _batches(task, model.config.vocab_size)
-        for tokens_L, targets_L in zip(*pair, strict=True)
-    ]
-    trainer = TimedTrainer(
-        model=model,
-        args=options,
-        train_dataset=samples,  # pyright: ignore[reportArgumentType]
-        optimizers=(_adamw(model), None),
-        callbacks=[StepTimes()],
-    )
-    trainer.train()
-    return transformers.__version__
 
 
 def _batches(task: dict[str, Any], vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,8 +1,11 @@
-"""An example row and its run, for tests that process rows."""
+"""An example row, its run and the peaks of a machine, for tests."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from ingot.bench.ops import OpRow
+from ingot.bench.peaks import Peak, Peaks
 from ingot.bench.results import RunInfo
 
 RUN = RunInfo(
@@ -25,4 +28,12 @@ ROW = OpRow(
     vs_eager=2.0,
     vs_compile=None,
     batch_invariant=True,
+)
+PEAK = Peak(value=4.0, low=1.0, typical=2.0, high=3.0)
+PEAKS = Peaks(
+    method=1,
+    measured=datetime(2026, 11, 15, tzinfo=UTC),
+    read_bandwidth=PEAK,
+    matmul={"fp32": PEAK, "bf16": PEAK, "int8": None},
+    missing={"int8": "no kernel"},
 )

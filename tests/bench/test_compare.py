@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -21,22 +20,15 @@ from ingot.bench.compare import (
     roofline,
     rows,
 )
-from ingot.bench.peaks import Peak, Peaks
 from ingot.bench.subprocess_system import Generation, SystemReady
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
 from ingot.ops.op import Cost
+from tests.bench.row import PEAKS
 
 from .conftest import Make
 
-PEAK = Peak(value=4.0, low=1.0, typical=2.0, high=3.0)
-PEAKS = Peaks(
-    method=1,
-    measured=datetime(2026, 11, 15, tzinfo=UTC),
-    read_bandwidth=PEAK,
-    matmul={"fp32": PEAK, "bf16": PEAK, "int8": None},
-)
 MODEL = ModelCost(
     path=Path("/models/tiny"),
     vocab_size=90,
