@@ -83,7 +83,7 @@ def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
     builders = {"build", "replay"}
     # What Triton kernels are declared with, compiled by, proved by and made of.
     frame = {"kernel", "launch", "provider", "target", "autotune", "config_store", "defaults"}
-    frame |= {"packed", "reduce"}
+    frame |= {"packed", "reduce", "attention_tiles", "attention_backward"}
     proof = {"compiler", "disassembly", "codegen_checks", "interpreter", "report", "ceiling"}
     proof |= {"tutorial_kernels"}
     for provider in providers:

@@ -17,7 +17,7 @@ import ingot
 from ingot.cli.tables import new_grid
 from ingot.core.device import Device, detect
 from ingot.core.log import stdout
-from ingot.kernels.triton import OLDEST, supported
+from ingot.kernels.triton import MIN_CAPABILITY, supported
 from ingot.kernels.triton.target import TARGETS
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _gpu_issues(device: Device, installed: frozenset[str]) -> Iterator[_Check]:
     yield (
         bool(old),
         f"{', '.join(old)}: too old for Triton, ops fall back to PyTorch",
-        f"use a GPU of sm_{OLDEST} or newer",
+        f"use a GPU of sm_{MIN_CAPABILITY} or newer",
     )
     yield (
         bool(untuned),

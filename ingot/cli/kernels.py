@@ -1,10 +1,9 @@
-"""`ingot kernels`: the GPU kernels as machine code, without a GPU."""
+"""`ingot kernels`: compile the GPU kernels and inspect their machine code, without a GPU."""
 
 from __future__ import annotations
 
 import json as json_format
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -19,81 +18,81 @@ if TYPE_CHECKING:
 def kernels(
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OP ...]")] = (),
     target: tuple[str, ...] = (),
-    quick: tyro.conf.FlagCreatePairsOff[bool] = False,
-    numbers: tyro.conf.FlagCreatePairsOff[bool] = False,
+    default_configs: tyro.conf.FlagCreatePairsOff[bool] = False,
+    accuracy: tyro.conf.FlagCreatePairsOff[bool] = False,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
-    page: Path | None = None,
-    defaults: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Compile the GPU kernels for GPUs that need not be there, and say what is in the code:
+    """Compile the GPU kernels for several GPU architectures, which need not be present, and report
     registers, spills, shared memory, occupancy, widths of loads and stores, tensor-core
-    instructions, asynchronous copies, and how fast the chip would allow the op to be.
+    instructions and asynchronous copies, and the roofline time of each op.
 
-    Nothing is compiled twice. What a GPU would measure is not here: nothing is run.
+    Fails if a kernel violates a codegen check: no spills, shared memory within bounds, tensor cores
+    in every GEMM, 128-bit loads in bandwidth-bound kernels. Nothing runs on a GPU. Compiled kernels
+    are cached.
 
-    Examples: `ingot kernels --quick` for the configurations that a call would get, `ingot kernels
-    linear --target sm_90` for one op and GPU, `ingot kernels --json` for machines,
-    `ingot kernels --numbers` for the errors of the kernels in Triton's interpreter.
+    Examples: `ingot kernels --default-configs` for the configurations that calls use, `ingot
+    kernels linear --target sm_90` for one op and GPU, `ingot kernels --accuracy` for the errors of
+    the kernels in Triton's interpreter.
 
     Args:
         names: Only these ops.
-        target: Only these GPUs: sm_80, sm_90, sm_100, sm_120, gfx942.
-        quick: Only the configuration that a call would get, not the whole tuning space.
-        numbers: Run every sample in the interpreter instead, and show the worst errors.
+        target: Only these GPU architectures: sm_80, sm_90, sm_100, sm_120, gfx942.
+        default_configs: Compile only the configuration that a call uses by default, not the whole
+            tuning space.
+        accuracy: Instead of compiling, run every sample in Triton's interpreter and report the
+            largest errors relative to the tolerance.
         json: Print JSON instead of tables.
-        page: Write the tables into this page of the documentation; with --numbers, the errors.
-        defaults: Choose the default configurations anew, from the compiled code.
     """
     from ingot.kernels.triton import require_triton
 
     require_triton()
     from ingot.kernels.triton import report
 
-    if numbers:
+    if accuracy:
+        _check_ops(names)
         with progress("interpreting", None) as bar:
-            errors = report.numbers(names, done=bar.advance)
-        if page:
-            report.write_numbers(page, errors)
-        _print(report.number_rows(errors), "worst errors as shares of their bounds", json)
+            errors = report.measure_accuracy(names, on_done=bar.advance)
+        _print(report.accuracy_rows(errors), "largest error relative to the tolerance", json)
         return
-    found, seconds = compiled(names, target, quick)
-    if defaults:
-        report.write_defaults(found)
-    if page:
-        report.write_page(page, found, seconds)
+    compiled, seconds = compile_kernels(names, target, default_configs)
     if json:
-        print(json_format.dumps([fact.row for fact in found], indent=2))  # noqa: T201
+        print(json_format.dumps([kernel.row for kernel in compiled], indent=2))  # noqa: T201
     else:
-        _print(report.fact_rows(found), "", False)
-        _print(report.roofline_rows(names), "least time of the representative call", False)
-        stdout().print(report.summary(found, seconds), highlight=False)
-    wrong = report.wrong(found)
-    if wrong:
+        _print(report.kernel_rows(compiled), "", False)
+        _print(report.roofline_rows(names), "roofline time of the representative call", False)
+        stdout().print(report.summary(compiled, seconds), highlight=False)
+    violations = report.all_violations(compiled)
+    if violations:
         raise IngotError(
-            f"{len(wrong)} kernels are not as they should be: " + "; ".join(wrong[:5]),
-            hint="change the kernel or take the configuration out of its tuning space",
+            f"{len(violations)} violations of the codegen checks: " + "; ".join(violations[:5]),
+            hint="change the kernel or remove the configuration from its tuning space",
         )
 
 
-def compiled(
-    names: tuple[str, ...], targets: tuple[str, ...], quick: bool
+def compile_kernels(
+    names: tuple[str, ...], targets: tuple[str, ...], default_configs: bool
 ) -> tuple[list[CompiledKernel], float]:
-    """The facts about these kernels, and how long it took."""
-    from ingot.kernels.triton.compiler import compile_all, jobs
-    from ingot.kernels.triton.provider import triton_ops
+    """Compile the kernels of these ops; return them and the seconds it took."""
+    from ingot.kernels.triton.compiler import compile_all, compile_jobs
     from ingot.kernels.triton.target import TARGETS
 
-    for name in names:
-        if name not in triton_ops():
-            raise UnknownName("op with GPU kernels", name, triton_ops())
+    _check_ops(names)
     for target in targets:
         if target not in TARGETS:
             raise UnknownName("GPU target", target, TARGETS)
     start = time.monotonic()
-    wanted = jobs(names, targets or tuple(TARGETS), every_config=not quick)
-    with progress("compiling", len(wanted)) as bar:
-        found = compile_all(wanted, done=bar.advance)
-    return found, time.monotonic() - start
+    jobs = compile_jobs(names, targets or tuple(TARGETS), all_configs=not default_configs)
+    with progress("compiling", len(jobs)) as bar:
+        compiled = compile_all(jobs, on_done=bar.advance)
+    return compiled, time.monotonic() - start
+
+
+def _check_ops(names: tuple[str, ...]) -> None:
+    from ingot.kernels.triton.provider import triton_ops
+
+    for name in names:
+        if name not in triton_ops():
+            raise UnknownName("op with GPU kernels", name, triton_ops())
 
 
 def _print(rows: list[dict[str, Any]], title: str, json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`ingot tune`: the fastest configurations of GPU kernels, found on the GPU."""
+"""`ingot tune`: autotune the GPU kernels on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def tune(
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Time every configuration of the GPU kernels on this GPU, at the shapes that `ingot kernels`
-    compiles them for, and keep the fastest whose numbers are right. From then on calls of that
-    kind get it, on GPUs of that name.
+    compiles them for, and store the fastest accurate one. Calls on GPUs of the same name use it
+    from then on.
 
-    What is found is kept as it is found: broken off, it keeps what it has.
+    Each result is stored as soon as it is found, so an interrupted run keeps what it has.
 
     Examples: `ingot tune` for all ops, `ingot tune linear attention` for some, `ingot tune --json`
-    for machines.
+    for JSON.
 
     Args:
         names: Only these ops.
-        dtype: Of the tensors: each has configurations of its own.
+        dtype: Data type of the tensors; each has its own configurations.
         json: Print JSON instead of a table.
     """
     from ingot.kernels.triton import GPU, interpreting, require_triton
@@ -42,15 +42,18 @@ def tune(
     resolve(GPU)
     require_triton()
     if interpreting():
-        raise IngotError("TRITON_INTERPRET is set: nothing runs on the GPU", hint="unset it")
-    results = _tuned(names, dtype, GPU)
+        raise IngotError(
+            "TRITON_INTERPRET is set, so kernels do not run on the GPU",
+            hint="unset TRITON_INTERPRET",
+        )
+    results = _tune_all(names, dtype, GPU)
     if json:
         print(json_format.dumps([as_row(result) for result in results], indent=2))  # noqa: T201
     else:
         _print_table(results)
 
 
-def _tuned(names: tuple[str, ...], dtype: str, device: str) -> list[TuneResult]:
+def _tune_all(names: tuple[str, ...], dtype: str, device: str) -> list[TuneResult]:
     import torch
 
     from ingot.kernels.triton import autotune
@@ -59,20 +62,20 @@ def _tuned(names: tuple[str, ...], dtype: str, device: str) -> list[TuneResult]:
     for name in names:
         if name not in triton_ops():
             raise UnknownName("op with GPU kernels", name, triton_ops())
-    wanted = autotune.tasks(names, getattr(torch, _DTYPES[dtype]))
+    tasks = autotune.tuning_tasks(names, getattr(torch, _DTYPES[dtype]))
     results: list[TuneResult] = []
-    with progress("tuning", len(wanted)) as bar:
-        for task in wanted:
+    with progress("tuning", len(tasks)) as bar:
+        for task in tasks:
             bar.describe(task.name)
             results.append(autotune.tune(task, autotune.time_on_gpu, device))
-            for reason in results[-1].wrong:
-                logger(__name__).warning("%s does not take %s", task.name, reason)
+            for reason in results[-1].rejected:
+                logger(__name__).warning("%s: rejected %s", task.name, reason)
             bar.advance()
     return results
 
 
 def as_row(result: TuneResult) -> dict[str, Any]:
-    """A result as `--json` prints it; times in microseconds, None where there is none."""
+    """Return a result as `--json` prints it; times in microseconds, None if not measured."""
 
     def microseconds(seconds: float) -> float | None:
         return None if math.isnan(seconds) else round(seconds * 1e6, 2)
@@ -81,10 +84,10 @@ def as_row(result: TuneResult) -> dict[str, Any]:
         "kernel": result.name,
         "config": result.config and str(result.config),
         "us": microseconds(result.seconds),
-        "before": str(result.before),
-        "before_us": microseconds(result.before_seconds),
-        "tried": result.tried,
-        "wrong": list(result.wrong),
+        "previous_config": str(result.previous),
+        "previous_us": microseconds(result.previous_seconds),
+        "num_tried": result.num_tried,
+        "rejected": list(result.rejected),
     }
 
 
@@ -95,22 +98,22 @@ def _print_table(results: list[TuneResult]) -> None:
     from ingot.kernels.triton.config_store import current_target, database_path
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("kernel", "fastest", "us", "before", "us", "faster", "tried", "wrong"):
+    headings = "kernel", "fastest", "us", "previous", "us", "speedup", "tried", "rejected"
+    for heading in headings:
         table.add_column(heading, no_wrap=True)
     for result in results:
         row = as_row(result)
-        faster = result.before_seconds / result.seconds
+        speedup = result.previous_seconds / result.seconds
         table.add_row(
             row["kernel"],
-            row["config"] or "none is right",
+            row["config"] or "none accurate",
             str(row["us"] or "-"),
-            row["before"],
-            str(row["before_us"] or "-"),
-            "-" if math.isnan(faster) else f"{faster:.2f}x",
-            str(row["tried"]),
-            str(len(row["wrong"])),
+            row["previous_config"],
+            str(row["previous_us"] or "-"),
+            "-" if math.isnan(speedup) else f"{speedup:.2f}x",
+            str(row["num_tried"]),
+            str(len(row["rejected"])),
         )
     stdout().print(table)
-    stdout().print(
-        f"kept for {current_target()[1]} in {database_path()}", highlight=False, markup=False
-    )
+    device = current_target()[1]
+    stdout().print(f"stored for {device} in {database_path()}", highlight=False, markup=False)

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="GPU kernels need Triton, if only to be compiled")
 
-from ingot.cli import tune as verb
+from ingot.cli import tune as command
 from ingot.core import log
 from ingot.core.errors import IngotError, UnknownName
 from ingot.kernels import triton as package
@@ -22,11 +22,11 @@ from ingot.kernels.triton.launch import KernelConfig
 from ingot.kernels.triton.target import TARGETS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-PLAIN, QUICK = KernelConfig.of(4), KernelConfig.of(8)
+PREVIOUS, FASTEST = KernelConfig.of(4), KernelConfig.of(8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_a_hint(ready: Run) -> None:
+def test_error_without_a_gpu_has_a_hint(ready: Run) -> None:
     result = ready("tune", "silu")
     assert result.returncode == 2
     assert "error: " in result.stderr
@@ -36,70 +36,68 @@ def test_without_a_gpu_there_is_a_hint(ready: Run) -> None:
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU whose kernels take as long as a test says."""
+    """Mock a GPU and the results of tuning."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(verb, "resolve", lambda device: None)
+    monkeypatch.setattr(command, "resolve", lambda device: None)
     monkeypatch.setattr(config_store, "current_target", lambda: (TARGETS["sm_90"], "H100"))
 
     def tune(task: TuneTask, timer: Any, device: str) -> TuneResult:
         backward = task.sites[0].direction == "backward"
         return TuneResult(
             name=task.name,
-            config=None if backward else QUICK,
+            config=None if backward else FASTEST,
             seconds=math.nan if backward else 2e-6,
-            before=PLAIN,
-            before_seconds=math.nan if backward else 3e-6,
-            tried=3,
-            wrong=("num_warps=2 num_stages=1: 7.00 times the error that is allowed",),
+            previous=PREVIOUS,
+            previous_seconds=math.nan if backward else 3e-6,
+            num_tried=3,
+            rejected=("num_warps=2 num_stages=1: error is 7.00 times the tolerance",),
         )
 
     monkeypatch.setattr(autotune, "tune", tune)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_table_for_people(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     log.stdout.cache_clear()
-    verb.tune(("silu",))
+    command.tune(("silu",))
     first, second, *_, last = capsys.readouterr().out.splitlines()[3:]
     assert first.split() == [
         *("silu.forward.activation", "num_warps=8", "num_stages=1", "2.0"),
         *("num_warps=4", "num_stages=1", "3.0", "1.50x", "3", "1"),
     ]
-    assert "none is right" in second
-    assert last.startswith("kept for H100 in ")
+    assert "none accurate" in second
+    assert last.startswith("stored for H100 in ")
 
 
 @pytest.mark.usefixtures("gpu")
-def test_rows_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    verb.tune(("silu",), json=True)
+def test_json_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    command.tune(("silu",), json=True)
     forward, backward = json.loads(capsys.readouterr().out)
-    assert (forward["config"], forward["us"], forward["before_us"]) == (
+    assert (forward["config"], forward["us"], forward["previous_us"]) == (
         "num_warps=8 num_stages=1",
         2.0,
         3,
     )
     assert (backward["config"], backward["us"]) == (None, None)
-    assert len(forward["wrong"]) == 1
+    assert len(forward["rejected"]) == 1
 
 
 @pytest.mark.usefixtures("gpu")
-def test_an_unknown_op_suggests_the_nearest() -> None:
+def test_unknown_op_is_an_error() -> None:
     with pytest.raises(UnknownName, match="silo"):
-        verb.tune(("silo",))
+        command.tune(("silo",))
 
 
 @pytest.mark.usefixtures("gpu")
-def test_an_interpreter_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_in_the_interpreter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(IngotError, match="TRITON_INTERPRET"):
-        verb.tune()
+        command.tune()
 
 
 @pytest.mark.usefixtures("gpu")
-def test_without_triton_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_triton_has_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "find_spec", lambda name: None)
     with pytest.raises(IngotError, match="not installed"):
-        verb.tune()
+        command.tune()

@@ -1,19 +1,20 @@
 """The `triton` provider: kernels for NVIDIA and AMD GPUs.
 
-None of this has run on a GPU. What can be known without one is known and gated: their numbers, in
-Triton's interpreter; that every kernel compiles to machine code for every target of `target.py`,
-without spills, within shared memory, on the tensor cores. `ingot kernels` prints it.
+None of these kernels has run on a GPU yet. Everything that can be checked without one is checked in
+CI: accuracy, batch invariance and memory traffic in Triton's interpreter, and that every kernel
+compiles for every target in `target.py` without spills, within shared memory and on the tensor
+cores. `ingot kernels` prints the results.
 
-Each family has its file here, with the basename that it has in `ops`. A kernel is declared once
-(`kernel.py`): the function, the configurations it may be compiled in, what bounds it. An op is
-given its kernels once (`provider.py`), with the arguments of a representative call. Tests,
-compilation, the table and dispatch are made from these two declarations.
+Each op family has a file here with the same name as in `ops`. A kernel is declared once
+(`kernel.py`): the function, its tuning space and its bound. An op is registered once
+(`provider.py`), with the arguments of a representative call. Tests, compilation, tables and
+dispatch are derived from these two declarations.
 
-Arithmetic is in float32, storage in float32, float16 or bfloat16. Exact means here that a row's
-configuration never depends on how many rows there are, and that nothing is split along what is
-added up, or at sites that are fixed.
+Arithmetic is in float32; tensors are float32, float16 or bfloat16. The kernels are batch-invariant:
+the configuration of a launch never depends on the number of rows, and reduction dimensions are not
+split, or are split at fixed positions.
 
-Triton is imported by the modules in here, not by this one.
+The modules of this package import Triton; this one does not.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ from importlib.util import find_spec
 
 from ingot.core.errors import IngotError
 
-GPU = "cuda"  # ROCm's devices, too, are that to torch
-OLDEST = 80  # compute capability of NVIDIA's that Triton compiles for
+GPU = "cuda"  # torch's device type for ROCm as well
+MIN_CAPABILITY = 80  # the oldest NVIDIA compute capability that Triton compiles for
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU: for tests, at a snail's pace."""
+    """Return whether kernels run in Triton's interpreter on the CPU: for tests, and very slow."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
 
 
-def supported(capability: str | None) -> bool:
-    """Whether Triton compiles for a device of this architecture; one that is not known, it may.
+def supported(arch: str | None) -> bool:
+    """Return whether Triton compiles for a device of this architecture; True if unknown.
 
     >>> supported("sm_75"), supported("sm_89"), supported("gfx942")
     (False, True, True)
     """
-    if capability is None or not capability.startswith("sm_"):
+    if arch is None or not arch.startswith("sm_"):
         return True
-    return int(capability.removeprefix("sm_")) >= OLDEST
+    return int(arch.removeprefix("sm_")) >= MIN_CAPABILITY
 
 
 def require_triton() -> None:
-    """Raise what to do about it where Triton is not installed."""
+    """Raise an error if Triton is not installed."""
     if find_spec("triton") is None:
-        raise IngotError("Triton is not installed", hint="pip install 'ingot[gpu]'")
+        raise IngotError("Triton is not installed", hint="run `pip install 'ingot[gpu]'`")
 
 
 @cache
 def available() -> bool:
-    """Whether kernels of this provider can run in this process."""
+    """Return whether kernels of this provider can run in this process."""
     if find_spec("triton") is None:
         return False
     if interpreting():

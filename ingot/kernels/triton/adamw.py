@@ -1,15 +1,15 @@
 """`adamw` on GPUs: all tensors in one launch.
 
-A table says where each tensor's parameters, gradients, moments and lower halves lie, how many there
-are, and which program is its first. A program finds its tensor by bisection, and does `TILE`
-elements of it. The end of a tensor that is no multiple of 16 is done by its last program, on its
-own: so everything else is loaded 128 bits at a time.
+A table holds, for each tensor, the addresses of its parameters, gradients, moments and low halves,
+its number of elements and its first program. A program finds its tensor by bisection and updates
+`BLOCK` elements of it. If a tensor's size is not a multiple of 16, its last program updates the
+rest separately, so that everything else is loaded 128 bits at a time.
 
-A parameter in two halves is two integers of 16 bits here, of which a float32 is made, and two again
-of that. Gradients in two dtypes take two launches.
+A split master weight is stored as two 16-bit integers, which are combined to a float32 and split
+again. Gradients in two dtypes take two launches.
 
-Tensors with gaps are copied, and copied back. So are those that do not begin at a multiple of 16
-bytes, as slices may; allocations do.
+Tensors that are not contiguous, or not aligned to 16 bytes (as slices may be), are copied, and
+copied back afterwards.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -33,17 +33,17 @@ from ingot.kernels.triton.target import TargetSpec
 _SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (4096,))
 _BLOCK = 2048
 _VECTOR = tl.constexpr(16)
-_TABLE_COLUMNS = tl.constexpr(7)  # of the table: five addresses, elements, first program
+_TABLE_COLUMNS = tl.constexpr(7)  # five addresses, number of elements, first program
 
 
 def _space(target: TargetSpec, BLOCK: int, **_: object) -> Iterator[KernelConfig]:
-    for per_thread in (8, 16):  # elements a thread: of four tensors, and two results
+    for per_thread in (8, 16):  # elements of four inputs and two outputs
         yield KernelConfig.of(BLOCK // (per_thread * target.warp_size))
 
 
 @triton.jit
 def _find_tensor(table, num_tensors, program):
-    """The last tensor whose first program is not behind this one."""
+    """Return the last tensor whose first program is not after this one."""
     low = 0
     high = num_tensors
     while low < high:
@@ -61,7 +61,7 @@ def _update(
     beta2, one_minus_beta2, inv_sqrt_correction2, eps, lr_weight_decay,
     SPLIT_MASTER: tl.constexpr,
 ):  # fmt: skip
-    """Update the elements that are inside."""
+    """Update the elements under the mask."""
     g = grad_scale * tl.load(g_ptrs, mask, other=0.0).to(tl.float32)
     m = beta1 * tl.load(m_ptrs, mask, other=0.0).to(tl.float32) + one_minus_beta1 * g
     v = beta2 * tl.load(v_ptrs, mask, other=0.0).to(tl.float32) + one_minus_beta2 * g * g
@@ -87,7 +87,7 @@ def _adamw(
     one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, lr_weight_decay,
     BLOCK: tl.constexpr, SPLIT_MASTER: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a tensor; of the three tensors that are given, the types matter."""
+    """Update a block of a tensor; the three `_like` tensors only provide types."""
     program = tl.program_id(0)
     row = table + _find_tensor(table, num_tensors, program) * _TABLE_COLUMNS
     size = tl.load(row + 5)
@@ -117,8 +117,8 @@ def _adamw(
 
 
 def _aligned_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that a kernel can walk through."""
-    # A copy has an allocation of its own, which is aligned.
+    """Return the tensor, or an aligned and contiguous copy."""
+    # A copy has its own allocation, which is aligned.
     fits = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -137,7 +137,7 @@ def adamw(
     decay: float,
     factor: float,
 ) -> None:
-    """For each dtype of gradients one launch, and a table of addresses copied to the GPU."""
+    """Launch one kernel per gradient dtype, with a table of addresses copied to the GPU."""
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     scalars = (
         *(factor, lr / correction1, beta1, 1 - beta1, beta2, 1 - beta2, correction2**-0.5),
@@ -181,7 +181,7 @@ def _launch(tensor_lists: list[list[Tensor]], scalars: tuple[float, ...]) -> Non
 def _device_table(rows: list[list[int]], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.tensor(rows, device=device)
-    # From pinned memory, so that nobody waits until the GPU has come so far.
+    # From pinned memory, so that the host does not wait for the GPU.
     return torch.tensor(rows).pin_memory().to(device, non_blocking=True)
 
 
@@ -196,7 +196,7 @@ def _example(make: ExampleInputs) -> tuple[Any, ...]:
 
 
 def _split_example(make: ExampleInputs) -> tuple[Any, ...]:
-    """In bfloat16, whatever is asked for."""
+    """Return an example in bfloat16, whatever the requested dtype."""
     make = ExampleInputs(torch.bfloat16, make.device)
     *tensors, _, step, lr = _example(make)
     low = [make.ints(*shape, dtype=torch.int16, below=2**15) for shape in _SHAPES]

@@ -1,12 +1,11 @@
-"""Compiles kernels ahead of time, for GPUs that are not there, and says what came out.
+"""Ahead-of-time compilation of kernels for GPUs that are not present.
 
-    facts = compile_all(jobs(targets=["sm_90"]))
+    kernels = compile_all(compile_jobs(targets=["sm_90"]))
 
 A job is one launch of an op's representative call, in one configuration, for one target. It takes
-the way that Triton's own just-in-time compiler takes, from the arguments' dtypes, alignments and
-strides to a binary. Jobs run in processes, as many as there are cores. Facts are kept under a hash
-of all that went into them: the kernel's source and what it calls, its constants, its options,
-target and Triton.
+the same path as Triton's just-in-time compiler, from the arguments' dtypes, alignments and strides
+to a binary. Jobs run in one process per core. Results are cached under a hash of everything that
+went into them: the kernel's source and its callees, constants, options, target and Triton version.
 """
 
 # pyright: basic
@@ -42,27 +41,27 @@ from ingot.kernels.triton.target import TARGETS, TargetSpec
 
 @dataclass(frozen=True, kw_only=True)
 class CompileJob:
-    """One kernel to compile: which launch of which op, how, and what for."""
+    """One kernel to compile: which launch of which op, in which configuration, for which target."""
 
     op: str
     direction: str
     index: int
-    """Among the launches of the op's representative call in that direction."""
+    """Index among the launches of the op's representative calls in that direction."""
     kernel: str
     config: KernelConfig
     target: str
     key: str
-    """Hash of all that goes into it."""
+    """Hash of everything that determines the binary."""
 
     @property
     def name(self) -> str:
-        """As tables show it: `linear.matmul`, `linear.backward.matmul.1`."""
+        """The name in tables, such as `linear.forward.linear.0`."""
         return f"{self.op}.{self.direction}.{self.kernel}.{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledKernel:
-    """What came out of a job."""
+    """The result of a job: resources and instruction counts of the binary."""
 
     name: str
     kernel: str
@@ -77,123 +76,134 @@ class CompiledKernel:
     stats: CodeStats
 
     @property
-    def tensor_core(self) -> bool:
-        """Whether there are instructions of the tensor cores."""
+    def uses_tensor_cores(self) -> bool:
+        """Whether the code contains tensor-core instructions."""
         return bool(self.stats.tensor_ops)
 
     @property
     def row(self) -> dict[str, Any]:
-        """As `ingot kernels --json` prints it."""
+        """The row that `ingot kernels --json` prints."""
         return {
             "kernel": self.name,
-            "bound": self.bound_by,
+            "bound_by": self.bound_by,
             "target": self.target,
             "config": self.config,
             "registers": self.stats.registers,
             "spills": self.stats.spills,
             "shared_bytes": self.shared_bytes,
             "occupancy": self.occupancy,
-            "tensor_core": self.tensor_core,
-            "tensor_instructions": self.stats.tensor_ops,
+            "uses_tensor_cores": self.uses_tensor_cores,
+            "tensor_ops": self.stats.tensor_ops,
             "load_bits": self.stats.loads,
             "store_bits": self.stats.stores,
             "async_copies": self.stats.async_copies,
         }
 
 
-def jobs(
+def compile_jobs(
     names: Sequence[str] = (),
     targets: Sequence[str] = tuple(TARGETS),
-    every_config: bool = True,
+    all_configs: bool = True,
 ) -> list[CompileJob]:
-    """All there is to compile for these ops, all if none is named; every launch once.
+    """Return the jobs for these ops (all if none is named), without duplicates.
 
-    Without `every_config` it is the one that dispatch takes.
+    With `all_configs`, every configuration of the tuning space; else only the default one.
     """
     if interpreting():
         raise IngotError(
-            "kernels cannot be compiled while TRITON_INTERPRET is set", hint="unset it"
+            "kernels cannot be compiled while TRITON_INTERPRET is set",
+            hint="unset TRITON_INTERPRET",
         )
-    found: dict[str, CompileJob] = {}
-    for name, one in triton_ops().items():
+    jobs: dict[str, CompileJob] = {}
+    for name, triton_op in triton_ops().items():
         if names and name not in names:
             continue
         for direction in ("forward", "backward"):
-            for index, launch in enumerate(one.launches(direction)):
-                for target in targets:
-                    configs = launch.configs(TARGETS[target])
-                    for config in configs if every_config else [default_config(launch, target)]:
-                        key = _key(launch, config, TARGETS[target])
-                        job = CompileJob(
-                            op=name,
-                            direction=direction,
-                            index=index,
-                            kernel=launch.kernel.name,
-                            config=config,
-                            target=target,
-                            key=key,
-                        )
-                        found.setdefault(key, job)
-    return list(found.values())
+            for index, launch in enumerate(triton_op.launches(direction)):
+                for job in _launch_jobs(name, direction, index, launch, targets, all_configs):
+                    jobs.setdefault(job.key, job)
+    return list(jobs.values())
+
+
+def _launch_jobs(
+    op: str,
+    direction: str,
+    index: int,
+    launch: Launch,
+    targets: Sequence[str],
+    all_configs: bool,
+) -> Iterable[CompileJob]:
+    for target in targets:
+        spec = TARGETS[target]
+        configs = launch.configs(spec) if all_configs else [default_config(launch, target)]
+        for config in configs:
+            yield CompileJob(
+                op=op,
+                direction=direction,
+                index=index,
+                kernel=launch.kernel.name,
+                config=config,
+                target=target,
+                key=_key(launch, config, spec),
+            )
 
 
 def compile_all(
-    wanted: Sequence[CompileJob], done: Callable[[], object] = lambda: None
+    jobs: Sequence[CompileJob], on_done: Callable[[], object] = lambda: None
 ) -> list[CompiledKernel]:
-    """Compile them; what is known already is not compiled again. `done` hears of each."""
-    known = {job.key: fact for job in wanted if (fact := _load(job)) is not None}
-    for _ in known:
-        done()
-    missing = [job for job in wanted if job.key not in known]
+    """Compile the jobs that are not cached; call `on_done` after each."""
+    results = {job.key: cached for job in jobs if (cached := _load(job)) is not None}
+    for _ in results:
+        on_done()
+    missing = [job for job in jobs if job.key not in results]
     if len(missing) < 4:
-        new: Iterable[CompiledKernel] = map(compile_one, missing)
-        known |= _collect(missing, new, done)
+        results |= _collect(missing, map(compile_one, missing), on_done)
     else:
+        num_workers = min(detect().cpu.cores, len(missing))
         with (
             tempfile.TemporaryDirectory() as scratch,
             ProcessPoolExecutor(
-                min(detect().cpu.cores, len(missing)),
-                get_context("spawn"),
-                _start,
-                (scratch,),
+                num_workers, get_context("spawn"), _init_worker, (scratch,)
             ) as pool,
         ):
-            known |= _collect(missing, pool.map(compile_one, missing), done)
-    return [known[job.key] for job in wanted]
+            results |= _collect(missing, pool.map(compile_one, missing), on_done)
+    return [results[job.key] for job in jobs]
 
 
 def _collect(
-    wanted: Sequence[CompileJob], facts: Iterable[CompiledKernel], done: Callable[[], object]
+    jobs: Sequence[CompileJob],
+    kernels: Iterable[CompiledKernel],
+    on_done: Callable[[], object],
 ) -> dict[str, CompiledKernel]:
-    found: dict[str, CompiledKernel] = {}
-    for job, fact in zip(wanted, facts, strict=True):
-        found[job.key] = fact
-        paths.write_atomic(_path(job), msgspec.json.encode(fact))
-        done()
-    return found
+    results: dict[str, CompiledKernel] = {}
+    for job, compiled in zip(jobs, kernels, strict=True):
+        results[job.key] = compiled
+        paths.write_atomic(_path(job), msgspec.json.encode(compiled))
+        on_done()
+    return results
 
 
-def _start(scratch: str) -> None:
+def _init_worker(scratch: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = scratch
     os.nice(5)
 
 
 def compile_one(job: CompileJob) -> CompiledKernel:
-    """Compile one and read its code."""
+    """Compile one job and read its machine code."""
     launch = triton_ops()[job.op].launches(job.direction)[job.index]
-    compiled = compile_launch(launch, job.config, TARGETS[job.target])
-    return inspect_binary(job.name, launch, job.config, TARGETS[job.target], compiled)
+    binary = compile_launch(launch, job.config, TARGETS[job.target])
+    return inspect_binary(job.name, launch, job.config, TARGETS[job.target], binary)
 
 
 def inspect_binary(
-    name: str, launch: Launch, config: KernelConfig, target: TargetSpec, compiled: Any
+    name: str, launch: Launch, config: KernelConfig, target: TargetSpec, binary: Any
 ) -> CompiledKernel:
-    """What came out of the compiler."""
+    """Return the resources and instruction counts of a compiled launch."""
     if target.backend == "cuda":
-        found = disassembly.read_cubin(compiled.asm["cubin"])
+        stats = disassembly.read_cubin(binary.asm["cubin"])
     else:
-        found = disassembly.parse_gcn(compiled.asm["amdgcn"])
-    shared = compiled.metadata.shared
+        stats = disassembly.parse_gcn(binary.asm["amdgcn"])
+    shared_bytes = binary.metadata.shared
     return CompiledKernel(
         name=name,
         kernel=launch.kernel.name,
@@ -203,14 +213,14 @@ def inspect_binary(
         config=str(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        shared_bytes=shared,
-        occupancy=target.occupancy(found.registers, shared, config.num_warps),
-        stats=found,
+        shared_bytes=shared_bytes,
+        occupancy=target.occupancy(stats.registers, shared_bytes, config.num_warps),
+        stats=stats,
     )
 
 
 def compile_launch(launch: Launch, config: KernelConfig, target: TargetSpec) -> Any:
-    """The binary of a launch, and all stages before it."""
+    """Return Triton's compiled kernel with the output of every compiler stage."""
     source, options, gpu = _source(launch, config, target)
     return triton.compile(source, target=gpu, options=options)
 
@@ -218,31 +228,31 @@ def compile_launch(launch: Launch, config: KernelConfig, target: TargetSpec) -> 
 def _source(
     launch: Launch, config: KernelConfig, target: TargetSpec
 ) -> tuple[ASTSource, Any, GPUTarget]:
-    """What Triton's just-in-time compiler would compile for these arguments."""
+    """Return what Triton's just-in-time compiler would compile for these arguments."""
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
     backend = make_backend(gpu)
     function = launch.kernel.function
     constants = {**launch.constants, **config.options, **PINNED_OPTIONS}
     bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, options = bind(*launch.args, **constants)
+    bound_args, specialization, options = bind(*launch.args, **constants)
     options, signature, constexprs, attributes = function._pack_args(
-        backend, constants, bound, specialization, options
+        backend, constants, bound_args, specialization, options
     )
     return ASTSource(function, signature, constexprs, attributes), options.__dict__, gpu
 
 
 def _key(launch: Launch, config: KernelConfig, target: TargetSpec) -> str:
     source, options, _ = _source(launch, config, target)
-    facts = (source.hash(), sorted(map(str, options.items())), target, triton.__version__)
-    return hashlib.sha256(f"{facts}{_reader()}".encode()).hexdigest()[:32]
+    inputs = (source.hash(), sorted(map(str, options.items())), target, triton.__version__)
+    return hashlib.sha256(f"{inputs}{_reader_hash()}".encode()).hexdigest()[:32]
 
 
 @cache
-def _reader() -> str:
-    """What reads the code goes into the key: facts that were read otherwise are read again."""
-    here = Path(__file__).parent
-    texts = [(here / name).read_bytes() for name in ("disassembly.py", "compiler.py", "target.py")]
-    return hashlib.sha256(b"".join(texts)).hexdigest()
+def _reader_hash() -> str:
+    """Hash of the code that reads binaries: when it changes, cached results are recomputed."""
+    folder = Path(__file__).parent
+    names = "disassembly.py", "compiler.py", "target.py"
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
 
 
 def _path(job: CompileJob) -> Path:
@@ -251,7 +261,7 @@ def _path(job: CompileJob) -> Path:
 
 def _load(job: CompileJob) -> CompiledKernel | None:
     try:
-        fact = msgspec.json.decode(_path(job).read_bytes(), type=CompiledKernel)
+        cached = msgspec.json.decode(_path(job).read_bytes(), type=CompiledKernel)
     except (OSError, msgspec.DecodeError, msgspec.ValidationError):
         return None
-    return msgspec.convert({**asdict(fact), "name": job.name}, CompiledKernel)
+    return msgspec.convert({**asdict(cached), "name": job.name}, CompiledKernel)

@@ -1,8 +1,8 @@
-"""`embedding` on GPUs: a copy of rows; its gradient adds up the rows of equal tokens.
+"""`embedding` on GPUs: a gather of rows; its gradient sums the rows of equal tokens.
 
-The tokens are sorted first, so that each row of the gradient has one program, which adds up in the
-order of the tokens: no atomics, and the same bits every time. A token that is very frequent makes
-its program slow. A token outside the table is a row of zeros: a kernel cannot raise.
+The tokens are sorted first, so that one program computes each row of the gradient, in the order of
+the tokens: there are no atomics, and the result is deterministic. A very frequent token makes its
+program slow. A token outside the table gives a row of zeros: a kernel cannot raise an error.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -31,7 +31,7 @@ def _space(target: TargetSpec, BLOCK_D: int, **_: object) -> Iterator[KernelConf
 @kernel(space=_space, bound_by="bandwidth", scalar_loads=1)
 @triton.jit
 def _embedding(tokens, weight, y, vocab_size, D, stride_wv, stride_wd, BLOCK_D: tl.constexpr):
-    """A piece of the row of a token."""
+    """Copy a block of a token's row."""
     position = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = tl.load(tokens + position).to(tl.int64)
@@ -46,9 +46,9 @@ def _embedding(tokens, weight, y, vocab_size, D, stride_wv, stride_wd, BLOCK_D: 
 def _embedding_backward(
     tokens, order, grad_output, grad_weight, vocab_size, D, stride_gt, BLOCK_D: tl.constexpr
 ):
-    """A piece of a row: the sum over the run of equal tokens that begins at this program's.
+    """Sum a block of the rows in the run of equal tokens that starts at this program's position.
 
-    Behind the sorted tokens stands one that is none of them.
+    The sorted tokens end with -1, which ends the last run.
     """
     position = tl.program_id(0)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -74,7 +74,7 @@ def _block_d(width: int) -> int:
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     vocab_size, D = weight.shape
     y = weight.new_empty((*tokens.shape, D))
     block_d = _block_d(D)

@@ -1,7 +1,7 @@
-"""Kernels in Triton's interpreter: their numbers and their traffic, without a GPU.
+"""Accuracy, batch invariance and memory traffic of kernels in Triton's interpreter, without a GPU.
 
-Whether a process interprets is decided when Triton decorates its functions. So that kernels can be
-compiled in this one, they are interpreted in another, which is asked by lines of JSON:
+Triton decides whether a process interprets when it decorates its functions. So that this process
+can compile kernels, they are interpreted in another one, which is called by lines of JSON:
 
     with Interpreter() as interpreter:
         interpreter.call("errors", op="silu", sample="odd", dtype="float16")
@@ -14,15 +14,14 @@ another, so a race would not show.
 # pyright: basic
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -30,16 +29,19 @@ from unittest import mock
 from ingot.core.errors import IngotError
 
 DTYPES = ("float32", "float16")
-_planted: list[Any] = []
+_MODULE = "ingot.kernels.triton.interpreter"
 
 
 class Interpreter:
-    """A process that interprets kernels; closed at the end of a `with`."""
+    """A process that interprets kernels; a context manager that ends it.
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-P", "-m", "ingot.kernels.triton.interpreter"]
+    `script` replaces this module in that process; it must call `serve`.
+    """
+
+    def __init__(self, script: Path | None = None) -> None:
+        program = ["-m", _MODULE] if script is None else [str(script)]
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", *program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -54,22 +56,22 @@ class Interpreter:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._in.close()
         self._process.wait()
         self._out.close()
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """What a function of this module returns there; an error there is one here."""
+        """Call a served function; raise RuntimeError if it raises there."""
         self._in.write(json.dumps([function, arguments]) + "\n")
         self._in.flush()
         line = self._out.readline()
         if not line:
             raise IngotError(
-                "the interpreter ended", hint="call `python -m ingot.kernels.triton.interpreter`"
+                "the interpreter process exited", hint=f"run `python -m {_MODULE}` to see why"
             )
         result = json.loads(line)
         if "error" in result:
@@ -77,8 +79,8 @@ class Interpreter:
         return result["value"]
 
 
-def samples() -> list[tuple[str, str, str]]:
-    """Every op with kernels, sample of it and dtype."""
+def all_samples() -> list[tuple[str, str, str]]:
+    """Return (op, sample, dtype) for every sample of every op with kernels."""
     import torch
 
     from ingot.kernels.triton.provider import triton_ops
@@ -86,88 +88,69 @@ def samples() -> list[tuple[str, str, str]]:
 
     return [
         (name, sample.name, dtype)
-        for name, one in triton_ops().items()
+        for name, triton_op in triton_ops().items()
         for dtype in DTYPES
-        for sample in one.op.samples(TensorMaker(getattr(torch, dtype)))
+        for sample in triton_op.op.samples(TensorMaker(getattr(torch, dtype)))
     ]
 
 
-def streaming() -> list[str]:
-    """Ops that memory bounds, in all their kernels of a forward."""
+def bandwidth_bound_ops() -> list[str]:
+    """Return the ops whose forward kernels are all bandwidth-bound."""
     from ingot.kernels.triton.provider import triton_ops
 
     return [
         name
-        for name, one in triton_ops().items()
-        if {launch.kernel.bound_by for launch in one.launches("forward")} == {"bandwidth"}
+        for name, triton_op in triton_ops().items()
+        if {launch.kernel.bound_by for launch in triton_op.launches("forward")} == {"bandwidth"}
     ]
 
 
 def errors(op: str, sample: str, dtype: str) -> dict[str, float]:
-    """The errors of a call as shares of their bounds: of the results, and of each gradient."""
+    """Return the errors of a call relative to the tolerance: forward, and of each gradient."""
     from ingot import ops
     from ingot.ops.accuracy import backward_errors, forward_errors
 
     record, args = _arguments(op, sample, dtype)
     with ops.prefer("triton"):
-        assert record.select(*args).name == "triton", "the kernels do not take this call"
-    found = {"forward": max(forward_errors(record, "triton", args))}
+        assert record.select(*args).name == "triton", "the kernels do not support this call"
+    relative = {"forward": max(forward_errors(record, "triton", args))}
     if record.gradient:
-        found |= backward_errors(record, "triton", args)
-    return found
+        relative |= backward_errors(record, "triton", args)
+    return relative
 
 
-def plant(family: str, old: str, new: str, op: str) -> None:
-    """Change the source of an op's kernels, for as long as this process runs: so tests plant
-    violations, and see whether they are noticed."""
-    from ingot.kernels.triton.provider import HERE, triton_ops
-    from ingot.ops.op import registry
-
-    triton_ops()
-    text = (HERE / f"{family}.py").read_text()
-    assert old in text, "nothing to change"
-    name = f"ingot.kernels.triton.{family}"
-    file = tempfile.NamedTemporaryFile("w", suffix=".py")  # noqa: SIM115
-    _planted.append(file)  # the interpreter reads a function's source at its first call
-    file.write(text.replace(old, new))
-    file.flush()
-    spec = importlib.util.spec_from_file_location(name, file.name)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    registry()[op].__dict__.pop("providers", None)
-
-
-def differing(op: str, sample: str, dtype: str) -> list[str]:
-    """Where rows have other bits alone, or in two halves, than in the whole batch."""
+def batch_dependent_rows(op: str, sample: str, dtype: str) -> list[str]:
+    """Return the slices whose bits differ when computed alone instead of in the whole batch."""
     from ingot import ops
     from ingot.ops.gradient import as_tuple
 
     record, args = _arguments(op, sample, dtype)
     names = list(record.signature.parameters)
-    rows = len(args[names.index(record.row_args[0])])
-    found: list[str] = []
+    num_rows = len(args[names.index(record.row_args[0])])
+    half = num_rows // 2
+    slices = [slice(0, half), slice(half, num_rows)]
+    slices += [slice(row, row + 1) for row in range(0, num_rows, max(1, num_rows // 6))]
+    mismatches: list[str] = []
     with ops.prefer("triton"):
         whole = as_tuple(record(*args))
-        for part in [slice(0, rows // 2), slice(rows // 2, rows)] + [
-            slice(row, row + 1) for row in range(0, rows, max(1, rows // 6))
-        ]:
+        for part in slices:
             if part.start == part.stop:
                 continue
-            taken = [
+            part_args = [
                 arg[part] if name in record.row_args else arg
                 for name, arg in zip(names, args, strict=True)
             ]
-            for one, other in zip(as_tuple(record(*taken)), whole, strict=True):
-                if not _same_bits(one, other[part]):
-                    found.append(f"{part}")
-    return found
+            for result, expected in zip(as_tuple(record(*part_args)), whole, strict=True):
+                if not _bitwise_equal(result, expected[part]):
+                    mismatches.append(f"{part}")
+    return mismatches
 
 
-def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
-    """Where a sequence's attention has other bits in chunks, from pages or beside another one.
+def attention_mismatches(dtype: str, window: int | None, split_size: int) -> list[str]:
+    """Return where a sequence's attention has other bits in chunks, from KV cache blocks, or
+    packed with another sequence.
 
-    `split` stands for the number of keys of a piece, so that there are several.
+    `split_size` replaces the number of keys per split, so that a short sequence has several.
     """
     import torch
 
@@ -175,111 +158,114 @@ def attention_differs(dtype: str, window: int | None, split: int) -> list[str]:
     from ingot.kernels.triton import attention
     from ingot.ops.inputs import TensorMaker
 
-    attention.SPLIT_SIZE = split
+    attention.SPLIT_SIZE = split_size
     attend: Any = ops.attention
     make = TensorMaker(getattr(torch, dtype))
-    length, page = 150, 16
+    length, block_size = 150, 16
     q, k, v = make(length, 4, 32), make(length, 2, 32), make(length, 2, 32)
-    found: list[str] = []
+    num_blocks = -(-length // block_size)
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+    caches = [_paged(x, order, make(num_blocks, block_size, 2, 32)) for x in (k, v)]
+    mismatches: list[str] = []
 
     def call(queries: Any, *rest: Any) -> Any:
-        starts = torch.tensor([0, len(queries)], dtype=torch.int32)
-        return attend(queries, *rest[:2], starts, *rest[2:], True, window, None)
+        cu_seqlens = torch.tensor([0, len(queries)], dtype=torch.int32)
+        return attend(queries, *rest[:2], cu_seqlens, *rest[2:], True, window, None)
 
-    pages = -(-length // page)
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
-    pools = []
-    for x in (k, v):
-        pool = make(pages, page, 2, 32)
-        padded = torch.cat((x, x.new_zeros(pages * page - length, 2, 32)))
-        pool[order] = padded.view(pages, page, 2, 32)
-        pools.append(pool)
     with ops.prefer("triton"):
         whole = call(q, k, v, None, None)
         for first, last in ((0, 1), (0, 37), (37, 40), (40, 149), (149, 150)):
-            context = torch.tensor([last], dtype=torch.int32)
-            plain = call(q[first:last], k[:last], v[:last], context, None)
-            paged = call(q[first:last], *pools, context, order[None].int())
-            for name, chunk in (("plain", plain), ("paged", paged)):
-                if not _same_bits(chunk, whole[first:last]):
-                    found.append(f"{name} {first}:{last}")
-        both = [torch.cat((x[:33], x)) for x in (q, k, v)]
-        starts = torch.tensor([0, 33, 33 + length], dtype=torch.int32)
-        beside = attend(*both, starts, None, None, True, window, None)
-        if not _same_bits(beside[33:], whole) or not _same_bits(beside[:33], whole[:33]):
-            found.append("beside another")
-    return found
+            context_lens = torch.tensor([last], dtype=torch.int32)
+            packed = call(q[first:last], k[:last], v[:last], context_lens, None)
+            paged = call(q[first:last], *caches, context_lens, order[None].int())
+            for name, chunk in (("packed", packed), ("paged", paged)):
+                if not _bitwise_equal(chunk, whole[first:last]):
+                    mismatches.append(f"{name} {first}:{last}")
+        two_sequences = [torch.cat((x[:33], x)) for x in (q, k, v)]
+        cu_seqlens = torch.tensor([0, 33, 33 + length], dtype=torch.int32)
+        both = attend(*two_sequences, cu_seqlens, None, None, True, window, None)
+        if not _bitwise_equal(both[33:], whole) or not _bitwise_equal(both[:33], whole[:33]):
+            mismatches.append("two sequences")
+    return mismatches
+
+
+def _paged(x: Any, order: Any, cache: Any) -> Any:
+    """Return a KV cache whose block `order[i]` holds the i-th block of x."""
+    import torch
+
+    padding = x.new_zeros(cache.shape[0] * cache.shape[1] - len(x), *x.shape[1:])
+    cache[order] = torch.cat((x, padding)).view(cache.shape)
+    return cache
 
 
 def traffic(op: str) -> dict[str, float]:
-    """Bytes that the forward kernels of an op load and store, and those that the record counts.
+    """Return the bytes that an op's forward kernels load and store, and the op's cost in bytes.
 
-    The shape is the representative one with fewer rows, each as long. Norms, which read their
-    weight once a program, run in fewer programs by as much.
+    The shape is the representative one with fewer rows of the same length. Norms load their weight
+    once per program, so they run in proportionally fewer programs.
     """
     from ingot import ops
     from ingot.kernels.triton import norm
     from ingot.ops.op import registry
 
     record, args = registry()[op], _small_example(op)
+    num_programs = norm.MAX_PARTIALS * len(args[0]) // 8192
     with (
         ops.prefer("triton"),
-        mock.patch.object(norm, "MAX_PARTIALS", norm.MAX_PARTIALS * len(args[0]) // 8192),
-        _counted() as moved,
+        mock.patch.object(norm, "MAX_PARTIALS", num_programs),
+        _count_bytes() as moved,
     ):
-        assert record.select(*args).name == "triton", "the kernels do not take this call"
+        assert record.select(*args).name == "triton", "the kernels do not support this call"
         record(*args)
-    return {"moved": moved[0], "counted": record.cost(*args).bytes}
+    return {"moved": moved[0], "cost": record.cost(*args).bytes}
 
 
 def _small_example(op: str) -> tuple[Any, ...]:
-    """The representative call with at most 128 rows, 8 of long ones, in float16, with values."""
+    """Return the representative call in float16 with 8 to 128 rows, with values."""
     import torch
 
     from ingot.kernels.triton.provider import ExampleInputs, triton_ops
     from ingot.ops.op import map_tensors, tensors
 
-    one = triton_ops()[op]
-    args = one.op.with_defaults(one.example(ExampleInputs(torch.float16)))
-    random = torch.Generator().manual_seed(0)
-    widest = max(tensor[0].numel() for tensor in tensors(args))
-    rows = max(8, min(128, 2**19 // widest))
+    triton_op = triton_ops()[op]
+    args = triton_op.op.with_defaults(triton_op.example(ExampleInputs(torch.float16)))
+    generator = torch.Generator().manual_seed(0)
+    row_size = max(tensor[0].numel() for tensor in tensors(args))
+    num_rows = max(8, min(128, 2**19 // row_size))
 
-    def real(arg: Any) -> Any:
+    def materialize(arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor):
             return arg
-        by_rows = arg.dim() > 1 or len(arg) in (256, 8192)  # weights and frequencies stay
-        shape = (rows, *arg.shape[1:]) if by_rows else arg.shape
+        has_rows = arg.dim() > 1 or len(arg) in (256, 8192)  # weights and frequencies have none
+        shape = (num_rows, *arg.shape[1:]) if has_rows else arg.shape
         if arg.is_floating_point():
-            return torch.randn(shape, generator=random).to(arg.dtype)
-        return (
-            torch.arange(rows, dtype=arg.dtype)
-            if arg.dim() == 1
-            else arg.new_ones(shape, device="cpu")
-        )
+            return torch.randn(shape, generator=generator).to(arg.dtype)
+        if arg.dim() == 1:
+            return torch.arange(num_rows, dtype=arg.dtype)
+        return arg.new_ones(shape, device="cpu")
 
-    return tuple(map_tensors(real, arg) for arg in args)
+    return tuple(map_tensors(materialize, arg) for arg in args)
 
 
 @contextmanager
-def _counted() -> Generator[list[int]]:
-    """Count the bytes of all loads and stores that are not masked."""
+def _count_bytes() -> Generator[list[int]]:
+    """Count the bytes of all unmasked loads and stores."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     moved = [0]
     load, store = builder.create_masked_load, builder.create_masked_store
 
-    def counted_load(pointers: Any, mask: Any, *rest: Any) -> Any:
+    def counting_load(pointers: Any, mask: Any, *rest: Any) -> Any:
         moved[0] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
         return load(pointers, mask, *rest)
 
-    def counted_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def counting_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         moved[0] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
         return store(pointers, value, mask, *rest)
 
     with (
-        mock.patch.object(builder, "create_masked_load", counted_load),
-        mock.patch.object(builder, "create_masked_store", counted_store),
+        mock.patch.object(builder, "create_masked_load", counting_load),
+        mock.patch.object(builder, "create_masked_store", counting_store),
     ):
         yield moved
 
@@ -291,37 +277,40 @@ def _arguments(op: str, sample: str, dtype: str) -> tuple[Any, tuple[Any, ...]]:
     from ingot.ops.op import registry
 
     record = registry()[op]
-    found = record.samples(TensorMaker(getattr(torch, dtype)))
-    return record, next(record.with_defaults(s.args) for s in found if s.name == sample)
+    samples = record.samples(TensorMaker(getattr(torch, dtype)))
+    return record, next(record.with_defaults(s.args) for s in samples if s.name == sample)
 
 
-def _same_bits(one: Any, other: Any) -> bool:
+def _bitwise_equal(one: Any, other: Any) -> bool:
     import torch
 
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (errors, plant, differing, attention_differs, traffic)
-}
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    errors,
+    batch_dependent_rows,
+    attention_mismatches,
+    traffic,
+)
 
 
-def _serve() -> None:
-    """Answer every line of stdin with one on stdout."""
+def serve(functions: Iterable[Callable[..., Any]] = FUNCTIONS) -> None:
+    """Answer each line of stdin, a function's name and arguments, with a line on stdout."""
     import torch
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of infinities that are meant
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of infinities, which are intended
+    by_name = {function.__name__: function for function in functions}
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
-            answer = {"value": _FUNCTIONS[name](**arguments)}
-        except Exception as error:  # the caller's
+            answer = {"value": by_name[name](**arguments)}
+        except Exception as error:  # reported to the caller
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
-    _serve()
+    serve()

@@ -32,8 +32,8 @@ class Kernel(KernelSpec):
     def launch(self, grid: Any, *args: Any, shape: tuple[int, ...] = (), **constants: Any) -> None:
         """Launch on a grid: a tuple, or a function from all constants to a tuple.
 
-        `shape` lists further sizes that the configuration may be tuned for, rounded up to powers
-        of 2.
+        `shape` lists further sizes that the configuration may be tuned for; each is rounded up to
+        a power of 2.
         """
         launch = Launch(self, grid, args, constants, shape)
         if record(launch):

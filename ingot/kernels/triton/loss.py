@@ -1,14 +1,14 @@
-"""`loss` on GPUs: the logits are read once; those of a `linear_` form are never in memory.
+"""`loss` on GPUs: logits are read once, and the `linear_` ops never write them to memory.
 
-From logits, a program walks along its row with a running maximum and sum. Its gradient computes
-these again, then reads the row once more.
+From logits, a program loops over its row with a running maximum and sum. The backward pass
+recomputes these, then reads the row once more.
 
-The `linear_` forms multiply tiles of hidden states by chunks of `CHUNK` tokens of the vocabulary,
-on the tensor cores, and keep of each chunk what a loss needs: maximum, sum of exponentials, sum of
-logits, the target's logit. A second kernel merges the chunks in their order, so a token's loss does
-not depend on the others. Backward works through `TOKENS` tokens at a time: the gradient of their
-logits is stored, rounded once, and multiplied by hidden states and weight; the weight's gradient is
-added up in float32.
+The `linear_` ops multiply tiles of hidden states by chunks of `VOCAB_CHUNK` vocabulary entries on
+the tensor cores, and keep only what a loss needs of each chunk: maximum, sum of exponentials, sum
+of logits, and the target's logit. A second kernel merges the chunks in order, so a token's loss
+does not depend on the other tokens. The backward pass processes `TOKEN_CHUNK` tokens at a time: the
+gradient of their logits is stored, rounded once, and multiplied by hidden states and weight; the
+weight's gradient is accumulated in float32.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -40,8 +40,8 @@ from ingot.kernels.triton.softmax import online_softmax
 from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward
 
-VOCAB_CHUNK = 1024  # tokens of the vocabulary whose logits are reduced by one program
-TOKEN_CHUNK = 2048  # tokens whose logits' gradients exist at one time
+VOCAB_CHUNK = 1024  # vocabulary entries whose logits one program reduces
+TOKEN_CHUNK = 2048  # tokens whose logit gradients exist at a time
 _MAX_BLOCK_V = 4096
 
 
@@ -53,7 +53,7 @@ def _row_space(target: TargetSpec, BLOCK_V: int, **_: object) -> Iterator[Kernel
 def _loss_from_stats(
     lse, target_logit, logit_sum, vocab_size, smoothing, z_loss, LOGPROB: tl.constexpr
 ):
-    """A token's loss from what is known of its logits, or its log-probability."""
+    """Return a token's loss, or its log-probability, from the statistics of its logits."""
     if LOGPROB:
         loss = target_logit - lse
     else:
@@ -66,7 +66,7 @@ def _loss_from_stats(
 def _dlogits_from_probs(
     probs, is_target, lse, grad, vocab_size, smoothing, z_loss, LOGPROB: tl.constexpr
 ):
-    """The gradient of logits with probabilities p; `hit` is where the target is."""
+    """Return the gradient of the logits from their probabilities."""
     if LOGPROB:
         dlogits = grad * (tl.where(is_target, 1.0, 0.0) - probs)
     else:
@@ -77,7 +77,7 @@ def _dlogits_from_probs(
 
 @triton.jit
 def _row_stats(logits, vocab_size, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr):
-    """log-sum-exp and sum of a row."""
+    """Return the log-sum-exp and the sum of a row of logits."""
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
     logit_sum = tl.zeros([1], tl.float32)
@@ -97,7 +97,7 @@ def _loss(
     logits, targets, out, vocab_size, stride_lm, ignore_index, smoothing, z_loss,
     LOGPROB: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row."""
+    """Compute the loss of a token."""
     token = tl.program_id(0).to(tl.int64)
     logits += token * stride_lm
     target = tl.load(targets + token).to(tl.int64)
@@ -118,7 +118,7 @@ def _loss_backward(
     z_loss,
     LOGPROB: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a row of logits."""
+    """Compute the gradient of a token's logits."""
     token = tl.program_id(0).to(tl.int64)
     logits += token * stride_lm
     target = tl.load(targets + token).to(tl.int64)
@@ -138,7 +138,7 @@ def _loss_backward(
 
 
 def _dlogits_space(target: TargetSpec, INPUT_PRECISION: str, **_: object) -> Iterator[KernelConfig]:
-    # Slopes need registers beside the sums: 128 of these a thread did spill on sm_90.
+    # The gradient needs registers as well: 128 accumulator registers per thread spilled on sm_90.
     yield from gemm_space(
         target, itemsize(INPUT_PRECISION), max_acc_registers=64 if target.arch == 90 else 128
     )
@@ -147,7 +147,7 @@ def _dlogits_space(target: TargetSpec, INPUT_PRECISION: str, **_: object) -> Ite
 def _chunk_stats_space(
     target: TargetSpec, INPUT_PRECISION: str, **_: object
 ) -> Iterator[KernelConfig]:
-    # Logits, their exponentials and what is kept of a row, all at once.
+    # Logits, their exponentials and the row statistics are live at the same time.
     max_acc_registers = 32 if target.max_tile_registers < 128 else 64
     yield from gemm_space(target, itemsize(INPUT_PRECISION), max_acc_registers=max_acc_registers)
 
@@ -161,7 +161,7 @@ def _chunk_stats(
     INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What a loss needs of the logits of a tile of tokens and a chunk of the vocabulary."""
+    """Compute the logit statistics of a tile of tokens for a chunk of the vocabulary."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     chunk = tl.program_id(1)
     target = tl.load(targets + offs_m, offs_m < M, other=-1).to(tl.int64)
@@ -177,7 +177,7 @@ def _chunk_stats(
         )  # fmt: skip
         target_logit += tl.sum(tl.where(offs_v[None, :] == target[:, None], z, 0.0), 1)
         if SMOOTHING:
-            logit_sum += tl.sum(z, 1)  # columns beyond the vocabulary are 0
+            logit_sum += tl.sum(z, 1)  # out-of-bounds columns are 0
         z = tl.where((offs_v < vocab_size)[None, :], z, float("-inf"))
         row_max, row_sum = online_softmax(z, row_max, row_sum)
     offs = chunk.to(tl.int64) * M + offs_m
@@ -199,7 +199,7 @@ def _merge_stats(
     vocab_size, ignore_index, smoothing, z_loss,
     LOGPROB: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a tile of tokens from their chunks, one after another."""
+    """Merge the chunk statistics of a tile of tokens in order, and compute their loss."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = offs_m < M
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -233,7 +233,7 @@ def _dlogits(
     LOGPROB: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of logits, which are computed again."""
+    """Recompute a tile of logits and compute its gradient."""
     m_tile, v_tile = swizzle(
         tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(vocab_size, BLOCK_N), GROUP_M
     )
@@ -320,7 +320,7 @@ def _loss_and_lse(
     options: tuple[int, float, float],
     logprob: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each token."""
+    """Return the loss and the log-sum-exp of each token."""
     (M, K), vocab_size = hidden.shape, weight.shape[0]
     num_chunks, smoothing = triton.cdiv(vocab_size, VOCAB_CHUNK), options[1] > 0
     chunk_stats = [
@@ -371,7 +371,7 @@ def _loss_and_grads(
     grad_output: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss of each token, and the gradients of hidden and weight that are needed."""
+    """Return the loss of each token, and the needed gradients of hidden states and weight."""
     hidden, weight, targets = as_rows(hidden), as_rows(weight), targets.contiguous()
     loss, lse = _loss_and_lse(hidden, weight, targets, options, logprob)
     grad_hidden = hidden.new_empty(hidden.shape) if needs[0] else None

@@ -1,9 +1,9 @@
 """`norm` on GPUs: a row, or several short ones, in the registers of a program.
 
-Forward reads a row once, and the weight once a program: there are at most `PARTS` programs, which
-walk through the rows with the weight in registers and the next rows on their way. Backward computes
-the row's statistics again rather than have the forward store them, and adds up the gradients of
-weight and bias over its share of the rows in registers; `reduce.py` adds up the shares.
+The forward pass reads each row once, and the weight once per program: at most `MAX_PARTIALS`
+programs loop over the rows with the weight in registers, while the next rows are being loaded. The
+backward pass recomputes the row statistics instead of storing them, and accumulates the gradients
+of weight and bias over its rows in registers; `reduce.py` sums these partial gradients.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -26,8 +26,8 @@ from ingot.kernels.triton.reduce import MAX_PARTIALS, sum_rows
 from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward
 
-MAX_WIDTH = 16384  # channels that fit the registers of a program
-_BLOCK_ELEMENTS = 2048  # elements of a tile of short rows
+MAX_WIDTH = 16384  # channels that fit in the registers of a program
+_BLOCK_ELEMENTS = 2048  # elements of a block of short rows
 
 
 def _space(target: TargetSpec, BLOCK_M: int, BLOCK_D: int, **_: object) -> Iterator[KernelConfig]:
@@ -44,7 +44,7 @@ def _forward_space(
 
 @triton.jit
 def _statistics(x, mask, D, eps, CENTERED: tl.constexpr):
-    """Rows without their mean if it is to go, and the reciprocal of their scale."""
+    """Return the rows, centered if `CENTERED`, and the reciprocal of their standard deviation."""
     centered = x
     if CENTERED:
         mean = tl.sum(x, 1) / D
@@ -59,8 +59,8 @@ def _norm(
     x, residual, weight, bias, y, residual_out, M, D, stride_xm, stride_rm, eps,
     CENTERED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, LOOP_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalize every so-manieth tile of rows; with a residual, their sum with it, which is stored
-    too. While a tile is computed the next are on their way, AHEAD - 1 of them."""
+    """Grid-stride loop over row blocks: normalize x, or x plus the residual, which is then stored
+    too. While a block is computed, the next LOOP_STAGES - 1 are being loaded."""
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     w = tl.load(weight + offs_d, offs_d < D, other=0.0)
     b = w
@@ -91,7 +91,7 @@ def _norm_backward(
     M, D, stride_xm, stride_rm, eps,
     CENTERED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of every so-manieth tile of rows, and this program's share of the weight's."""
+    """Grid-stride loop over row blocks: the gradient of x, and partial ones of weight and bias."""
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     w = tl.load(weight + offs_d, offs_d < D, other=0.0).to(tl.float32)
     grad_weight_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -176,7 +176,7 @@ def _grads(
     eps: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of x, of the weight and of the bias."""
+    """Return the gradients of x, weight and bias."""
     shape, x = x.shape, as_rows(x)
     residual = residual if residual is None else as_rows(residual)
     M, D = x.shape
@@ -202,24 +202,24 @@ def _grads(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     return _forward(x, None, weight, None, eps, False)[0]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     return _forward(x, None, weight, bias, eps, True)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One kernel."""
+    """Launch one kernel."""
     return _forward(x, residual, weight, None, eps, False)
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """One kernel."""
+    """Launch one kernel."""
     return _forward(x, residual, weight, bias, eps, True)
 
 

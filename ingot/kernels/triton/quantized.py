@@ -9,7 +9,7 @@ reduction dimension, so they are applied before the dot. Gradients of the scales
 reference.
 
 For dynamic quantization, one kernel quantizes the rows of x and another multiplies int8 by int8
-with int32 accumulation. As in `linear.py`, there is no split-K and block sizes do not depend on M.
+with int32 accumulation. As in `linear.py`, K is not split and block sizes do not depend on M.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false

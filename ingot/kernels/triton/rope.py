@@ -34,16 +34,16 @@ _MAX_BLOCK_H = 32
 def _space(
     target: TargetSpec, BLOCK_H: int, BLOCK_P: int, BLOCK_REST: int, **_: object
 ) -> Iterator[KernelConfig]:
-    # The halves of a head are loaded apart: 8 elements a thread were 64 bits at a time.
+    # The halves of a head are loaded separately: 8 elements per thread would be 64-bit loads.
     yield from elementwise_space(target, BLOCK_H * max(2 * BLOCK_P, BLOCK_REST), min_per_thread=16)
 
 
 @triton.jit
 def _sin_cos(angle):
-    """Sine and cosine of float32, to 2 units in the last place up to angles of some millions.
+    """Return sine and cosine in float32, within 2 ulp for angles up to some millions.
 
-    Quarter turns are taken off by three parts of pi/2 (Cody & Waite 1980), each in one rounding;
-    then Cephes' polynomials between -pi/4 and pi/4.
+    Range reduction subtracts multiples of pi/2 in three parts (Cody & Waite 1980), each with one
+    rounding, followed by Cephes' polynomials between -pi/4 and pi/4.
     """
     quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
     r = tl.fma(quarters, tl.full(angle.shape, -1.57079601287841796875, tl.float32), angle)
@@ -64,7 +64,7 @@ def _sin_cos(angle):
 
 @triton.jit
 def _cos_sin(position, freqs, num_pairs, scale, BLOCK_P: tl.constexpr):
-    """Cosine and sine of a token's angles, scaled."""
+    """Return the scaled cosine and sine of a token's angles."""
     offs_p = tl.arange(0, BLOCK_P)
     angle = position.to(tl.float32) * tl.load(freqs + offs_p, offs_p < num_pairs, other=0.0)
     sin, cos = _sin_cos(angle)
@@ -77,7 +77,7 @@ def _rotate_heads(
     INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Turn some heads of a token from x to y, and copy the channels that do not turn."""
+    """Rotate a block of heads of a token from x to y, and copy the channels that do not rotate."""
     mask_h = offs_h < num_heads
     if BLOCK_P > 0 and INTERLEAVED:
         offs_d = tl.arange(0, 2 * BLOCK_P)[None, :]
@@ -110,7 +110,7 @@ def _rope(
     INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Turn some heads of a token; back, where the direction is -1."""
+    """Rotate a block of heads of a token; backwards if `direction` is -1."""
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     cos, sin = 0.0, 0.0
@@ -134,7 +134,7 @@ def _rope_and_cache(
     INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token: of its queries, else of its keys, else of its values."""
+    """Process a block of heads of a token: of its queries, its keys or its values."""
     token = tl.program_id(0).to(tl.int64)
     head_block = tl.program_id(1)
     num_q_blocks = tl.cdiv(num_heads, BLOCK_H)
@@ -160,15 +160,13 @@ def _rope_and_cache(
             INTERLEAVED, BLOCK_H, BLOCK_P, BLOCK_REST,
         )  # fmt: skip
     else:
-        offs_h = (head_block - num_q_blocks - num_k_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[
-            :, None
-        ]
+        v_block = head_block - num_q_blocks - num_k_blocks
+        offs_h = v_block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         cache = v_cache + slot // block_size * stride_vcb + slot % block_size * stride_vct
         _rotate_heads(
             v + token * stride_vt, cache, offs_h, tl.where(valid_slot, num_kv_heads, 0), 0,
             head_dim, stride_vh, stride_vch, cos, sin,
-            INTERLEAVED, BLOCK_H, 0,
-            BLOCK_D,
+            INTERLEAVED, BLOCK_H, 0, BLOCK_D,
         )  # fmt: skip
 
 
@@ -203,7 +201,7 @@ def _launch(
 
 
 def rope(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     return _launch(x, positions, freqs, interleaved, scale, 1.0)
 
 
@@ -218,7 +216,7 @@ def _backward(
 ) -> list[Tensor | None]:
     grad_x = _launch(grads[0], positions, freqs, interleaved, scale, -1.0) if needs[0] else None
     grad_freqs = None
-    if needs[2]:  # nobody trains them: as the reference has it
+    if needs[2]:  # frequencies are not usually trained: use the reference
         freqs_only = [False, False, True, False, False]
         args = x, positions, freqs, interleaved, scale
         grad_freqs = differentiate(ops.rope.fallback)(freqs_only, grads, *args)[2]
@@ -237,7 +235,7 @@ def rope_and_cache(
     interleaved: bool,
     scale: float,
 ) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     y = q.new_empty(q.shape)
     q, k, v = _with_unit_stride(q), _with_unit_stride(k), _with_unit_stride(v)
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]

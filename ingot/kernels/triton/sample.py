@@ -1,13 +1,13 @@
-"""`sample` on GPUs: from logits to the next token, without sorting them.
+"""`sample` on GPUs: from logits to the next token, without sorting.
 
-What top-k and top-p keep is all above some value, and of those that have it the first few. That
-value is found by bisection over the bits of float32: 31 times, the entries above the middle are
-counted (top-k) or their probabilities added up (top-p). That reads a row 31 times, from L2, where a
-sort would move it as often; rows that cut nothing skip it. Then the row is read in order, once for
-the sum of what is left and once for the result.
+Top-k and top-p keep all scores above a cutoff, and the first few of those equal to it. The cutoff
+is found by bisection over the bits of float32: 31 times, the scores above the middle are counted
+(top-k) or their probabilities summed (top-p). This reads a row 31 times from L2, where a sort would
+move it as often; rows without a cutoff skip it. Then the row is read in order, once for the sum of
+the remaining probabilities and once for the result.
 
-A score is never above 0, the largest being subtracted first. So with the sign off, the bits of a
-score are an integer that grows as the score falls: its `depth`.
+A score is at most 0, because the row's maximum is subtracted first. So without the sign bit, the
+bits of a score are an integer that grows as the score falls: its `depth`.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -33,14 +33,14 @@ _MAX_BLOCK_V = 4096
 
 
 def _space(target: TargetSpec, BLOCK_V: int, **_: object) -> Iterator[KernelConfig]:
-    # What the prompt held is a byte each: 8 elements a thread were 64 bits at a time.
+    # The prompt mask has one byte per token: 8 elements per thread would be 64-bit loads.
     yield from elementwise_space(target, BLOCK_V, min_per_thread=16)
 
 
 def _sample_space(
     target: TargetSpec, SAMPLE: bool, BLOCK_V: int, **_: object
 ) -> Iterator[KernelConfig]:
-    """8 or 16 elements a thread: more spill. On sm_80 one of the two spills, drawing or not."""
+    """Yield 8 and 16 elements per thread: more spill. On sm_80 one of the two spills as well."""
     spilling_per_thread = (8 if SAMPLE else 16) if target.arch == 80 else 0
     yielded = False
     for config in elementwise_space(target, BLOCK_V):
@@ -62,7 +62,7 @@ def _apply_penalties(
     logits, prompt, counts, repetition, presence, frequency, y, vocab_size,
     stride_lm, stride_pm, stride_cm, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Lower a piece of a row."""
+    """Apply the penalties to a block of a row."""
     row = tl.program_id(0).to(tl.int64)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = offs_v < vocab_size
@@ -74,16 +74,13 @@ def _apply_penalties(
     z = tl.where(in_prompt | (count > 0), penalized, z)
     presence_penalty = tl.where(count > 0, tl.load(presence + row).to(tl.float32), 0.0)
     frequency_penalty = tl.load(frequency + row).to(tl.float32) * count.to(tl.float32)
-    tl.store(
-        y + row * vocab_size + offs_v,
-        (z - (presence_penalty + frequency_penalty)).to(y.dtype.element_ty),
-        mask,
-    )
+    z -= presence_penalty + frequency_penalty
+    tl.store(y + row * vocab_size + offs_v, z.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
 def _philox_uniform_at(seed, position):
-    """A random number in [0, 1) from Philox, 24 bits."""
+    """Return a random number in [0, 1) with 24 bits from Philox."""
     zero = position.to(tl.int32) * 0
     high = (position >> 32).to(tl.int32)
     word, _, _, _ = tl.philox(seed, position.to(tl.int32), high, zero, zero, 10)
@@ -95,7 +92,7 @@ def _philox_uniform_at(seed, position):
 @kernel(space=_single_config, bound_by="latency")
 @triton.jit
 def _philox_uniform(seeds, positions, y, size, BLOCK: tl.constexpr):
-    """Some random numbers."""
+    """Compute a block of random numbers."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
     seed = tl.load(seeds + offs, mask, other=0).to(tl.int64)
@@ -115,7 +112,7 @@ def _row_max(logits, vocab_size, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _scores(logits, offs_v, vocab_size, row_max, temperature):
-    """Scores below 0, and their depths; beyond the row's end deeper than any."""
+    """Return the scores of a block (at most 0) and their depths; maximum depth out of bounds."""
     mask = offs_v < vocab_size
     z = tl.load(logits + offs_v, mask, other=float("-inf")).to(tl.float32)
     score = (z - row_max) / temperature
@@ -125,7 +122,7 @@ def _scores(logits, offs_v, vocab_size, row_max, temperature):
 
 @triton.jit
 def _count_above(logits, vocab_size, row_max, temperature, limit, BLOCK_V: tl.constexpr):
-    """How many scores are less deep than the limit, and the sum of their exponentials."""
+    """Return how many scores have a depth below the limit, and the sum of their exponentials."""
     count = 0
     mass = 0.0
     for start_v in range(0, vocab_size, BLOCK_V):
@@ -139,20 +136,20 @@ def _count_above(logits, vocab_size, row_max, temperature, limit, BLOCK_V: tl.co
 
 @triton.jit
 def _exp_at_depth(depth):
-    """Of the score that has this depth."""
+    """Return the exponential of the score with this depth."""
     return tl.exp(-(depth.to(tl.float32, bitcast=True)))
 
 
 @triton.jit
 def _find_cutoff(logits, vocab_size, row_max, temperature, top_k, top_p, BLOCK_V: tl.constexpr):
-    """The depth of the deepest score that is kept, and how many that have it are."""
+    """Return the depth of the lowest score that is kept, and how many equal scores are kept."""
     cutoff = top_k * 0 + 0x7F800000
     num_ties = vocab_size
     mass = 0.0
     if top_k < vocab_size:
         low = top_k * 0
         high = top_k * 0 + 0x7F800000
-        while low < high:  # the least depth that leaves k
+        while low < high:  # find the smallest depth that keeps k scores
             middle = low + (high - low) // 2
             count, _ = _count_above(logits, vocab_size, row_max, temperature, middle + 1, BLOCK_V)
             if count >= top_k:
@@ -169,7 +166,7 @@ def _find_cutoff(logits, vocab_size, row_max, temperature, top_k, top_p, BLOCK_V
         target_mass = top_p * mass
         low = cutoff * 0
         high = cutoff
-        while low < high:  # the greatest depth above which there is less than wanted
+        while low < high:  # find the largest depth with less than the target mass above it
             middle = low + (high - low + 1) // 2
             _, mass_above = _count_above(logits, vocab_size, row_max, temperature, middle, BLOCK_V)
             if mass_above < target_mass:
@@ -187,7 +184,7 @@ def _find_cutoff(logits, vocab_size, row_max, temperature, top_k, top_p, BLOCK_V
 
 @triton.jit
 def _keep_mask(score, depth, cutoff, num_ties, ties_seen, min_p):
-    """Which are kept; `seen` is how many at the cut came before."""
+    """Return the mask of kept scores, and the scores at the cutoff seen so far (`ties_seen`)."""
     at_cutoff = (depth == cutoff).to(tl.int32)
     rank = ties_seen + tl.cumsum(at_cutoff, 0) - at_cutoff
     keep = (depth < cutoff) | ((at_cutoff == 1) & (rank < num_ties))
@@ -200,7 +197,7 @@ def _sample(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, y, vocab_size, stride_lm,
     SAMPLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Draw from a row, or give the log-probabilities that would be drawn from."""
+    """Sample a token from a row, or compute the log-probabilities to sample from."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride_lm
     temperature = tl.load(temperatures + row).to(tl.float32)
@@ -253,7 +250,7 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     y = logits.new_empty(logits.shape)
     logits, prompt, counts = as_rows(logits), as_rows(prompt), as_rows(counts)
     vocab_size = logits.shape[1]
@@ -269,7 +266,7 @@ def apply_penalties(
 
 
 def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     y = seeds.new_empty(seeds.shape, dtype=torch.float32)
     block = 512
     _philox_uniform.launch(
@@ -295,7 +292,7 @@ def _launch(y: Tensor, logits: Tensor, *options: Tensor | None) -> Tensor:
 def sampling_logprobs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     y = logits.new_empty(logits.shape, dtype=torch.float32)
     return _launch(y, logits, temperature, top_k, top_p, min_p, None, None)
 
@@ -309,7 +306,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """One kernel."""
+    """Launch one kernel."""
     y = logits.new_empty(logits.shape[:1], dtype=torch.int64)
     return _launch(y, logits, temperature, top_k, top_p, min_p, seeds, positions)
 

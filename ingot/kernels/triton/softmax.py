@@ -1,7 +1,7 @@
-"""`softmax` on GPUs: a row in registers; a long one in pieces, read once for its sum, once more for
-its result.
+"""`softmax` on GPUs: a row in registers; a long row in blocks, read once for its sum and once more
+for its result.
 
-An entry that is masked counts as -inf, and so does what lies beyond a row's end.
+Masked and out-of-bounds entries count as -inf.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -22,7 +22,7 @@ from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
 from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.gradient import Backward
 
-_MAX_BLOCK_N = 8192  # entries of a row that are in registers at a time
+_MAX_BLOCK_N = 8192  # entries of a row that are kept in registers
 
 
 def _space(target: TargetSpec, BLOCK_M: int, BLOCK_N: int, **_: object) -> Iterator[KernelConfig]:
@@ -31,7 +31,7 @@ def _space(target: TargetSpec, BLOCK_M: int, BLOCK_N: int, **_: object) -> Itera
 
 @triton.jit
 def _scores(x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_maskn, scale):
-    """Scaled entries of a tile, -inf where they take no part, and where they do."""
+    """Return the scaled entries of a tile, -inf where masked, and the mask of visible entries."""
     visible = in_bounds
     if mask is not None:
         mask_ptrs = mask + offs_m * stride_maskm + offs_n * stride_maskn
@@ -42,9 +42,9 @@ def _scores(x, mask, offs_m, offs_n, in_bounds, stride_xm, stride_maskm, stride_
 
 @triton.jit
 def online_softmax(scores, row_max, row_sum):
-    """The largest entry and the sum of exponentials relative to it, with one more tile."""
+    """Update the running maximum, and the sum of exponentials relative to it, with a tile."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # Where all were -inf so far, nothing is relative to it: -inf - -inf is not a number.
+    # While all entries are -inf, use 0 instead: -inf - -inf is NaN.
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     row_sum = row_sum * tl.exp(row_max - base) + tl.sum(tl.exp(scores - base[:, None]), 1)
     return new_max, row_sum
@@ -55,7 +55,7 @@ def _row_stats(
     x, mask, offs_m, M, N, stride_xm, stride_maskm, stride_maskn, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Largest entry and sum of exponentials of long rows."""
+    """Return the maximum and the sum of exponentials of long rows."""
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for start_n in range(0, N, BLOCK_N):
@@ -85,7 +85,7 @@ def _softmax(
     x, mask, y, M, N, stride_xm, stride_maskm, stride_maskn, scale,
     LOG: tl.constexpr, MULTI_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities, or their logarithms, of a tile of rows."""
+    """Compute the probabilities, or log-probabilities, of a tile of rows."""
     offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     if MULTI_BLOCK:
         row_max, row_sum = _row_stats(
@@ -114,7 +114,7 @@ def _softmax(
 
 @triton.jit
 def _grad_terms(scores, grad, row_max, row_sum, visible, LOG: tl.constexpr):
-    """The probabilities, and what the gradient of a row has to be cleared of."""
+    """Return probabilities, masked gradient, and the sum to subtract from the gradient of a row."""
     p = tl.where(visible, tl.exp(scores - row_max[:, None]) / row_sum[:, None], 0.0)
     grad = tl.where(visible, grad, 0.0)
     grad_sum = tl.sum(grad if LOG else grad * p, 1)
@@ -133,7 +133,7 @@ def _softmax_backward(
     x, mask, grad_output, grad_x, M, N, stride_xm, stride_maskm, stride_maskn, scale,
     LOG: tl.constexpr, MULTI_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of rows; their probabilities are computed again."""
+    """Compute the gradient of a tile of rows, recomputing their probabilities."""
     offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     if MULTI_BLOCK:
         row_max, row_sum = _row_stats(
@@ -180,7 +180,7 @@ def _block_sizes(N: int) -> dict[str, Any]:
 
 
 def _arguments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
-    """Rows, the mask's rows, and sizes and strides."""
+    """Return the rows of x, the rows of the mask, and sizes and strides."""
     if mask is not None:
         mask = mask.expand(x.shape).reshape(-1, x.shape[-1])
     x = as_rows(x)

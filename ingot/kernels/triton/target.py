@@ -1,8 +1,8 @@
-"""What GPUs have, as their makers publish it: limits of an architecture, peaks of a chip.
+"""Published properties of GPUs: resources per architecture, peaks per chip.
 
-Limits: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD,
-"CDNA3 Instruction Set Architecture" and LLVM's AMDGPU guide. Peaks: the data sheets of A100 80GB
-SXM, H100 SXM, HGX B200 (an eighth of it) and MI300X; bfloat16 without sparsity.
+Resources: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
+AMD, "CDNA3 Instruction Set Architecture" and LLVM's AMDGPU guide. Peaks: the data sheets of A100
+80GB SXM, H100 SXM, HGX B200 (an eighth of it) and MI300X; dense bfloat16.
 """
 
 from __future__ import annotations
@@ -20,83 +20,84 @@ class Chip:
     name: str
     bytes_per_second: float
     flops: float
-    """In bfloat16 with sums in float32, dense."""
+    """Dense bfloat16 FLOPs per second with float32 accumulation."""
 
     def seconds(self, num_bytes: int, flops: int) -> float:
-        """The least time for so much traffic and arithmetic, whichever takes longer.
+        """Return the roofline time for this traffic and arithmetic.
 
         >>> CHIPS["H100"].seconds(3_350_000, 0)
         1e-06
         """
         return max(num_bytes / self.bytes_per_second, flops / self.flops)
 
-    def limit(self, num_bytes: int, flops: int) -> str:
-        """What that time is spent on."""
-        slower = num_bytes / self.bytes_per_second > flops / self.flops
-        return "bandwidth" if slower else "tensor cores"
+    def bound_by(self, num_bytes: int, flops: int) -> str:
+        """Return which peak determines the roofline time."""
+        memory_bound = num_bytes / self.bytes_per_second > flops / self.flops
+        return "bandwidth" if memory_bound else "tensor cores"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSpec:
-    """An architecture that kernels are compiled for.
+    """Resources of an architecture that kernels are compiled for.
 
-    A unit is what programs reside on: a streaming multiprocessor, a compute unit.
+    SM stands for streaming multiprocessor, and for compute unit on AMD GPUs.
     """
 
     name: str
     backend: Literal["cuda", "hip"]
     arch: int | str
     warp_size: int
-    """Threads of a warp."""
-    warps: int
-    """That a unit holds at most; likewise programs."""
-    programs: int
-    registers: int
-    """32-bit registers of a unit, all warp_size together."""
+    max_warps: int
+    """Resident warps per SM."""
+    max_programs: int
+    """Resident programs (thread blocks) per SM."""
+    num_registers: int
+    """32-bit registers per SM."""
     register_granularity: int
-    """Registers are given to a warp in multiples of so many."""
-    shared: int
-    """Bytes of shared memory of a unit."""
+    """Registers are allocated to a warp in multiples of this number."""
+    sm_shared_bytes: int
+    """Shared memory per SM."""
     max_shared_bytes: int
-    """Bytes of it that one program may have."""
+    """Shared memory that one program may use."""
     reserved_shared_bytes: int
-    """Bytes that each program takes besides its own."""
+    """Shared memory reserved for each program in addition to its own."""
     max_tile_registers: int
-    """Registers of a thread that a kernel may plan for results and scores: fewer, where operands
-    of the tensor cores come from registers too."""
+    """Registers per thread that a kernel may use for accumulators and scores; fewer where the
+    operands of the tensor cores come from registers too."""
     chip: Chip | None
 
-    def occupancy(self, registers: int, shared: int, warps: int) -> float:
-        """The share of the warps that can reside which do, given what a program of so many warps
-        takes: registers a thread, bytes of shared memory.
+    def occupancy(self, registers: int, shared_bytes: int, num_warps: int) -> float:
+        """Return the fraction of `max_warps` that can be resident, given the registers per thread,
+        the shared memory and the warps of one program.
 
-        >>> TARGETS["sm_90"].occupancy(registers=64, shared=0, warps=4)
+        >>> TARGETS["sm_90"].occupancy(registers=64, shared_bytes=0, num_warps=4)
         0.5
         """
-        step = self.register_granularity
-        per_warp = -(-registers * self.warp_size // step) * step
-        by_registers = self.registers // (per_warp * warps) if registers else self.programs
-        by_shared = (
-            self.shared // (shared + self.reserved_shared_bytes) if shared else self.programs
-        )
-        resident = min(self.programs, self.warps // warps, by_registers, by_shared)
-        return resident * warps / self.warps
+        granularity = self.register_granularity
+        per_warp = -(-registers * self.warp_size // granularity) * granularity
+        by_registers = by_shared = self.max_programs
+        if registers:
+            by_registers = self.num_registers // (per_warp * num_warps)
+        if shared_bytes:
+            by_shared = self.sm_shared_bytes // (shared_bytes + self.reserved_shared_bytes)
+        resident = min(self.max_programs, self.max_warps // num_warps, by_registers, by_shared)
+        return resident * num_warps / self.max_warps
 
 
-def nearest(capability: str) -> TargetSpec:
-    """The target whose limits hold for a device of this architecture.
+def nearest(arch: str) -> TargetSpec:
+    """Return the target whose resource limits hold for a device of this architecture.
 
     >>> nearest("sm_103").name, nearest("sm_89").name, nearest("gfx950").name
     ('sm_100', 'sm_120', 'gfx942')
     """
-    if capability in TARGETS:
-        return TARGETS[capability]
-    if capability.startswith("gfx"):
+    if arch in TARGETS:
+        return TARGETS[arch]
+    if arch.startswith("gfx"):
         return TARGETS["gfx942"]
-    number = int(capability.removeprefix("sm_"))
-    # Consumer parts of any generation have 100 KiB of shared memory, as sm_120 has.
-    large = {9: "sm_90", 10: "sm_100"}
-    return TARGETS[large.get(number // 10, "sm_120")]
+    number = int(arch.removeprefix("sm_"))
+    # Consumer parts of any generation have 100 KiB of shared memory, like sm_120.
+    data_center = {9: "sm_90", 10: "sm_100"}
+    return TARGETS[data_center.get(number // 10, "sm_120")]
 
 
 CHIPS = {
@@ -110,18 +111,20 @@ CHIPS = {
 }
 
 
-def _nvidia(arch: int, warps: int, programs: int, shared: int, chip: Chip | None) -> TargetSpec:
+def _nvidia(
+    arch: int, max_warps: int, max_programs: int, shared_kib: int, chip: Chip | None
+) -> TargetSpec:
     return TargetSpec(
         name=f"sm_{arch}",
         backend="cuda",
         arch=arch,
         warp_size=32,
-        warps=warps,
-        programs=programs,
-        registers=65536,
+        max_warps=max_warps,
+        max_programs=max_programs,
+        num_registers=65536,
         register_granularity=256,
-        shared=shared * _KiB,
-        max_shared_bytes=(shared - 1) * _KiB,
+        sm_shared_bytes=shared_kib * _KiB,
+        max_shared_bytes=(shared_kib - 1) * _KiB,
         reserved_shared_bytes=_KiB,
         max_tile_registers=160 if arch in (90, 100) else 100,
         chip=chip,
@@ -140,11 +143,11 @@ TARGETS = {
             backend="hip",
             arch="gfx942",
             warp_size=64,
-            warps=32,
-            programs=32,
-            registers=4 * 512 * 64,
+            max_warps=32,
+            max_programs=32,
+            num_registers=4 * 512 * 64,
             register_granularity=8 * 64,
-            shared=64 * _KiB,
+            sm_shared_bytes=64 * _KiB,
             max_shared_bytes=64 * _KiB,
             reserved_shared_bytes=0,
             max_tile_registers=160,

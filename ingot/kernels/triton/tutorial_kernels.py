@@ -1,9 +1,9 @@
-"""The plainest kernels for a product and for attention: what ours are held against.
+"""Baseline kernels from Triton's tutorials, to compare the compiled code of ours with.
 
-They are the algorithms of Triton's tutorials 03 (matrix multiplication) and 06 (fused attention),
-in the tiles that those name for large products and heads of 128 channels. They know no bias, no
-packed sequences, no grouped heads, no window, no pages and no exactness. Nobody calls them: they
-are compiled as our own are, so that a table can show what all of that costs.
+These are the algorithms of the tutorials 03 (matrix multiplication) and 06 (fused attention), with
+the block sizes that those use for large matrices and heads of 128 channels. They support neither
+bias, packed sequences, grouped-query attention, sliding windows nor a paged KV cache, and are not
+batch-invariant. They are only compiled, so that a table can show the cost of these features.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -19,7 +19,7 @@ from ingot.kernels.triton.kernel import Kernel
 from ingot.kernels.triton.launch import KernelConfig, Launch
 from ingot.kernels.triton.provider import ExampleInputs
 
-_GROUP_M = 8  # tiles of rows that are taken together, for L2
+_GROUP_M = 8  # rows of tiles that are processed together, for L2 reuse
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _matmul(
     x, weight, y, M, N, K, stride_xm, stride_wn, stride_ym,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x (M, K) times the transpose of weight (N, K)."""
+    """Compute a tile of x (M, K) @ weight (N, K).T."""
     pid = tl.program_id(0)
     tiles_per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
     first_m = pid // tiles_per_group * GROUP_M
@@ -52,7 +52,7 @@ def _matmul(
 def _flash_attention(
     q, k, v, y, seq_len, scale, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_KV: tl.constexpr
 ):  # fmt: skip
-    """Causal attention of a tile of queries of one head; (heads, length, WIDTH), contiguous."""
+    """Compute causal attention of a tile of queries; contiguous (heads, seq_len, BLOCK_D)."""
     head_offs = tl.program_id(1).to(tl.int64) * seq_len * BLOCK_D
     offs_d = tl.arange(0, BLOCK_D)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -84,7 +84,7 @@ def _flash_attention(
 
 
 def tutorial_launches() -> dict[str, tuple[Launch, KernelConfig]]:
-    """A launch of each, at the shape of our own representative call, and its configuration."""
+    """Return a launch of each at the shape of our representative call, and its configuration."""
     make = ExampleInputs()
     x, weight, y = make(8192, 4096), make(4096, 4096), make(8192, 4096)
     heads = [make(32, 8192, 128) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""A process that interprets kernels, one for each process of tests."""
+"""One interpreter process per test process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters in two halves: integers of 16 bits, of which the interpreter knows enough."""
+"""Split master weights: 16-bit integers, which the interpreter computes correctly."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ copies = [t.clone() for t in high], [t.clone() for t in low]
 ours = run(adamw, high, grads, low)
 same = run(adamw, [m.clone() for m in masters], [g.float() for g in grads], [])
 theirs = run(op.reference, copies[0], [g.float() for g in grads], copies[1])
-for one, other, exact in zip(ours, same, theirs, strict=True):
+for one, other, expected in zip(ours, same, theirs, strict=True):
     assert torch.equal(one.view(torch.int32), other.view(torch.int32))
-    torch.testing.assert_close(one, exact, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(one, expected, rtol=2e-6, atol=1e-6)
 assert not torch.equal(ours[0], masters[0])
 
-# Halfway between two of bfloat16, and not moved.
+# Halfway between two bfloat16 values, with a zero update.
 ties = (torch.arange(0x3F80, 0x4080, dtype=torch.int32) * 65536 + 0x8000).view(torch.float32)
 ties = torch.cat([ties, -ties])
 high, low = split(ties)
@@ -45,6 +45,6 @@ assert torch.equal(high, split(ties)[0])
 """
 
 
-def test_split_parameters_have_the_bits_of_float32() -> None:
+def test_split_master_weights_are_bitwise_equal_to_float32() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)

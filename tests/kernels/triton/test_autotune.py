@@ -1,4 +1,4 @@
-"""Tuning without a GPU: kernels run in Triton's interpreter, and times are what a test says."""
+"""Autotuning without a GPU: kernels run in Triton's interpreter, and tests set the times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ingot.kernels.triton import config_store
-from ingot.kernels.triton.autotune import tasks
+from ingot.kernels.triton.autotune import tuning_tasks
 from ingot.kernels.triton.target import TARGETS
 
 BEGIN = """
@@ -23,20 +23,20 @@ from ingot import ops
 from ingot.kernels.triton import config_store
 from ingot.kernels.triton.launch import Launch, record_launches
 from ingot.kernels.triton.provider import triton_ops
-from ingot.kernels.triton.autotune import tasks, tune
+from ingot.kernels.triton.autotune import tune, tuning_tasks
 
 def seconds(run):
-    "More warps are quicker, says this clock."
+    "Return a time that falls with the number of warps."
     run()
     return 1.0 / run.args[0].num_warps
 
-(task, *_) = tasks(("softmax",), torch.float16)
+(task, *_) = tuning_tasks(("softmax",), torch.float16)
 configs = [str(config) for config in task.launch.configs(TARGETS["sm_90"])]
 """
 
 
-def inside(tmp_path: Path, code: str) -> Any:
-    """What a script prints that is interpreted, and has a store of its own."""
+def run_interpreted(tmp_path: Path, code: str) -> Any:
+    """Run a script in the interpreter with its own database; return the JSON that it prints."""
     text = BEGIN.replace("TARGETS", "config_store.TARGETS") + code
     env = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
@@ -44,16 +44,16 @@ def inside(tmp_path: Path, code: str) -> Any:
     return json.loads(run.stdout)
 
 
-def test_the_fastest_is_kept_and_dispatch_takes_it(tmp_path: Path) -> None:
-    found = inside(
+def test_fastest_configuration_is_stored_and_dispatched(tmp_path: Path) -> None:
+    found = run_interpreted(
         tmp_path,
         """
 result = tune(task, seconds, "cpu", rows=3)
 with record_launches(execute=True) as launches, ops.prefer("triton"):
     ops.softmax(torch.zeros(5, 4096, dtype=torch.float16))
 default = config_store.default_config(task.launch, "sm_90")
-print(json.dumps([configs, str(default), str(result.before), str(result.config), result.seconds,
-    result.before_seconds, str(config_store.choose_config(launches[0])),
+print(json.dumps([configs, str(default), str(result.previous), str(result.config), result.seconds,
+    result.previous_seconds, str(config_store.choose_config(launches[0])),
     str(config_store.database_path())]))
 """,
     )
@@ -71,8 +71,8 @@ print(json.dumps([configs, str(default), str(result.before), str(result.config),
     assert Path(store).exists()
 
 
-def test_what_is_wrong_or_fails_does_not_win(tmp_path: Path) -> None:
-    found = inside(
+def test_inaccurate_and_failing_configurations_are_rejected(tmp_path: Path) -> None:
+    found = run_interpreted(
         tmp_path,
         """
 run = Launch.run
@@ -80,7 +80,7 @@ run = Launch.run
 def fault(launch, config):
     run(launch, config)
     if config.num_warps == 16:
-        launch.args[2].mul_(1.01)  # what it has stored
+        launch.args[2].mul_(1.01)  # its output
 
 def most(run):
     if run.args[0].num_warps == 8:
@@ -89,18 +89,18 @@ def most(run):
 
 Launch.run = fault
 result = tune(task, most, "cpu", rows=3)
-print(json.dumps([str(result.config), result.tried, result.wrong]))
+print(json.dumps([str(result.config), result.num_tried, result.rejected]))
 """,
     )
     config, tried, (failed, wrong) = found
     assert (config, tried) == ("num_warps=4 num_stages=1", 3)
     assert failed.startswith("num_warps=8 num_stages=1: out of resource: shared memory")
     assert wrong.startswith("num_warps=16 num_stages=1: ")
-    assert wrong.endswith("times the error that is allowed")
+    assert wrong.endswith("times the tolerance")
 
 
-def test_where_nothing_is_right_nothing_is_kept(tmp_path: Path) -> None:
-    config, kept = inside(
+def test_nothing_is_stored_if_no_configuration_is_accurate(tmp_path: Path) -> None:
+    config, kept = run_interpreted(
         tmp_path,
         """
 run = Launch.run
@@ -120,21 +120,21 @@ def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("h100")
 def test_prefill_and_decode_are_tuned_together() -> None:
-    (task,) = [t for t in tasks(("attention",)) if t.launch.kernel.name == "attention"]
+    (task,) = [t for t in tuning_tasks(("attention",)) if t.launch.kernel.name == "attention"]
     assert [(place.op, place.direction) for place in task.sites] == [
         *[("attention", "forward")] * 2,
-        ("attention", "backward"),  # which wants the sums too
+        ("attention", "backward"),  # which recomputes the forward
     ]
 
 
 @pytest.mark.usefixtures("h100")
-def test_every_choice_there_is_has_one_task() -> None:
-    found = tasks()
+def test_tasks_cover_every_choice_once() -> None:
+    found = tuning_tasks()
     keys = [config_store.dispatch_key(task.launch) for task in found]
     assert len(set(keys)) == len(keys)
     assert all(len(task.launch.configs(TARGETS["sm_90"])) > 1 for task in found)
     assert {task.launch.kernel.name for task in found} >= {"linear", "attention", "norm", "softmax"}
-    # The same product, whose epilogue has no derivative of its own, is timed once.
+    # Equal launches of several ops are timed once.
     sites = [place for task in found for place in task.sites]
     assert len(sites) < 100
-    assert len(tasks(("silu",), torch.float32)) == 2
+    assert len(tuning_tasks(("silu",), torch.float32)) == 2

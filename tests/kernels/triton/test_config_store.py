@@ -1,4 +1,4 @@
-"""Which configuration is chosen, with devices that are not there."""
+"""Choice of configurations, with mocked devices."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ingot.kernels.triton.target import TARGETS
 
 
 @pytest.fixture(autouse=True)
-def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _temporary_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forget()
+    clear_caches()
     yield
-    forget()
+    clear_caches()
 
 
-def forget() -> None:
+def clear_caches() -> None:
     config_store.config_cache.clear()
     config_store.current_target.cache_clear()
     config_store.device_arch.cache_clear()
@@ -45,40 +45,38 @@ class Device:
     gcnArchName: str = "gfx942:sramecc+"
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, device: Device, hip: str | None = None) -> None:
+def mock_device(monkeypatch: pytest.MonkeyPatch, device: Device, hip: str | None = None) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch, "version", SimpleNamespace(hip=hip))
 
 
-def test_a_tuned_configuration_is_found_again() -> None:
+def test_tuned_configuration_is_loaded() -> None:
     launch, target = linear(64), TARGETS["sm_90"]
     assert config_store.load_tuned(launch, "H100", target) is None
     chosen = launch.configs(target)[2]
     config_store.save(launch, "H100", chosen, 12.5)
-    assert (
-        config_store.load_tuned(linear(1), "H100", target) == chosen
-    )  # whatever the number of rows
+    assert config_store.load_tuned(linear(1), "H100", target) == chosen  # for any number of rows
     assert config_store.load_tuned(launch, "H200", target) is None
     assert config_store.load_tuned(linear(64, columns=8192), "H100", target) is None
     assert config_store.load_tuned(linear(64, dtype=torch.float16), "H100", target) is None
 
 
-def test_what_does_not_fit_any_more_is_not_taken() -> None:
+def test_tuned_configuration_outside_of_the_space_is_ignored() -> None:
     launch = linear(64)
     config_store.save(launch, "H100", launch.configs(TARGETS["sm_90"])[1], 12.5)
     assert config_store.load_tuned(launch, "H100", TARGETS["sm_120"]) is None
 
 
-def test_a_damaged_store_is_no_store(tmp_path: Path) -> None:
+def test_corrupt_database_is_ignored(tmp_path: Path) -> None:
     launch = linear(64)
     config_store.database_path().parent.mkdir(parents=True)
     config_store.database_path().write_bytes(b"no database" * 100)
     assert config_store.load_tuned(launch, "H100", TARGETS["sm_90"]) is None
 
 
-def test_dispatch_prefers_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, Device(9, 0, "H100"))
+def test_dispatch_prefers_tuned_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    mock_device(monkeypatch, Device(9, 0, "H100"))
     launch = linear(64)
     other = linear(64, columns=512)
     wanted = launch.configs(TARGETS["sm_90"])[3]
@@ -96,10 +94,10 @@ def test_dispatch_prefers_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None
         (Device(9, 4), "6.4", "gfx942"),
     ],
 )
-def test_the_device_says_which_target(
+def test_target_follows_from_the_device(
     monkeypatch: pytest.MonkeyPatch, device: Device, hip: str | None, name: str
 ) -> None:
-    pretend(monkeypatch, device, hip)
+    mock_device(monkeypatch, device, hip)
     assert config_store.current_target()[0].name == name
 
 
@@ -124,19 +122,19 @@ def test_every_default_is_in_the_space_of_a_representative_launch() -> None:
             assert all(set(wanted) & space for space in spaces), (kernel, target)
 
 
-def test_attention_has_one_configuration_however_it_is_called() -> None:
+def test_prefill_and_decode_share_a_configuration() -> None:
     forward = [
         launch
         for launch in triton_ops()["attention"].launches("forward")
         if launch.kernel.name == "attention"
     ]
-    assert len(forward) == 2  # packed, and decoding from pages
+    assert len(forward) == 2  # packed prefill, and decoding from a KV cache
     assert len({launch.bucket for launch in forward}) == 1
     for target in TARGETS:
         assert len({config_store.default_config(launch, target) for launch in forward}) == 1
 
 
-def test_a_launch_gets_the_best_default_of_its_own_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_uses_the_best_default_of_its_own_space(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, gated = linear(64), triton_ops()["linear_swiglu"].launches("forward")[0]
     spaces = [[str(c) for c in launch.configs(TARGETS["sm_90"])] for launch in (plain, gated)]
     only_plain = next(config for config in spaces[0] if config not in spaces[1])

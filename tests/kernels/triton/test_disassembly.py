@@ -24,7 +24,7 @@ GCN = """
 """
 
 
-def test_nvidia_code_is_read() -> None:
+def test_sass_statistics() -> None:
     stats = parse_sass(SASS, 40)
     assert (stats.registers, stats.spills, stats.async_copies) == (40, 2, 2)
     assert stats.loads == {16: 1, 128: 2}
@@ -32,7 +32,7 @@ def test_nvidia_code_is_read() -> None:
     assert stats.tensor_ops == {"HGMMA.64x128x16.F32.BF16": 1, "UTCHMMA": 1}
 
 
-def test_amd_code_is_read() -> None:
+def test_gcn_statistics() -> None:
     stats = parse_gcn(GCN)
     assert (stats.registers, stats.spills, stats.async_copies) == (58, 3, 1)
     assert stats.loads == {128: 2}

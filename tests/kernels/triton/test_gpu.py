@@ -1,6 +1,6 @@
-"""What only a GPU can tell: every record on it, in every dtype, by the kernels as compiled.
+"""Tests that need a GPU: every op record in every dtype, with the compiled kernels.
 
-`pytest -m gpu` runs this. It has not been run: there was no GPU.
+Run them with `pytest -m gpu`. They have not been run yet, for lack of a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ingot import ops
 from ingot.bench import gpu_peaks
 from ingot.bench.ops import OpBench
 from ingot.bench.workloads import WORKLOADS
-from ingot.kernels.triton.autotune import tasks, time_on_gpu, tune
+from ingot.kernels.triton.autotune import time_on_gpu, tune, tuning_tasks
 from ingot.nn import Decoder, preset
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.gradient import as_tuple
@@ -63,7 +63,7 @@ def test_backward(op: Op[..., Any], dtype: str, sample: str) -> None:
 
 
 @each_case
-def test_rows_do_not_depend_on_the_batch(op: Op[..., Any], dtype: str, sample: str) -> None:
+def test_rows_are_batch_invariant(op: Op[..., Any], dtype: str, sample: str) -> None:
     if not op.row_args:
         return
     args, names = arguments(op, dtype, sample), list(op.signature.parameters)
@@ -80,8 +80,8 @@ def test_rows_do_not_depend_on_the_batch(op: Op[..., Any], dtype: str, sample: s
 
 
 @each_case
-def test_results_are_the_same_every_time(op: Op[..., Any], dtype: str, sample: str) -> None:
-    """A race that the interpreter cannot see would show here."""
+def test_repeated_calls_are_bitwise_equal(op: Op[..., Any], dtype: str, sample: str) -> None:
+    """A race, which the interpreter cannot show, would show here."""
     args = arguments(op, dtype, sample)
 
     def run() -> tuple[Tensor, ...]:
@@ -95,23 +95,23 @@ def test_results_are_the_same_every_time(op: Op[..., Any], dtype: str, sample: s
                 torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_tuning_finds_configurations_that_are_right(
+def test_tuning_finds_accurate_configurations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for task in tasks(("rms_norm", "linear", "attention")):
+    for task in tuning_tasks(("rms_norm", "linear", "attention")):
         result = tune(task, time_on_gpu, "cuda")
         assert result.config is not None, result
-        assert result.seconds <= result.before_seconds
+        assert result.seconds <= result.previous_seconds
 
 
-def test_serving_is_certified() -> None:
+def test_serving_is_bitwise_equal_for_all_schedules() -> None:
     decoder = Decoder.from_config(preset("tiny"), seed=0).to("cuda", torch.bfloat16)
     certificate = verify(decoder, schedules=50)
     assert certificate.bitwise_equal, certificate.difference
 
 
-def test_ops_are_timed_beside_the_gpus_peaks() -> None:
+def test_benchmark_reports_the_roofline_fraction() -> None:
     bench = OpBench(gpu_peaks.measure("cuda"), device="cuda")
     rows = bench.rows(next(w for w in WORKLOADS if w.op == "linear"))
     assert rows[0].provider == "triton"

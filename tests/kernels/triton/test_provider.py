@@ -1,4 +1,4 @@
-"""Dispatch to GPU kernels, with a GPU that is pretended or traced."""
+"""Dispatch to GPU kernels, with a mocked GPU or by tracing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ingot.ops.inputs import TensorMaker
 from ingot.ops.op import map_tensors, tensors
 
 
-def test_without_a_gpu_nobody_imports_triton() -> None:
+def test_triton_is_not_imported_without_a_gpu() -> None:
     code = (
         "import sys, torch\nfrom ingot import ops\nops.silu(torch.zeros(2, 4))\n"
         "assert 'triton' not in ops.silu.providers\nassert 'triton' not in sys.modules"
@@ -38,7 +38,7 @@ def test_without_a_gpu_nobody_imports_triton() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_where_there_is_a_gpu_its_kernels_come_before_aten() -> None:
+def test_triton_has_priority_over_aten_on_a_gpu() -> None:
     code = (
         "import torch\ntorch.cuda.is_available = lambda: True\nfrom ingot import ops\n"
         "for op in ops.registry().values():\n"
@@ -50,7 +50,7 @@ def test_where_there_is_a_gpu_its_kernels_come_before_aten() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-PRETENDED = """
+MOCKED_GPU = """
 import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda index: (9, 0)
@@ -72,7 +72,7 @@ with FakeTensorMode():
 """
 
 
-FACTS = (
+SELECTIONS = (
     "name(ops.attention, q, k, k, starts) == 'aten'",
     "name(ops.attention, q, k, k, starts, None, None, True, 5) == 'aten'",
     "name(ops.attention, q.float(), k.float(), k.float(), starts) == 'triton'",
@@ -89,15 +89,15 @@ FACTS = (
 )
 
 
-def test_pytorch_comes_first_on_a_gpu_where_the_record_says_so() -> None:
-    """The device is pretended, the tensors have no memory: nothing runs."""
-    invariant = [fact.replace("'aten'", "'triton'") for fact in FACTS]
+def test_aten_overrides_triton_only_where_it_is_preferred() -> None:
+    """The device is mocked and the tensors are fake, so nothing runs."""
+    invariant = [fact.replace("'aten'", "'triton'") for fact in SELECTIONS]
 
     def assertions(facts: Sequence[str]) -> str:
         return "".join(f"        assert {fact}\n" for fact in facts)
 
     code = (
-        f"{PRETENDED}    if True:\n{assertions(FACTS)}"
+        f"{MOCKED_GPU}    if True:\n{assertions(SELECTIONS)}"
         f"    with ops.batch_invariant():\n{assertions(invariant)}"
         f"    with torch.inference_mode():\n{assertions(invariant)}"
         f"    with ops.prefer('triton'):\n{assertions(invariant)}"
@@ -108,12 +108,12 @@ def test_pytorch_comes_first_on_a_gpu_where_the_record_says_so() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def stand_in(
+def varlen_attn_reference(
     q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int,
     longest_k: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """What PyTorch documents of `varlen_attn`, which needs a GPU: (left, right) keys are seen
-    beside a query's own, -1 for all."""
+    """Compute what PyTorch documents for `varlen_attn`, which needs a GPU. A window (left, right)
+    is the number of keys that are visible on each side of the query, -1 for all."""
     assert starts_q.dtype == starts_k.dtype == torch.int32
     assert enable_gqa
     assert max(starts_q.diff()) <= longest_q
@@ -132,19 +132,19 @@ def stand_in(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_flash_attention_is_asked_for_what_the_op_means(
+def test_flash_attention_is_called_with_the_semantics_of_the_op(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention import varlen
 
     from ingot.kernels.aten import attention
 
-    assert "aten" in ops.attention.providers  # imported, so that its parts can be replaced
+    assert "aten" in ops.attention.providers  # imported, so that its attributes can be patched
     calls: list[str] = []
 
     def called(*args: Any, **options: Any) -> Tensor:
         calls.append(sample.name)
-        return stand_in(*args, **options)
+        return varlen_attn_reference(*args, **options)
 
     monkeypatch.setattr(attention, "on_gpu", lambda q: True)
     monkeypatch.setattr(varlen, "varlen_attn", called)
@@ -156,7 +156,7 @@ def test_flash_attention_is_asked_for_what_the_op_means(
     assert set(calls) == windows | {"empty_sequence", "extreme"}
 
 
-def test_a_gpu_without_triton_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_is_unavailable_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(package, "find_spec", lambda name: None)
     package.available.cache_clear()
@@ -174,7 +174,7 @@ def test_a_gpu_without_triton_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch
         (torch.float8_e4m3fn, False),
     ],
 )
-def test_which_tensors_the_kernels_take(
+def test_supported_dtypes_and_devices(
     dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_store, "device_arch", lambda: "sm_90")
@@ -189,7 +189,7 @@ def test_which_tensors_the_kernels_take(
 @pytest.mark.parametrize(
     ("capability", "taken"), [("sm_75", False), ("sm_80", True), ("gfx942", True), ("gfx90a", True)]
 )
-def test_a_gpu_too_old_for_triton_is_left_to_pytorch(
+def test_gpu_older_than_sm_80_is_not_supported(
     capability: str, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_store, "device_arch", lambda: capability)
@@ -197,15 +197,15 @@ def test_a_gpu_too_old_for_triton_is_left_to_pytorch(
         assert accepts((torch.empty(4, 8, device="cuda"),)) is taken
 
 
-def test_the_interpreter_does_not_take_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_does_not_support_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert accepts((torch.zeros(1, dtype=torch.float16),))
     assert not accepts((torch.zeros(1, dtype=torch.bfloat16),))
 
 
 @pytest.mark.parametrize("name", sorted(triton_ops()))
-def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
-    """On tensors without memory, where no kernel runs: shapes, dtypes, strides."""
+def test_outputs_match_the_fake_implementation(name: str) -> None:
+    """Compare shapes, dtypes and strides on meta tensors; no kernel runs."""
     one = triton_ops()[name]
     args = one.op.with_defaults(one.example(ExampleInputs()))
     with record_launches():
@@ -225,7 +225,7 @@ def test_what_kernels_allocate_is_what_the_fake_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(triton_ops()))
-def test_examples_are_where_they_are_asked_to_be(name: str) -> None:
+def test_examples_are_on_the_requested_device(name: str) -> None:
     one = triton_ops()[name]
     for args in one.calls("forward", ExampleInputs()):
         assert {tensor.device.type for tensor in tensors(args)} == {"meta"}
@@ -238,7 +238,7 @@ GPT2 = {
 
 
 def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> Tensor:
-    """A block of GPT-2 and its loss."""
+    """Compute a block of GPT-2 and its loss."""
     h = ops.layer_norm(x, p["norm"], p["shift"], 1e-5)
     q, k, v = ops.linear(h, p["qkv"], p["qkv_bias"]).view(-1, 3, 4, 16).unbind(1)
     h = ops.linear(ops.attention(q, k, v, starts).flatten(1), p["out"])
@@ -248,8 +248,8 @@ def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> T
     return ops.linear_cross_entropy(x, p["head"], targets)
 
 
-def keeping(seen: list[str]) -> Any:
-    """A backend that writes down what is in its graphs."""
+def recording_backend(seen: list[str]) -> Any:
+    """Return a compiler backend that records the targets of its graphs."""
     from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
     from torch._dynamo.backends.common import aot_autograd
 
@@ -261,9 +261,9 @@ def keeping(seen: list[str]) -> Any:
     return aot_autograd(fw_compiler=keep, bw_compiler=keep)
 
 
-def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor], list[str]]:
-    """The block, compiled as one graph on tensors without memory: its loss, its parameters, and
-    the ops in the graphs."""
+def trace_block(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """Compile the block as one graph on tensors without memory; return its loss, its parameters
+    and the ops in the graphs."""
     seen: list[str] = []
     p = {
         name: torch.empty(shape, device=device, requires_grad=requires_grad)
@@ -272,21 +272,23 @@ def traced(device: str, requires_grad: bool) -> tuple[Tensor, dict[str, Tensor],
     tokens = torch.empty(12, dtype=torch.int64, device=device)
     starts = torch.empty(3, dtype=torch.int32, device=device)
     x = torch.empty(12, 64, device=device)
-    loss = torch.compile(block, fullgraph=True, backend=keeping(seen))(x, p, starts, tokens)
+    loss = torch.compile(block, fullgraph=True, backend=recording_backend(seen))(
+        x, p, starts, tokens
+    )
     return loss, p, seen
 
 
-def test_a_gpt2_block_on_a_gpu_is_traced_without_breaks() -> None:
+def test_gpt2_block_on_a_gpu_is_traced_without_graph_breaks() -> None:
     with FakeTensorMode(), torch.no_grad():
-        loss, _, seen = traced("cuda", requires_grad=False)
+        loss, _, seen = trace_block("cuda", requires_grad=False)
         assert loss.device.type == "cuda"
     names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
     assert {f"ingot.{name}.default" for name in names} <= set(seen)
 
 
-def test_so_is_its_backward() -> None:
-    """On meta tensors: without CUDA, torch aborts where autograd asks a device for its streams."""
-    loss, p, seen = traced("meta", requires_grad=True)
+def test_gpt2_block_backward_is_traced_without_graph_breaks() -> None:
+    """On meta tensors: without CUDA, torch aborts when autograd queries the device's streams."""
+    loss, p, seen = trace_block("meta", requires_grad=True)
     loss.sum().backward()
     assert all(parameter.grad is not None for parameter in p.values())
     names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
@@ -309,8 +311,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_so_are_models_forward_and_backward(name: str) -> None:
-    """On meta tensors: to slice a fake one of CUDA, torch has to be built with it."""
+def test_models_are_traced_without_graph_breaks(name: str) -> None:
+    """On meta tensors: slicing a fake CUDA tensor needs a torch built with CUDA."""
     decoder = Decoder.on_meta(replace(preset(name), layers=2))
     for module in decoder.modules():
         if isinstance(module, Rotary):  # its frequencies are real, whatever the weights are
@@ -320,7 +322,8 @@ def test_so_are_models_forward_and_backward(name: str) -> None:
         cu_seqlens=torch.empty(3, dtype=torch.int32, device="meta"), positions=tokens
     )
     seen: list[str] = []
-    hidden = torch.compile(decoder, fullgraph=True, backend=keeping(seen))(tokens, layout)
+    compiled = torch.compile(decoder, fullgraph=True, backend=recording_backend(seen))
+    hidden = compiled(tokens, layout)
     hidden.sum().backward()
     counts = Counter(name.split(".")[1] for name in seen if name.startswith("ingot."))
     backward = {f"{op}_backward": count for op, count in MODELS[name].items()}
@@ -329,18 +332,19 @@ def test_so_are_models_forward_and_backward(name: str) -> None:
     assert unused <= {"lm_head.weight"}
 
 
-def on_a_gpu(arg: Any) -> Any:
+def as_cuda_tensor(arg: Any) -> Any:
     if not isinstance(arg, Tensor):
         return arg
     return torch.empty(arg.shape, dtype=arg.dtype, device="cuda")
 
 
 @pytest.mark.parametrize("name", sorted(triton_ops()))
-def test_every_op_has_a_fake_on_a_gpu_forward_and_backward(name: str) -> None:
+def test_every_op_has_a_fake_implementation_on_a_gpu(name: str) -> None:
     one = triton_ops()[name]
     with FakeTensorMode(), torch.no_grad():
         args = tuple(
-            map_tensors(on_a_gpu, arg) for arg in one.op.with_defaults(one.example(ExampleInputs()))
+            map_tensors(as_cuda_tensor, arg)
+            for arg in one.op.with_defaults(one.example(ExampleInputs()))
         )
         outputs = as_tuple(one.op(*args))
         assert all(out.device.type == "cuda" for out in outputs)

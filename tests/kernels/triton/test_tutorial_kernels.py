@@ -1,4 +1,4 @@
-"""What ours are held against has to compute the same: in the interpreter."""
+"""The baseline kernels compute correct results in the interpreter."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ torch.testing.assert_close(y, F.scaled_dot_product_attention(q, k, v, is_causal=
 """
 
 
-def test_the_plain_kernels_are_right() -> None:
+def test_tutorial_kernels_are_correct() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
