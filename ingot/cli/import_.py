@@ -40,9 +40,9 @@ def import_(
 
     start = time.monotonic()
     if source.is_dir():
-        total = sum(path.stat().st_size for path in directories.files(source))
+        total = sum(path.stat().st_size for path in directories.model_files(source))
         with progress("checking", total, in_bytes=True) as bar:
-            directories.copy(source, directory, bar)
+            directories.copy_model(source, directory, bar)
     elif source.is_file():
         with progress("reading", 2 * source.stat().st_size, in_bytes=True) as bar:
             gguf.convert(source, directory, bar)
@@ -59,13 +59,13 @@ def import_(
 
 def summary(directory: Path, seconds: float) -> dict[str, Any]:
     """Describe a model directory that was just written, as `--json` prints it."""
-    from ingot.interop.directory import parameters
+    from ingot.interop.directory import count_parameters
 
     config = json_format.loads((directory / "config.json").read_bytes())
     return {
         "directory": str(directory),
         "architecture": config["model_type"],
-        "parameters": parameters(directory),
+        "parameters": count_parameters(directory),
         "bytes": sum(path.stat().st_size for path in directory.iterdir()),
         "chat": "chat_template" in _settings(directory)
         or (directory / "chat_template.jinja").exists(),

@@ -1,8 +1,8 @@
-"""A Hugging Face directory into one of ours: the same files, checked, with a lineage.
+"""Import a Hugging Face directory: the same files, checked, with a lineage.
 
-Weights come as safetensors or not at all: `*.bin` files are pickles, which run code when they
-are opened, and `*.py` files are code. Neither is copied, nor anything else but the files named
-here. `nn.weights` finds every tensor before anything is written; every byte is hashed while it is
+Weights are accepted as safetensors only: `*.bin` files are pickles, which run code when they are
+opened, and `*.py` files are code. Neither is copied, nor any other file that is not listed here.
+`nn.weights` locates every tensor before anything is written; every byte is hashed while it is
 copied.
 """
 
@@ -19,7 +19,7 @@ from ingot.core.log import Progress
 from ingot.nn.weights import INDEX, SafetensorsDir, read_json
 
 CONFIG = "config.json"
-OTHERS = (
+OPTIONAL_FILES = (
     INDEX,
     "generation_config.json",
     "tokenizer.json",
@@ -37,39 +37,39 @@ OTHERS = (
 
 
 class DirectoryError(IngotError):
-    """A directory that is not a model's."""
+    """A directory without a model in it."""
 
 
-def files(source: Path) -> list[Path]:
-    """Return the files of the directory that belong to the model; its config and weights must."""
+def model_files(source: Path) -> list[Path]:
+    """List the files of the model: config, weights and those of `OPTIONAL_FILES` that exist."""
     if not (source / CONFIG).is_file():
         raise DirectoryError(
-            f"there is no {CONFIG} in {source}",
-            hint="name the directory of a model as transformers' save_pretrained writes it, or "
-            "a .gguf file",
+            f"{CONFIG} not found in {source}",
+            hint="name a model directory as transformers' save_pretrained writes it, or a .gguf "
+            "file",
         )
     shards = sorted({entry.file for entry in SafetensorsDir(source).entries.values()})
-    others = [source / name for name in OTHERS if (source / name).is_file()]
-    return [source / CONFIG, *shards, *others]
+    optional = [source / name for name in OPTIONAL_FILES if (source / name).is_file()]
+    return [source / CONFIG, *shards, *optional]
 
 
-def copy(source: Path, directory: Path, progress: Progress | None = None) -> None:
+def copy_model(source: Path, directory: Path, progress: Progress | None = None) -> None:
     """Copy the model in `source` to `directory`, which appears when it is complete.
 
-    `progress` advances by the bytes of `files(source)`.
+    `progress` advances by the bytes of `model_files(source)`.
     """
-    chosen = files(source)
+    files = model_files(source)
     if not isinstance(read_json(source / CONFIG).get("model_type"), str):
         raise DirectoryError(
             f"{source / CONFIG} has no model_type",
             hint="download the model again, and compare checksums with its publisher's",
         )
     lineage.read(source)
-    needed = sum(path.stat().st_size for path in chosen)
+    needed = sum(path.stat().st_size for path in files)
     with paths.atomic_directory(directory, needed) as temporary:
         if progress:
             progress.describe("copying")
-        hashes = {path.name: _copy(path, temporary / path.name, progress) for path in chosen}
+        hashes = {path.name: _copy_file(path, temporary / path.name, progress) for path in files}
         hashes.pop(lineage.NAME, None)  # it changes now
         lineage.append(
             temporary,
@@ -77,23 +77,24 @@ def copy(source: Path, directory: Path, progress: Progress | None = None) -> Non
             source=source.resolve().name,
             size=needed,
             files=hashes,
-            quantization=dtypes(source),
+            quantization=count_dtypes(source),
         )
 
 
-def dtypes(directory: Path) -> dict[str, int]:
-    """Count the tensors of each dtype."""
+def count_dtypes(directory: Path) -> dict[str, int]:
+    """Count the tensors of each dtype, the most frequent first."""
     entries = SafetensorsDir(directory).entries.values()
     counts = Counter(str(entry.dtype).removeprefix("torch.") for entry in entries)
     return dict(counts.most_common())
 
 
-def parameters(directory: Path) -> int:
-    """Count the parameters of the model in the directory, by the headers of its weights."""
+def count_parameters(directory: Path) -> int:
+    """Count the parameters of the model by the headers of its weights."""
     return sum(math.prod(entry.shape) for entry in SafetensorsDir(directory).entries.values())
 
 
-def _copy(source: Path, destination: Path, progress: Progress | None) -> str:
+def _copy_file(source: Path, destination: Path, progress: Progress | None) -> str:
+    """Copy a file and return its SHA-256."""
     digest = hashlib.sha256()
     with source.open("rb") as read, destination.open("xb") as write:
         while chunk := read.read(1 << 22):

@@ -126,7 +126,7 @@ def list_files(repo: str, revision: str) -> tuple[str, list[RemoteFile]]:
 
 
 def _is_wanted(name: str) -> bool:
-    wanted = name == directories.CONFIG or name in directories.OTHERS
+    wanted = name == directories.CONFIG or name in directories.OPTIONAL_FILES
     return (wanted and name != lineage.NAME) or bool(_WEIGHTS.fullmatch(name))
 
 
@@ -259,7 +259,7 @@ def _matches(path: Path, file: RemoteFile) -> bool:
 
 def _install(repo: str, commit: str, files: list[RemoteFile], partial: Path, target: Path) -> None:
     """Give the complete download its name, replacing an older revision."""
-    directories.files(partial)  # every tensor of the index must be in a shard
+    directories.model_files(partial)  # every tensor of the index must be in a shard
     hashes = {file.name: file.sha256 or f"git:{file.git_sha1}" for file in files}
     size = sum(file.size for file in files)
     lineage.append(partial, "pull", source=repo, commit=commit, size=size, files=hashes)

@@ -39,7 +39,7 @@ def shard(source: Path, **weight_map: Any) -> None:
 
 
 def test_files_are_copied_and_hashed(source: Path, tmp_path: Path) -> None:
-    directory.copy(source, tmp_path / "out")
+    directory.copy_model(source, tmp_path / "out")
     (step,) = lineage.read(tmp_path / "out").steps
     assert (step["step"], step["source"]) == ("import", "source")
     assert step["quantization"] == {"bfloat16": 1, "float32": 1}
@@ -47,37 +47,37 @@ def test_files_are_copied_and_hashed(source: Path, tmp_path: Path) -> None:
         content = path.read_bytes()
         assert (tmp_path / "out" / path.name).read_bytes() == content
         assert step["files"][path.name] == hashlib.sha256(content).hexdigest()
-    assert directory.parameters(tmp_path / "out") == 11
+    assert directory.count_parameters(tmp_path / "out") == 11
 
 
 def test_code_pickles_and_strangers_stay_behind(source: Path, tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "modeling.py", "other.safetensors", "notes.txt", ".hidden"):
         (source / name).write_text("x")
-    directory.copy(source, tmp_path / "out")
+    directory.copy_model(source, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "tokenizer.json", "model.safetensors", "ingot.json"}
 
 
 def test_shards_are_copied_with_their_index(source: Path, tmp_path: Path) -> None:
     shard(source)
-    directory.copy(source, tmp_path / "out")
+    directory.copy_model(source, tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out" / "two.safetensors")["b"], TENSORS["b"])
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
-    assert directory.parameters(tmp_path / "out") == 11
+    assert directory.count_parameters(tmp_path / "out") == 11
 
 
 def test_links_are_followed_as_in_a_cache_of_the_hub(source: Path, tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes((source / "model.safetensors").read_bytes())
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").symlink_to(tmp_path / "blob")
-    directory.copy(source, tmp_path / "out")
+    directory.copy_model(source, tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors").is_symlink()
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], TENSORS["a"])
 
 
 def test_the_lineage_goes_on(source: Path, tmp_path: Path) -> None:
-    directory.copy(source, tmp_path / "one")
-    directory.copy(tmp_path / "one", tmp_path / "two")
+    directory.copy_model(source, tmp_path / "one")
+    directory.copy_model(tmp_path / "one", tmp_path / "two")
     steps = lineage.read(tmp_path / "two").steps
     assert [step["source"] for step in steps] == ["source", "one"]
     assert "ingot.json" not in steps[1]["files"]
@@ -101,29 +101,29 @@ def test_an_index_that_lies_is_refused(
 ) -> None:
     shard(source, **weight_map)
     with pytest.raises(IngotError, match=message):
-        directory.copy(source, tmp_path / "out")
+        directory.copy_model(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_missing_is_said(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match=r"no config\.json"):
-        directory.copy(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(DirectoryError, match=r"config\.json not found"):
+        directory.copy_model(tmp_path / "none", tmp_path / "out")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(IngotError, match="weights as pickles"):
-        directory.copy(source, tmp_path / "out")
+        directory.copy_model(source, tmp_path / "out")
     (source / "pytorch_model.bin").unlink()
     with pytest.raises(IngotError, match=r"no model\.safetensors in \S+source\n"):
-        directory.files(source)
+        directory.model_files(source)
     (source / "config.json").unlink()
-    with pytest.raises(DirectoryError, match=r"no config\.json"):
-        directory.copy(source, tmp_path / "out")
+    with pytest.raises(DirectoryError, match=r"config\.json not found"):
+        directory.copy_model(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"model_type": 5}', b"[" * 100_000])
 def test_a_config_that_is_none_is_refused(source: Path, tmp_path: Path, content: bytes) -> None:
     (source / "config.json").write_bytes(content)
     with pytest.raises(IngotError, match=r"config.json"):
-        directory.copy(source, tmp_path / "out")
+        directory.copy_model(source, tmp_path / "out")
 
 
 def test_headers_that_lie_are_refused(source: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_headers_that_lie_are_refused(source: Path, tmp_path: Path) -> None:
     for lie in lies:
         path.write_bytes(lie)
         with pytest.raises(IngotError, match="is not safetensors"):
-            directory.copy(source, tmp_path / "out")
+            directory.copy_model(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
@@ -159,6 +159,6 @@ def test_damaged_weights_are_errors_or_harmless(
         content[at : at + len(new)] = new
     (source / "model.safetensors").write_bytes(content)
     try:
-        assert directory.parameters(source) >= 0
+        assert directory.count_parameters(source) >= 0
     except IngotError:
         assert changes
