@@ -1,10 +1,10 @@
-"""What the engine's steps cost, measured: a cost model for `ingot simulate`.
+"""Fits the cost model of `ingot simulate` to a model and to measured steps of the engine.
 
     seconds = a + b * tokens + c * keys + d * pairs        (see `CostModel`)
 
-fitted by least squares to the steps of a load that has all kinds of them: prompts alone, answers of
-one and of many, both together. Each step counts by its time relative to what was predicted, so that
-short and long ones weigh the same; the slowest tenth, which is other programs, is left out.
+is fitted by least squares to the steps of a load that has all types of them: prefill alone, decode
+of one and of many requests, and both together. Errors are relative to the time of a step, so that
+short and long steps have the same weight; the slowest tenth, delayed by other programs, is ignored.
 """
 
 # pyright: basic
@@ -12,45 +12,66 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from ingot.bench.serve import Load, run_on_engine
+from ingot.core.errors import IngotError
+from ingot.interop import hf
 from ingot.nn import Decoder
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.scheduler import SchedulerConfig, SchedulerOutput
 from ingot.serving.simulate import CostModel, RequestWorkload, count_work
 
-# Clients at once, and the tokens of their prompts.
-_KINDS = ((1, 64), (2, 256), (4, 32), (8, 256), (16, 64), (32, 128))
+# Concurrent clients, and the tokens of their prompts.
+_LOADS = ((1, 64), (2, 256), (4, 32), (8, 256), (16, 64), (32, 128))
 _PREFIX = 32
-NUM_REQUESTS = sum(2 * clients for clients, _ in _KINDS)
+NUM_REQUESTS = sum(2 * clients for clients, _ in _LOADS)
 
 
-def _loads(context: int) -> list[Load]:
-    longest = (context - _PREFIX) // 2
+def _loads(max_seq_len: int) -> list[Load]:
+    max_len = (max_seq_len - _PREFIX) // 2
     return [
         Load(
             workload=RequestWorkload(
                 num_requests=2 * clients,
-                input_len=min(prompt, longest),
-                output_len=min(24, longest),
+                input_len=min(prompt, max_len),
+                output_len=min(24, max_len),
                 length_sigma=0.6,
-                max_len=longest,
+                max_len=max_len,
                 shared_prefix_ratio=0.2,
                 prefix_len=_PREFIX,
                 seed=clients,
             ),
             clients=clients,
         )
-        for clients, prompt in _KINDS
+        for clients, prompt in _LOADS
     ]
+
+
+def model_costs(directory: Path, costs: CostModel) -> CostModel:
+    """Return the costs with the sizes and FLOPs of the model of a directory."""
+    described = hf.describe(directory)
+    config = described.config
+    if config.moe:
+        raise IngotError(
+            f"{directory}: in a mixture of experts, the bytes a step reads depend on its tokens",
+            hint="give --costs.weight-bytes and --costs.flops-per-token instead of --model",
+        )
+    return dataclasses.replace(
+        costs,
+        weight_bytes=float(described.bytes),
+        flops_per_token=2.0 * described.parameters,
+        kv_bytes_per_token=float(described.kv.bytes_per_token),
+        attention_flops=4.0 * config.layers * config.heads * config.head_dim,
+    )
 
 
 def fit_costs(
     decoder: Decoder, config: SchedulerConfig, costs: CostModel, advance: Callable[[int], object]
 ) -> CostModel:
-    """The costs of a model with what its steps take here; `advance` hears of each request."""
+    """Fit the costs to steps of the engine here; `advance` is called when a request finishes."""
     steps: list[tuple[float, ...]] = []
 
     def record(output: SchedulerOutput, seconds: float) -> None:
@@ -58,7 +79,7 @@ def fit_costs(
 
     engine = Engine(decoder, scheduler_config=config, on_step=record)
     loads = _loads(decoder.config.max_seq_len)
-    run_on_engine(engine, loads[-1])  # first touches, recordings
+    run_on_engine(engine, loads[-1])  # warm-up: page faults, graph captures
     steps.clear()
     for load in loads:
         run_on_engine(engine, load, advance)
@@ -66,13 +87,13 @@ def fit_costs(
 
 
 def solve_costs(steps: Sequence[tuple[float, ...]], costs: CostModel) -> CostModel:
-    """The costs that fit these steps of (tokens, keys, pairs, seconds) best.
+    """Return the costs that fit these steps of (tokens, keys, pairs, seconds) best.
 
     >>> true = CostModel(bandwidth=2e10, peak_flops=1e12, overhead_s=0.0)
-    >>> steps = [(t, k, p, exact.step_seconds(t, k, p)) for t, k, p in
+    >>> steps = [(t, k, p, true.step_seconds(t, k, p)) for t, k, p in
     ...          ((1, 9, 0), (8, 999, 0), (64, 64, 2e3), (500, 900, 1e5), (32, 4e4, 0))]
-    >>> found = solve_costs(steps, CostModel())
-    >>> round(found.bandwidth / 1e9, 3), round(found.peak_flops / 1e12, 3)
+    >>> costs = solve_costs(steps, CostModel())
+    >>> round(costs.bandwidth / 1e9, 3), round(costs.peak_flops / 1e12, 3)
     (20.0, 1.0)
     """
     table = np.array(steps)
@@ -80,10 +101,10 @@ def solve_costs(steps: Sequence[tuple[float, ...]], costs: CostModel) -> CostMod
     kept = np.ones(len(table), bool)
     for _ in range(4):
         weights = 1 / seconds[kept]
-        found = _non_negative(features[kept] * weights[:, None], np.ones(kept.sum()))
-        excess = seconds / (features @ found)
+        coefficients = _non_negative_lstsq(features[kept] * weights[:, None], np.ones(kept.sum()))
+        excess = seconds / (features @ coefficients)
         kept = excess <= np.quantile(excess, 0.9)
-    fixed, token, key, pair = (max(float(value), 1e-15) for value in found)
+    fixed, token, key, pair = (max(float(value), 1e-15) for value in coefficients)
     bandwidth, peak = costs.weight_bytes / fixed, costs.flops_per_token / token
     return dataclasses.replace(
         costs,
@@ -95,14 +116,14 @@ def solve_costs(steps: Sequence[tuple[float, ...]], costs: CostModel) -> CostMod
     )
 
 
-def _non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares of columns that may only add: what would come out negative is left out."""
+def _non_negative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Solve least squares; columns whose coefficient would be negative are left out."""
     scale = np.linalg.norm(matrix, axis=0) + 1e-30
     used = list(range(matrix.shape[1]))
     while True:
-        found, *_ = np.linalg.lstsq(matrix[:, used] / scale[used], wanted, rcond=None)
-        if (found >= 0).all():
+        solution, *_ = np.linalg.lstsq(matrix[:, used] / scale[used], target, rcond=None)
+        if (solution >= 0).all():
             full = np.zeros(matrix.shape[1])
-            full[used] = found / scale[used]
+            full[used] = solution / scale[used]
             return full
-        used.pop(int(found.argmin()))
+        used.pop(int(solution.argmin()))

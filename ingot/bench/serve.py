@@ -1,20 +1,21 @@
-"""A load on a server, and what its clients see: first tokens, gaps between tokens, goodput.
+"""Generates load for a server and measures what its clients see: TTFT, latency, goodput.
 
     load = Load(workload=RequestWorkload(num_requests=256, request_rate=4.0), clients=None)
-    answers = send_over_http("http://127.0.0.1:8000", load)
-    print(summarize([answers], SLO()))
+    records = send_over_http("http://127.0.0.1:8000", load)
+    print(summarize([records], SLO()))
 
-**The load** is a `RequestWorkload`, as `ingot simulate` takes it: the same requests can be
-simulated, given to the bare engine and sent to a server. *Open loop*: requests are sent when the
-workload says. *Closed loop*: a fixed number of clients, each of which sends its next request once
-the last is answered; that measures throughput.
+**The load** is a `RequestWorkload`, as in `ingot simulate`: the same requests can be simulated, run
+on the engine and sent to a server. *Open loop*: requests are sent at the times of the workload,
+however slow the server is, like those of independent users. *Closed loop*: a fixed number of
+clients, each of which sends its next request when the previous one is complete; that measures
+throughput.
 
-**The client** is a few lines on asyncio's streams that count events and note when they come. httpx
-and aiohttp parse, decode and copy more than that: with 32 streams on the cores that serve them they
-would be most of what is measured.
+**The client** is a few lines on asyncio's streams that count events and their times. httpx and
+aiohttp parse, decode and copy more: with 32 streams on the cores of the server, they would dominate
+the measurement.
 
-All answers are streamed, greedy, and as long as asked (`ignore_eos`, as vLLM calls it). Tokens are
-drawn from the first 256 of the vocabulary, which every model has.
+All requests are streamed, greedy, and ignore EOS (`ignore_eos`). Prompts use the first 256 tokens
+of the vocabulary, which every model has.
 """
 
 from __future__ import annotations
@@ -48,55 +49,58 @@ if TYPE_CHECKING:
     from ingot.serving.engine.engine import Engine
 
 VOCAB_SIZE = 256
-_START = 120.0  # seconds that a server may take to load
+_START_TIMEOUT = 120.0  # seconds until a server has loaded its model
 _SERVER_OPTIONS = ("--admin-address=127.0.0.1:0", "--log-format=json", "--max-requests=10000")
-_ANSWERED = ("stop", "length")
+_COMPLETED = ("stop", "length")
 
 Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked, and when."""
+    """Requests, and when they are sent."""
 
     workload: RequestWorkload
     clients: int | None = None
-    """So many ask at once, each again once it is answered; None to ask when the trace says."""
+    """Number of concurrent clients (closed loop); None to send at arrival times (open loop)."""
 
     def __post_init__(self) -> None:
         if self.clients is not None and not 1 <= self.clients <= 10_000:
-            raise ConfigError(f"--clients is {self.clients}", hint="give a number from 1 to 10000")
+            raise ConfigError(
+                f"clients: must be from 1 to 10000, got {self.clients}",
+                hint="choose another number for --clients",
+            )
 
 
 @dataclass
 class RequestRecord:
-    """What became of a request: when it was sent, when its tokens came, how it ended."""
+    """What a client saw of a request: when it was sent, when tokens arrived, how it finished."""
 
     sent: float
-    prompt: int
-    asked: int
+    input_len: int
+    max_tokens: int
     times: array[float] = field(default_factory=lambda: array("d"))
     tokens: int = 0
-    end: str = "lost"
-    """As the server says (`length`, `stop`), or its status; `cancelled` by us; or lost."""
+    finish_reason: str = "lost"
+    """The server's (`length`, `stop`), an HTTP status, `cancelled` by the client, or `lost`."""
 
     @property
-    def first(self) -> float:
+    def ttft(self) -> float:
         """Seconds to the first token."""
         return self.times[0] - self.sent
 
     @property
-    def between(self) -> float:
-        """Seconds from one token to the next, on average."""
+    def tpot(self) -> float:
+        """Mean seconds per token after the first."""
         return (self.times[-1] - self.times[0]) / max(1, self.tokens - 1)
 
     @property
     def gaps(self) -> Any:
-        """Seconds from one token to the next, as far as a client can tell: an event is of text, and
-        where a character is of several tokens they share its time evenly.
+        """Seconds between tokens, as a client sees them: an event carries text, and if a character
+        has several tokens, they share its time evenly.
 
         >>> times = array("d", [1.0, 1.4, 2.0])
-        >>> one = RequestRecord(sent=0.0, prompt=8, asked=5, times=times, tokens=5)
+        >>> one = RequestRecord(sent=0.0, input_len=8, max_tokens=5, times=times, tokens=5)
         >>> one.gaps.round(6).tolist()
         [0.2, 0.3]
         """
@@ -105,48 +109,48 @@ class RequestRecord:
 
 
 def summarize(rounds: Sequence[list[RequestRecord]], slo: SLO) -> LoadReport:
-    """Sum up one round or several.
+    """Summarize one or more rounds.
 
     >>> times = array("d", [0.5, 0.6, 0.7])
-    >>> one = RequestRecord(sent=0.0, prompt=8, asked=3, times=times, tokens=3)
-    >>> one.end = "length"
-    >>> found = summarize([[one]], SLO())
-    >>> found.ttft["p50"], round(found.itl["p50"], 6), found.output_tokens
+    >>> one = RequestRecord(sent=0.0, input_len=8, max_tokens=3, times=times, tokens=3)
+    >>> one.finish_reason = "length"
+    >>> report = summarize([[one]], SLO())
+    >>> report.ttft["p50"], round(report.itl["p50"], 6), report.output_tokens
     (0.5, 0.1, 3)
     """
-    answers = [answer for answers in rounds for answer in answers]
-    good = [a for a in answers if a.end in _ANSWERED and a.tokens]
-    kept = [a for a in good if a.first <= slo.ttft and a.between <= slo.tpot]
+    records = [record for records in rounds for record in records]
+    completed = [r for r in records if r.finish_reason in _COMPLETED and r.tokens]
+    good = [r for r in completed if r.ttft <= slo.ttft and r.tpot <= slo.tpot]
     seconds = sum(map(_seconds, rounds))
-    tokens = sum(a.tokens for a in answers)
-    gaps = [a.gaps for a in good]
+    tokens = sum(r.tokens for r in records)
+    gaps = [r.gaps for r in completed]
     return LoadReport(
-        num_requests=len(answers),
-        finish_reasons=dict(sorted(Counter(a.end for a in answers).items())),
+        num_requests=len(records),
+        finish_reasons=dict(sorted(Counter(r.finish_reason for r in records).items())),
         duration_s=round(seconds, 3),
-        requests_per_s=round(len(good) / seconds, 3),
-        goodput_per_s=round(len(kept) / seconds, 3),
+        requests_per_s=round(len(completed) / seconds, 3),
+        goodput_per_s=round(len(good) / seconds, 3),
         output_tokens=tokens,
         output_tokens_per_s=round(tokens / seconds, 1),
-        ttft=percentiles([a.first for a in good]),
+        ttft=percentiles([r.ttft for r in completed]),
         itl=percentiles(np.concatenate(gaps) if gaps else []),
-        e2e=percentiles([a.times[-1] - a.sent for a in good]),
+        e2e=percentiles([r.times[-1] - r.sent for r in completed]),
     )
 
 
-def output_rate(answers: list[RequestRecord]) -> float:
-    """Tokens a second of a round."""
-    return sum(a.tokens for a in answers) / _seconds(answers)
+def output_rate(records: list[RequestRecord]) -> float:
+    """Return the output tokens per second of a round."""
+    return sum(r.tokens for r in records) / _seconds(records)
 
 
-def _seconds(answers: list[RequestRecord]) -> float:
-    """From the first request to the last token."""
-    begin = min((a.sent for a in answers), default=0.0)
-    return max([a.times[-1] - begin for a in answers if a.times] or [0.0]) or 1e-9
+def _seconds(records: list[RequestRecord]) -> float:
+    """Return the seconds from the first request to the last token."""
+    begin = min((r.sent for r in records), default=0.0)
+    return max([r.times[-1] - begin for r in records if r.times] or [0.0]) or 1e-9
 
 
 def to_model_tokens(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that models have, in place of a trace's numbers: equal ones for equal ones.
+    """Map the ids of a workload to tokens that every model has; equal ids to equal tokens.
 
     >>> to_model_tokens((5, 2**31, 5))[::2]
     (159, 159)
@@ -160,18 +164,18 @@ def to_model_tokens(prompt: tuple[int, ...]) -> tuple[int, ...]:
 def send_over_http(
     address: str, load: Load, key: str | None = None, advance: Advance = lambda _: None
 ) -> list[RequestRecord]:
-    """Send the load to a server; `advance` hears of each request that has ended."""
-    return asyncio.run(_Sender(address, key, advance).run(load))
+    """Send the load to a server; `advance` is called when a request finishes."""
+    return asyncio.run(_HttpLoad(address, key, advance).run(load))
 
 
-class _Sender:
-    """Many clients of one server."""
+class _HttpLoad:
+    """Clients of one server, with a pool of idle connections."""
 
     def __init__(self, address: str, key: str | None, advance: Advance) -> None:
         parts = urlsplit(address)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
-                f"'{address}' is no address", hint="give one as http://127.0.0.1:8000"
+                f"'{address}': not an http:// address", hint="give one like http://127.0.0.1:8000"
             )
         self._host, self._port = parts.hostname, parts.port or 80
         lines = ["POST /v1/completions HTTP/1.1", f"Host: {parts.netloc}"]
@@ -179,32 +183,34 @@ class _Sender:
         self._head = "\r\n".join(lines).encode() + b"\r\nContent-Length: "
         self._advance = advance
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._answers: list[RequestRecord] = []
+        self._records: list[RequestRecord] = []
 
     async def run(self, load: Load) -> list[RequestRecord]:
         requests = load.workload.generate()
         if load.clients is None:
-            await self._open(requests)
+            await self._send_at_arrival(requests)
         else:
-            await asyncio.gather(*(self._client(requests) for _ in range(load.clients)))
+            await asyncio.gather(*(self._run_client(requests) for _ in range(load.clients)))
         for _, writer in self._idle:
             writer.close()
-        return self._answers
+        return self._records
 
-    async def _open(self, requests: Iterator[tuple[float, Request, float | None]]) -> None:
+    async def _send_at_arrival(
+        self, requests: Iterator[tuple[float, Request, float | None]]
+    ) -> None:
         begin = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for arrival, request, leaves in requests:
+            for arrival, request, cancel_at in requests:
                 await asyncio.sleep(begin + arrival - time.perf_counter())
-                group.create_task(self._ask(request, leaves and leaves - arrival))
+                group.create_task(self._send(request, cancel_at and cancel_at - arrival))
 
-    async def _client(self, requests: Iterator[tuple[float, Request, float | None]]) -> None:
-        for arrival, request, leaves in requests:
-            await self._ask(request, leaves and leaves - arrival)
+    async def _run_client(self, requests: Iterator[tuple[float, Request, float | None]]) -> None:
+        for arrival, request, cancel_at in requests:
+            await self._send(request, cancel_at and cancel_at - arrival)
 
-    async def _ask(self, request: Request, leaves: float | None) -> None:
-        answer = RequestRecord(time.perf_counter(), len(request.prompt), request.max_tokens)
-        self._answers.append(answer)
+    async def _send(self, request: Request, cancel_at: float | None) -> None:
+        record = RequestRecord(time.perf_counter(), len(request.prompt), request.max_tokens)
+        self._records.append(record)
         body = {
             "prompt": to_model_tokens(request.prompt),
             "max_tokens": request.max_tokens,
@@ -214,14 +220,14 @@ class _Sender:
             "stream_options": {"include_usage": True},
         }
         try:
-            await asyncio.wait_for(self._exchange(msgspec.json.encode(body), answer), leaves)
+            await asyncio.wait_for(self._exchange(msgspec.json.encode(body), record), cancel_at)
         except TimeoutError:
-            answer.end = "cancelled"
+            record.finish_reason = "cancelled"
         except (OSError, asyncio.IncompleteReadError, ValueError):
-            answer.end = "lost"
+            record.finish_reason = "lost"
         self._advance(1)
 
-    async def _exchange(self, body: bytes, answer: RequestRecord) -> None:
+    async def _exchange(self, body: bytes, record: RequestRecord) -> None:
         reader, writer = self._idle.pop() if self._idle else await self._connect()
         done = False
         try:
@@ -229,10 +235,10 @@ class _Sender:
             head = await reader.readuntil(b"\r\n\r\n")
             status = head.split(b" ", 2)[1].decode()
             if status == "200":
-                await self._events(reader, answer)
+                await self._read_events(reader, record)
                 done = True
             else:
-                answer.end = status
+                record.finish_reason = status
         finally:
             if done:
                 self._idle.append((reader, writer))
@@ -242,38 +248,38 @@ class _Sender:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self._host, self._port)
 
-    async def _events(self, reader: asyncio.StreamReader, answer: RequestRecord) -> None:
-        """Chunks of events, to the empty one."""
+    async def _read_events(self, reader: asyncio.StreamReader, record: RequestRecord) -> None:
+        """Read the chunks of events up to the empty chunk."""
         last = b""
         while size := int(await reader.readuntil(b"\r\n"), 16):
             chunk = (await reader.readexactly(size + 2))[:-2]
             now = time.perf_counter()
             texts = chunk.count(b'"text"')
             if texts and b'"finish_reason":null' in chunk:
-                answer.times.append(now)
+                record.times.append(now)
             if texts < chunk.count(b"data: ") or b'"finish_reason":"' in chunk:
                 last += chunk
         await reader.readexactly(2)
-        _finish(answer, last)
+        _finish(record, last)
 
 
-def _finish(answer: RequestRecord, events: bytes) -> None:
-    """What the last events say: how it ended, and how many tokens it has."""
+def _finish(record: RequestRecord, events: bytes) -> None:
+    """Read the finish reason and the number of tokens from the last events."""
     for line in events.split(b"\n"):
         if not line.startswith(b"data: {"):
             continue
-        said = msgspec.json.decode(line[6:])
-        for choice in said.get("choices", ()):
-            answer.end = choice.get("finish_reason") or answer.end
-        if said.get("usage"):
-            answer.tokens = said["usage"]["completion_tokens"]
-        if said.get("error"):
-            answer.end = str(said["error"].get("code") or "error")
+        event = msgspec.json.decode(line[6:])
+        for choice in event.get("choices", ()):
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+        if event.get("usage"):
+            record.tokens = event["usage"]["completion_tokens"]
+        if event.get("error"):
+            record.finish_reason = str(event["error"].get("code") or "error")
 
 
 @contextmanager
 def start_server(directory: Path) -> Generator[tuple[str, float]]:
-    """`ingot serve DIR` on a free port: its address, and the seconds to its first token."""
+    """Run `ingot serve DIR` on a free port; yield the address and the seconds to a first token."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "ingot", "serve", str(directory), "--port", str(port)]
@@ -287,7 +293,7 @@ def start_server(directory: Path) -> Generator[tuple[str, float]]:
             start_new_session=True,
         )
         try:
-            _wait(server, address, output)
+            _wait_until_ready(server, address, output)
             yield address, round(time.perf_counter() - begin, 3)
         finally:
             with suppress(ProcessLookupError):
@@ -299,22 +305,22 @@ def start_server(directory: Path) -> Generator[tuple[str, float]]:
                 server.wait()
 
 
-def _wait(server: subprocess.Popen[bytes], address: str, output: Any) -> None:
-    """Until it has given a token."""
+def _wait_until_ready(server: subprocess.Popen[bytes], address: str, output: Any) -> None:
+    """Wait until the server has generated a token."""
     one = Load(
         workload=RequestWorkload(
             num_requests=1, input_len=4, output_len=1, length_sigma=0, shared_prefix_ratio=0
         )
     )
-    end = time.monotonic() + _START
+    end = time.monotonic() + _START_TIMEOUT
     while time.monotonic() < end and server.poll() is None:
-        answers = send_over_http(address, one)
-        if answers[0].end in _ANSWERED:
+        records = send_over_http(address, one)
+        if records[0].finish_reason in _COMPLETED:
             return
         time.sleep(0.05)
     output.seek(0)
-    said = output.read()[-2000:].decode(errors="replace")
-    raise IngotError(f"the server did not start: {said}", hint="see what it said")
+    text = output.read()[-2000:].decode(errors="replace")
+    raise IngotError(f"the server did not start: {text}", hint="check the output of the server")
 
 
 # Without HTTP
@@ -323,32 +329,34 @@ def _wait(server: subprocess.Popen[bytes], address: str, output: Any) -> None:
 def run_on_engine(
     engine: Engine, load: Load, advance: Advance = lambda _: None
 ) -> list[RequestRecord]:
-    """Give the load to an engine in this process: what the server has at most."""
-    return _Feeder(engine, load, advance).run()
+    """Run the load on an engine in this process: an upper bound of the server's speed."""
+    return _EngineLoad(engine, load, advance).run()
 
 
-class _Feeder:
+class _EngineLoad:
+    """Requests of a load that are running on an engine."""
+
     def __init__(self, engine: Engine, load: Load, advance: Advance) -> None:
         self._engine, self._load, self._advance = engine, load, advance
         self._requests = load.workload.generate()
         self._next = next(self._requests, None)
         self._open: dict[int, RequestRecord] = {}
-        self._leaving: dict[int, float] = {}
+        self._cancel_times: dict[int, float] = {}
         self._begin = time.perf_counter()
 
     def run(self) -> list[RequestRecord]:
-        answers: list[RequestRecord] = []
+        records: list[RequestRecord] = []
         while self._next or self._engine.has_unfinished_requests:
-            while self._due():
-                answers.append(self._add())
+            while self._next_is_due():
+                records.append(self._add())
             if not self._engine.has_unfinished_requests and self._next:
                 time.sleep(max(0.0, self._begin + self._next[0] - time.perf_counter()))
                 continue
-            self._leave()
+            self._cancel_due()
             self._step()
-        return answers
+        return records
 
-    def _due(self) -> bool:
+    def _next_is_due(self) -> bool:
         if self._next is None:
             return False
         if self._load.clients is not None:
@@ -357,13 +365,13 @@ class _Feeder:
 
     def _add(self) -> RequestRecord:
         assert self._next
-        arrival, request, leaves = self._next
+        arrival, request, cancel_at = self._next
         self._next = next(self._requests, None)
         now = time.perf_counter()
-        answer = RequestRecord(now, len(request.prompt), request.max_tokens)
-        self._open[request.id] = answer
-        if leaves is not None:
-            self._leaving[request.id] = now + leaves - arrival
+        record = RequestRecord(now, len(request.prompt), request.max_tokens)
+        self._open[request.id] = record
+        if cancel_at is not None:
+            self._cancel_times[request.id] = now + cancel_at - arrival
         self._engine.add_request(
             Request(
                 id=request.id,
@@ -372,24 +380,24 @@ class _Feeder:
                 sampling_params=SamplingParams(temperature=0.0),
             )
         )
-        return answer
+        return record
 
-    def _leave(self) -> None:
+    def _cancel_due(self) -> None:
         now = time.perf_counter()
-        for id in [id for id, when in self._leaving.items() if when <= now]:
-            del self._leaving[id]
+        for id in [id for id, when in self._cancel_times.items() if when <= now]:
+            del self._cancel_times[id]
             self._engine.abort(id, FinishReason.CANCELLED)
 
     def _step(self) -> None:
         outputs = self._engine.step()
         now = time.perf_counter()
         for output in outputs:
-            answer = self._open[output.id]
+            record = self._open[output.id]
             if output.tokens:
-                answer.times.append(now)
-                answer.tokens += len(output.tokens)
+                record.times.append(now)
+                record.tokens += len(output.tokens)
             if output.finish_reason is not None:
-                answer.end = output.finish_reason.value
+                record.finish_reason = output.finish_reason.value
                 del self._open[output.id]
-                self._leaving.pop(output.id, None)
+                self._cancel_times.pop(output.id, None)
                 self._advance(1)

@@ -1,4 +1,4 @@
-"""`ingot bench serve`: a load on a server, and what its clients see."""
+"""`ingot bench serve`: send load to a server and measure latency and throughput."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ def serve(
     plot: Path | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Send a load to a server and tell what its clients see: first tokens, gaps, throughput, and
-    how many answers meet the SLO.
+    """Send load to a server and measure what its clients see: TTFT, inter-token latency,
+    throughput, and goodput under an SLO.
 
-    Examples: `ingot bench serve smollm2` starts a server for it, `ingot bench serve smollm2
-    --clients 32` has 32 clients at once who ask again and again, `ingot bench serve smollm2
-    --clients 32 --engine --rounds 5` says what HTTP costs, `ingot bench serve
-    http://127.0.0.1:8000 --rate 8 --plot latency.png` takes a server that runs.
+    Examples: `ingot bench serve smollm2` starts a server for the model, `ingot bench serve smollm2
+    --clients 32` has 32 concurrent clients, `ingot bench serve smollm2 --clients 32 --engine
+    --rounds 5` compares with the engine without HTTP, `ingot bench serve http://127.0.0.1:8000
+    --request-rate 8 --plot latency.png` uses a running server.
 
     Args:
-        target: A model directory, or the address of a server that runs.
-        clients: Closed loop: so many at once. Without it requests come at --rate.
-        workload: The requests, as of `ingot simulate`.
-        slo: What an answer has to keep to count as goodput.
-        rounds: How often the whole load is sent.
-        engine: In turns with it, give the load to the engine without HTTP.
-        key: The API key, if the server wants one.
+        target: A model directory, or the address of a running server.
+        clients: Number of concurrent clients (closed loop); without it, requests are sent at
+            --request-rate (open loop).
+        workload: The requests, with the options of `ingot simulate`.
+        slo: Latency objectives; requests that meet them count as goodput.
+        rounds: Number of times the whole load is sent.
+        engine: Also run the load on the engine without HTTP, interleaved.
+        key: The API key, if the server requires one.
         plot: Draw latencies and throughput of the last round into this file, .png or .svg.
-        json: Print JSON instead of lines.
+        json: Print JSON instead of text.
     """
     from ingot.bench import latency as plots
     from ingot.bench.results import RunInfo
@@ -63,61 +64,65 @@ def serve(
 
     load, run = Load(workload=workload, clients=clients), RunInfo.now(ingot.__version__)
     if engine and _is_url(target):
-        raise ConfigError("--engine of an address", hint="give the directory of a model")
+        raise ConfigError(
+            "--engine: needs a model directory, got an address",
+            hint="give the directory of a model",
+        )
     if plot:
         check(plot)
-    answers, start = _answers(target, load, rounds, engine, key)
+    records, start = _run(target, load, rounds, engine, key)
     if plot:
-        plots.draw(answers["server"][-1], slo, run, plot)
-    reports = {system: summarize(of, slo) for system, of in answers.items()}
+        plots.draw(records["server"][-1], slo, run, plot)
+    reports = {system: summarize(of, slo) for system, of in records.items()}
     if json:
         settings = {"run": run, "load": load, "slo": slo, **reports}
-        found = {name: dataclasses.asdict(value) for name, value in settings.items()}
-        print(json_format.dumps({**found, "start_s": start, **_share(answers)}, indent=2))  # noqa: T201
+        content = {name: dataclasses.asdict(value) for name, value in settings.items()}
+        content |= {"start_s": start, **_throughput_ratio(records)}
+        print(json_format.dumps(content, indent=2))  # noqa: T201
     else:
-        for system, outcome in reports.items():
-            log.stdout().print(report_table((system, outcome), slo), "", highlight=False)
+        for system, report in reports.items():
+            log.stdout().print(report_table((system, report), slo), "", highlight=False)
         if start is not None:
-            log.stdout().print(f"{start:.1f} s from the command to the first token")
-        for share in _share(answers).values():
-            log.stdout().print(f"the server has {share:.3f} of the engine's throughput")
+            log.stdout().print(f"first token {start:.1f} s after starting the server")
+        for ratio in _throughput_ratio(records).values():
+            log.stdout().print(f"throughput of the server / of the engine: {ratio:.3f}")
 
 
 def _is_url(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-def _answers(
+def _run(
     target: str, load: Load, rounds: int, engine: bool, key: str | None
 ) -> tuple[dict[str, list[list[RequestRecord]]], float | None]:
     from ingot.bench.serve import run_on_engine, send_over_http, start_server
 
-    here = _engine(Path(target)) if engine else None
-    found: dict[str, list[list[RequestRecord]]] = (
-        {"server": [], "engine": []} if here else {"server": []}
+    local = _load_engine(Path(target)) if engine else None
+    records: dict[str, list[list[RequestRecord]]] = (
+        {"server": [], "engine": []} if local else {"server": []}
     )
     server = nullcontext((target, None)) if _is_url(target) else start_server(Path(target))
-    total = load.workload.num_requests * rounds * len(found)
+    total = load.workload.num_requests * rounds * len(records)
     with server as (address, start), log.progress("requests", total) as bar:
         for _ in range(rounds):
-            found["server"].append(send_over_http(address, load, key, bar.advance))
-            if here:
-                found["engine"].append(run_on_engine(here, load, bar.advance))
-    return found, start
+            records["server"].append(send_over_http(address, load, key, bar.advance))
+            if local:
+                records["engine"].append(run_on_engine(local, load, bar.advance))
+    return records, start
 
 
-def _engine(directory: Path) -> Engine:
+def _load_engine(directory: Path) -> Engine:
     from ingot.interop import hf
     from ingot.serving.engine.engine import Engine
 
     return Engine(hf.load(directory))
 
 
-def _share(answers: dict[str, list[list[RequestRecord]]]) -> dict[str, float]:
-    """What the server has of the engine's throughput, as the median of the rounds."""
+def _throughput_ratio(records: dict[str, list[list[RequestRecord]]]) -> dict[str, float]:
+    """Return the server's throughput over the engine's: median of the rounds."""
     from ingot.bench.serve import output_rate
 
-    if "engine" not in answers:
+    if "engine" not in records:
         return {}
-    pairs = zip(answers["server"], answers["engine"], strict=True)
-    return {"share_of_engine": round(median(output_rate(a) / output_rate(b) for a, b in pairs), 4)}
+    pairs = zip(records["server"], records["engine"], strict=True)
+    return {"throughput_ratio": round(median(output_rate(a) / output_rate(b) for a, b in pairs), 4)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ingot.core import log
-from ingot.core.errors import ConfigError, IngotError
+from ingot.core.errors import ConfigError
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.simulate import SLO, CostModel, LoadReport, RequestWorkload, SimulationReport
 from ingot.serving.simulate import simulate as run
@@ -50,9 +50,7 @@ def simulate(
     if (calibrate or compare) and not model:
         raise ConfigError("--calibrate and --compare need a model", hint="add --model DIR")
     if model:
-        costs = costs_of_model(model, costs)
-    if calibrate and model:
-        costs = calibrate_costs(model, scheduler, costs)
+        costs = _model_costs(model, scheduler, costs, calibrate)
     with log.progress("simulating", workload.num_requests) as bar:
         report = run(scheduler, costs, workload, slo, bar.advance)
     measured = run_on_engine(model, scheduler, workload, slo) if compare and model else None
@@ -74,33 +72,17 @@ def simulate(
         )
 
 
-def costs_of_model(directory: Path, costs: CostModel) -> CostModel:
-    """Return the costs with the sizes and FLOPs of a model."""
+def _model_costs(
+    directory: Path, scheduler: SchedulerConfig, costs: CostModel, measure: bool
+) -> CostModel:
+    from ingot.bench.calibrate import NUM_REQUESTS, fit_costs, model_costs
     from ingot.interop import hf
 
-    described = hf.describe(directory)
-    config = described.config
-    if config.moe:
-        raise IngotError(
-            f"{directory}: in a mixture of experts, the bytes a step reads depend on its tokens",
-            hint="give --costs.weight-bytes and --costs.flops-per-token instead of --model",
-        )
-    return dataclasses.replace(
-        costs,
-        weight_bytes=float(described.bytes),
-        flops_per_token=2.0 * described.parameters,
-        kv_bytes_per_token=float(described.kv.bytes_per_token),
-        attention_flops=4.0 * config.layers * config.heads * config.head_dim,
-    )
-
-
-def calibrate_costs(directory: Path, scheduler: SchedulerConfig, costs: CostModel) -> CostModel:
-    """Fit the costs to steps of the engine on this machine."""
-    from ingot.bench import calibrate
-    from ingot.interop import hf
-
-    with log.progress("measuring steps", calibrate.NUM_REQUESTS) as bar:
-        return calibrate.fit_costs(hf.load(directory), scheduler, costs, bar.advance)
+    costs = model_costs(directory, costs)
+    if not measure:
+        return costs
+    with log.progress("measuring steps", NUM_REQUESTS) as bar:
+        return fit_costs(hf.load(directory), scheduler, costs, bar.advance)
 
 
 def run_on_engine(

@@ -14,7 +14,7 @@ def test_server_is_compared_with_the_engine(cli: Run, tiny: Path, tmp_path: Path
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["server"]["finish_reasons"] == found["engine"]["finish_reasons"] == {"length": 12}
-    assert found["share_of_engine"] > 0
+    assert found["throughput_ratio"] > 0
     assert found["start_s"] > 0
     assert plot.stat().st_size > 10_000
 
@@ -24,7 +24,7 @@ def test_text_output(cli: Run, tiny: Path) -> None:
     result = cli("bench", "serve", str(tiny), *asked)
     assert result.returncode == 0, result.stderr
     assert "4 requests in" in result.stdout
-    assert "from the command to the first token" in result.stdout
+    assert "after starting the server" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.cli.simulate import costs_of_model
+from ingot.bench.calibrate import model_costs
 from ingot.nn import Decoder, preset
 from ingot.serving.simulate import CostModel
 
@@ -55,7 +55,7 @@ def test_costs_of_a_model(tmp_path: Path) -> None:
 
     decoder = Decoder.from_config(preset("tiny"), seed=0)
     hf.save(decoder, tmp_path)
-    costs = costs_of_model(tmp_path, CostModel(overhead_s=0.5))
+    costs = model_costs(tmp_path, CostModel(overhead_s=0.5))
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     assert costs.flops_per_token == 2 * parameters
     assert costs.weight_bytes == 4 * parameters
@@ -70,7 +70,7 @@ def test_costs_of_a_mixture_of_experts_are_not_guessed(tmp_path: Path) -> None:
 
     hf.save(Decoder.from_config(preset("tiny-moe"), seed=0), tmp_path)
     with pytest.raises(IngotError, match="mixture of experts"):
-        costs_of_model(tmp_path, CostModel())
+        model_costs(tmp_path, CostModel())
 
 
 def test_a_measurement_needs_a_model(ingot: Run) -> None:
