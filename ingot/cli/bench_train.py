@@ -56,9 +56,12 @@ def train(
     from ingot.bench import machine
     from ingot.bench import results as csv_files
     from ingot.bench import train as steps_bench
+    from ingot.bench.gpt2_baseline import check_gpt2
 
     task = steps_bench.TrainTask(batch_size=batch_size, seq_len=seq_len, rounds=rounds)
     systems = _select(names, steps_bench.SYSTEMS)
+    if model is not None:
+        check_gpt2(model)
     run = csv_files.RunInfo.now(ingot.__version__)
     file = results and results / "train.csv"
     if file:
@@ -91,12 +94,10 @@ def _select(names: tuple[str, ...], systems: tuple[TrainingSystem, ...]) -> list
 
 @contextmanager
 def _directory(model: Path | None) -> Generator[Path]:
-    from ingot.bench.gpt2_baseline import check_gpt2
     from ingot.interop import hf
     from ingot.nn import Decoder, preset
 
     if model is not None:
-        check_gpt2(model)
         yield model
         return
     with tempfile.TemporaryDirectory() as folder:

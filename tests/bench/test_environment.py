@@ -44,25 +44,14 @@ def build_wheel(directory, config_settings=None, metadata_directory=None):
     return folder
 
 
-def test_environment_is_installed_once_and_without_dependencies(pins: Path, tmp_path: Path) -> None:
-    pins.write_text(str(package(tmp_path / "source")))
+def test_failed_installation_keeps_the_reason_until_it_succeeds(pins: Path, tmp_path: Path) -> None:
+    """Then it is installed once and without dependencies."""
+    flag = tmp_path / "flag"
+    pins.write_text(str(package(tmp_path / "source", broken=f"open({str(flag)!r})")))
     environment = Environment("tiny", pins)
     assert environment.unavailable_reason() == (
         "not installed: run `python benchmarks/install_peers.py tiny`"
     )
-    environment.install()
-    assert environment.unavailable_reason() is None
-    subprocess.run([environment.python, "-c", "import tiny"], check=True)
-    environment.log.write_text("untouched")
-    environment.install()
-    assert environment.log.read_text() == "untouched"
-
-
-def test_failed_installation_keeps_the_reason_until_it_succeeds(pins: Path, tmp_path: Path) -> None:
-    flag = tmp_path / "flag"
-    broken = f"open({str(flag)!r})"
-    pins.write_text(str(package(tmp_path / "source", broken)))
-    environment = Environment("tiny", pins)
     environment.install()
     reason = environment.unavailable_reason() or ""
     assert reason.startswith("installation failed: error: ")
@@ -71,6 +60,10 @@ def test_failed_installation_keeps_the_reason_until_it_succeeds(pins: Path, tmp_
     flag.touch()
     environment.install()
     assert environment.unavailable_reason() is None
+    subprocess.run([environment.python, "-c", "import tiny"], check=True)
+    environment.log.write_text("unchanged")
+    environment.install()
+    assert environment.log.read_text() == "unchanged"
 
 
 def test_changed_requirements_are_another_environment(pins: Path) -> None:

@@ -62,14 +62,12 @@ def report(
 def test_systems_run_in_processes(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[str] = []
     monkeypatch.setattr(train, "STEPS", 1)
-    failed = TrainingSystem(system="unknown")
-    result = compare((OURS, EAGER, failed), gpt2, replace(TASK, rounds=1), PEAKS, progress.append)
-    ours, eager, unknown = result
+    result = compare((OURS, EAGER), gpt2, replace(TASK, rounds=1), PEAKS, progress.append)
+    ours, eager = result
     names = sorted(text.rpartition(": ")[2] for text in progress)
-    assert names == ["eager bf16", "ingot bf16", "unknown bf16"]
+    assert names == ["eager bf16", "ingot bf16"]
     assert ours.error is None
     assert eager.error is None
-    assert "KeyError: 'unknown'" in (unknown.error or "")
     for row in (ours, eager):
         assert (row.tokens_per_s or 0) > 0
         assert (row.peak_memory_bytes or 0) > 2**26
@@ -79,6 +77,15 @@ def test_systems_run_in_processes(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -
     assert eager.first_loss == pytest.approx(ours.first_loss, rel=1e-3)
     assert eager.last_loss == pytest.approx(ours.last_loss, rel=1e-3)
     assert eager.last_loss != eager.first_loss
+
+
+def test_failed_process_is_reported_with_its_status(
+    gpt2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (row,) = compare((OURS,), gpt2, replace(TASK, rounds=1), PEAKS)
+    assert "exited with 1: no output (see " in (row.error or "")
 
 
 @pytest.mark.slow
