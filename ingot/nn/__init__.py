@@ -1,7 +1,7 @@
-"""Layers and models on ops: packed tokens and a layout in, states out.
+"""Layers and models built on ops: packed tokens and their layout in, hidden states out.
 
 >>> import torch
->>> from ingot.nn import Decoder, BatchLayout, preset
+>>> from ingot.nn import BatchLayout, Decoder, preset
 >>> layout = BatchLayout.packed([4])
 >>> Decoder.from_config(preset("tiny"), seed=0)(torch.arange(4), layout).shape
 torch.Size([4, 64])

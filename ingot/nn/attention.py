@@ -1,8 +1,8 @@
-"""Attention with its projections: the layer that reads the layout and keeps state.
+"""Attention with its projections: the layer that reads the batch layout and the KV cache.
 
-Queries, keys and values come out of one weight, `qkv`: the rows of q, then of k, then of v. A
-decode step reads it in one pass; then `rope_and_cache` turns q and k and puts k and v into the
-pool.
+One weight, `qkv`, projects to queries, keys and values: the rows of q, then of k, then of v. A
+decode step reads it in one pass; then `rope_and_cache` rotates q and k and writes k and v to the
+cache.
 
 Legend: T tokens, D channels, N query heads, G key-value heads, H channels of a head.
 """
@@ -25,9 +25,9 @@ from ingot.nn.norm import RMSNorm
 
 
 class Attention(nn.Module):
-    """Causal self-attention over packed tokens, in a model of your own too.
+    """Causal self-attention over packed tokens; usable in custom models.
 
-    `layer` is its place in the KV pool: number the layers of a model from 0 on.
+    `layer` is the index of its keys and values in the `KVCache`; number the layers from 0.
 
     >>> attention = Attention(32, heads=4, kv_heads=2, rope=Rope())
     >>> layout = BatchLayout.packed([3, 2])
@@ -55,8 +55,9 @@ class Attention(nn.Module):
         self.head_dim = dim // heads if head_dim is None else head_dim
         if heads % self.kv_heads or (head_dim is None and dim % heads):
             raise ConfigError(
-                f"{dim} channels in {heads} heads that share {self.kv_heads} key-value heads",
-                hint="give heads that are a multiple of kv_heads and divide the channels",
+                "heads must divide dim and be a multiple of kv_heads, got "
+                f"dim {dim}, heads {heads} and kv_heads {self.kv_heads}",
+                hint="change heads or kv_heads, or give head_dim",
             )
         self.layer, self.sliding_window, self.qk_norm = layer, sliding_window, qk_norm
         rows = (heads + 2 * self.kv_heads) * self.head_dim
@@ -64,18 +65,18 @@ class Attention(nn.Module):
         self.out = Linear(heads * self.head_dim, dim, bias=o_bias)
         self.rotary = Rotary(self.head_dim, rope)
         if qk_norm:
-            whole = qk_norm is QkNorm.FULL
-            self.q_norm = RMSNorm(self.head_dim * (heads if whole else 1), eps)
-            self.k_norm = RMSNorm(self.head_dim * (self.kv_heads if whole else 1), eps)
+            full = qk_norm is QkNorm.FULL
+            self.q_norm = RMSNorm(self.head_dim * (heads if full else 1), eps)
+            self.k_norm = RMSNorm(self.head_dim * (self.kv_heads if full else 1), eps)
 
     @property
     def kv_spec(self) -> KVSpec:
-        """The keys and values that this layer keeps of a token."""
+        """Shape and dtype of the keys and values that this layer caches for a token."""
         dtype = self.qkv.weight.dtype
         return KVSpec(layers=1, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
 
     def forward(self, x_TD: Tensor, layout: BatchLayout, residual: Tensor | None = None) -> Tensor:
-        """What each token gathers from those before it, added to the residual if given."""
+        """Attend to the preceding tokens; add `residual` if given."""
         q_TNH, k, v = self._project(x_TD)
         if layout.kv_cache is None:
             q_TNH, k = self.rotary(q_TNH, layout.positions), self.rotary(k, layout.positions)
@@ -85,7 +86,7 @@ class Attention(nn.Module):
                 q_TNH, k, v, layout.positions, *cache, layout.slot_mapping
             )
             k, v = cache
-        found_TNH = ops.attention(
+        out_TNH = ops.attention(
             q_TNH,
             k,
             v,
@@ -95,12 +96,12 @@ class Attention(nn.Module):
             True,
             self.sliding_window,
         )
-        return self.out(found_TNH.flatten(1), residual)
+        return self.out(out_TNH.flatten(1), residual)
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         counts = [self.heads, self.kv_heads, self.kv_heads]
         qkv_TXH = self.qkv(x_TD).view(-1, sum(counts), self.head_dim)
-        # Slices would have a gradient of the whole each, mostly zeros.
+        # Slices instead of `split` would each have a gradient of the full size, mostly zeros.
         q_TNH, k_TGH, v_TGH = qkv_TXH.split(counts, dim=1)
         if self.qk_norm is None:
             return q_TNH, k_TGH, v_TGH
@@ -114,10 +115,10 @@ class Attention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """`ops.rope` and `ops.rope_and_cache` with their frequencies; without a rope, nothing turns.
+    """`ops.rope` and `ops.rope_and_cache` with their frequencies; the identity without a rope.
 
-    They stay in float32 when the module is converted, and real when it is made on `meta`: a
-    frequency in bfloat16 is off by whole turns at a position of hundreds.
+    The frequencies stay in float32 when the module is converted, and are not created on `meta`: in
+    bfloat16 a frequency is off by whole rotations at positions in the hundreds.
 
     >>> Rotary(4, Rope(theta=100.0)).bfloat16().freqs
     tensor([1.0000, 0.1000])
@@ -138,7 +139,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, x_TNH: Tensor, positions_T: Tensor) -> Tensor:
-        """Turn each head by its token's position."""
+        """Rotate each head by its token's position."""
         if not self.enabled:
             return x_TNH
         return ops.rope(x_TNH, positions_T, self.freqs, False, self.scale)
@@ -151,16 +152,24 @@ class Rotary(nn.Module):
         positions_T: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slots_T: Tensor | None,
+        slot_mapping_T: Tensor | None,
     ) -> Tensor:
-        """Turn queries and keys, keep keys and values in their slots, return the queries."""
+        """Rotate queries and keys, write keys and values to their slots, return the queries."""
         if k_TGH.requires_grad:
             raise IngotError(
-                "keys that are kept in a pool have no gradient",
-                hint="run with torch.inference_mode(), or train with BatchLayout.packed",
+                "keys and values in a KVCache have no gradient",
+                hint="run under torch.inference_mode(), or train with BatchLayout.packed",
             )
-        assert slots_T is not None
-        turn = positions_T, self.freqs
+        assert slot_mapping_T is not None
         return ops.rope_and_cache(
-            q_TNH, k_TGH, v_TGH, *turn, k_cache, v_cache, slots_T, False, self.scale
+            q_TNH,
+            k_TGH,
+            v_TGH,
+            positions_T,
+            self.freqs,
+            k_cache,
+            v_cache,
+            slot_mapping_T,
+            False,
+            self.scale,
         )

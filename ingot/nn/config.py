@@ -1,14 +1,14 @@
-"""What a decoder is, as data: the families differ in these fields and in nothing else.
+"""The configuration of a decoder. Model families differ in these fields only.
 
-    GPT-2            learned positions, LayerNorm, a plain MLP, biases everywhere
-    Llama, SmolLM2   rotary positions, RMSNorm, SwiGLU; grouped key-value heads; tied or not
-    Mistral          and a sliding window
-    Qwen2, Qwen3     and a bias of q, k, v; or a norm of each head of q and k
-    OLMo2            norms behind the branches instead of before them, and of the whole q and k
-    Mixtral, Qwen3-MoE   experts instead of one MLP, in all layers or in some
+    GPT-2                learned position embeddings, LayerNorm, MLP without a gate, biases
+    Llama, SmolLM2       RoPE, RMSNorm, SwiGLU, grouped-query attention; tied embeddings or not
+    Mistral              + sliding-window attention
+    Qwen2, Qwen3         + bias of q, k, v; or RMSNorm of each head of q and k
+    OLMo2                post-norm, and RMSNorm over all heads of q and k
+    Mixtral, Qwen3-MoE   mixture of experts, in all layers or in some
 
-Every number has bounds, checked here, before anything is allocated: a config often comes from a
-file that somebody else wrote.
+Every number is checked against bounds before anything is allocated: a configuration often comes
+from an untrusted file.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 class NormKind(Enum):
-    """How a row is normalized: `ops.rms_norm`, or `ops.layer_norm` with a bias."""
+    """Type of the norms: `ops.rms_norm`, or `ops.layer_norm` with a bias."""
 
     RMS = "rms"
     LAYER = "layer"
 
 
 class NormPosition(Enum):
-    """Where a block normalizes: what its branches read, or what they add."""
+    """Whether a block normalizes the input (pre-norm) or the output (post-norm) of a sublayer."""
 
     PRE = "pre"
     POST = "post"
 
 
 class QkNorm(Enum):
-    """What an RMSNorm of queries and keys spans: each head, or all of them together."""
+    """Extent of the RMSNorm of queries and keys: each head, or all heads together."""
 
     PER_HEAD = "per_head"
     FULL = "full"
 
 
 class Activation(Enum):
-    """The nonlinearity of the MLP. SwiGLU has a gate beside it, the others do not."""
+    """Activation of the MLP. SwiGLU has a gate, the others have none."""
 
     SWIGLU = "swiglu"
     GELU = "gelu"
@@ -54,8 +54,8 @@ class Activation(Enum):
     RELU = "relu"
 
 
-# The most of each: several times what any published model has.
-_MOST = {
+# Upper bounds: several times the largest published models.
+_MAX = {
     "vocab_size": 2**22,
     "dim": 2**17,
     "layers": 2**10,
@@ -70,44 +70,47 @@ _MOST = {
 }
 
 
-def _bounded(of: object, *names: str) -> None:
+def _check_sizes(config: object, *names: str) -> None:
     for name in names:
-        value, most = getattr(of, name), _MOST[name]
-        if not (type(value) is int and 1 <= value <= most):
+        value, high = getattr(config, name), _MAX[name]
+        if not (type(value) is int and 1 <= value <= high):
             raise ConfigError(
-                f"{name} is {value!r}"[:200], hint=f"give a whole number from 1 to {most}"
+                f"{name} is {value!r}"[:200], hint=f"give a whole number from 1 to {high}"
             )
 
 
-def _positive(name: str, value: object, most: float) -> None:
-    if not (isinstance(value, int | float) and 0 < value <= most and math.isfinite(value)):
-        raise ConfigError(f"{name} is {value!r}"[:200], hint=f"give a number above 0, to {most}")
-
-
-def _flags(of: object, *names: str) -> None:
-    for name in names:
-        if type(getattr(of, name)) is not bool:
-            raise ConfigError(f"{name} is {getattr(of, name)!r}"[:200], hint="give true or false")
-
-
-def _some_layers(name: str, chosen: tuple[int, ...] | None, layers: int) -> None:
-    if chosen is None:
-        return
-    known = range(layers)
-    if not (chosen and all(layer in known for layer in chosen) and _rises(chosen)):
+def _check_positive(name: str, value: object, high: float) -> None:
+    if not (isinstance(value, int | float) and 0 < value <= high and math.isfinite(value)):
         raise ConfigError(
-            f"{name} is {chosen!r}"[:200],
-            hint=f"name layers from 0 to {layers - 1} in order, or leave it out for all of them",
+            f"{name} is {value!r}"[:200], hint=f"give a number above 0 and at most {high}"
         )
 
 
-def _rises(numbers: tuple[int, ...]) -> bool:
+def _check_flags(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not bool:
+            raise ConfigError(f"{name} is {value!r}"[:200], hint="give true or false")
+
+
+def _check_layers(name: str, indices: tuple[int, ...] | None, layers: int) -> None:
+    if indices is None:
+        return
+    known = range(layers)
+    if not (indices and all(layer in known for layer in indices) and _is_ascending(indices)):
+        raise ConfigError(
+            f"{name} is {indices!r}"[:200],
+            hint=f"list layers from 0 to {layers - 1} in order, or omit it for all layers",
+        )
+
+
+def _is_ascending(numbers: tuple[int, ...]) -> bool:
     return all(a < b for a, b in pairwise(numbers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary positions: the base of their frequencies, and how these are stretched.
+    """Rotary position embeddings (RoPE): base frequency and context extension.
 
     >>> Rope(theta=500000.0).scaling is None
     True
@@ -117,11 +120,11 @@ class Rope:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        _positive("theta", self.theta, 1e15)
+        _check_positive("theta", self.theta, 1e15)
         if self.scaling is None:
             return
         for name, value in vars(self.scaling).items():
-            _positive(name, value, 1e9)
+            _check_positive(name, value, 1e9)
         match self.scaling:
             case Llama3Scaling(low_freq_factor=low, high_freq_factor=high) if not low < high:
                 raise ConfigError(
@@ -134,14 +137,16 @@ class Rope:
                     hint="give a beta_slow below beta_fast",
                 )
             case YarnScaling() if self.theta <= 1:
-                raise ConfigError(f"theta is {self.theta}", hint="give one above 1")
+                raise ConfigError(
+                    f"theta must be above 1, got {self.theta}", hint="give a larger theta"
+                )
             case _:
                 pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts in the place of the MLP: each token goes to the best `top_k`.
+    """A mixture of experts instead of the MLP: the router sends each token to `top_k` of them.
 
     >>> MoEConfig(num_experts=8, top_k=2, ffn_dim=14336).norm_topk_prob
     True
@@ -150,25 +155,25 @@ class MoEConfig:
     num_experts: int
     top_k: int
     ffn_dim: int
-    """Width of an expert."""
+    """Hidden width of an expert."""
     norm_topk_prob: bool = True
-    """Whether the weights of the chosen experts sum to 1."""
+    """Whether the weights of the selected experts are normalized to sum to 1."""
     layers: tuple[int, ...] | None = None
-    """Which layers have experts; all of them if None."""
+    """Layers with experts; None for all."""
 
     def __post_init__(self) -> None:
-        _bounded(self, "num_experts", "top_k", "ffn_dim")
-        _flags(self, "norm_topk_prob")
+        _check_sizes(self, "num_experts", "top_k", "ffn_dim")
+        _check_flags(self, "norm_topk_prob")
         if self.top_k > self.num_experts:
             raise ConfigError(
-                f"top_k is {self.top_k} of {self.num_experts} experts",
-                hint="choose no more than exist",
+                f"top_k must be at most num_experts, got {self.top_k} and {self.num_experts}",
+                hint="give a smaller top_k",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Everything a `Decoder` is made of. Presets are in `ingot.nn.presets`.
+    """Architecture of a `Decoder`. Presets are in `ingot.nn.presets`.
 
     >>> config = DecoderConfig(
     ...     vocab_size=256, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_dim=128,
@@ -185,11 +190,11 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     ffn_dim: int
-    """Width of the MLP."""
+    """Hidden width of the MLP."""
     max_seq_len: int
-    """The longest sequence it is made for."""
+    """Maximum sequence length."""
     rope: Rope | None = None
-    """Rotary positions; learned ones, added to the embedding, if None."""
+    """RoPE; None for learned position embeddings."""
     norm: NormKind = NormKind.RMS
     norm_position: NormPosition = NormPosition.PRE
     norm_eps: float = 1e-5
@@ -197,54 +202,54 @@ class DecoderConfig:
     activation: Activation = Activation.SWIGLU
     qkv_bias: bool = False
     o_bias: bool = False
-    """Of what attention puts out."""
+    """Bias of the attention output projection."""
     mlp_bias: bool = False
     tie_embeddings: bool = False
-    """Whether the head is the embedding."""
+    """Whether the LM head shares the weight of the token embedding."""
     sliding_window: int | None = None
-    """How far a token sees in the layers of `sliding_window_layers`."""
+    """Number of tokens that a token attends to in the layers of `sliding_window_layers`."""
     sliding_window_layers: tuple[int, ...] | None = None
-    """Which layers have the window; all of them if None."""
+    """Layers with a sliding window; None for all."""
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        _bounded(self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim")
-        _bounded(self, "max_seq_len", *(() if self.sliding_window is None else ("sliding_window",)))
-        _positive("norm_eps", self.norm_eps, 1.0)
-        _flags(self, "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings")
+        _check_sizes(self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim")
+        _check_sizes(self, "ffn_dim", "max_seq_len")
+        if self.sliding_window is not None:
+            _check_sizes(self, "sliding_window")
+        _check_positive("norm_eps", self.norm_eps, 1.0)
+        _check_flags(self, "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings")
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly",
+                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}",
                 hint="give heads that are a multiple of kv_heads",
             )
         if self.rope and (self.head_dim < 4 or self.head_dim % 2):
             raise ConfigError(
-                f"head_dim is {self.head_dim}, which rotary positions cannot pair",
-                hint="give an even number, 4 or more",
+                f"head_dim must be even and at least 4 for RoPE, got {self.head_dim}",
+                hint="give an even head_dim, or no rope",
             )
         if self.mlp_bias and self.activation is Activation.SWIGLU:
-            raise ConfigError("mlp_bias with SwiGLU", hint="choose one of the two")
+            raise ConfigError("mlp_bias is not supported with SwiGLU", hint="set mlp_bias = false")
         if self.sliding_window is None and self.sliding_window_layers is not None:
             raise ConfigError(
                 "sliding_window_layers without a sliding_window", hint="give sliding_window too"
             )
-        _some_layers("sliding_window_layers", self.sliding_window_layers, self.layers)
+        _check_layers("sliding_window_layers", self.sliding_window_layers, self.layers)
         if self.moe:
-            _some_layers("moe.layers", self.moe.layers, self.layers)
+            _check_layers("moe.layers", self.moe.layers, self.layers)
 
     @property
     def window_per_layer(self) -> tuple[int | None, ...]:
-        """How far a token sees, in each layer."""
-        chosen = (
-            range(self.layers) if self.sliding_window_layers is None else self.sliding_window_layers
-        )
+        """Sliding window of each layer; None for full attention."""
+        layers, chosen = range(self.layers), self.sliding_window_layers
         return tuple(
-            self.sliding_window if layer in chosen else None for layer in range(self.layers)
+            self.sliding_window if chosen is None or layer in chosen else None for layer in layers
         )
 
     @property
     def is_moe_layer(self) -> tuple[bool, ...]:
-        """Which layers have experts."""
+        """Whether each layer has a mixture of experts."""
         if self.moe is None:
             return (False,) * self.layers
         chosen = range(self.layers) if self.moe.layers is None else self.moe.layers

@@ -1,12 +1,13 @@
-"""The decoder: one module for every family, trained, compressed and served as it is.
+"""The decoder: one module for all families, used unchanged in training and serving.
 
     forward(tokens_T, layout) -> hidden_TD
 
-takes packed tokens and gives the normalized state of each; `logits` makes scores of it, and the
-losses of `ops` take it with `lm_head_weight`, so that nobody makes the logits of a whole batch.
+takes packed tokens and returns the normalized hidden state of each. `logits` projects hidden states
+to the vocabulary; the losses in `ops` take them with `lm_head_weight`, so that the logits of a
+whole batch are never materialized.
 
-A decoder is made on `meta` first and gets its memory once: `Decoder.from_config` fills it with
-random weights, `ingot.interop.hf.load` with those of a file.
+A decoder is built on `meta` and allocated once: `Decoder.from_config` initializes it randomly,
+`ingot.interop.hf.load` reads the weights of a directory.
 
 Legend: T tokens, D channels, V vocabulary.
 """
@@ -44,7 +45,7 @@ def _mlp(config: DecoderConfig, layer: int) -> MLP | SwiGLU | MoE:
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each added to the stream that runs through."""
+    """One layer: attention, then the MLP, each added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Block(nn.Module):
         self.residual_dropouts: nn.ModuleList | None = None
 
     def forward(self, x_TD: Tensor, layout: BatchLayout) -> Tensor:
-        """The stream behind this layer."""
+        """Return the residual stream after this layer, (T, D)."""
         if self.residual_dropouts is not None and self.training:
             return self._forward_dropout(x_TD, layout, *self.residual_dropouts)
         if self.post_norm:
@@ -80,7 +81,7 @@ class Block(nn.Module):
     def _forward_dropout(
         self, x_TD: Tensor, layout: BatchLayout, first: nn.Module, second: nn.Module
     ) -> Tensor:
-        """The same, some of what the branches add left out."""
+        """Compute the layer with dropout on the output of both sublayers."""
         if self.post_norm:
             x_TD = x_TD + first(self.attention_norm(self.attention(x_TD, layout)))
             return x_TD + second(self.mlp_norm(self.mlp(x_TD)))
@@ -89,7 +90,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model, whatever its family.
+    """A decoder-only language model of any supported family.
 
     >>> from ingot.nn import preset
     >>> model = Decoder.from_config(preset("tiny"), seed=0)
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.source_config: dict[str, Any] | None = None
-        """What the file it was read from says, kept for the file it will be written to."""
+        """The config.json it was loaded from; `hf.save` keeps its keys."""
         self.tok_embed = Embedding(config.vocab_size, config.dim)
         self.pos_embed = None if config.rope else Embedding(config.max_seq_len, config.dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
@@ -118,21 +119,21 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Decoder:
-        """A decoder with fresh weights."""
+        """Build a decoder with randomly initialized weights."""
         decoder = Decoder.on_meta(config, dtype).to_empty(device=device)
         decoder.init(seed)
         return decoder
 
     @staticmethod
     def on_meta(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
-        """A decoder on `meta`: shapes and no memory. `to_empty` gives it some."""
+        """Build a decoder on `meta`, without memory; `to_empty` allocates it."""
         with torch.device("meta"):
             return Decoder(config).to(dtype)
 
     def init(self, seed: int) -> None:
-        """Fresh weights: normal; those that add to the stream scaled down by the depth.
+        """Initialize the weights: N(0, 0.02); residual projections scaled by 1/sqrt(2 * layers).
 
-        So the stream's variance does not grow with the number of layers (GPT-2).
+        The scale keeps the variance of the residual stream independent of depth (GPT-2).
         """
         random = torch.Generator(self.device).manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -142,12 +143,12 @@ class Decoder(nn.Module):
             elif kind == "bias":
                 nn.init.zeros_(parameter)
             else:
-                adds = name.endswith((".out.weight", ".down.weight", ".down"))
-                std = STD / math.sqrt(2 * self.config.layers) if adds else STD
+                is_residual = name.endswith((".out.weight", ".down.weight", ".down"))
+                std = STD / math.sqrt(2 * self.config.layers) if is_residual else STD
                 nn.init.normal_(parameter, std=std, generator=random)
 
     def set_dropout(self, p: float) -> None:
-        """Have every branch drop this share of what it adds, in training."""
+        """Set the dropout probability of the sublayer outputs in training."""
         for layer, block in enumerate(self.blocks):
             pair = (Dropout(p, 2 * layer), Dropout(p, 2 * layer + 1))
             block.residual_dropouts = nn.ModuleList(pair) if p else None  # pyright: ignore
@@ -164,18 +165,18 @@ class Decoder(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The weight of the vocabulary, (V, D), for `ops.linear_cross_entropy` and its like."""
+        """Weight of the LM head, (V, D); the token embedding if they are tied."""
         return self.tok_embed.weight if self.lm_head is None else self.lm_head.weight
 
     @property
     def kv_spec(self) -> KVSpec:
-        """What it keeps of a token when served."""
-        found = KVSpec.of(self.blocks)
-        assert found is not None
-        return found
+        """Shape and dtype of the keys and values cached for a token."""
+        spec = KVSpec.of(self.blocks)
+        assert spec is not None
+        return spec
 
     def forward(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
-        """The normalized state of each token, (T, D)."""
+        """Return the normalized hidden state of each token, (T, D)."""
         x_TD = self.tok_embed(tokens_T)
         if self.pos_embed is not None:
             x_TD = x_TD + self.pos_embed(layout.positions)
@@ -184,14 +185,14 @@ class Decoder(nn.Module):
         return self.norm(x_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """The scores of the vocabulary, (T, V). Ask for the tokens you need, not for all."""
+        """Return the logits, (T, V). Pass only the hidden states you need: V is large."""
         return ops.linear(hidden_TD, self.lm_head_weight)
 
     def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
-        """The log-probability of each token behind its state, (T), in float32.
+        """Return the log-probability of each next token, (T,), in float32.
 
-        The one definition: what a server reports and a trainer compares are these bits. They are
-        those of `-ops.linear_cross_entropy`, so a loss is a report already. The scores behind them
-        are in float32, where `logits` are rounded to the model's dtype.
+        This is the single definition used by trainer and server; bitwise equal to
+        `-ops.linear_cross_entropy`. It is computed from float32 logits, whereas `logits` rounds to
+        the dtype of the model.
         """
         return ops.linear_token_logprobs(hidden_TD, self.lm_head_weight, tokens_T)

@@ -1,4 +1,4 @@
-"""A stack of dense layers: rows in, scores out. The smallest model there is."""
+"""A stack of dense layers: features in, logits out."""
 
 # pyright: basic
 from __future__ import annotations
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """Layers of these widths, GELU between them."""
+    """Dense layers of these widths, with GELU between them."""
 
     kind: Literal["dense"] = "dense"
     in_features: int
@@ -37,12 +37,13 @@ class DenseConfig:
             or len(self.hidden_dims) > 2**10
         ):
             raise ConfigError(
-                f"hidden_dims is {self.hidden_dims}"[:200], hint="give widths from 1 on"
+                f"hidden_dims is {self.hidden_dims}"[:200],
+                hint="give up to 1,024 widths of at least 1",
             )
 
 
 class Dense(nn.Module):
-    """Dense layers on exact ops; what is behind the first dimension of x is one row.
+    """Dense layers on batch-invariant ops; all dimensions of x after the first are features.
 
     >>> config = DenseConfig(in_features=2, hidden_dims=(8,), out_features=3)
     >>> Dense.from_config(config, seed=0)(torch.ones(4, 2)).shape
@@ -60,20 +61,20 @@ class Dense(nn.Module):
 
     @staticmethod
     def from_config(config: DenseConfig, *, seed: int) -> Dense:
-        """One with fresh weights."""
+        """Build a model with randomly initialized weights."""
         return kaiming_init_(Dense(config), seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scores of each row, (B, out_features)."""
+        """Return the logits of each sample, (B, out_features)."""
         x = x.flatten(1).to(self.layers[0].weight.dtype)  # pyright: ignore
         *hidden, last = self.layers
-        for layer, drop in zip(hidden, self.dropouts, strict=True):
-            x = drop(ops.linear_gelu(x, layer.weight, layer.bias))  # pyright: ignore
+        for layer, dropout in zip(hidden, self.dropouts, strict=True):
+            x = dropout(ops.linear_gelu(x, layer.weight, layer.bias))  # pyright: ignore
         return last(x)
 
 
 def kaiming_init_(model: M, seed: int) -> M:
-    """Fill a model's weights: normal, of variance 2 / fan-in (He et al. 2015); biases 0, norms 1.
+    """Initialize weights from N(0, 2 / fan_in) (He et al. 2015), biases to 0 and norms to 1.
 
     >>> round(kaiming_init_(nn.Linear(200, 100), 0).weight.std().item(), 2)
     0.1

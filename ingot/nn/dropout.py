@@ -1,12 +1,11 @@
 """Dropout whose mask is a function of the seed, the step, the layer and the row.
 
-The mask comes from a counter-based generator (`ingot.core.random`): nothing is drawn from a state
-that others draw from too. So a resumed run drops what the first one dropped, a block that is
-computed again for its backward drops the same, and so does a global batch whether in one piece
-or in several: whoever splits it says at which row a piece begins.
+The mask comes from a counter-based generator (`ingot.core.random`) without shared state. So the
+mask is the same in a resumed run, in a block that is recomputed for its backward, and for any split
+of the global batch into micro-batches: `set_step` says at which row a micro-batch begins.
 
-A value is dropped if 16 random bits are below `p`, which is rounded to 1/65536. What is kept is
-divided by the share that is kept. In `eval` nothing is dropped. The bits are made on the CPU.
+A value is dropped if 16 random bits are below `p`, which is rounded to 1/65536; the others are
+scaled by 1 / (1 - p). In `eval` mode dropout is the identity. The bits are generated on the CPU.
 """
 
 # pyright: basic
@@ -19,11 +18,11 @@ from ingot.core.errors import ConfigError
 from ingot.core.random import Purpose, philox_generator
 
 _LEVELS = 2**16
-_PER_BLOCK = 16  # values that a block of the generator, 256 bits, decides
+_PER_BLOCK = 16  # values per block of the generator, 256 bits
 
 
 class Dropout(nn.Module):
-    """Dropout of a layer; number the layers of a model, each its own.
+    """Dropout of a layer; give each layer of a model its own index.
 
     >>> layer = Dropout(0.5, layer=0)
     >>> layer.set_step(seed=0, step=7)
@@ -38,16 +37,16 @@ class Dropout(nn.Module):
         super().__init__()
         self.threshold = round(p * _LEVELS)
         if not 0 <= self.threshold < _LEVELS:
-            raise ConfigError(f"dropout of {p}", hint="give a p from 0 to below 1")
+            raise ConfigError(f"dropout: p must be in [0, 1), got {p}", hint="give a smaller p")
         self.layer = layer
         self.set_step(seed=0, step=0)
 
     def set_step(self, *, seed: int, step: int, row: int = 0) -> None:
-        """Say which step the next rows belong to, and which row of the batch is the first."""
+        """Set the step, and the row of the global batch at which the next input begins."""
         self._seed, self._step, self._row = seed, step, row
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop some of the values, in rows along the first dimension."""
+        """Drop values at random; rows are along the first dimension."""
         if not (self.training and self.threshold):
             return x
         width = x[0].numel()
@@ -66,7 +65,7 @@ class Dropout(nn.Module):
 
 
 def set_step(model: nn.Module, *, seed: int, step: int, row: int = 0) -> None:
-    """Tell every dropout of a model which step this is, and at which row the batch goes on."""
+    """Call `set_step` of every dropout of a model."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.set_step(seed=seed, step=step, row=row)

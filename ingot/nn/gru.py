@@ -2,7 +2,8 @@
 
     forward(tokens_T, layout) -> hidden_TD
 
-as the decoder's, so that the same step trains it. The recurrence is torch's, and not exact.
+as the decoder's, so that the same training step serves both. The recurrence is torch's and not
+batch-invariant.
 
 Legend: T tokens, D channels, V vocabulary.
 """
@@ -26,14 +27,14 @@ from ingot.nn.norm import RMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class GRUConfig:
-    """How many layers of which width."""
+    """Size of a `GRU`."""
 
     kind: Literal["gru"] = "gru"
     vocab_size: int
     dim: int
     layers: int = 1
     max_seq_len: int = 2**20
-    """The longest sequence; a recurrence has no limit of its own."""
+    """Maximum sequence length; the recurrence itself has none."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -42,7 +43,7 @@ class GRUConfig:
 
 
 class GRU(nn.Module):
-    """A recurrent language model; its head is its embedding.
+    """A recurrent language model with tied embeddings.
 
     >>> model = GRU.from_config(GRUConfig(vocab_size=16, dim=8), seed=0)
     >>> layout = BatchLayout.packed([3, 2])
@@ -59,7 +60,7 @@ class GRU(nn.Module):
 
     @staticmethod
     def from_config(config: GRUConfig, *, seed: int) -> GRU:
-        """One with fresh weights."""
+        """Build a model with randomly initialized weights."""
         model, random = GRU(config), torch.Generator().manual_seed(seed)
         bound = 1 / math.sqrt(config.dim)
         with torch.no_grad():
@@ -70,12 +71,12 @@ class GRU(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The weight of the vocabulary, (V, D)."""
+        """Weight of the LM head, (V, D): the token embedding."""
         return self.tok_embed.weight
 
     def forward(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
-        """The normalized state of each token, (T, D)."""
+        """Return the normalized hidden state of each token, (T, D)."""
         lengths = layout.cu_seqlens.diff().tolist()
         sequences = [s for s in self.tok_embed(tokens_T).split(lengths) if len(s)]
-        found, _ = self.units(pack_sequence(sequences, enforce_sorted=False))
-        return self.norm(torch.cat(unpack_sequence(found)))
+        hidden, _ = self.units(pack_sequence(sequences, enforce_sorted=False))
+        return self.norm(torch.cat(unpack_sequence(hidden)))

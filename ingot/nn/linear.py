@@ -1,7 +1,7 @@
-"""A linear layer on `ops.linear`, which is exact: `torch.nn.Linear` is not.
+"""A linear layer on `ops.linear`, which is batch-invariant: `torch.nn.Linear` is not.
 
-Its result for a row does not depend on the other rows. So a decoder of exact layers gives a token
-the same bits whether it was trained on, prefilled or decoded.
+The bits of a row do not depend on the other rows. So a decoder of batch-invariant layers computes
+the same bits for a token in training, prefill and decode.
 """
 
 # pyright: basic
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from ingot import ops
 
-STD = 0.02  # of fresh weights, as GPT-2's and Llama's
+STD = 0.02  # of initial weights, as in GPT-2 and Llama
 
 
 def init_normal_(weight: Tensor) -> None:
-    """Fill a weight with normal values; one on `meta` is left alone.
+    """Initialize a weight from N(0, 0.02), unless it is on `meta`.
 
-    There `normal_` would do nothing either, but import torch._dynamo: 2 s when a model is loaded.
+    There `normal_` has no effect but imports torch._dynamo, which takes 2 s when a model is loaded.
     """
     if not weight.is_meta:
         nn.init.normal_(weight, std=STD)
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` on `ops.linear`; a residual is added in the same pass if given.
+    """`torch.nn.Linear` on `ops.linear`, with an optional fused residual.
 
     >>> layer = Linear(8, 4)
     >>> layer(torch.ones(2, 8), residual=torch.ones(2, 4)).shape
@@ -36,30 +36,30 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Normal weights, no bias."""
+        """Initialize the weight from N(0, 0.02) and the bias to 0."""
         init_normal_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`residual + input @ weight.T + bias`."""
+        """Return `residual + input @ weight.T + bias`."""
         if residual is None:
             return ops.linear(input, self.weight, self.bias)
         return ops.linear_residual(input, self.weight, residual, self.bias)
 
 
 class Embedding(nn.Module):
-    """`ops.embedding` with its table.
+    """A table of embeddings on `ops.embedding`.
 
     >>> Embedding(16, 4)(torch.tensor([3, 5])).shape
     torch.Size([2, 4])
     """
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, num_embeddings: int, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, dim))
+        self.weight = nn.Parameter(torch.empty(num_embeddings, dim))
         init_normal_(self.weight)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """The rows of these indices."""
+        """Look up the rows of these indices."""
         return ops.embedding(indices, self.weight)

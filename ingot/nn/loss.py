@@ -1,4 +1,4 @@
-"""Losses of models: one number a token or a sample, nothing averaged.
+"""Losses of models, one per token or sample, without reduction.
 
 Legend: T tokens, D channels, B samples, C classes.
 """
@@ -18,15 +18,15 @@ from ingot.nn.layout import BatchLayout
 
 
 class LanguageModel(Protocol):
-    """Packed tokens in, states out, and the weight that makes scores of them."""
+    """A model from packed tokens to hidden states, and the weight of its LM head."""
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The weight of the vocabulary."""
+        """Weight of the LM head, (V, D)."""
         ...
 
     def __call__(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
-        """The state of each token."""
+        """Return the hidden state of each token, (T, D)."""
         ...
 
 
@@ -40,7 +40,7 @@ def token_losses(
     z_loss: float = 0.0,
     grad_output: float | None = None,
 ) -> Tensor:
-    """The loss of each token's target, (T,); sequences of these lengths, one after another.
+    """Return the loss of each token's target, (T,), for packed sequences of these lengths.
 
     If the factor that each loss is multiplied by before backward is known, pass it as
     `grad_output`: the gradients of head and states are then computed together with the losses,
@@ -89,21 +89,21 @@ class _WithGradients(torch.autograd.Function):
 def token_logprobs(
     model: LanguageModel, tokens_T: Tensor, targets_T: Tensor, lengths: list[int]
 ) -> Tensor:
-    """The log-probability of each token's target, (T,); 0 where there is none."""
+    """Return the log-probability of each token's target, (T,); 0 for ignored targets."""
     layout = BatchLayout.packed(lengths, tokens_T.device)
     hidden_TD = model(tokens_T, layout)
-    missing_T = targets_T == IGNORE_INDEX
-    found_T = ops.linear_token_logprobs(
-        hidden_TD, model.lm_head_weight, targets_T.masked_fill(missing_T, 0)
+    ignored_T = targets_T == IGNORE_INDEX
+    logprobs_T = ops.linear_token_logprobs(
+        hidden_TD, model.lm_head_weight, targets_T.masked_fill(ignored_T, 0)
     )
-    return found_T.masked_fill(missing_T, 0.0)
+    return logprobs_T.masked_fill(ignored_T, 0.0)
 
 
-def class_losses(scores_BC: Tensor, targets_B: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each sample's class, (B,).
+def class_losses(logits_BC: Tensor, targets_B: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the loss of each sample, (B,).
 
     >>> import torch
     >>> class_losses(torch.zeros(1, 2), torch.tensor([1]))
     tensor([0.6931])
     """
-    return ops.cross_entropy(scores_BC, targets_B, IGNORE_INDEX, label_smoothing)
+    return ops.cross_entropy(logits_BC, targets_B, IGNORE_INDEX, label_smoothing)

@@ -1,6 +1,7 @@
-"""The part of a block that works on each token alone: one MLP, or a mixture of experts.
+"""The feed-forward sublayer of a block: an MLP, or a mixture of experts.
 
-Legend: T tokens, D channels, F width, E experts, R choices of a token, A = T * R assignments.
+Legend: T tokens, D channels, F hidden width, E experts, R experts per token (`top_k`), A = T * R
+assignments.
 """
 
 # pyright: basic
@@ -21,7 +22,7 @@ _FUSED = {
 
 
 class MLP(nn.Module):
-    """Up, an activation, down: two layers and what is between them.
+    """Two linear layers with an activation between them.
 
     >>> MLP(8, 16, Activation.GELU_TANH, bias=True)(torch.ones(2, 8)).shape
     torch.Size([2, 8])
@@ -34,16 +35,16 @@ class MLP(nn.Module):
         self.fused = _FUSED[activation]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Each token's own, added to the residual if given."""
+        """Apply the MLP; add `residual` if given."""
         return self.down(self.hidden(x), residual)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What is between the two layers."""
+        """Return the activations between the two layers."""
         return self.fused(x, self.up.weight, self.up.bias)
 
 
 class SwiGLU(nn.Module):
-    """An MLP with a gate: `down(silu(gate x) * up x)`.
+    """A gated MLP: `down(silu(gate(x)) * up(x))`.
 
     >>> SwiGLU(8, 16)(torch.ones(2, 8)).shape
     torch.Size([2, 8])
@@ -56,19 +57,19 @@ class SwiGLU(nn.Module):
         self.down = Linear(ffn_dim, dim)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Each token's own, added to the residual if given."""
+        """Apply the MLP; add `residual` if given."""
         return self.down(self.hidden(x), residual)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What is before the last layer."""
+        """Return the gated activations before the last layer."""
         return ops.linear_swiglu(x, self.gate.weight, self.up.weight)
 
 
 class MoE(nn.Module):
-    """A mixture of SwiGLU experts: a token's best `top_k`, weighted.
+    """A mixture of SwiGLU experts: the weighted sum of the `top_k` experts of a token.
 
-    Of equal scores the expert with the lower number is the better. The results of a token are
-    added from its best expert to its worst, in float32, whatever else is in the batch.
+    Of equal router logits the expert with the lower index ranks first. The outputs for a token are
+    accumulated in float32 in the order of their rank, independent of the rest of the batch.
 
     >>> MoE(8, MoEConfig(num_experts=4, top_k=2, ffn_dim=16))(torch.ones(3, 8)).shape
     torch.Size([3, 8])
@@ -86,10 +87,10 @@ class MoE(nn.Module):
             nn.init.normal_(weight, std=STD)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Each token's own, added to the residual if given."""
-        weights_TR, chosen_TR = self._route(x)
-        experts_A, order_A = chosen_TR.flatten().sort(stable=True)  # by expert, then by token
-        # Not bincount: how many numbers it gives, no compiler knows.
+        """Apply the MLP; add `residual` if given."""
+        weights_TR, selected_TR = self._route(x)
+        experts_A, order_A = selected_TR.flatten().sort(stable=True)  # by expert, then by token
+        # Not bincount: the size of its result is data-dependent, which torch.compile cannot trace.
         offsets = torch.searchsorted(experts_A, torch.arange(self.num_experts + 1, device=x.device))
         h_AF = self.hidden(x[order_A // self.top_k], offsets)
         y_AD = ops.grouped_linear(h_AF, self.down, offsets)
@@ -100,13 +101,13 @@ class MoE(nn.Module):
         return (total if residual is None else residual + total).to(x.dtype)
 
     def hidden(self, x_AD: Tensor, offsets: Tensor) -> Tensor:
-        """What is before the experts' last layer, for the rows of each expert."""
+        """Return the activations before the last layer, for the rows of each expert."""
         return ops.grouped_swiglu(x_AD, self.gate, self.up, offsets)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores_TE = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
-        ranked_TE, experts_TE = scores_TE.sort(dim=-1, descending=True, stable=True)
-        chosen_TR = experts_TE[:, : self.top_k]
-        if self.norm_topk_prob:  # what is left of a softmax over all is one over the chosen
-            return ops.softmax(ranked_TE[:, : self.top_k]), chosen_TR
-        return ops.softmax(scores_TE).gather(-1, chosen_TR), chosen_TR
+        logits_TE = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
+        ranked_TE, experts_TE = logits_TE.sort(dim=-1, descending=True, stable=True)
+        selected_TR = experts_TE[:, : self.top_k]
+        if self.norm_topk_prob:  # equal to a softmax over the selected logits
+            return ops.softmax(ranked_TE[:, : self.top_k]), selected_TR
+        return ops.softmax(logits_TE).gather(-1, selected_TR), selected_TR

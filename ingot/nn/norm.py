@@ -1,4 +1,4 @@
-"""Norms with their weights."""
+"""RMSNorm and LayerNorm modules on ops."""
 
 # pyright: basic
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ingot import ops
 
 
 class RMSNorm(nn.Module):
-    """`ops.rms_norm` with its weight.
+    """RMSNorm with a weight, on `ops.rms_norm`.
 
     >>> RMSNorm(4)(torch.ones(1, 4)).shape
     torch.Size([1, 4])
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`ops.layer_norm` with its weight and bias.
+    """LayerNorm with a weight and a bias, on `ops.layer_norm`.
 
     >>> LayerNorm(4)(torch.ones(1, 4)).shape
     torch.Size([1, 4])

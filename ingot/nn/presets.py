@@ -1,4 +1,4 @@
-"""Configs with a name. A preset is data: `dataclasses.replace` makes another of it.
+"""Named configurations. To change one, use `dataclasses.replace`.
 
 >>> from dataclasses import replace
 >>> replace(preset("llama-100m"), layers=6).layers
@@ -79,7 +79,7 @@ PRESETS: dict[str, DecoderConfig] = {
 
 
 def preset(name: str) -> DecoderConfig:
-    """The config of this name.
+    """Return the configuration with this name.
 
     >>> preset("smollm2-135m").layers
     30

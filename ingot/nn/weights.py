@@ -1,14 +1,14 @@
-"""SafetensorsDir in a directory of safetensors files: one, or shards with an index.
+"""Weights in a directory of safetensors files: one file, or shards with an index.
 
-Reading copies nothing twice: the kernel writes a tensor's bytes from the file into the memory of
-the parameter, so a process that loads a model is as large as the model. (A
-mapping of the file, copied from, would count as the process's own until the kernel needs the room:
-twice the model.) The `safetensors` library parses and checks the header; it guarantees that the
-tensors fill the file without gaps, so their order and sizes say where each lies.
+Reading makes no intermediate copy: `preadv` writes the bytes of a tensor from the file into the
+memory of the parameter, so a process that loads a model is as large as the model. (Copying from a
+memory-mapped file would count twice towards its resident set.) The `safetensors` library parses and
+checks the header; it guarantees that the tensors fill the file without gaps, so their order and
+sizes determine their offsets.
 
-Nothing in the directory is trusted: a shard is a plain name, not a path; a tensor is in one file;
-names, shapes and dtypes are compared with the model's before memory is touched. Files that are
-not safetensors (pickles) are never opened.
+Nothing in the directory is trusted: a shard is a plain file name, not a path; a tensor is in one
+file; names, shapes and dtypes are compared with the model's before memory is allocated. Files that
+are not safetensors (pickles) are never opened.
 """
 
 # pyright: basic
@@ -36,28 +36,28 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
-# What a file may hold; what is not readable may lie beside the weights.
+# Dtypes that a file may contain; those not in READABLE are allowed for tensors that are not loaded.
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
     **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-_PIECE = 2**20
+_COMPARE_BYTES = 2**20
 _THREADS = min(4, os.cpu_count() or 1)
-_AT_ONCE = 1024  # buffers that the kernel takes in one call
-_MOST_JSON = 64 * 2**20
-_PLAIN = "weights are read in float32, bfloat16 or float16; quantized ones are not"
-_REDO = "the file is damaged or was not made as it should be: fetch or export it again"
+_MAX_BUFFERS = 1024  # of one preadv call (IOV_MAX)
+_MAX_JSON_BYTES = 64 * 2**20
+_READABLE_HINT = "convert the weights to float32, bfloat16 or float16"
+_REFETCH_HINT = "the file is damaged or malformed: download or export it again"
 
 
 class WeightsError(IngotError):
-    """SafetensorsDir that are missing, damaged, or not those of the model."""
+    """Weights that are missing, damaged, or do not match the model."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor is: its file, from which byte on, its dtype there and its shape."""
+    """Location of a tensor: its file, the offset of its first byte, its dtype and shape."""
 
     file: Path
     begin: int
@@ -66,12 +66,12 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsDir:
-    """The tensors of a directory, by name; none is in memory.
+    """The tensors of a directory by name, without their data.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp())
@@ -90,64 +90,73 @@ class SafetensorsDir:
             for tensor, entry in _entries(path):
                 if tensor in self.entries:
                     where = f"{self.entries[tensor].file.name} and {name}"
-                    raise WeightsError(f"'{tensor}' is in {where}", hint=_REDO)
+                    raise WeightsError(
+                        f"duplicate tensor '{tensor}' in {where}", hint=_REFETCH_HINT
+                    )
                 self.entries[tensor] = entry
         _compare_with_index(self.directory, self.entries)
 
     def check_matches(self, wanted: Mapping[str, Tensor]) -> None:
-        """Require exactly these names with the tensors' shapes; they may be on `meta`."""
+        """Raise unless the directory has these names and shapes, and no other; `meta` will do."""
         if missing := sorted(wanted.keys() - self.entries.keys()):
             raise WeightsError(
-                f"{len(missing)} tensors are not in {self.directory}: {_some(missing)}",
-                hint="is config.json that of these weights?",
+                f"{len(missing)} tensors are not in {self.directory}: {_abbreviate(missing)}",
+                hint="check that config.json belongs to these weights",
             )
         if extra := sorted(self.entries.keys() - wanted.keys()):
+            names = _abbreviate(extra)
             raise WeightsError(
-                f"{len(extra)} tensors in {self.directory} are not in the model: {_some(extra)}",
-                hint="is config.json that of these weights? one that says more is not supported",
+                f"{len(extra)} tensors in {self.directory} are not in the model: {names}",
+                hint="check that config.json belongs to these weights; extra tensors are not "
+                "supported",
             )
         for name, tensor in wanted.items():
             if self.entries[name].dtype not in READABLE:
-                raise WeightsError(f"'{name}' is {self.entries[name].dtype}", hint=_PLAIN)
+                raise WeightsError(f"'{name}' is {self.entries[name].dtype}", hint=_READABLE_HINT)
             if self.entries[name].shape != tuple(tensor.shape):
                 raise WeightsError(
                     f"'{name}' is {self.entries[name].shape} where the model has "
                     f"{tuple(tensor.shape)}",
-                    hint="is config.json that of these weights?",
+                    hint="check that config.json belongs to these weights",
                 )
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill tensors of the same shapes, by threads; converted where the dtype is another.
+        """Read into tensors of the same shapes, in threads; convert where the dtype differs.
 
-        Two threads read 0.3 GB in 0.09 s, one in 0.18: most of it is the first touch of memory.
+        Two threads read 0.3 GB in 0.09 s, one in 0.18: most of it is page faults.
         """
         tasks = [(self.entries[name], tensor.detach()) for name, tensor in into.items()]
         assert all(tuple(tensor.shape) == entry.shape for entry, tensor in tasks)
         with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(_read, _stretches(tasks)))
+            list(threads.map(_read, _contiguous_runs(tasks)))
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors are the same, bit for bit."""
+        """Return whether two tensors are bitwise equal."""
         a, b = self.entries[one], self.entries[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         with a.file.open("rb") as left, b.file.open("rb") as right:
             left.seek(a.begin)
             right.seek(b.begin)
-            pieces = (min(_PIECE, a.bytes - at) for at in range(0, a.bytes, _PIECE))
-            return all(left.read(size) == right.read(size) for size in pieces)
+            starts = range(0, a.bytes, _COMPARE_BYTES)
+            sizes = (min(_COMPARE_BYTES, a.bytes - start) for start in starts)
+            return all(left.read(size) == right.read(size) for size in sizes)
 
 
-def write(directory: Path | str, tensors: Mapping[str, Tensor], most: int = SHARD_BYTES) -> None:
-    """Write the tensors as one file, or as shards of `most` bytes with an index.
+def write(
+    directory: Path | str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the tensors as one file, or as shards of at most `shard_bytes` with an index.
 
-    A directory that has weights already is refused, as what would be a mixture of two models for
-    whoever reads it meanwhile.
+    A directory that already has weights is an error: a concurrent reader would see a mixture of two
+    models.
     """
     directory = Path(directory)
     if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
-        raise WeightsError(f"{directory} has weights", hint="give another directory, or empty it")
-    shards = _shards(tensors, most)
+        raise WeightsError(
+            f"{directory} already has weights", hint="give another directory, or empty it"
+        )
+    shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
         _write_file(directory / SINGLE, shards[0])
         return
@@ -162,21 +171,24 @@ def write(directory: Path | str, tensors: Mapping[str, Tensor], most: int = SHAR
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of moderate size."""
+    """Read the object in a JSON file of at most 64 MiB."""
     try:
         size = path.stat().st_size
-        if size > _MOST_JSON:
-            raise WeightsError(f"{path} has {size} bytes", hint=f"at most {_MOST_JSON} are read")
-        found = json.loads(path.read_bytes())
+        if size > _MAX_JSON_BYTES:
+            raise WeightsError(
+                f"{path}: JSON must have at most {_MAX_JSON_BYTES} bytes, got {size}",
+                hint=_REFETCH_HINT,
+            )
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise WeightsError(
             f"cannot read {path}: {error.strerror}", hint="check the path"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is not JSON: {error}"[:300], hint=_REDO) from error
-    if not isinstance(found, dict):
-        raise WeightsError(f"{path} has no object in it", hint=_REDO)
-    return found
+        raise WeightsError(f"{path} is not JSON: {error}"[:300], hint=_REFETCH_HINT) from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} is not a JSON object", hint=_REFETCH_HINT)
+    return content
 
 
 def _files(directory: Path) -> list[str]:
@@ -186,21 +198,21 @@ def _files(directory: Path) -> list[str]:
         return [SINGLE]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
         raise WeightsError(
-            f"{directory} has its weights as pickles, which can run code and are never opened",
-            hint="save them as safetensors: model.save_pretrained(directory) of transformers",
+            f"{directory} has its weights as pickles, which can run code and are not opened",
+            hint="save them as safetensors with transformers: model.save_pretrained(directory)",
         )
-    raise WeightsError(f"no {SINGLE} in {directory}", hint="give the directory of a model")
+    raise WeightsError(f"no {SINGLE} in {directory}", hint="give a model directory")
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
     table = read_json(directory / INDEX).get("weight_map")
     if not (isinstance(table, dict) and table):
-        raise WeightsError(f"{directory / INDEX} has no weight_map", hint=_REDO)
+        raise WeightsError(f"{directory / INDEX} has no weight_map", hint=_REFETCH_HINT)
     for file in table.values():
         if not (isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)):
             raise WeightsError(
-                f"{directory / INDEX} names a file '{file}'"[:300],
-                hint="shards lie beside their index and are named *.safetensors",
+                f"{directory / INDEX}: invalid shard name '{file}'"[:300],
+                hint="put the shards next to their index, named *.safetensors",
             )
     return table
 
@@ -208,79 +220,89 @@ def _weight_map(directory: Path) -> dict[str, str]:
 def _compare_with_index(directory: Path, entries: dict[str, TensorEntry]) -> None:
     if not (directory / INDEX).exists():
         return
-    said, found = _weight_map(directory), {name: entry.file.name for name, entry in entries.items()}
-    if wrong := sorted(name for name, file in said.items() if found.get(name) != file):
+    listed, present = (
+        _weight_map(directory),
+        {name: entry.file.name for name, entry in entries.items()},
+    )
+    if missing := sorted(name for name, file in listed.items() if present.get(name) != file):
         raise WeightsError(
-            f"the index names tensors that are not there: {_some(wrong)}", hint=_REDO
+            f"{directory / INDEX} lists tensors that are missing: {_abbreviate(missing)}",
+            hint=_REFETCH_HINT,
         )
-    if extra := sorted(found.keys() - said.keys()):
-        raise WeightsError(f"the index leaves out {_some(extra)}", hint=_REDO)
+    if extra := sorted(present.keys() - listed.keys()):
+        raise WeightsError(
+            f"{directory / INDEX} does not list {_abbreviate(extra)}", hint=_REFETCH_HINT
+        )
 
 
 def _entries(path: Path) -> list[tuple[str, TensorEntry]]:
-    """What the header of a file says, in the order of the file."""
+    """Read the entries of a file from its header, in the order of the file."""
     try:
         with path.open("rb") as raw, safe_open(path, framework="pt") as file:
             begin = 8 + int.from_bytes(raw.read(8), "little")
-            found: list[tuple[str, TensorEntry]] = []
+            entries: list[tuple[str, TensorEntry]] = []
             for name in file.offset_keys():
                 header = file.get_slice(name)
                 if header.get_dtype() not in _DTYPES:
-                    raise WeightsError(f"'{name}' in {path} is {header.get_dtype()}", hint=_PLAIN)
+                    raise WeightsError(
+                        f"'{name}' in {path} is {header.get_dtype()}", hint=_READABLE_HINT
+                    )
                 dtype, shape = _DTYPES[header.get_dtype()], tuple(header.get_shape())
                 entry = TensorEntry(path, begin, dtype, shape)
-                found.append((name, entry))
+                entries.append((name, entry))
                 begin += entry.bytes
             size = raw.seek(0, 2)
     except OSError as error:
         raise WeightsError(f"cannot read {path}: {error}", hint="check the path") from error
     except SafetensorError as error:
-        raise WeightsError(f"{path} is not safetensors: {error}", hint=_REDO) from error
-    assert begin == size, "safetensors lets no gaps pass"
-    return found
+        raise WeightsError(f"{path} is not safetensors: {error}", hint=_REFETCH_HINT) from error
+    assert begin == size, "safetensors allows no gaps"
+    return entries
 
 
-def _stretches(
+def _contiguous_runs(
     tasks: list[tuple[TensorEntry, Tensor]],
 ) -> Iterator[list[tuple[TensorEntry, Tensor]]]:
-    """The tensors in the order of their files: as many as follow each other, for each thread its
-    share. One that is converted is alone, so that few are in memory twice."""
+    """Group tensors that are contiguous in a file, into about one run per thread.
+
+    A tensor that needs conversion is a run of its own, so that few are in memory twice.
+    """
     share = sum(entry.bytes for entry, _ in tasks) // _THREADS
-    stretch: list[tuple[TensorEntry, Tensor]] = []
+    run: list[tuple[TensorEntry, Tensor]] = []
     for entry, tensor in sorted(tasks, key=lambda task: (task[0].file, task[0].begin)):
-        if stretch and not (_follows(entry, stretch[-1][0]) and _fits(entry, tensor)):
-            yield stretch
-            stretch = []
-        stretch.append((entry, tensor))
-        size = entry.begin + entry.bytes - stretch[0][0].begin
-        if size > share or len(stretch) == _AT_ONCE or not _fits(entry, tensor):
-            yield stretch
-            stretch = []
-    if stretch:
-        yield stretch
+        if run and not (_follows(entry, run[-1][0]) and _reads_directly(entry, tensor)):
+            yield run
+            run = []
+        run.append((entry, tensor))
+        size = entry.begin + entry.bytes - run[0][0].begin
+        if size > share or len(run) == _MAX_BUFFERS or not _reads_directly(entry, tensor):
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 def _follows(entry: TensorEntry, last: TensorEntry) -> bool:
     return (entry.file, entry.begin) == (last.file, last.begin + last.bytes)
 
 
-def _fits(entry: TensorEntry, tensor: Tensor) -> bool:
+def _reads_directly(entry: TensorEntry, tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.is_cpu
 
 
-def _read(stretch: list[tuple[TensorEntry, Tensor]]) -> None:
-    first, tensor = stretch[0]
-    if not _fits(first, tensor):
+def _read(run: list[tuple[TensorEntry, Tensor]]) -> None:
+    first, tensor = run[0]
+    if not _reads_directly(first, tensor):
         buffer = torch.empty(first.shape, dtype=first.dtype)
         _fill([buffer], first)
         with torch.no_grad():
             tensor.copy_(buffer)
     else:
-        _fill([tensor for _, tensor in stretch], first)
+        _fill([tensor for _, tensor in run], first)
 
 
 def _fill(buffers: list[Tensor], first: TensorEntry) -> None:
-    """Fill tensors that follow each other in a file."""
+    """Fill tensors that are contiguous in a file."""
     views = [
         memoryview(buffer.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         for buffer in buffers
@@ -291,13 +313,13 @@ def _fill(buffers: list[Tensor], first: TensorEntry) -> None:
         while views:
             count = os.preadv(file.fileno(), views, at)
             if not count:
-                raise WeightsError(f"{first.file} ends too early", hint=_REDO)
+                raise WeightsError(f"{first.file} is truncated", hint=_REFETCH_HINT)
             at += count
-            views = _after(views, count)
+            views = _remaining(views, count)
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left to fill when so many bytes have been read."""
+def _remaining(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return the rest of the buffers after `count` bytes have been read."""
     left: list[memoryview] = []
     for view in views:
         if count < len(view):
@@ -306,15 +328,15 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
     return left
 
 
-def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
-    room = most
+    free = max_bytes
     for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
+        if shards[-1] and tensor.nbytes > free:
             shards.append({})
-            room = most
+            free = max_bytes
         shards[-1][name] = tensor
-        room -= tensor.nbytes
+        free -= tensor.nbytes
     return shards
 
 
@@ -333,9 +355,11 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with atomic_file(path) as temporary:
             serialize_file(specs, temporary, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise WeightsError(f"cannot write {path}: {error}", hint="make room there") from error
+        raise WeightsError(
+            f"cannot write {path}: {error}", hint="check permissions and free space"
+        ) from error
 
 
-def _some(names: list[str]) -> str:
+def _abbreviate(names: list[str]) -> str:
     listing = ", ".join(names[:4])[:300]
     return listing if len(names) <= 4 else f"{listing}, ..."

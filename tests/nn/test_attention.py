@@ -10,7 +10,7 @@ from ingot.nn import Attention, BatchLayout, QkNorm, Rope
 
 
 def by_torch(layer: Attention, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One sequence, with `scaled_dot_product_attention`."""
+    """Compute one sequence with `scaled_dot_product_attention`."""
     heads, kv_heads, width = layer.heads, layer.kv_heads, layer.head_dim
     rows = [heads * width, kv_heads * width, kv_heads * width]
     q, k, v = F.linear(x, layer.qkv.weight, layer.qkv.bias).split(rows, dim=-1)
@@ -29,7 +29,7 @@ def by_torch(layer: Attention, x: torch.Tensor, positions: torch.Tensor) -> torc
 @pytest.mark.parametrize("qk_norm", [None, *QkNorm])
 @pytest.mark.parametrize("rope", [None, Rope(theta=100.0)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_attention(qk_norm: QkNorm | None, rope: Rope | None, bias: bool) -> None:
+def test_attention_matches_sdpa(qk_norm: QkNorm | None, rope: Rope | None, bias: bool) -> None:
     torch.manual_seed(0)
     options = {"qk_norm": qk_norm, "rope": rope, "qkv_bias": bias, "o_bias": bias}
     layer = Attention(24, heads=6, kv_heads=2, head_dim=10, **options)
@@ -43,7 +43,7 @@ def test_it_is_attention(qk_norm: QkNorm | None, rope: Rope | None, bias: bool) 
     torch.testing.assert_close(added, expected + x, rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_hides_what_is_farther_away() -> None:
+def test_sliding_window_masks_distant_tokens() -> None:
     layer = Attention(16, heads=2, sliding_window=3)
     x, layout = torch.randn(9, 16), BatchLayout.packed([9])
     near = BatchLayout.packed([3])
@@ -51,7 +51,7 @@ def test_a_window_hides_what_is_farther_away() -> None:
     assert torch.equal(whole[8:], layer(x[6:], near)[2:])
 
 
-def test_frequencies_stay_in_float32_and_real() -> None:
+def test_rope_frequencies_stay_in_float32_and_off_meta() -> None:
     with torch.device("meta"):
         layer = Attention(16, heads=2, rope=Rope())
     layer = layer.to(torch.bfloat16).to("meta").to_empty(device="cpu")
@@ -60,7 +60,7 @@ def test_frequencies_stay_in_float32_and_real() -> None:
     assert layer.qkv.weight.dtype == torch.bfloat16
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_indivisible_heads_raise() -> None:
     with pytest.raises(ConfigError, match="divide"):
         Attention(10, heads=4)
     with pytest.raises(ConfigError, match="multiple"):

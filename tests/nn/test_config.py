@@ -18,7 +18,7 @@ TINY = preset("tiny")
     ["vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "max_seq_len"],
 )
 @pytest.mark.parametrize("value", [0, -1, 2**40, 10**30, 1.5, True, "8", None])
-def test_sizes_have_bounds(field: str, value: Any) -> None:
+def test_sizes_out_of_bounds_raise(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         replace(TINY, **{field: value})
 
@@ -26,8 +26,8 @@ def test_sizes_have_bounds(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"heads": 6, "kv_heads": 4}, "evenly"),
-        ({"head_dim": 15}, "pair"),
+        ({"heads": 6, "kv_heads": 4}, "multiple of kv_heads"),
+        ({"head_dim": 15}, "head_dim must be even"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"sliding_window_layers": (0,)}, "without a sliding_window"),
         ({"sliding_window": 4, "sliding_window_layers": (1, 0)}, "sliding_window_layers"),
@@ -40,13 +40,13 @@ def test_sizes_have_bounds(field: str, value: Any) -> None:
         ({"moe": MoEConfig(num_experts=4, top_k=1, ffn_dim=8, layers=(5,))}, r"moe\.layers"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change: dict[str, Any], match: str) -> None:
+def test_inconsistent_fields_raise(change: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         replace(TINY, **change)
 
 
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("inf"), float("nan"), 1e16])
-def test_rope_has_bounds(theta: float) -> None:
+def test_theta_out_of_bounds_raises(theta: float) -> None:
     with pytest.raises(ConfigError, match="theta"):
         Rope(theta=theta)
 
@@ -64,19 +64,19 @@ def test_rope_has_bounds(theta: float) -> None:
         YarnScaling(factor=4.0, original_max_position_embeddings=32, beta_fast=1.0, beta_slow=1.0),
     ],
 )
-def test_scalings_have_bounds(scaling: Any) -> None:
+def test_scaling_out_of_bounds_raises(scaling: Any) -> None:
     with pytest.raises(ConfigError):
         Rope(scaling=scaling)
 
 
-def test_experts_have_bounds() -> None:
+def test_moe_out_of_bounds_raises() -> None:
     with pytest.raises(ConfigError, match="top_k"):
         MoEConfig(num_experts=2, top_k=3, ffn_dim=8)
     with pytest.raises(ConfigError, match="num_experts"):
         MoEConfig(num_experts=2**20, top_k=3, ffn_dim=8)
 
 
-def test_windows_and_experts_of_each_layer() -> None:
+def test_window_and_moe_per_layer() -> None:
     config = replace(TINY, layers=3, sliding_window=7, sliding_window_layers=(1,))
     assert config.window_per_layer == (None, 7, None)
     assert replace(config, sliding_window_layers=None).window_per_layer == (7, 7, 7)
@@ -86,7 +86,7 @@ def test_windows_and_experts_of_each_layer() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_survives_toml(name: str, tmp_path: Any) -> None:
+def test_presets_round_trip_through_toml(name: str, tmp_path: Any) -> None:
     config = replace(
         PRESETS[name], qk_norm=QkNorm.PER_HEAD, sliding_window=64, sliding_window_layers=(0,)
     )
@@ -107,7 +107,7 @@ def test_a_preset_survives_toml(name: str, tmp_path: Any) -> None:
         YarnScaling(factor=4.0, original_max_position_embeddings=32),
     ],
 )
-def test_a_scaling_survives_toml(scaling: Any, tmp_path: Any) -> None:
+def test_scalings_round_trip_through_toml(scaling: Any, tmp_path: Any) -> None:
     config = replace(TINY, rope=Rope(theta=500.0, scaling=scaling))
     configuration.save(config, tmp_path / "model.toml")
     assert configuration.load(DecoderConfig, tmp_path / "model.toml") == config

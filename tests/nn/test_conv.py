@@ -1,4 +1,4 @@
-"""Models of images."""
+"""Image classifiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("kind", "config"), MODELS)
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 1, 7, 9)])
-def test_scores_of_images_of_odd_sizes(kind: Any, config: Any, shape: tuple[int, ...]) -> None:
+def test_logits_of_images_of_odd_sizes(kind: Any, config: Any, shape: tuple[int, ...]) -> None:
     model = kind.from_config(config, seed=0)
     assert model(torch.randn(shape)).shape == (shape[0], 5)
     model.eval()
@@ -27,12 +27,12 @@ def test_scores_of_images_of_odd_sizes(kind: Any, config: Any, shape: tuple[int,
 
 
 @pytest.mark.parametrize(("kind", "config"), MODELS)
-def test_a_seed_gives_the_same_weights(kind: Any, config: Any) -> None:
+def test_same_seed_gives_same_weights(kind: Any, config: Any) -> None:
     a, b = kind.from_config(config, seed=3), kind.from_config(config, seed=3)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_a_residual_block_that_adds_nothing_is_its_shortcut() -> None:
+def test_residual_block_with_zero_branch_is_its_shortcut() -> None:
     model = ResNet.from_config(
         ResNetConfig(widths=(4,), blocks_per_stage=1, num_classes=2), seed=0
     ).eval()

@@ -1,9 +1,8 @@
-"""The decoder as a whole; what its families compute is compared in tests/interop/test_hf.py.
+"""The decoder as a whole; tests/interop/test_hf.py compares its families with transformers.
 
-The property that carries the design: a token's logits depend on the tokens before it and on
-nothing else. A schedule is a way to serve some sequences: in chunks, side by side, from blocks of
-any size in any order, on one thread or two. Whatever it is, each token has the bits that it has
-in one forward of its sequence alone.
+Batch invariance: the logits of a token depend on the tokens before it only. A schedule is a way to
+serve some sequences: in chunks, batched, from blocks anywhere in a cache, on a number of threads.
+All schedules must give the same bits.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def made(kind: str, dtype: torch.dtype) -> Decoder:
-    """Of wilder weights than fresh ones, or attention would be nearly even."""
+    """Build a decoder with larger weights than initial ones, whose attention is nearly uniform."""
     decoder = Decoder.from_config(KINDS[kind], seed=1, dtype=dtype)
     random = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -85,7 +84,7 @@ def whole(decoder: Decoder, tokens: Tensor) -> Tensor:
 class Schedule:
     lengths: list[int]
     chunks: list[int]
-    """How many tokens a sequence advances by; taken in turn, round and round."""
+    """Numbers of tokens that a sequence advances by, cyclically."""
     block_size: int
     seed: int
     threads: int
@@ -105,14 +104,14 @@ schedules = st.builds(
 
 @torch.inference_mode()
 def served(decoder: Decoder, sequences: list[Tensor], schedule: Schedule) -> list[Tensor]:
-    """The logits of each sequence, by the schedule."""
+    """Return the logits of each sequence, computed by the schedule."""
     most = -(-max(map(len, sequences)) // schedule.block_size)
     blocks = len(sequences) * most + 3
     random = torch.Generator().manual_seed(schedule.seed)
     order = torch.randperm(blocks, generator=random)
     table = order[: len(sequences) * most].view(len(sequences), most)
     pool = KVCache(decoder.kv_spec, blocks, schedule.block_size)
-    pool.memory.fill_(torch.nan)  # what nobody wrote must not be read
+    pool.memory.fill_(torch.nan)  # unwritten slots must not be read
     done, found, turn = [0] * len(sequences), [[] for _ in sequences], count()
     while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
         news = [
@@ -159,7 +158,7 @@ def test_logits_do_not_depend_on_the_schedule(kind: str, dtype: torch.dtype) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_do_not_depend_on_any_of_many_schedules(kind: str, dtype: torch.dtype) -> None:
+def test_logits_do_not_depend_on_many_random_schedules(kind: str, dtype: torch.dtype) -> None:
     decoder = DECODERS[kind, dtype]
 
     @settings(
@@ -177,7 +176,9 @@ def test_logits_do_not_depend_on_any_of_many_schedules(kind: str, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("chunks", [[1], [7, 64, 1], [512]], ids=str)
-def test_512_tokens_at_once_one_by_one_and_in_chunks(chunks: list[int], dtype: torch.dtype) -> None:
+def test_512_tokens_in_one_forward_one_by_one_and_in_chunks(
+    chunks: list[int], dtype: torch.dtype
+) -> None:
     decoder = DECODERS["llama", dtype]
     tokens = torch.randint(61, (512,), generator=torch.Generator().manual_seed(0))
     schedule = Schedule([512], chunks, block_size=16, seed=0, threads=1)
@@ -186,7 +187,7 @@ def test_512_tokens_at_once_one_by_one_and_in_chunks(chunks: list[int], dtype: t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_in_a_packed_batch_change_nothing(kind: str) -> None:
+def test_packed_neighbours_do_not_change_bits(kind: str) -> None:
     decoder = DECODERS[kind, torch.bfloat16]
     sequences = [torch.randint(61, (n,)) for n in (33, 1, 64, 130)]
     layout = BatchLayout.packed([33, 1, 64, 130])
@@ -196,8 +197,8 @@ def test_neighbours_in_a_packed_batch_change_nothing(kind: str) -> None:
         assert_same_bits(actual, whole(decoder, tokens))
 
 
-def test_a_later_token_is_not_seen() -> None:
-    """The tests above compare forwards that might all be wrong in the same way."""
+def test_attention_is_causal() -> None:
+    """The tests above compare forwards that might all share a bug."""
     decoder = DECODERS["llama", torch.float32]
     tokens = torch.arange(20)
     changed = tokens.clone()
@@ -207,7 +208,7 @@ def test_a_later_token_is_not_seen() -> None:
     assert not torch.equal(one[12:], other[12:])
 
 
-def test_fresh_weights_come_from_the_seed_once() -> None:
+def test_initial_weights_depend_on_the_seed_alone() -> None:
     config = replace(preset("tiny-moe"), norm=NormKind.LAYER, layers=8)
     state = torch.get_rng_state()
     one, same = Decoder.from_config(config, seed=3), Decoder.from_config(config, seed=3)
@@ -225,7 +226,7 @@ def test_fresh_weights_come_from_the_seed_once() -> None:
     assert bool((one.norm.weight == 1).all())
 
 
-def test_it_learns_through_the_loss_that_makes_no_logits() -> None:
+def test_training_with_linear_cross_entropy_lowers_the_loss() -> None:
     decoder = Decoder.from_config(replace(preset("tiny"), layers=1), seed=0)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
     tokens, layout = torch.arange(48) % 7, BatchLayout.packed([32, 16])
@@ -238,7 +239,7 @@ def test_it_learns_through_the_loss_that_makes_no_logits() -> None:
     assert loss < 1  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
-def test_it_compiles_whole() -> None:
+def test_decoder_compiles_as_one_graph() -> None:
     decoder = DECODERS["llama", torch.float32]
     tokens, layout = torch.arange(12), BatchLayout.packed([7, 5])
     torch.compiler.reset()
@@ -247,7 +248,7 @@ def test_it_compiles_whole() -> None:
     assert torch.equal(compiled(tokens, layout), expected)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+def test_token_or_position_out_of_range_raises() -> None:
     decoder = DECODERS["gpt2", torch.float32]
     layout = BatchLayout.packed([1])
     with pytest.raises((IndexError, RuntimeError)):
@@ -261,8 +262,8 @@ def test_a_token_beyond_the_vocabulary_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 70])
-def test_logprobs_are_the_loss_with_another_sign(dtype: torch.dtype, rows: int) -> None:
-    """Bit for bit, so that a trainer reports what a server does."""
+def test_logprobs_equal_negated_loss_bitwise(dtype: torch.dtype, rows: int) -> None:
+    """So a trainer and a server report the same log-probabilities."""
     decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=dtype)
     random = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 64, generator=random).to(dtype)
@@ -278,7 +279,7 @@ def test_logprobs_are_the_loss_with_another_sign(dtype: torch.dtype, rows: int) 
 
 
 @pytest.mark.parametrize("place", list(NormPosition))
-def test_dropout_of_branches_is_for_training_alone(place: NormPosition) -> None:
+def test_residual_dropout_applies_in_training_only(place: NormPosition) -> None:
     decoder = Decoder.from_config(replace(preset("tiny"), norm_position=place), seed=0)
     layout = BatchLayout.packed([5, 3])
     tokens = torch.arange(8)

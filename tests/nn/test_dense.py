@@ -1,4 +1,4 @@
-"""Dense layers: their mathematics, their fresh weights, their bounds."""
+"""Dense layers: results, initialization and bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ingot.nn.dense import Dense, DenseConfig, kaiming_init_
 
 
 @pytest.mark.parametrize("hidden", [(), (5,), (7, 3, 9)])
-def test_it_is_layers_with_gelu_between(hidden: tuple[int, ...]) -> None:
+def test_dense_is_linear_layers_with_gelu(hidden: tuple[int, ...]) -> None:
     model = Dense.from_config(
         DenseConfig(in_features=6, hidden_dims=hidden, out_features=4), seed=0
     ).double()
@@ -33,7 +33,7 @@ def test_a_seed_gives_the_same_weights_and_the_right_variance() -> None:
     assert not torch.equal(a.weight, kaiming_init_(torch.nn.Conv2d(16, 64, 3), 8).weight)
 
 
-def test_dropout_only_in_training() -> None:
+def test_dropout_applies_in_training_only() -> None:
     model = Dense.from_config(
         DenseConfig(in_features=6, hidden_dims=(64,), out_features=4, dropout=0.5), seed=0
     )

@@ -10,7 +10,7 @@ from ingot.nn import BatchLayout
 from ingot.nn.gru import GRU, GRUConfig
 
 
-def test_a_sequence_is_the_same_alone_and_packed() -> None:
+def test_packing_does_not_change_a_sequence() -> None:
     model = GRU.from_config(GRUConfig(vocab_size=16, dim=8, layers=2), seed=0)
     tokens = torch.randint(16, (9,))
     layout = BatchLayout.packed([2, 0, 4, 3])
@@ -19,7 +19,7 @@ def test_a_sequence_is_the_same_alone_and_packed() -> None:
     torch.testing.assert_close(model(tokens[2:6], alone), whole[2:6])
 
 
-def test_a_token_sees_only_those_before_it() -> None:
+def test_gru_is_causal() -> None:
     model = GRU.from_config(GRUConfig(vocab_size=16, dim=8), seed=0)
     layout, tokens = BatchLayout.packed([6]), torch.arange(6)
     before = model(tokens, layout)
@@ -29,7 +29,7 @@ def test_a_token_sees_only_those_before_it() -> None:
     assert not torch.equal(before[4:], after[4:])
 
 
-def test_a_seed_gives_the_same_weights() -> None:
+def test_same_seed_gives_same_weights() -> None:
     a, b = (GRU.from_config(GRUConfig(vocab_size=16, dim=8), seed=1) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert a.lm_head_weight is a.tok_embed.weight

@@ -10,7 +10,7 @@ from ingot.nn import Attention, BatchLayout, KVCache, KVSpec
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32)
 
 
-def test_slots_and_positions_of_new_tokens() -> None:
+def test_slot_mapping_and_positions_of_new_tokens() -> None:
     kv_cache = KVCache(SPEC, num_blocks=9, block_size=3)
     table = torch.tensor([[8, 2, 5], [1, 0, 0], [4, 7, 0]])
     layout = BatchLayout.paged(kv_cache, [2, 0, 4], [7, 1, 4], table)
@@ -20,7 +20,7 @@ def test_slots_and_positions_of_new_tokens() -> None:
     assert layout.cu_seqlens.tolist() == [0, 2, 2, 6]
 
 
-def test_a_pool_is_one_allocation() -> None:
+def test_kv_cache_is_one_allocation() -> None:
     kv_cache = KVCache(SPEC, num_blocks=2, block_size=3)
     kv_cache.k[1][1, 1], kv_cache.v[1][0, 0] = 1.0, 1.0
     assert kv_cache.memory.count_nonzero() == 8
@@ -31,20 +31,18 @@ def test_a_pool_is_one_allocation() -> None:
     ("lengths", "contexts", "rows"),
     [([2], [1], 1), ([-1], [3], 1), ([1], [7], 1), ([1, 1], [1], 1), ([1], [1], 2)],
 )
-def test_plans_that_cannot_be_are_refused(
-    lengths: list[int], contexts: list[int], rows: int
-) -> None:
+def test_invalid_layouts_raise(lengths: list[int], contexts: list[int], rows: int) -> None:
     kv_cache = KVCache(SPEC, num_blocks=4, block_size=3)
     with pytest.raises(IngotError):
         BatchLayout.paged(kv_cache, lengths, contexts, torch.zeros(rows, 2))
 
 
-def test_a_pool_needs_room() -> None:
+def test_kv_cache_without_blocks_raises() -> None:
     with pytest.raises(IngotError, match="got 0 and 16"):
         KVCache(SPEC, num_blocks=0, block_size=16)
 
 
-def test_keys_with_gradients_are_not_kept() -> None:
+def test_caching_keys_with_gradients_raises() -> None:
     attention = Attention(8, heads=2)
     spec = KVSpec.of(attention)
     assert spec is not None
@@ -54,14 +52,14 @@ def test_keys_with_gradients_are_not_kept() -> None:
         attention(torch.ones(2, 8), layout)
 
 
-def test_the_state_of_a_model_is_that_of_its_layers() -> None:
+def test_kv_spec_of_a_model_combines_its_layers() -> None:
     layers = [Attention(8, heads=2, kv_heads=1, layer=i) for i in range(3)]
     spec = KVSpec.of(nn.ModuleList(layers))
     assert spec == KVSpec(layers=3, kv_heads=1, head_dim=4, dtype=torch.float32)
     assert KVSpec.of(nn.ModuleList(layers).bfloat16()).dtype == torch.bfloat16  # pyright: ignore
 
 
-def test_layers_that_share_a_number_or_differ_are_refused() -> None:
+def test_layers_with_duplicate_index_or_different_shape_raise() -> None:
     with pytest.raises(IngotError, match="number the layers"):
         KVSpec.of(nn.ModuleList([Attention(8, heads=2), Attention(8, heads=2)]))
     different = [Attention(8, heads=2, layer=0), Attention(8, heads=4, layer=1)]

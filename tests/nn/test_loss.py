@@ -14,7 +14,7 @@ from ingot.nn import BatchLayout, Decoder, preset
 from ingot.nn.loss import class_losses, token_logprobs, token_losses
 
 
-def test_the_loss_of_a_token_is_that_of_its_logits() -> None:
+def test_token_losses_match_cross_entropy_of_logits() -> None:
     model = Decoder.from_config(preset("tiny"), seed=0)
     tokens, targets = torch.randint(256, (9,)), torch.randint(256, (9,))
     targets[4] = -100
@@ -30,7 +30,7 @@ def test_the_loss_of_a_token_is_that_of_its_logits() -> None:
     )
 
 
-def test_a_log_probability_is_the_loss_turned_round() -> None:
+def test_token_logprobs_equal_negated_losses() -> None:
     model = Decoder.from_config(preset("tiny"), seed=0)
     tokens, targets = torch.randint(256, (9,)), torch.randint(256, (9,))
     targets[4] = -100
@@ -39,15 +39,15 @@ def test_a_log_probability_is_the_loss_turned_round() -> None:
     assert found[4] == 0
 
 
-def test_the_loss_of_a_class() -> None:
+def test_class_losses_match_torch() -> None:
     scores, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0])
     wanted = F.cross_entropy(scores, targets, reduction="none", label_smoothing=0.2)
     torch.testing.assert_close(class_losses(scores, targets, 0.2), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("said", [0.25, 0.5])
-def test_gradients_are_right_whatever_slope_was_said(dtype: torch.dtype, said: float) -> None:
+@pytest.mark.parametrize("assumed", [0.25, 0.5])
+def test_gradients_are_right_for_any_grad_output(dtype: torch.dtype, assumed: float) -> None:
     def gradients(grad_output: float | None) -> tuple[Tensor, list[Tensor | None]]:
         model = Decoder.from_config(preset("tiny"), seed=0).to(dtype)
         options: dict[str, Any] = {
@@ -62,13 +62,13 @@ def test_gradients_are_right_whatever_slope_was_said(dtype: torch.dtype, said: f
     tokens, targets = torch.randint(256, (2, 9))
     targets[4] = -100
     losses, wanted = gradients(None)
-    same, found = gradients(said)
-    assert torch.equal(losses, same)  # to the bit: what training sees is what serving computes
+    same, found = gradients(assumed)
+    assert torch.equal(losses, same)  # bitwise: training and serving report the same
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_a_piece_of_no_tokens_has_no_loss_and_no_gradient() -> None:
+def test_micro_batch_without_targets_has_no_loss_and_no_gradient() -> None:
     hidden, weight = torch.zeros(0, 8).bfloat16(), torch.randn(11, 8).bfloat16()
     found = ops.linear_cross_entropy_fwd_bwd(hidden, weight, torch.zeros(0).long())
     assert [tuple(part.shape) for part in found] == [(0,), (0, 8), (11, 8)]

@@ -20,7 +20,7 @@ def randomized(module: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_mlp(activation: Activation) -> None:
+def test_mlp_matches_torch(activation: Activation) -> None:
     mlp, x = MLP(8, 20, activation, bias=True), torch.randn(5, 8)
     randomized(mlp)
     hidden = ACTIVATIONS[activation](F.linear(x, mlp.up.weight, mlp.up.bias))
@@ -29,7 +29,7 @@ def test_mlp(activation: Activation) -> None:
     torch.testing.assert_close(mlp(x, x), expected + x)
 
 
-def test_swiglu() -> None:
+def test_swiglu_matches_torch() -> None:
     mlp, x = SwiGLU(8, 20), torch.randn(5, 8)
     randomized(mlp)
     hidden = F.silu(x @ mlp.gate.weight.T) * (x @ mlp.up.weight.T)
@@ -41,7 +41,7 @@ def expert(moe: MoE, e: int, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_a_token_goes_to_its_best_experts(normalize: bool) -> None:
+def test_moe_matches_a_loop_over_selected_experts(normalize: bool) -> None:
     moe, x = (
         MoE(8, MoEConfig(num_experts=5, top_k=3, ffn_dim=12, norm_topk_prob=normalize)),
         torch.randn(6, 8),
@@ -59,7 +59,7 @@ def test_a_token_goes_to_its_best_experts(normalize: bool) -> None:
     torch.testing.assert_close(moe(x, x), expected + x)
 
 
-def test_of_equal_scores_the_lower_numbers_win() -> None:
+def test_ties_select_the_lower_expert_indices() -> None:
     moe = MoE(8, MoEConfig(num_experts=5, top_k=2, ffn_dim=12))
     with torch.no_grad():
         moe.router.weight.zero_()
@@ -69,7 +69,7 @@ def test_of_equal_scores_the_lower_numbers_win() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+def test_moe_is_batch_invariant(dtype: torch.dtype) -> None:
     moe = MoE(40, MoEConfig(num_experts=7, top_k=3, ffn_dim=24)).to(dtype)
     randomized(moe)
     x = torch.randn(130, 40).to(dtype)
@@ -78,7 +78,7 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(moe(x[part]), whole[part])
 
 
-def test_every_weight_of_a_mixture_has_a_gradient() -> None:
+def test_every_moe_weight_gets_a_gradient() -> None:
     moe = MoE(8, MoEConfig(num_experts=4, top_k=2, ffn_dim=12))
     randomized(moe)
     moe(torch.randn(64, 8)).square().sum().backward()

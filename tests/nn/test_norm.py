@@ -5,7 +5,7 @@ import torch
 from ingot.nn import LayerNorm, RMSNorm
 
 
-def test_they_are_those_of_torch() -> None:
+def test_norms_match_torch() -> None:
     x = torch.randn(5, 12)
     torch.testing.assert_close(RMSNorm(12, 1e-3)(x), torch.nn.RMSNorm(12, 1e-3)(x))
     norm, theirs = LayerNorm(12, 1e-3), torch.nn.LayerNorm(12, 1e-3)

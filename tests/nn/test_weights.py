@@ -47,7 +47,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(tensor, other[name]), name
 
 
-def test_the_library_reads_what_we_write_and_we_what_it_writes(tmp_path: Path) -> None:
+def test_files_are_interchangeable_with_safetensors(tmp_path: Path) -> None:
     write(tmp_path / "ours", TENSORS)
     assert_equal(load_file(tmp_path / "ours" / SINGLE), TENSORS)
     (tmp_path / "theirs").mkdir()
@@ -59,7 +59,7 @@ def test_the_library_reads_what_we_write_and_we_what_it_writes(tmp_path: Path) -
 
 def test_shards_have_an_index(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(7)}
-    write(tmp_path, tensors, most=80)
+    write(tmp_path, tensors, shard_bytes=80)
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert names == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
     index = read_json(tmp_path / INDEX)
@@ -68,7 +68,7 @@ def test_shards_have_an_index(tmp_path: Path) -> None:
     assert_equal(read_all(tmp_path), tensors)
 
 
-def test_views_are_filled_in_place_and_written_as_they_look(tmp_path: Path) -> None:
+def test_views_are_read_in_place_and_written_contiguously(tmp_path: Path) -> None:
     whole = torch.randn(6, 4)
     write(tmp_path, {"top": whole[:2], "rest": whole[2:], "turned": whole.T})
     into = torch.zeros(6, 4, dtype=torch.bfloat16)
@@ -81,7 +81,7 @@ def test_views_are_filled_in_place_and_written_as_they_look(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("most", [1, 3, 7, 100])
-def test_a_kernel_that_reads_less_than_asked_is_asked_again(
+def test_short_reads_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     write(tmp_path, TENSORS)
@@ -100,13 +100,13 @@ def test_a_kernel_that_reads_less_than_asked_is_asked_again(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_have_a_share_each_and_leave_nothing(
+def test_threads_read_every_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     tensors = {f"t{i}": torch.randn(i % 13, 5) for i in range(40)}
-    write(tmp_path, tensors, most=1000)
+    write(tmp_path, tensors, shard_bytes=1000)
     monkeypatch.setattr("ingot.nn.weights._THREADS", threads)
-    monkeypatch.setattr("ingot.nn.weights._AT_ONCE", 6)
+    monkeypatch.setattr("ingot.nn.weights._MAX_BUFFERS", 6)
     assert_equal(read_all(tmp_path), tensors)
     weights = SafetensorsDir(tmp_path)
     into = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items()}
@@ -115,15 +115,13 @@ def test_threads_have_a_share_each_and_leave_nothing(
     assert_equal(into, {name: tensors[name].double() for name in into})
 
 
-def test_a_directory_with_weights_is_not_overwritten(tmp_path: Path) -> None:
+def test_writing_over_weights_raises(tmp_path: Path) -> None:
     write(tmp_path, TENSORS)
-    with pytest.raises(WeightsError, match="has weights"):
+    with pytest.raises(WeightsError, match="already has weights"):
         write(tmp_path, TENSORS)
 
 
-def test_a_file_that_cannot_be_written_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(specs: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half of it")
         raise SafetensorError("No space left on device")
@@ -136,13 +134,13 @@ def test_a_file_that_cannot_be_written_is_not_there(
 
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(WeightsError, match="never opened"):
+    with pytest.raises(WeightsError, match="are not opened"):
         SafetensorsDir(tmp_path)
     with pytest.raises(WeightsError, match=r"no model\.safetensors"):
         SafetensorsDir(tmp_path / "nowhere")
 
 
-def test_names_and_shapes_are_compared(tmp_path: Path) -> None:
+def test_mismatched_names_or_shapes_raise(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
     weights = SafetensorsDir(tmp_path)
     with pytest.raises(WeightsError, match=r"1 tensors are not in .*: c"):
@@ -153,9 +151,9 @@ def test_names_and_shapes_are_compared(tmp_path: Path) -> None:
         weights.check_matches({"a": torch.ones(2), "b": torch.ones(4)})
 
 
-def test_integers_are_not_weights(tmp_path: Path) -> None:
+def test_integer_weights_raise(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2, dtype=torch.int8)})
-    with pytest.raises(WeightsError, match="quantized"):
+    with pytest.raises(WeightsError, match="convert the weights"):
         SafetensorsDir(tmp_path).check_matches({"a": torch.ones(2)})
 
 
@@ -172,18 +170,18 @@ def test_integers_are_not_weights(tmp_path: Path) -> None:
         {},
     ],
 )
-def test_an_index_names_files_beside_it(file: Any, tmp_path: Path) -> None:
+def test_index_with_a_path_as_shard_raises(file: Any, tmp_path: Path) -> None:
     write(tmp_path / "inner", {"a": torch.ones(2)})
     write(tmp_path, {"a": torch.ones(2)})
     index = {"weight_map": {"a": file}}
     (tmp_path / "inner" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"names a file|is not JSON"):
+    with pytest.raises(WeightsError, match=r"invalid shard name|is not JSON"):
         SafetensorsDir(tmp_path / "inner")
 
 
-def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
+def test_index_that_contradicts_its_shards_raises(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(4)}
-    write(tmp_path, tensors, most=80)
+    write(tmp_path, tensors, shard_bytes=80)
     index = read_json(tmp_path / INDEX)
     first, last = index["weight_map"]["t0"], index["weight_map"]["t3"]
 
@@ -192,22 +190,22 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": kept}))
 
     with_map(t0=last)
-    with pytest.raises(WeightsError, match="not there: t0"):
+    with pytest.raises(WeightsError, match="missing: t0"):
         SafetensorsDir(tmp_path)
     with_map(t0=None)
-    with pytest.raises(WeightsError, match="leaves out t0"):
+    with pytest.raises(WeightsError, match="does not list t0"):
         SafetensorsDir(tmp_path)
     with_map(t9="model-9.safetensors")
     with pytest.raises(WeightsError, match="cannot read"):
         SafetensorsDir(tmp_path)
     with_map()
     (tmp_path / last).write_bytes((tmp_path / first).read_bytes())
-    with pytest.raises(WeightsError, match=f"'t0' is in {first} and {last}"):
+    with pytest.raises(WeightsError, match=f"'t0' in {first} and {last}"):
         SafetensorsDir(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"weight_map": []}', "\xff"])
-def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+def test_malformed_index_raises(text: str, tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2)})
     (tmp_path / INDEX).write_text(text, encoding="latin1")
     with pytest.raises(WeightsError):
@@ -243,7 +241,7 @@ length_lies = st.builds(
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A right file with some bytes changed, cut off or added."""
+    """Return a valid file with some bytes changed, removed or added."""
     content = bytearray(GOOD)
     for _ in range(draw(st.integers(0, 3))):
         content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
@@ -261,7 +259,7 @@ def _good() -> bytes:
 GOOD = _good()
 
 
-def test_the_file_that_is_damaged_is_right(tmp_path: Path) -> None:
+def test_unmodified_fuzz_input_loads(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(GOOD)
     assert read_all(tmp_path)["a"].shape == (3, 2)
 
@@ -274,7 +272,7 @@ def test_the_file_that_is_damaged_is_right(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.one_of(damaged(), lying, length_lies))
-def test_hostile_files_are_read_or_refused(tmp_path: Path, content: bytes) -> None:
+def test_fuzzed_files_load_or_raise(tmp_path: Path, content: bytes) -> None:
     (tmp_path / SINGLE).write_bytes(content)
     try:
         found = read_all(tmp_path)
@@ -283,18 +281,18 @@ def test_hostile_files_are_read_or_refused(tmp_path: Path, content: bytes) -> No
     assert sum(tensor.nbytes for tensor in found.values()) <= len(content)
 
 
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_raises(tmp_path: Path) -> None:
     for length in range(len(GOOD)):
         (tmp_path / SINGLE).write_bytes(GOOD[:length])
         with pytest.raises(WeightsError):
             SafetensorsDir(tmp_path)
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+def test_file_truncated_while_reading_raises(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(GOOD)
     weights = SafetensorsDir(tmp_path)
     (tmp_path / SINGLE).write_bytes(GOOD[:-20])
-    with pytest.raises(WeightsError, match="ends too early"):
+    with pytest.raises(WeightsError, match="is truncated"):
         weights.read({"a": torch.empty(3, 2)})
 
 
@@ -314,7 +312,7 @@ print((peak() - before) / size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_loading_takes_the_memory_of_the_weights_once(tmp_path: Path) -> None:
+def test_loading_takes_memory_for_one_copy_of_the_weights(tmp_path: Path) -> None:
     config = replace(preset("llama-100m"), layers=4, vocab_size=8000)
     hf.save(Decoder.from_config(config, seed=0), tmp_path / "model")
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "model")]
