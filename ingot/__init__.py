@@ -1,7 +1,12 @@
-"""ingot: one model, from training to serving, through the same proven kernels.
+"""Train, serve and verify language models with one PyTorch model and batch-invariant kernels.
 
-`import ingot` is cheap: it imports neither torch nor anything that does. The parts load
-when they are first named:
+    llm = ingot.LLM("smollm2")
+    llm.generate(["Hello", "Once upon a time"], ingot.SamplingParams(temperature=0.8))
+    ingot.train("recipes/xor.toml")
+    ingot.serve("smollm2")
+
+`import ingot` is cheap: it imports neither torch nor anything that does. Packages and functions are
+loaded when they are first named:
 
 >>> import ingot
 >>> ingot.ops.rms_norm.name
@@ -14,20 +19,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ingot.interop.model import load as load
+    from ingot.serving.engine.sampling_params import SamplingParams as SamplingParams
+    from ingot.workflows.llm import LLM as LLM
+    from ingot.workflows.serve import serve as serve
+    from ingot.workflows.train import train as train
 
 __version__ = "0.1.0"
 
-_ROOMS = ("core", "ops", "nn", "data", "interop")
+_PACKAGES = ("core", "ops", "nn", "data", "interop", "training", "serving", "workflows")
+_NAMES = {
+    "LLM": "ingot.workflows.llm",
+    "SamplingParams": "ingot.serving.engine.sampling_params",
+    "serve": "ingot.workflows.serve",
+    "train": "ingot.workflows.train",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"ingot.{name}")
-    if name == "load":
-        return importlib.import_module("ingot.interop.model").load
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'ingot' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return [*_ROOMS, "__version__", "load"]
+    return [*_PACKAGES, *_NAMES, "__version__"]

@@ -15,7 +15,7 @@ def load(model: Path) -> LoadedModel:
     from ingot.serving.engine.request import Request
     from ingot.serving.engine.sampling_params import SamplingParams
 
-    decoder = ingot.load(model).decoder
+    decoder = ingot.LLM(model).decoder
     dtype = str(decoder.dtype).removeprefix("torch.")
     engine, greedy = Engine(decoder), SamplingParams(temperature=0.0)
 

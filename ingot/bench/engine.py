@@ -21,13 +21,13 @@ from statistics import mean, median
 
 from ingot.bench.cpu_peaks import reader_on_all_cores
 from ingot.core.errors import IngotError
-from ingot.interop.model import Model
 from ingot.nn.decoder import Decoder
 from ingot.nn.layout import KVSpec
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.speculate import NgramProposer
+from ingot.workflows.llm import LLM
 
 # A text that a model would only write as a copy.
 TEXT = (
@@ -67,7 +67,7 @@ class Speedup:
     """Both produced the same tokens in every round."""
 
 
-def decode(model: Model, steps: int = STEPS, advance: Advance = lambda _: None) -> list[DecodeStep]:
+def decode(model: LLM, steps: int = STEPS, advance: Advance = lambda _: None) -> list[DecodeStep]:
     """Time `steps` decode steps of each batch size; `advance` is called after each step."""
     return [_decode(model.decoder, batch_size, steps, advance) for batch_size in BATCHES]
 
@@ -115,7 +115,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def measure_speedups(
-    model: Model, rounds: int = 5, advance: Advance = lambda _: None
+    model: LLM, rounds: int = 5, advance: Advance = lambda _: None
 ) -> list[Speedup]:
     """Time both optimizations against their baselines; `advance` is called once per round."""
     if not 1 <= rounds <= 1000:
@@ -125,7 +125,7 @@ def measure_speedups(
     return [_ngram(model, rounds, advance), _prefix(model, rounds, advance)]
 
 
-def _ngram(model: Model, rounds: int, advance: Advance) -> Speedup:
+def _ngram(model: LLM, rounds: int, advance: Advance) -> Speedup:
     ids = model.tokenizer.encode(TEXT)
     prompt = tuple(ids * 3 + ids[: len(ids) // 4])
     request = Request(
@@ -154,7 +154,7 @@ def _ngram(model: Model, rounds: int, advance: Advance) -> Speedup:
     )
 
 
-def _prefix(model: Model, rounds: int, advance: Advance) -> Speedup:
+def _prefix(model: LLM, rounds: int, advance: Advance) -> Speedup:
     engine, vocab_size = Engine(model.decoder), model.decoder.config.vocab_size
     round_numbers = {True: count(1), False: count(1)}
 

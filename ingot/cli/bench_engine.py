@@ -33,7 +33,7 @@ def engine(
     from ingot.bench.engine import BATCHES, STEPS, decode, measure_speedups
     from ingot.bench.results import RunInfo
 
-    run, model = RunInfo.now(ingot.__version__), ingot.load(directory)
+    run, model = RunInfo.now(ingot.__version__), ingot.LLM(directory)
     with log.progress("rounds", len(BATCHES) * STEPS + 2 * rounds) as bar:
         speedups = measure_speedups(model, rounds, bar.advance)
         steps = decode(model, STEPS, bar.advance)

@@ -1,4 +1,4 @@
-"""`ingot generate`: a model goes on from a prompt."""
+"""`ingot generate`: generate text from a prompt."""
 
 from __future__ import annotations
 
@@ -7,178 +7,183 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from ingot.cli import escape_markup
-from ingot.core.device import DeviceType
-from ingot.core.errors import ConfigError, IngotError
+from ingot.core.errors import ConfigError
 from ingot.core.log import stderr
-from ingot.nn.session import Sampling, Session
+from ingot.serving.engine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from ingot.interop.model import Model
+# Not inside a function: modules imported with a verb are skipped by the garbage collector, which
+# otherwise delays the exit of the process by a second.
+from ingot.workflows.llm import LLM, CompletionChunk
 
-_ENDS = {
-    "end": "",
-    "max_tokens": "; cut at --max-tokens",
-    "context": "; the model's context is full",
-    "interrupt": "; interrupted",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options of the command line that become `SamplingParams`."""
+
+    temperature: float = 0.0
+    """0 selects the most likely token (greedy decoding)."""
+    top_k: int | None = None
+    """Sample from this many of the most likely tokens; None for all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens whose cumulative probability reaches this."""
+    min_p: float = 0.0
+    """Minimum probability of a token, relative to the most likely one."""
+    seed: int = 0
+
+    def params(self) -> SamplingParams:
+        """Return the sampling parameters; raise an error for a value out of range."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
 
 
 @dataclass
-class Written:
-    """What was written, and how fast.
+class GenerationResult:
+    """The generated text and its timing.
 
-    >>> print(Written(tokens=11, first=0.5, seconds=1.5, ended="max_tokens"))
-    11 tokens, the first after 0.500 s, then 10.0 tokens/s; cut at --max-tokens
+    >>> print(GenerationResult(tokens=11, ttft=0.5, seconds=1.5, finish_reason="length"))
+    11 tokens, the first after 0.500 s, then 10.0 tokens/s; stopped at --max-tokens
     """
 
     text: str = ""
     tokens: int = 0
-    first: float = 0.0
+    ttft: float = 0.0
     """Seconds to the first token."""
     seconds: float = 0.0
-    ended: Literal["end", "max_tokens", "context", "interrupt"] = "end"
-    """By the model itself, or by what else."""
+    finish_reason: Literal["stop", "length", "interrupt"] = "stop"
+    context_full: bool = False
 
     def __str__(self) -> str:
+        reason = {"stop": "", "length": "; stopped at --max-tokens", "interrupt": "; interrupted"}
+        end = "; the model's context is full" if self.context_full else reason[self.finish_reason]
         if not self.tokens:
-            return f"no tokens{_ENDS[self.ended]}"
+            return f"no tokens{end}"
         count = "1 token" if self.tokens == 1 else f"{self.tokens} tokens"
-        rate = (self.tokens - 1) / (self.seconds - self.first) if self.tokens > 1 else 0.0
+        rate = (self.tokens - 1) / (self.seconds - self.ttft) if self.tokens > 1 else 0.0
         speed = f", then {rate:.1f} tokens/s" if rate else ""
-        return f"{count}, the first after {self.first:.3f} s{speed}{_ENDS[self.ended]}"
+        return f"{count}, the first after {self.ttft:.3f} s{speed}{end}"
 
 
 def generate(
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")],
-    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = Sampling(),  # noqa: B008
+    sampling: Annotated[SamplingOptions, tyro.conf.OmitArgPrefixes] = SamplingOptions(),  # noqa: B008
     max_tokens: int = 256,
+    device: str = "auto",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Have a model go on from a prompt, to its end or to `--max-tokens`.
+    """Generate text from a prompt.
 
-    Ctrl-C ends it early. What it writes goes to stdout, how fast it was to stderr.
+    Ctrl-C stops early. The text goes to stdout, its timing to stderr.
 
     Examples: `ingot generate smollm2 "Once upon a time"`,
     `ingot generate smollm2 "def fibonacci(n):" --temperature 0.8 --seed 7`,
-    `ingot generate smollm2 "Hello" --json` for machines.
+    `ingot generate smollm2 "Hello" --json`.
 
     Args:
-        directory: A model directory, as `ingot import` makes.
-        prompt: The text to go on from.
-        sampling: How the next token is drawn.
-        max_tokens: The most tokens to write.
-        json: Print JSON at the end instead of the text as it comes.
+        model: A model directory, or ORG/NAME on the Hugging Face hub.
+        prompt: The text to continue.
+        sampling: How tokens are sampled.
+        max_tokens: The most tokens to generate.
+        device: Where to compute: auto, cpu, cuda, cuda:1.
+        json: Print JSON at the end instead of the text as it is generated.
     """
-    require_room(max_tokens)
-    model = load(directory)
-    ids = model.tokenizer.encode(prompt)
-    writing = Writing(model, Session(model.decoder), sampling, max_tokens)
+    check_max_tokens(max_tokens)
+    params = sampling.params()
+    llm = load(model, device)
+    streamer = TextStreamer(llm, params, max_tokens)
+    ids = llm.tokenizer.encode(prompt)
+    llm.reserve(len(ids) + max_tokens)
     if json:
-        written = writing.run(ids, quiet=True)
-        print(json_format.dumps(as_json(written, ids), indent=2))  # noqa: T201
+        result = streamer.run(ids, quiet=True)
+        print(json_format.dumps(as_json(result, ids), indent=2))  # noqa: T201
     else:
-        written = writing.run(ids, prompt)
-        print_figures(written)
-    if written.ended == "interrupt":
+        result = streamer.run(ids, prompt)
+        print_stats(result)
+    if result.finish_reason == "interrupt":
         raise KeyboardInterrupt
 
 
-def require_room(max_tokens: int) -> None:
-    """Refuse a limit that leaves nothing to write, before anything is loaded."""
+def check_max_tokens(max_tokens: int) -> None:
+    """Raise an error, before anything is loaded, if no token may be generated."""
     if max_tokens < 1:
-        raise ConfigError(f"--max-tokens is {max_tokens}", hint="give a number from 1 on")
+        raise ConfigError(f"--max-tokens: expected at least 1, got {max_tokens}", hint="raise it")
 
 
-def load(directory: Path, device: DeviceType = "cpu") -> Model:
-    """The model of a directory, its kernels built; a line says so where that takes a while."""
-    with stderr().status(f"loading {escape_markup(str(directory))}") as status:
-        from ingot.interop import model
-        from ingot.kernels.cpu import build as kernels
-
-        loaded = model.load(directory)
-        if device != "cpu":
-            loaded.decoder.to(device)  # Triton compiles each kernel at its first use
-            return loaded
-        # All of them now: each would be built at its first use, in the middle of the text.
-        status.update("compiling the CPU kernels, once on a machine")
-        with suppress(IngotError):  # PyTorch stands in then, and the first use warns
-            kernels.build(kernels.FAMILIES)
-        return loaded
+def load(model: Path | str, device: str = "auto") -> LLM:
+    """Load a model and compile its kernels; show a status line meanwhile."""
+    with stderr().status(f"loading {escape_markup(str(model))}") as status:
+        return LLM(model, device=device, on_status=status.update)
 
 
 @dataclass(frozen=True)
-class Writing:
-    """How a model's text comes to stdout."""
+class TextStreamer:
+    """Prints a model's text to stdout as it is generated."""
 
-    model: Model
-    session: Session
-    sampling: Sampling
+    llm: LLM
+    params: SamplingParams
     max_tokens: int
 
-    def run(self, ids: list[int], before: str = "", quiet: bool = False) -> Written:
-        """Print what follows the ids as it comes, to its end or to Ctrl-C; `before` comes first."""
-        written, start = Written(), time.perf_counter()
+    def run(self, ids: list[int], prompt: str = "", quiet: bool = False) -> GenerationResult:
+        """Generate from token ids until the end or Ctrl-C; print `prompt` first."""
+        result, start = GenerationResult(), time.perf_counter()
         try:
-            for piece in self._pieces(ids):
-                written.seconds = time.perf_counter() - start
-                if not written.tokens:
-                    written.first = written.seconds
-                    _print("" if quiet else before)
-                written.tokens += 1
-                written.text += piece
-                _print("" if quiet else piece)
-            written.tokens -= 1  # the last piece is what was held back, and no token's
-            written.ended = self._end(len(ids), written.tokens)
+            for number, chunk in enumerate(self._chunks(ids)):
+                result.seconds = time.perf_counter() - start
+                if number == 0:
+                    result.ttft = result.seconds
+                    _print("" if quiet else prompt)
+                result.tokens += len(chunk.token_ids) - (chunk.finish_reason == "stop")
+                result.text += chunk.text
+                result.finish_reason = chunk.finish_reason or result.finish_reason
+                _print("" if quiet else chunk.text)
+            result.context_full = len(ids) + result.tokens == self.llm.max_seq_len
         except KeyboardInterrupt:
-            written.ended = "interrupt"
-        return written
+            result.finish_reason = "interrupt"
+        return result
 
-    def _pieces(self, ids: list[int]) -> Iterator[str]:
-        pieces = self.model.stream(
-            ids, max_tokens=self.max_tokens, sampling=self.sampling, session=self.session
-        )
-        with stderr().status("reading the prompt"):
-            first = next(pieces)
+    def _chunks(self, ids: list[int]) -> Iterator[CompletionChunk]:
+        chunks = self.llm.stream([ids], self.params, max_tokens=self.max_tokens)
+        chunks = (chunk for chunk in chunks if chunk.token_ids)  # not those of a long prompt
+        with stderr().status("computing the prompt"):
+            first = next(chunks)
         yield first
-        yield from pieces
-
-    def _end(self, prompt: int, tokens: int) -> Literal["end", "max_tokens", "context"]:
-        if tokens == self.max_tokens:
-            return "max_tokens"
-        return "context" if prompt + tokens == self.model.decoder.config.max_seq_len else "end"
+        yield from chunks
 
 
-def print_figures(written: Written) -> None:
-    """End the text and say how fast it came."""
+def print_stats(result: GenerationResult) -> None:
+    """End the line of the text and print its timing to stderr."""
     print(flush=True)  # noqa: T201
-    stderr().print(f"[dim]{written}[/]", highlight=False)
+    stderr().print(f"[dim]{result}[/]", highlight=False)
 
 
-def as_json(written: Written, prompt: list[int]) -> dict[str, Any]:
-    """All of it, as `--json` prints it."""
+def as_json(result: GenerationResult, prompt: list[int]) -> dict[str, Any]:
+    """Return what `--json` prints."""
     return {
-        "text": written.text,
-        "ended": written.ended,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
         "prompt_tokens": len(prompt),
-        "tokens": written.tokens,
-        "first_token_seconds": round(written.first, 4),
-        "seconds": round(written.seconds, 4),
+        "tokens": result.tokens,
+        "ttft_seconds": round(result.ttft, 4),
+        "seconds": round(result.seconds, 4),
     }
 
 
 def _print(text: str) -> None:
-    """Print it at once. A terminal obeys no model: it gets no control characters."""
+    """Print without buffering, and without control characters if stdout is a terminal."""
     if sys.stdout.isatty():
         text = "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "?" for c in text)
-    encoding = sys.stdout.encoding  # what it does not have is a "?" there
+    encoding = sys.stdout.encoding  # a character that it lacks is printed as "?"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

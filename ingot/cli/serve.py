@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Coroutine
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from ingot.cli import escape_markup
-from ingot.core.errors import ConfigError, IngotError
+from ingot.core.errors import ConfigError
 from ingot.core.log import logger, setup, stderr
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ _log = logger("ingot.serving")
 
 
 def serve(
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     host: str = "127.0.0.1",
     port: int = 8000,
     admin_address: str | None = None,
@@ -46,7 +45,7 @@ def serve(
     `ingot serve smollm2 --log-format json`.
 
     Args:
-        directory: A model directory, as `ingot import` makes.
+        model: A model directory, or ORG/NAME on the Hugging Face hub.
         host: The address to listen at; 0.0.0.0 for other machines.
         port: 0 for any that is free.
         admin_address: HOST:PORT of /metrics and /drain; default: loopback, --port + 1000.
@@ -61,22 +60,17 @@ def serve(
             edits and code are generated faster while few requests run.
         log_format: Log format.
     """
-    try:
-        import uvicorn  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from ingot.workflows import serve as workflow
 
-        from ingot.serving.server.keys import Keys
-        from ingot.serving.server.server import Config, Server
-    except ImportError as error:
-        raise IngotError(
-            f"the server needs {error.name}", hint="pip install 'ingot[serve]'"
-        ) from error
     if kv_cache_gib is not None and not 0 < kv_cache_gib <= 1 << 16:
         raise ConfigError(
             f"--kv-cache-gib: expected 0 to 65536, got {kv_cache_gib}", hint="give a size in GiB"
         )
     setup(json=log_format == "json")
     control_host, control_port = _admin(admin_address, port)
-    config = Config(
+    server = workflow.build_server(
+        model,
+        api_key_file=api_key_file,
         host=host,
         port=port,
         control_host=control_host,
@@ -89,8 +83,7 @@ def serve(
         lookup=speculate is not None,
         json=log_format == "json",
     )
-    keys = None if api_key_file is None else Keys.load(api_key_file)
-    _run(_serve(Server(directory, config, keys), started=time.monotonic()))
+    workflow.run(_serve(server, started=time.monotonic()))
 
 
 def _admin(text: str | None, port: int) -> tuple[str, int]:
@@ -107,15 +100,6 @@ def _admin(text: str | None, port: int) -> tuple[str, int]:
             f"--admin-address is '{text}'", hint="give an address and a port: 127.0.0.1:9000"
         )
     return host.strip("[]"), int(number)
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main)
-    else:
-        uvloop.run(main)
 
 
 async def _serve(server: Server, started: float) -> None:

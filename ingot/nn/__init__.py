@@ -29,7 +29,6 @@ from ingot.nn.linear import Embedding, Linear
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
 from ingot.nn.presets import PRESETS, preset
-from ingot.nn.session import Sampling, Session
 
 __all__ = [
     "CNN",
@@ -60,8 +59,6 @@ __all__ = [
     "ResNet",
     "ResNetConfig",
     "Rope",
-    "Sampling",
-    "Session",
     "SwiGLU",
     "preset",
 ]

@@ -11,7 +11,7 @@ from ingot.core.errors import IngotError
 
 def test_optimizations_do_not_change_tokens(small: Path) -> None:
     rounds: list[int] = []
-    ngram, prefix = engine.measure_speedups(ingot.load(small), 2, rounds.append)
+    ngram, prefix = engine.measure_speedups(ingot.LLM(small), 2, rounds.append)
     assert (ngram.name, prefix.name) == ("ngram", "prefix")
     assert ngram.same_tokens
     assert prefix.same_tokens
@@ -21,7 +21,7 @@ def test_optimizations_do_not_change_tokens(small: Path) -> None:
 
 def test_decode_steps_are_compared_with_reading(small: Path) -> None:
     progress: list[int] = []
-    steps = engine.decode(ingot.load(small), 3, progress.append)
+    steps = engine.decode(ingot.LLM(small), 3, progress.append)
     assert [row.batch_size for row in steps] == [1, 8, 32]
     assert progress == [1] * 9
     for row in steps:
@@ -30,7 +30,7 @@ def test_decode_steps_are_compared_with_reading(small: Path) -> None:
 
 
 def test_untied_embedding_is_not_read(small: Path) -> None:
-    decoder = ingot.load(small).decoder
+    decoder = ingot.LLM(small).decoder
     whole = sum(parameter.nbytes for parameter in decoder.parameters())
     untied = decoder.lm_head is not None
     assert engine._weight_bytes(decoder) == whole - untied * decoder.tok_embed.weight.nbytes
@@ -48,4 +48,4 @@ def test_different_tokens_are_reported() -> None:
 
 def test_zero_rounds_are_rejected(small: Path) -> None:
     with pytest.raises(IngotError, match="must be from 1 to 1000, got 0"):
-        engine.measure_speedups(ingot.load(small), 0)
+        engine.measure_speedups(ingot.LLM(small), 0)

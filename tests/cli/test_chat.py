@@ -175,7 +175,7 @@ def test_the_conversation_goes_on(
     assert said[2][0] == "assistant"
     assert out.startswith(f"{said[2][1]}\n")
     assert len(err.splitlines()) == 2
-    assert "cut at --max-tokens" in err
+    assert "stopped at --max-tokens" in err
 
 
 def test_a_model_that_does_not_chat_says_so_at_once(
@@ -200,7 +200,7 @@ def test_a_conversation_that_is_too_long_is_an_error(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtins.input", says("x" * 10_000))
-    with pytest.raises(IngotError, match="the conversation has 10,014 tokens"):
+    with pytest.raises(IngotError, match="expected at most 255 tokens, got 10,014"):
         chat(tiny)
-    with pytest.raises(IngotError, match="--max-tokens is 0"):
+    with pytest.raises(IngotError, match="--max-tokens: expected at least 1, got 0"):
         chat(tiny, max_tokens=0)

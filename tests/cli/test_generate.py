@@ -14,43 +14,46 @@ from pathlib import Path
 import pytest
 
 import ingot as package
-from ingot.cli.generate import Written, generate
+from ingot.cli.generate import GenerationResult, SamplingOptions, generate
 from ingot.core.errors import IngotError
-from ingot.nn import Sampling
 
 COMMAND = str(Path(sys.executable).parent / "ingot")
-HOT = Sampling(temperature=2.0, seed=3)
+HOT = SamplingOptions(temperature=2.0, seed=3)
 
 
-def test_the_text_goes_to_stdout_and_the_figures_to_stderr(
+def test_the_text_goes_to_stdout_and_the_stats_to_stderr(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generate(tiny, "Hello", sampling=HOT, max_tokens=5)
     out, err = capsys.readouterr()
-    expected = package.load(tiny).generate("Hello", sampling=HOT, max_tokens=5)
+    expected = package.LLM(tiny).generate("Hello", HOT.params(), max_tokens=5).text
     assert out == f"Hello{expected}\n"
-    figures = r"5 tokens, the first after \d\.\d{3} s, then [\d.]+ tokens/s; cut at --max-tokens\n"
-    assert re.fullmatch(figures, err)
+    stats = (
+        r"5 tokens, the first after \d\.\d{3} s, then [\d.]+ tokens/s; stopped at --max-tokens\n"
+    )
+    assert re.fullmatch(stats, err)
 
 
 def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generate(tiny, "Hello", sampling=HOT, max_tokens=3, json=True)
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert found["text"] == package.load(tiny).generate("Hello", sampling=HOT, max_tokens=3)
-    assert (found["prompt_tokens"], found["tokens"], found["ended"]) == (5, 3, "max_tokens")
-    assert 0 < found["first_token_seconds"] <= found["seconds"]
+    assert found["text"] == package.LLM(tiny).generate("Hello", HOT.params(), max_tokens=3).text
+    assert (found["prompt_tokens"], found["tokens"], found["finish_reason"]) == (5, 3, "length")
+    assert 0 < found["ttft_seconds"] <= found["seconds"]
     assert err == ""
 
 
-def test_it_says_that_the_context_is_full(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    context = package.load(tiny).decoder.config.max_seq_len
+def test_a_full_context_is_reported(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = package.LLM(tiny).max_seq_len
     generate(tiny, "x" * (context - 2), max_tokens=99)
-    assert capsys.readouterr().err.startswith("2 tokens, ")
+    stats = capsys.readouterr().err
+    assert stats.startswith("2 tokens, ")
+    assert " ".join(stats.split()).endswith("; the model's context is full")
     generate(tiny, "x" * (context - 2), max_tokens=99, json=True)
-    assert json.loads(capsys.readouterr().out)["ended"] == "context"
-    generate(tiny, "x" * context)
-    assert capsys.readouterr().err == "no tokens; the model's context is full\n"
+    assert json.loads(capsys.readouterr().out)["finish_reason"] == "length"
+    with pytest.raises(IngotError, match=f"expected 1 to {context - 1} tokens, got {context}"):
+        generate(tiny, "x" * context)
 
 
 def no_config(directory: Path) -> None:
@@ -102,9 +105,9 @@ def test_a_damaged_directory_is_refused(
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "error"),
-    [("", 5, "give some text"), ("x" * 10**5, 5, "give a shorter one"), ("x", 0, "max-tokens")],
+    [("", 5, "give some text"), ("x" * 10**5, 5, "shorten the prompt"), ("x", 0, "max-tokens")],
 )
-def test_what_cannot_be_asked_is_refused_before_anything_is_written(
+def test_wrong_arguments_are_errors_before_anything_is_written(
     tiny: Path, prompt: str, max_tokens: int, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(IngotError, match=error):
@@ -112,11 +115,11 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_written(
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_is_no_directory_is_refused_with_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(IngotError, match=r"there is no .*nowhere\n.*name a model directory"):
+def test_a_path_without_a_model_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(IngotError, match=r"not found: .*nowhere\n.*name a directory"):
         generate(tmp_path / "nowhere", "Hello")
     (file := tmp_path / "small.gguf").write_bytes(b"GGUF")
-    with pytest.raises(IngotError, match=rf"is a file.*\n.*ingot import {file} small"):
+    with pytest.raises(IngotError, match=rf"is a file.*\n.*ingot import {file}"):
         generate(file, "Hello")
 
 
@@ -142,9 +145,12 @@ def test_an_encoding_that_lacks_a_character_does_not_stop_it(
     assert written.getvalue().startswith(b"caf? ?")
 
 
-def test_figures_of_little() -> None:
-    assert str(Written()) == "no tokens"
-    assert str(Written(tokens=1, first=0.25, seconds=0.25)) == "1 token, the first after 0.250 s"
+def test_stats_of_few_tokens() -> None:
+    assert str(GenerationResult()) == "no tokens"
+    assert (
+        str(GenerationResult(tokens=1, ttft=0.25, seconds=0.25))
+        == "1 token, the first after 0.250 s"
+    )
 
 
 def test_ctrl_c_leaves_with_what_was_written(smollm2: Path, environment: dict[str, str]) -> None:
@@ -176,12 +182,13 @@ def test_a_reader_that_leaves_early_ends_it(smollm2: Path, environment: dict[str
 
 LOADING = """
 import json, sys, time
-import ingot.cli.generate, ingot.interop.model, ingot.kernels.cpu
+import ingot.cli.generate, ingot.workflows.llm, ingot.kernels.cpu
 def memory(kind):
     lines = open("/proc/self/status").read().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(kind)).split()[1])
 before, start = memory("VmRSS"), time.perf_counter()
-model = ingot.load(sys.argv[1])
+model = ingot.LLM(sys.argv[1])
+model.reserve(64)
 ids = model.tokenizer.encode("Once upon a time there was a model that was loaded")
 next(model.stream(ids, max_tokens=16))
 seconds = time.perf_counter() - start
@@ -206,7 +213,7 @@ def test_loading_takes_the_weights_once_and_no_compiler(
 
 @pytest.mark.slow
 def test_a_new_process_soon_has_its_first_token(smollm2: Path, environment: dict[str, str]) -> None:
-    """From its start on; and what of it is not Python's import of torch, beside it in one run."""
+    """From its start on; and what of it is not Python's import of torch, in the same run."""
 
     def first(*command: str) -> float:
         start = time.perf_counter()

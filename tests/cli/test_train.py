@@ -18,6 +18,7 @@ import ingot as package
 from ingot.cli.train import train
 from ingot.core import config
 from ingot.core.errors import IngotError
+from ingot.interop import hf
 from ingot.observe.metrics import NAME, read
 from ingot.training.evaluate import LOGPROBS
 from ingot.training.guard import Diverged
@@ -48,7 +49,7 @@ def test_xor(ready: Run, tmp_path: Path) -> None:
     )
     assert again.returncode == 0, again.stderr
     assert result["run"] in again.stdout
-    assert "going on behind step 300" in again.stderr
+    assert "resuming from step 300" in again.stderr
 
 
 def test_a_decoder_becomes_a_model_directory(tmp_path: Path, capsys: Any) -> None:
@@ -56,14 +57,14 @@ def test_a_decoder_becomes_a_model_directory(tmp_path: Path, capsys: Any) -> Non
     recipe = config.load(Recipe, written(recipe, tmp_path))
     train(tmp_path / "recipe.toml", run=tmp_path / "run", json=True)
     result = json.loads(capsys.readouterr().out)
-    model = package.load(result["model"])
+    model = package.LLM(result["model"])
     trainer = Trainer(recipe, tmp_path / "run")
     assert trainer.resume()
     with trainer.ema_weights():
         wanted = dict(trainer.model.named_parameters())
         for name, parameter in model.decoder.named_parameters():
             assert torch.equal(parameter, wanted[name]), name
-    assert isinstance(model.generate("one model", max_tokens=3), str)
+    assert model.generate("one model", max_tokens=3).text
     lineage = json.loads((Path(result["model"]) / "ingot.json").read_text())
     assert lineage["steps"][-1]["step"] == "train"
 
@@ -77,7 +78,7 @@ def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
     written(runs.text(tmp_path, precision=Precision.BF16), tmp_path)
     train(tmp_path / "recipe.toml", run=tmp_path / "run")
     saved = load_file(tmp_path / "run" / LOGPROBS)
-    decoder = package.load(tmp_path / "run/model").decoder
+    decoder = hf.load(tmp_path / "run/model")
     with torch.inference_mode():
         for index in range(2):
             tokens, targets = saved[f"{index}.tokens"], saved[f"{index}.targets"]
@@ -126,7 +127,7 @@ def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
     recipe = runs.text(tmp_path, precision=Precision.BF16)
     written(recipe, tmp_path)
     trainer = Trainer(recipe, tmp_path / "run")
-    with pytest.raises(IngotError, match="is no run"):
+    with pytest.raises(IngotError, match="not the directory of a run"):
         train(tmp_path / "recipe.toml", run=tmp_path / "run", export=tmp_path / "early")
 
     def stop(line: dict[str, Any]) -> None:
@@ -146,7 +147,7 @@ def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
     again = Trainer(recipe, tmp_path / "run")
     assert again.resume()
     assert again.step == 8
-    model = package.load(tmp_path / "out")
+    model = package.LLM(tmp_path / "out")
     with again.ema_weights():
         wanted = dict(again.model.named_parameters())
         for name, parameter in model.decoder.named_parameters():
@@ -160,7 +161,7 @@ def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
 def test_export_of_what_is_no_decoder(tmp_path: Path) -> None:
     path = written(runs.xor(steps=2), tmp_path)
     train(path, run=tmp_path / "run")
-    with pytest.raises(IngotError, match="no decoder"):
+    with pytest.raises(IngotError, match="only decoders"):
         train(path, run=tmp_path / "run", export=tmp_path / "out")
 
 
@@ -209,7 +210,7 @@ def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:
     data: Any = replace(recipe.data, tokenizer=tiny, vocab_size=None, cache_dir=tmp_path / "bytes")  # pyright: ignore
     written(replace(recipe, data=data), tmp_path)
     train(tmp_path / "recipe.toml", run=tmp_path / "run")
-    before, after = package.load(tiny).decoder, package.load(tmp_path / "run/model").decoder
+    before, after = hf.load(tiny), hf.load(tmp_path / "run/model")
     assert before.config == after.config
     assert not torch.equal(before.tok_embed.weight.bfloat16(), after.tok_embed.weight)
 
@@ -219,13 +220,13 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     train(path, run=tmp_path / "run")
     with pytest.raises(IngotError, match="--resume"):
         train(path, run=tmp_path / "run")
-    with pytest.raises(IngotError, match="is no run"):
+    with pytest.raises(IngotError, match="not the directory of a run"):
         train(path, run=tmp_path / "other", resume=True)
 
 
 def test_no_run_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    with pytest.raises(IngotError, match="there is no run of 'xor'"):
+    with pytest.raises(IngotError, match="no run of 'xor'"):
         train(RECIPES / "xor.toml", resume=True)
 
 
@@ -321,7 +322,7 @@ def test_a_signal_ends_it_behind_its_step(
     os.kill(process.pid, number)
     error = process.communicate()[1]
     assert process.returncode == 130, error
-    assert "stopping behind this step" in error
+    assert "stopping after the current step" in error
     trainer = Trainer(recipe, tmp_path / "killed")
     assert trainer.resume()
     assert trainer.step == len(read(tmp_path / "killed"))

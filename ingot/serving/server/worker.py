@@ -124,23 +124,24 @@ def load(settings: Settings, connection: socket.socket) -> Worker:
         connection.sendall(wire.frame(message))
 
     say(wire.Loading("importing PyTorch"))
-    from ingot.interop import model
+    from ingot.interop import hf
+    from ingot.interop.tokenizer import Tokenizer
     from ingot.serving.engine import engine as engines
     from ingot.serving.engine.speculate import NgramProposer
 
     directory = Path(settings.directory)
     say(wire.Loading(f"loading {directory}"))
-    loaded = model.load(directory)
-    scheduler_config = engines.config_for_memory(loaded.decoder, settings.memory)
+    decoder, tokenizer = hf.load(directory), Tokenizer.load(directory)
+    scheduler_config = engines.config_for_memory(decoder, settings.memory)
     engine = engines.Engine(
-        loaded.decoder,
+        decoder,
         scheduler_config=scheduler_config,
-        tokenizer=loaded.tokenizer,
+        tokenizer=tokenizer,
         proposer=NgramProposer() if settings.lookup else None,
     )
     say(wire.Loading("warming up; the CPU kernels are compiled, once on a machine"))
     warm(engine)
-    config = loaded.decoder.config
+    config = decoder.config
     say(
         wire.Hello(
             model=directory.resolve().name,

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from ingot.core.errors import IngotError
-from ingot.nn import BatchLayout, Decoder, Sampling, Session, preset
+from ingot.nn import BatchLayout, Decoder, preset
 from ingot.serving.engine import engine as module
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
+from tests import oracle
 
 DECODER = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
 LIMITS = SchedulerConfig(num_blocks=24, block_size=8, max_num_batched_tokens=24, max_num_seqs=5)
@@ -69,9 +70,7 @@ def test_many_together_get_what_each_would_get_alone() -> None:
     assert engine.stats().preemptions > 0
     for request in requests:
         outputs, options = found[request.id], request.sampling_params
-        sampling = Sampling(temperature=options.temperature, seed=options.seed)
-        session = Session(DECODER).stream(request.prompt, max_tokens=20, sampling=sampling)
-        text = [*request.prompt, *session]
+        text = [*request.prompt, *oracle.generate(DECODER, request.prompt, 20, options)]
         assert [*request.prompt, *tokens(outputs)] == text
         of_prompt = [one.logprob for o in outputs for one in o.prompt_logprobs or ()]
         of_tokens = [one.logprob for o in outputs for one in o.logprobs or ()]

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from ingot import ops
-from ingot.nn import Decoder, Sampling, preset
+from ingot.nn import Decoder, preset
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampler import Sampler, SamplingState
 from ingot.serving.engine.sampling_params import SamplingParams
+from tests import oracle
 
 DECODER = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
 HIDDEN = torch.randn(7, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -55,12 +56,12 @@ def test_a_draw_does_not_depend_on_the_others() -> None:
     assert sorted(logprobs) == [1, 3, 4, 6]
 
 
-def test_a_plain_draw_is_that_of_a_session() -> None:
-    sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=11)
+def test_a_plain_request_is_sampled_like_the_oracle() -> None:
     options = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 11}
     with torch.inference_mode():
         logits = DECODER.logits(HIDDEN[:1])
-        wanted = ops.sample(logits, *sampling.arguments(256), torch.tensor([4])).tolist()
+        columns = oracle.sampling_columns(SamplingParams(**options), 256)
+        wanted = ops.sample(logits, *columns, torch.tensor([4])).tolist()
     assert draw([sampled(**options)])[0] == wanted
 
 

@@ -1,0 +1,275 @@
+"""Train a model from a recipe: the run, its report and the exported model directory.
+
+    result = ingot.train("recipes/digits.toml", ["optimizer.lr=3e-3"])
+    result.metrics["validation_loss"], result.run_dir
+
+    run = TrainingRun("recipes/digits.toml", resume=True)    # the newest run of that name
+    run.stop()                                               # from a signal handler or a thread
+    run.train()
+
+A decoder is exported as a model directory when its run is finished; `export` writes that of a run
+at its newest checkpoint.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ingot.core import config, lineage, log, paths
+from ingot.core.errors import IngotError
+from ingot.data import TokenDataset
+from ingot.data import tokenizer as tokenizers
+from ingot.interop import hf
+from ingot.nn import Decoder
+from ingot.nn.weights import WeightsError
+from ingot.observe import report
+from ingot.observe.tensorboard import TensorBoardLogger
+from ingot.training.checkpoint import Checkpoint, Checkpoints
+from ingot.training.recipe import Recipe, build_model, load_datasets
+from ingot.training.trainer import Trainer
+
+MODEL = "model"
+RECIPE = "recipe.toml"
+_LOG = log.logger(__name__)
+
+OnMetrics = Callable[[dict[str, Any]], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The outcome of `train` or `export`."""
+
+    run_dir: Path
+    steps: int
+    finished: bool
+    """False if the run was stopped; it has a checkpoint then."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Results of the last evaluation."""
+    model_dir: Path | None = None
+    """The exported model directory; None if the model is not a decoder."""
+
+
+def train(
+    recipe: Path | str | Recipe,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: Path | None = None,
+    resume: bool = False,
+    peak_flops: float | None = None,
+    on_metrics: OnMetrics = lambda metrics: None,
+) -> TrainResult:
+    """Train the model of a recipe and return where it is.
+
+    Args:
+        recipe: A TOML file, or a `Recipe`.
+        overrides: Values that replace those of a file: `dotted.key=value`.
+        run_dir: The directory of the run; by default a new one in `core.paths.runs()`.
+        resume: Continue the run in `run_dir`, or the newest one of the recipe's name, from its
+            newest checkpoint.
+        peak_flops: FLOP/s that the machine can reach, to report model FLOPs utilization.
+        on_metrics: Called with the metrics of each step.
+    """
+    run = TrainingRun(recipe, overrides, run_dir=run_dir, resume=resume, peak_flops=peak_flops)
+    return run.train(on_metrics)
+
+
+class TrainingRun:
+    """A run that is ready to train; its arguments are those of `train`."""
+
+    def __init__(
+        self,
+        recipe: Path | str | Recipe,
+        overrides: Sequence[str] = (),
+        *,
+        run_dir: Path | None = None,
+        resume: bool = False,
+        peak_flops: float | None = None,
+    ) -> None:
+        self.recipe = _read_recipe(recipe, overrides)
+        self.directory = find_run(self.recipe.name, run_dir) if resume else None
+        if self.directory is None:
+            self.directory = _create_directory(self.recipe.name, run_dir)
+        try:
+            self.trainer = _build_trainer(self.recipe, self.directory, peak_flops)
+        except BaseException:
+            with suppress(OSError):
+                self.directory.rmdir()  # still empty: nothing was trained
+            raise
+        if resume and self.trainer.resume():
+            _LOG.info("resuming from step %d", self.trainer.step)
+
+    def stop(self) -> None:
+        """Stop after the current step, with a checkpoint. May be called from a signal handler."""
+        self.trainer.stop()
+
+    def train(self, on_metrics: OnMetrics = lambda metrics: None) -> TrainResult:
+        """Train to the end of the recipe or until `stop`, and export a finished decoder."""
+        _LOG.info("the run is in %s", self.directory)
+        trainer, directory = self.trainer, self.directory
+        assert directory is not None
+        with _reporting(directory) as outcome:
+            with TensorBoardLogger(directory, trainer.step) as board:
+
+                def log_metrics(metrics: dict[str, Any]) -> None:
+                    board.add(metrics)
+                    on_metrics(metrics)
+
+                score = trainer.run(log_metrics)
+            if score is None:
+                outcome.append("stopped")
+                return TrainResult(run_dir=directory, steps=trainer.step, finished=False)
+            with trainer.ema_weights():
+                path = directory / MODEL
+                if path.exists():  # of the finished run that this one continues
+                    shutil.rmtree(path)
+                tokens = trainer.datasets.tokens
+                exported = _write_model(trainer.model, self.recipe, tokens, trainer.step, path)
+        return TrainResult(
+            run_dir=directory,
+            steps=trainer.step,
+            finished=True,
+            metrics=score.metrics(),
+            model_dir=path if exported else None,
+        )
+
+
+def export(
+    recipe: Path | str | Recipe,
+    model_dir: Path,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: Path | None = None,
+) -> TrainResult:
+    """Write the model of a run at its newest complete checkpoint; the run is only read.
+
+    The run may still be training. `run_dir` is its directory; by default that of the newest run of
+    the recipe's name.
+    """
+    directory = find_run(_read_recipe(recipe, overrides).name, run_dir)
+    own = config.load(Recipe, directory / RECIPE)
+    model = hf.load(own.init_from) if own.init_from else build_model(own)
+    model.to(own.precision.dtype)
+    checkpoint, datasets = _load_checkpoint(model, directory, own), load_datasets(own.data)
+    if checkpoint.metadata["data"] != datasets.fingerprint:
+        raise IngotError(
+            f"{directory}: the data has changed since the run was started",
+            hint="restore the data: its tokenizer belongs to the model",
+        )
+    if not _write_model(model, own, datasets.tokens, checkpoint.step, model_dir):
+        raise IngotError(
+            f"{directory}: only decoders can be exported as a model directory",
+            hint="use the weights in its checkpoints, which are safetensors",
+        )
+    return TrainResult(
+        run_dir=directory, steps=checkpoint.step, finished=False, model_dir=model_dir
+    )
+
+
+def find_run(name: str, run_dir: Path | None = None) -> Path:
+    """Return the directory of a run: `run_dir`, or the newest run of this name."""
+    if run_dir is not None:
+        if not (run_dir / RECIPE).is_file():
+            raise IngotError(
+                f"{run_dir}: not the directory of a run", hint="start the run without resuming"
+            )
+        return run_dir
+    directories = [path for path in paths.find_runs(name) if (path / RECIPE).is_file()]
+    if not directories:
+        raise IngotError(
+            f"no run of '{name}' in {paths.runs()}",
+            hint="start one without resuming, or give its directory",
+        )
+    return directories[-1]
+
+
+def _read_recipe(recipe: Path | str | Recipe, overrides: Sequence[str]) -> Recipe:
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise IngotError(
+                "overrides: they apply to a recipe file only",
+                hint="change the Recipe with dataclasses.replace",
+            )
+        return recipe
+    return config.load(Recipe, recipe, overrides)
+
+
+def _create_directory(name: str, run_dir: Path | None) -> Path:
+    if run_dir is None:
+        return paths.create_run_dir(name)
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise IngotError(
+            f"{run_dir}: not an empty directory",
+            hint="continue the run with --resume, or name a directory that does not exist yet",
+        )
+    return run_dir
+
+
+def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) -> Trainer:
+    model = None if recipe.init_from is None else hf.load(recipe.init_from)
+    trainer = Trainer(recipe, directory, model, peak_flops)
+    if isinstance(
+        trainer.model, Decoder
+    ):  # fail now rather than when the trained model is exported
+        hf.write_config(trainer.model.config, trainer.model.source_config, recipe.precision.dtype)
+    return trainer
+
+
+def _write_model(
+    model: nn.Module, recipe: Recipe, tokens: TokenDataset | None, step: int, path: Path
+) -> bool:
+    """Write a decoder with its tokenizer and its lineage; return False for other models."""
+    if tokens is None or not isinstance(model, Decoder):
+        return False
+    with paths.atomic_directory(path) as temporary:
+        hf.save(model, temporary)
+        tokenizers.copy_files(tokens.directory, temporary)
+        source = recipe.init_from
+        if source is not None and (source / lineage.NAME).is_file():
+            shutil.copyfile(source / lineage.NAME, temporary / lineage.NAME)
+        lineage.append(temporary, "train", recipe=recipe.name, steps=step, data=tokens.hash)
+    return True
+
+
+def _load_checkpoint(model: nn.Module, directory: Path, recipe: Recipe) -> Checkpoint:
+    """Load the newest checkpoint of a run, which may still be training, into a model."""
+    checkpoints = Checkpoints(directory / "checkpoints", recipe.keep_checkpoints)
+    while checkpoint := checkpoints.latest():
+        try:
+            checkpoint.load_into(model)
+            return checkpoint
+        except (WeightsError, OSError):
+            if checkpoint.path.exists():
+                raise
+            # Otherwise the run has deleted it meanwhile, and has a newer one.
+    raise IngotError(
+        f"{directory}: no complete checkpoint yet",
+        hint=f"wait for the first: there is one every {recipe.checkpoint_every} steps",
+    )
+
+
+@contextmanager
+def _reporting(directory: Path) -> Generator[list[str]]:
+    """Write the report of a run when it ends, however it ends; a failing report is logged."""
+    outcome: list[str] = []
+    try:
+        yield outcome
+    except KeyboardInterrupt:
+        outcome.append("stopped")
+        raise
+    except BaseException as error:
+        outcome.append(error.message if isinstance(error, IngotError) else type(error).__name__)
+        raise
+    finally:
+        try:
+            path = report.write(directory, (outcome or ["finished"])[0])
+            _LOG.info("the report is %s", path)
+        except Exception as error:  # also from a plotting library
+            _LOG.warning("no report: %s", error)
