@@ -1,7 +1,7 @@
-"""Writes measured speeds into their docs page while the site is built.
+"""Writes the measured speeds into docs/bench.md while the site is built.
 
-A hook of mkdocs: the tables are made from `benchmarks/results` at every build, so they say what the
-last `ingot bench ops`, `compare` and `train` with `--results benchmarks/results` have measured.
+A hook of mkdocs: the tables are built from `benchmarks/results`, so they always show the last
+`ingot bench ops`, `compare` and `train` with `--results benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRAIN = (
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the tables where the page asks for them."""
+    """Replace the markers of the page by the tables."""
     if page.file.src_uri != "bench.md":
         return markdown
     ops = RESULTS / "ops.csv"
@@ -46,9 +46,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def render(records: list[Record]) -> str:
-    """Where it was measured, the means of the families, and a line for each workload."""
+    """Return the machine, the means of the families, and a line for each workload."""
     if not records:
-        return "No run is kept yet."
+        return "No results yet."
     run = records[-1].run
     rows = [record.row for record in records]
     days = sorted({record.run.date[:10] for record in records})
@@ -67,18 +67,18 @@ def render(records: list[Record]) -> str:
 
 
 def render_compare(path: Path) -> str:
-    """For each model and size of batch and texts, the systems of the last run that is kept."""
+    """Return the systems of the last run, for each model and task."""
     return _runs(path, ("model", "batch_size", "input_len", "output_len"), _render_task)
 
 
 def render_train(path: Path) -> str:
-    """For each model and size of batch, the systems of the last run that is kept."""
+    """Return the systems of the last run, for each model and batch size."""
     return _runs(path, ("model", "batch_size", "seq_len"), _render_steps)
 
 
 def _runs(path: Path, task: tuple[str, ...], render: Callable[[list[_Line]], str]) -> str:
     if not path.exists():
-        return "No run is kept yet."
+        return "No results yet."
     last: dict[tuple[str, ...], list[_Line]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ingot.cli.tables import new_table
 from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import progress, stdout
 
@@ -99,12 +100,7 @@ def _print(rows: list[dict[str, Any]], title: str, json: bool) -> None:
     if json:
         print(json_format.dumps(rows, indent=2))  # noqa: T201
         return
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title or None)
-    for heading in rows[0] if rows else ():
-        table.add_column(heading, no_wrap=True)
+    table = new_table(rows[0] if rows else (), title=title or None)
     for row in rows:
         table.add_row(*map(str, row.values()))
     stdout().print(table)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ingot.cli.tables import new_grid
 from ingot.core import log
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.scheduler import SchedulerConfig
@@ -118,12 +119,9 @@ def _table(report: SimulationReport, slo: SLO) -> Table:
 
 def report_table(named: tuple[str, LoadReport], slo: SLO, *more: tuple[str, str]) -> Table:
     """Return a table of the results, one line for each metric, followed by `more` lines."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 3))
     name, report = named
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in report.finish_reasons.items())
-    for line, value in (
+    lines = (
         (name, f"{report.num_requests:,} requests in {report.duration_s:,.1f} s: {reasons}"),
         ("completed", f"{report.requests_per_s:.2f} requests/s"),
         (
@@ -136,9 +134,8 @@ def report_table(named: tuple[str, LoadReport], slo: SLO, *more: tuple[str, str]
         ("inter-token latency", format_latency(report.itl)),
         ("end-to-end latency", format_latency(report.e2e)),
         *more,
-    ):
-        table.add_row(f"[bold]{line}[/]", value)
-    return table
+    )
+    return new_grid(lines)
 
 
 def format_latency(percentiles: dict[str, float]) -> str:

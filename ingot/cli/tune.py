@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ingot.cli.tables import new_table
 from ingot.core.device import resolve
 from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import logger, progress, stdout
@@ -92,15 +93,10 @@ def as_row(result: TuneResult) -> dict[str, Any]:
 
 
 def _print_table(results: list[TuneResult]) -> None:
-    from rich import box
-    from rich.table import Table
-
     from ingot.kernels.triton.config_store import current_target, database_path
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headings = "kernel", "fastest", "us", "previous", "us", "speedup", "tried", "rejected"
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
+    table = new_table(headings)
     for result in results:
         row = as_row(result)
         speedup = result.previous_seconds / result.seconds

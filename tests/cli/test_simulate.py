@@ -14,8 +14,8 @@ from ingot.serving.simulate import CostModel
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_lines_for_people(ingot: Run) -> None:
-    result = ingot("simulate", "--num-requests", "200", "--request-rate", "4", "--slo.ttft", "2")
+def test_lines_for_people(cli: Run) -> None:
+    result = cli("simulate", "--num-requests", "200", "--request-rate", "4", "--slo.ttft", "2")
     assert result.returncode == 0, result.stderr
     assert "200 requests in" in result.stdout
     assert "200 length" in result.stdout
@@ -23,8 +23,8 @@ def test_lines_for_people(ingot: Run) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_json_says_what_was_simulated_and_what_came_of_it(ingot: Run) -> None:
-    result = ingot(
+def test_json_says_what_was_simulated_and_what_came_of_it(cli: Run) -> None:
+    result = cli(
         "simulate", "--num-requests", "150", "--scheduler.max-num-batched-tokens", "128", "--json"
     )
     found = json.loads(result.stdout)
@@ -35,8 +35,8 @@ def test_json_says_what_was_simulated_and_what_came_of_it(ingot: Run) -> None:
     assert set(found["report"]["ttft"]) == {"p50", "p90", "p99"}
 
 
-def test_where_nothing_is_answered_it_says_so(ingot: Run) -> None:
-    result = ingot(
+def test_where_nothing_is_answered_it_says_so(cli: Run) -> None:
+    result = cli(
         "simulate", "--num-requests", "3", "--scheduler.num-blocks", "1", "--prefix-len", "100"
     )
     assert result.returncode == 0, result.stderr
@@ -44,8 +44,8 @@ def test_where_nothing_is_answered_it_says_so(ingot: Run) -> None:
     assert "no request completed" in result.stdout
 
 
-def test_a_wrong_number_has_a_hint(ingot: Run) -> None:
-    result = ingot("simulate", "--request-rate", "0")
+def test_a_wrong_number_has_a_hint(cli: Run) -> None:
+    result = cli("simulate", "--request-rate", "0")
     assert result.returncode == 2
     assert "hint: give a number from" in result.stderr
 
@@ -73,13 +73,13 @@ def test_costs_of_a_mixture_of_experts_are_not_guessed(tmp_path: Path) -> None:
         model_costs(tmp_path, CostModel())
 
 
-def test_a_measurement_needs_a_model(ingot: Run) -> None:
-    result = ingot("simulate", "--calibrate")
+def test_a_measurement_needs_a_model(cli: Run) -> None:
+    result = cli("simulate", "--calibrate")
     assert result.returncode == 2
     assert "--model DIR" in result.stderr
 
 
-def test_the_steps_of_a_model_are_measured_and_the_load_served(ready: Run, tmp_path: Path) -> None:
+def test_the_steps_of_a_model_are_measured_and_the_load_served(cli: Run, tmp_path: Path) -> None:
     from ingot.interop import hf
 
     hf.save(Decoder.from_config(preset("tiny"), seed=0), tmp_path)
@@ -96,7 +96,7 @@ def test_the_steps_of_a_model_are_measured_and_the_load_served(ready: Run, tmp_p
         "8",
     )
     options = ("--model", str(tmp_path), "--calibrate", "--compare", "--json")
-    result = ready("simulate", *asked, *options)
+    result = cli("simulate", *asked, *options)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["costs"]["bandwidth"] != CostModel().bandwidth

@@ -33,9 +33,9 @@ def test_page_shows_called_rows_and_the_machine(results: Path) -> None:
 
 
 def test_page_without_results_says_so(results: Path) -> None:
-    assert measured.on_page_markdown(measured.PLACE, PAGE) == "No run is kept yet."
-    assert measured.on_page_markdown(measured.COMPARE_PLACE, PAGE) == "No run is kept yet."
-    assert measured.on_page_markdown(measured.TRAIN_PLACE, PAGE) == "No run is kept yet."
+    assert measured.on_page_markdown(measured.PLACE, PAGE) == "No results yet."
+    assert measured.on_page_markdown(measured.COMPARE_PLACE, PAGE) == "No results yet."
+    assert measured.on_page_markdown(measured.TRAIN_PLACE, PAGE) == "No results yet."
 
 
 def test_compared_systems_of_the_last_run_are_shown(results: Path) -> None:
