@@ -31,7 +31,7 @@ WORDS: dict[str, str] = {
     r"(?:kv|cache|memory|key|value|its|free|shared) pages?": "block",
     r"pages? of (?:the )?(?:kv|keys|cache|pool)|page[ _-](?:size|table)": "block",
     r"guess(?:es|ed|ing)?": "draft, estimate",
-    r"drawn|draws? (?:(?:a|the|one|its|their|each) )?(?:next |new )?(?:token|number)s?": "sampled",
+    r"drawn|draws? (?:(?:a|the|one|its|each) )?(?:next |new )?(?:token|number)s?(?!/)": "sampled",
     r"(?<!dot )(?<!dot-)(?<!inner )(?<!outer )products?(?= of\b)|matrix products?": "matmul",
     r"powers(?! of)": "exponentials",
     r"pieces?": "micro-batch, chunk, tile, task, token (choose)",
@@ -75,11 +75,7 @@ class Hit(NamedTuple):
 
 
 def find_words(path: Path, passages: Iterator[Passage]) -> list[Hit]:
-    """List the words of the list in these passages of a file.
-
-    >>> [str(hit) for hit in find_words(Path("a.md"), iter([Passage(3, "one\\nBehind it")]))]
-    ["a.md:4: 'Behind': after"]
-    """
+    """List the words of the list in these passages of a file."""
     hits: list[Hit] = []
     for begin, text in passages:
         # A line break inside a phrase is a space, so that wrapped text matches, too.
@@ -154,8 +150,8 @@ def strings(text: str) -> Iterator[Passage]:
 def names(text: str) -> Iterator[Passage]:
     """Yield the names of functions and classes of a Python file as words.
 
-    >>> [passage.text for passage in names("def _is_told_later(): ...\\nclass ColdPages: ...")]
-    ['is told later', 'Cold Pages']
+    >>> [passage.text for passage in names("def _read_all(): ...\\nclass OpenFiles: ...")]
+    ['read all', 'Open Files']
     """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
