@@ -88,6 +88,17 @@ class DeviceTensor(Tensor):
         tensor.host = host
         return tensor
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values without their history; assigning replaces them, as `Module.to` does."""
+        return DeviceTensor(self.host)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        assert isinstance(value, DeviceTensor)
+        Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        self.host = value.host.detach()
+
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert a fake device tensor to numpy")
 

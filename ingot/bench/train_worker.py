@@ -141,20 +141,18 @@ def ingot(task: dict[str, Any], clock: StepClock) -> str:
     from ingot.training.clip import ClipNormConfig, Clipper
     from ingot.training.precision import MasterWeights, Precision
     from ingot.training.recompute import recompute
-    from ingot.training.step import Batch, LossConfig, TrainStep
+    from ingot.training.step import LossConfig, TrainStep, TrainStepHooks
 
-    class Timed(TrainStep):
-        def _losses(self, piece: Batch, step: int, index: int, grad_output: float) -> Tensor:
-            found = super()._losses(piece, step, index, grad_output)
+    class Timer(TrainStepHooks):
+        def after_forward(self, index: int) -> None:
             clock.lap("forward")
-            return found
 
     model = hf.load(task["model"], dtype=torch.float32)
     masters = MasterWeights(model, Precision(task["precision"]), split=True)
     config = AdamWConfig(lr=_LR, state_dtype=task["state_dtype"])
     optimizers = Optimizers(config, model, masters.weights, masters.low_bits)
     clipper = Clipper(ClipNormConfig(), len(masters.weights))
-    step = Timed(model, masters, optimizers, clipper, LossConfig())
+    step = TrainStep(model, masters, optimizers, clipper, LossConfig(), Timer())
     recompute(model, task["recompute"])
     for number, (tokens_BL, targets_BL) in enumerate(_batches(task, model.config.vocab_size)):
         lengths = [task["seq_len"]] * task["batch_size"]

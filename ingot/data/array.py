@@ -6,13 +6,14 @@ Legend: N samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ingot.core.errors import DataError
 from ingot.data.permutation import shuffled_indices
+from ingot.data.transfer import copy_to_device
 
 _SPLIT = 0x5EED  # one split for everybody, whatever seed they train with
 
@@ -24,6 +25,11 @@ class ArrayBatch:
     x: Tensor
     y: Tensor
     sample_ids: list[int]
+
+    def to(self, device: torch.device) -> ArrayBatch:
+        """Return the batch on a device."""
+        x, y = copy_to_device(device, self.x, self.y)
+        return replace(self, x=x, y=y)
 
 
 @dataclass(frozen=True)

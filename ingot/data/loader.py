@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
@@ -110,6 +110,15 @@ class Loader(Generic[B]):
     def state_dict(self) -> dict[str, int]:
         """Where the loader is: behind the batches that were handed out, not those made ahead."""
         return {"sample": self._sample, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at the position that `state_dict` returned, with the same seed."""
+        if state["seed"] != self._seed:
+            raise ConfigError(
+                f"loader seed: must be that of the saved state, {state['seed']}, got {self._seed}",
+                hint="create the loader with that seed",
+            )
+        self.seek(state["sample"])
 
     def seek(self, sample: int) -> None:
         """Go on at this sample of the order."""

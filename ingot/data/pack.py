@@ -22,7 +22,7 @@ Legend: T tokens of a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from ingot.core.errors import ConfigError, DataError
 from ingot.core.targets import IGNORE_INDEX
 from ingot.data.shard import Ints, TokenStream
+from ingot.data.transfer import copy_to_device
 
 MAX_LENGTH = 1 << 24
 
@@ -45,6 +46,11 @@ class TokenBatch:
     targets: Tensor
     lengths: list[int]
     sample_ids: list[int]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Return the batch on a device; `lengths` and `sample_ids` stay on the host."""
+        tokens, targets = copy_to_device(device, self.tokens, self.targets)
+        return replace(self, tokens=tokens, targets=targets)
 
 
 class PackedDataset:

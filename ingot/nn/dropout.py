@@ -61,7 +61,7 @@ class Dropout(nn.Module):
         bits = torch.from_numpy(stream.random_raw(4 * blocks * len(x)).view("uint16"))
         keep = bits.view(len(x), -1)[:, :width].to(torch.int32) >= self.threshold
         scale = _LEVELS / (_LEVELS - self.threshold)
-        return x * (keep.view(x.shape).to(x.device, x.dtype) * scale)
+        return x * (keep.view(x.shape).to(x.device, x.dtype, non_blocking=True) * scale)
 
 
 def set_step(model: nn.Module, *, seed: int, step: int, row: int = 0) -> None:

@@ -157,7 +157,8 @@ class BatchLayout:
     def packed(lengths: Sequence[int], device: torch.device | str | None = None) -> BatchLayout:
         """Lay out whole sequences of these lengths, without a KV cache: training, scoring."""
         starts_B, positions_T = _on_host(lengths, lengths)
-        return BatchLayout(cu_seqlens=starts_B.to(device), positions=positions_T.to(device))
+        starts_B, positions_T = (t.to(device, non_blocking=True) for t in (starts_B, positions_T))
+        return BatchLayout(cu_seqlens=starts_B, positions=positions_T)
 
     @staticmethod
     def paged(

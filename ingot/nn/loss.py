@@ -44,7 +44,8 @@ def token_losses(
 
     If the factor that each loss is multiplied by before backward is known, pass it as
     `grad_output`: the gradients of head and states are then computed together with the losses,
-    in three matmuls instead of four. If it is something else after all, they are computed again.
+    in three matmuls instead of four. If the upstream gradient differs after all, the gradients are
+    computed again on the CPU; on an accelerator that is an error, raised by the device.
 
     >>> import torch
     >>> from ingot.nn import Decoder, preset
@@ -75,10 +76,14 @@ class _WithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         *args, of_hidden, of_weight = ctx.saved_tensors
-        others_T = (grads_T != torch.tensor(ctx.grad_output, dtype=grads_T.dtype)) & (
-            args[2] != IGNORE_INDEX
-        )
-        if others_T.any():
+        expected = torch.tensor(ctx.grad_output, dtype=grads_T.dtype)
+        others_T = (grads_T != expected) & (args[2] != IGNORE_INDEX)
+        if grads_T.device.type != "cpu":
+            # Reading the result would make the host wait for the device in every backward.
+            torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+                ~others_T.any(), "grad_output is not the upstream gradient"
+            )
+        elif others_T.any():
             with torch.enable_grad():
                 leaves = [arg.detach().requires_grad_() for arg in args[:2]]
                 losses_T = ops.linear_cross_entropy(leaves[0], leaves[1], args[2], *ctx.options)

@@ -108,7 +108,7 @@ class Checkpoints:
         """Copy all of it and have it written. `loss` is what the best is the best of."""
         self.wait()
         staged = {
-            f"{part}/{name}": tensor.detach().clone()
+            f"{part}/{name}": tensor.detach().to("cpu", copy=True)
             for part, tensors in parts.items()
             for name, tensor in tensors.items()
         }
@@ -116,7 +116,7 @@ class Checkpoints:
         text = json.dumps(content)  # here, so that it too is of now
         self._writing = self._thread.submit(self._write, step, staged, text)
 
-    def check(self) -> None:
+    def raise_pending_error(self) -> None:
         """Raise what went wrong with the last one, if it is known by now."""
         if self._writing is not None and self._writing.done():
             self.wait()

@@ -1,4 +1,4 @@
-"""How good a model is on what was held out of its training."""
+"""Evaluation of a model on validation data."""
 
 # pyright: basic
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOGPROBS = "validation.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """The mean loss of what counts, and the share of right classes where there are some.
+    """Mean loss of the targets, and for classifiers the accuracy.
 
     >>> EvalResult(loss=0.5, accuracy=0.75).metrics()
     {'validation_loss': 0.5, 'accuracy': 0.75}
@@ -33,20 +33,22 @@ class EvalResult:
     accuracy: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """As a line of metrics has them."""
+        """Return the fields as a line of metrics.jsonl names them."""
         known = {"validation_loss": self.loss, "accuracy": self.accuracy}
         return {name: value for name, value in known.items() if value is not None}
 
 
-def batches(samples: Any, batch_size: int, max_batches: int) -> Iterator[Batch]:
-    """The first batches of the samples, in order."""
-    starts = range(0, len(samples), batch_size)
+def iterate_batches(dataset: Any, batch_size: int, max_batches: int) -> Iterator[Batch]:
+    """Yield the first batches of a dataset, in order."""
+    starts = range(0, len(dataset), batch_size)
     for start in itertools.islice(starts, max_batches):
-        yield samples.batch(range(start, min(start + batch_size, len(samples))))
+        yield dataset.batch(range(start, min(start + batch_size, len(dataset))))
 
 
-def evaluate(model: nn.Module, samples: Any, *, batch_size: int, max_batches: int) -> EvalResult:
-    """Score the first samples, so many batches at most.
+def evaluate(model: nn.Module, dataset: Any, *, batch_size: int, max_batches: int) -> EvalResult:
+    """Return the loss and accuracy of the first `max_batches` batches of a dataset.
+
+    The batches are computed on the model's device; the sums are read once, at the end.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -55,40 +57,46 @@ def evaluate(model: nn.Module, samples: Any, *, batch_size: int, max_batches: in
     >>> 0 <= evaluate(model, xor(), batch_size=4, max_batches=1).accuracy <= 1
     True
     """
-    lost, right, count = 0.0, 0, 0
-    classes = False
+    device = next(model.parameters()).device
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    num_correct = torch.zeros((), dtype=torch.float64, device=device)
+    count, is_classifier = 0, False
     model.eval()
     with torch.inference_mode():
-        for piece in batches(samples, batch_size, max_batches):
-            count += num_targets(piece)
-            if isinstance(piece, TokenBatch):
-                rows = piece.tokens, piece.targets, piece.lengths
-                lost += float(token_losses(model, *rows).double().sum())  # pyright: ignore
+        for host_batch in iterate_batches(dataset, batch_size, max_batches):
+            count += num_targets(host_batch)
+            batch = host_batch.to(device)
+            if isinstance(batch, TokenBatch):
+                rows = batch.tokens, batch.targets, batch.lengths
+                losses = token_losses(model, *rows)  # pyright: ignore[reportArgumentType]
             else:
-                classes, scores = True, model(piece.x)
-                lost += float(class_losses(scores, piece.y).double().sum())
-                right += int((scores.argmax(-1) == piece.y).sum())
+                is_classifier, logits = True, model(batch.x)
+                losses = class_losses(logits, batch.y)
+                num_correct = num_correct + (logits.argmax(-1) == batch.y).sum()
+            loss_sum = loss_sum + losses.double().sum()
     model.train()
-    return EvalResult(
-        loss=lost / max(count, 1), accuracy=right / max(count, 1) if classes else None
-    )
+    total, correct = torch.stack([loss_sum, num_correct]).tolist()
+    accuracy = correct / max(count, 1) if is_classifier else None
+    return EvalResult(loss=total / max(count, 1), accuracy=accuracy)
 
 
-def save_logprobs(model: nn.Module, samples: Any, directory: Path, max_samples: int = 8) -> None:
+def save_logprobs(model: nn.Module, dataset: Any, directory: Path, max_samples: int = 8) -> None:
     """Write the log-probabilities of the first samples of text, sample by sample.
 
-    Whoever serves the model can compare: its log-probabilities are these, to the bit.
+    A server of the same model returns the same numbers, bitwise.
     """
+    device = next(model.parameters()).device
     model.eval()
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
-        for index, piece in enumerate(batches(samples, 1, max_samples)):
-            assert isinstance(piece, TokenBatch)
-            rows = piece.tokens, piece.targets, piece.lengths
-            found[f"{index}.tokens"] = piece.tokens
-            found[f"{index}.lengths"] = torch.tensor(piece.lengths)
-            found[f"{index}.targets"] = piece.targets
-            found[f"{index}.logprobs"] = token_logprobs(model, *rows)  # pyright: ignore
+        for index, host_batch in enumerate(iterate_batches(dataset, 1, max_samples)):
+            assert isinstance(host_batch, TokenBatch)
+            batch = host_batch.to(device)
+            logprobs = token_logprobs(model, batch.tokens, batch.targets, batch.lengths)  # pyright: ignore[reportArgumentType]
+            tensors[f"{index}.tokens"] = host_batch.tokens
+            tensors[f"{index}.lengths"] = torch.tensor(host_batch.lengths)
+            tensors[f"{index}.targets"] = host_batch.targets
+            tensors[f"{index}.logprobs"] = logprobs.cpu()
     model.train()
     with atomic_file(directory / LOGPROBS) as temporary:
-        save_file(found, temporary)
+        save_file(tensors, temporary)

@@ -1,4 +1,4 @@
-"""A recipe: everything that decides a run, as one TOML file.
+"""A recipe: everything that decides a training run, as one TOML file.
 
     name = "digits"
     steps = 600
@@ -12,8 +12,11 @@
     [data]
     kind = "digits"
 
-What is left out has a default, and the resolved recipe is saved with the run. Any value can be
-given on the command line instead: `ingot train recipes/digits.toml steps=100 optimizer.lr=3e-3`.
+Keys that are left out have defaults, and the resolved recipe is saved with the run. Any value can
+be overridden on the command line: `ingot train recipes/digits.toml steps=100 optimizer.lr=3e-3`.
+
+To add a model, add its config and class to `MODELS`. To add data, write a config with a `load`
+method and add it to `DataConfig`.
 """
 
 # pyright: basic
@@ -21,8 +24,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -49,66 +54,113 @@ from ingot.training.precision import Precision
 from ingot.training.recompute import RecomputePolicy
 from ingot.training.schedule import LRSchedule
 
-ModelConfig = DecoderConfig | DenseConfig | CNNConfig | ResNetConfig | GRUConfig
-_MODELS: dict[type, Any] = {
+MODELS: dict[type, Any] = {
     DecoderConfig: Decoder,
     DenseConfig: Dense,
     CNNConfig: CNN,
     ResNetConfig: ResNet,
     GRUConfig: GRU,
 }
+"""The models that a recipe can build, by the type of their config."""
+
+if TYPE_CHECKING:
+    ModelConfig = Any
+else:
+    ModelConfig = reduce(or_, MODELS)
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The training and validation data of a run."""
+
+    train: Any
+    validation: Any
+    fingerprint: str
+    """Identity of the data; a run cannot be resumed with other data."""
+    tokens: data.TokenDataset | None = None
+    """The tokens on disk, for text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class XorData:
-    """The four cases of exclusive or, which are also what is held out."""
+    """The four cases of exclusive or, for training and validation."""
 
     kind: Literal["xor"] = "xor"
+
+    def load(self) -> Datasets:
+        """Return the datasets."""
+        return Datasets(data.xor(), data.xor(), "xor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsData:
-    """scikit-learn's 1797 digits of 8 x 8."""
+    """The 1797 handwritten 8 x 8 digits of scikit-learn."""
 
     kind: Literal["digits"] = "digits"
     validation_fraction: float = 0.2
+    """Fraction of the samples used for validation."""
+
+    def load(self) -> Datasets:
+        """Split the digits."""
+        train, validation = data.digits().split(self.validation_fraction)
+        return Datasets(train, validation, f"digits {self.validation_fraction}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MnistData:
-    """A folder with the IDX files of MNIST or one of its likes."""
+    """The IDX files of MNIST or of a dataset in the same format."""
 
     kind: Literal["mnist"] = "mnist"
     directory: Path
+    """The directory that holds the four files."""
+
+    def load(self) -> Datasets:
+        """Read the files; the test images are used for validation."""
+        train, test = data.mnist(self.directory, "train"), data.mnist(self.directory, "t10k")
+        return Datasets(train, test, f"mnist {len(train)} {len(test)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Text of any source that `ingot tokenize` knows, as packed tokens."""
+    """Text from any source that `ingot tokenize` reads, as packed tokens."""
 
     kind: Literal["text"] = "text"
     source: str
-    """A file, a folder, or "stdlib": Python's own library."""
+    """A file, a directory, or "stdlib": Python's standard library."""
     field: str = "text"
+    """Name of the text field in JSON objects and tables."""
     vocab_size: int | None = None
-    """Tokens of a vocabulary that is trained on the text: 4096 if nothing is said. Or else:"""
+    """Train a tokenizer with this many tokens on the text; 4096 unless `tokenizer` is given."""
     tokenizer: Path | None = None
-    """A model directory whose vocabulary is taken."""
+    """Use the tokenizer of this model directory."""
     seq_len: int = 512
     """Tokens of a sample."""
     validation_fraction: float = 0.01
+    """Fraction of the documents used for validation."""
     cache_dir: Path | None = None
-    """Where the tokens are kept; in the cache if left out."""
+    """Directory of the tokens; by default a directory in ingot's cache."""
 
     @property
     def dataset_dir(self) -> Path:
-        """Where the tokens are kept."""
+        """Directory of the tokens."""
         if self.cache_dir is not None:
             return self.cache_dir
-        made = repr(
-            (self.source, self.field, self.vocab_size, self.tokenizer, self.validation_fraction)
+        key = (self.source, self.field, self.vocab_size, self.tokenizer, self.validation_fraction)
+        return paths.cache("corpora", hashlib.sha256(repr(key).encode()).hexdigest()[:16])
+
+    def load(self) -> Datasets:
+        """Open the tokens; the text is tokenized first if that was not done before."""
+        self.dataset_dir.parent.mkdir(parents=True, exist_ok=True)
+        tokens = data.tokenize(
+            data.Source(self.source, self.field),
+            self.dataset_dir,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            validation_fraction=self.validation_fraction,
         )
-        return paths.cache("corpora", hashlib.sha256(made.encode()).hexdigest()[:16])
+        splits = (tokens.train, tokens.validation)
+        train, validation = (data.PackedDataset(split, self.seq_len) for split in splits)
+        return Datasets(train, validation, tokens.hash, tokens)
 
 
 DataConfig = XorData | DigitsData | MnistData | TextData
@@ -116,7 +168,7 @@ DataConfig = XorData | DigitsData | MnistData | TextData
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides a run.
+    """Everything that decides a training run.
 
     >>> Recipe(
     ...     name="xor", steps=100, global_batch_size=4, data=XorData(),
@@ -126,151 +178,118 @@ class Recipe:
     """
 
     name: str
+    """Name of the run; part of its directory's name."""
     steps: int
+    """Number of optimizer steps."""
     global_batch_size: int
-    """Samples of a step."""
+    """Samples of a step, over all micro-batches."""
     data: DataConfig
+    """Training and validation data."""
     model: ModelConfig | None = None
-    """A model to make; or else:"""
+    """The model to initialize randomly. Give either this or `init_from`."""
     init_from: Path | None = None
-    """A model directory whose decoder is trained on."""
+    """A model directory whose decoder is trained further."""
+    device: str = "auto"
+    """Device to train on: "auto", "cpu", "cuda", "cuda:1", "xpu" or another torch device."""
     seed: int = 0
+    """Seed of the initial weights, the data order, dropout and mixup."""
     grad_accum_steps: int = 1
-    """Pieces that a batch is computed in, one after another: less memory, the same result."""
+    """Micro-batches of a step, computed one after another: less memory for activations."""
     precision: Precision = Precision.FP32
+    """Dtype of weights, activations and gradients; the optimizer's weights are in float32."""
     optimizer: optimizer.OptimizerConfig = field(default_factory=optimizer.AdamWConfig)
+    """Optimizer and its options."""
     schedule: LRSchedule = field(default_factory=LRSchedule)
+    """Learning rate over the run."""
     clip: clip.ClipConfig = field(default_factory=clip.ClipNormConfig)
+    """Gradient clipping."""
     guard: SpikeGuardConfig = field(default_factory=SpikeGuardConfig)
+    """Handling of non-finite losses and loss spikes."""
     dropout: float = 0.0
-    """Of a decoder's branches; other models have a dropout of their own."""
+    """Dropout of a decoder's residual branches; other models have `model.dropout`."""
     label_smoothing: float = 0.0
+    """Probability mass that is spread evenly over all classes."""
     z_loss: float = 0.0
+    """Weight of the squared log-partition function, for language models."""
     mixup: MixupConfig | None = None
-    """Of images with others of their batch."""
+    """Mixing of the images of a batch."""
     ema_decay: float = 0.0
-    """The decay of a running mean of the weights, which is then what is evaluated; 0 is none."""
+    """Decay of an EMA of the weights, which is then evaluated and exported; 0 for none."""
     recompute: RecomputePolicy = "none"
+    """Activation recomputation of decoders: "none", "selective" or "full"."""
     eval_every: int = 0
-    """Steps from one evaluation to the next; 0 is only at the end."""
+    """Steps between two evaluations; 0 to evaluate only at the end."""
     eval_batches: int = 64
-    """The most batches of what is held out that an evaluation takes."""
+    """Maximum number of validation batches of an evaluation."""
     checkpoint_every: int = 100
+    """Steps between two checkpoints."""
     keep_checkpoints: int = 3
-    """Checkpoints that are kept besides the best."""
+    """Number of latest checkpoints to keep, in addition to the best."""
 
     def __post_init__(self) -> None:
-        check_bounds(
-            self,
-            steps=(1, 10**9),
-            global_batch_size=(1, 2**24),
-            seed=(0, 2**63 - 1),
-            keep_checkpoints=(1, 10**4),
-        )
-        check_bounds(
-            self,
-            grad_accum_steps=(1, 2**20),
-            checkpoint_every=(1, 10**9),
-            ema_decay=(0.0, 0.999999),
-        )
+        check_bounds(self, steps=(1, 10**9), global_batch_size=(1, 2**24), seed=(0, 2**63 - 1))
+        check_bounds(self, grad_accum_steps=(1, 2**20), ema_decay=(0.0, 0.999999))
+        check_bounds(self, checkpoint_every=(1, 10**9), keep_checkpoints=(1, 10**4))
         check_bounds(self, eval_every=(0, 10**9), eval_batches=(1, 10**9))
         check_bounds(self, dropout=(0.0, 0.99), label_smoothing=(0.0, 0.99), z_loss=(0.0, 1.0))
         if self.global_batch_size % self.grad_accum_steps:
             raise ConfigError(
-                f"a batch of {self.global_batch_size} in {self.grad_accum_steps} pieces",
-                hint="give a batch that is a multiple of grad_accum_steps",
+                "global_batch_size: must be a multiple of grad_accum_steps, "
+                f"got {self.global_batch_size} and {self.grad_accum_steps}",
+                hint="change one of the two",
             )
         if (self.model is None) is (self.init_from is None):
             raise ConfigError(
-                "a recipe has a model to make, or one to start from",
-                hint="give either a [model] or init_from = a model directory",
+                "a recipe needs exactly one of model and init_from",
+                hint="give either a [model] table or init_from = a model directory",
             )
         if self.model is not None:
-            self.check(self.model)
+            self.check_model(self.model)
 
-    def check(self, model: ModelConfig) -> None:
-        """Require a model that fits the data and the rest."""
-        text = isinstance(self.data, TextData)
-        if text is not isinstance(model, DecoderConfig | GRUConfig):
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise a `ConfigError` unless the model fits the data and the options."""
+        is_text, is_language_model = isinstance(self.data, TextData), hasattr(model, "vocab_size")
+        if is_text is not is_language_model:
             raise ConfigError(
-                f"a {type(model).__name__} for data of the kind '{self.data.kind}'",
-                hint="text is for decoders and GRUs, the rest for dense, cnn and resnet",
+                f"model: {type(model).__name__} cannot be trained on '{self.data.kind}' data",
+                hint="use a decoder or a GRU for text, a dense model, CNN or ResNet otherwise",
             )
-        if isinstance(self.data, TextData) and self.data.seq_len > model.max_seq_len:  # pyright: ignore
+        if isinstance(self.data, TextData) and self.data.seq_len > model.max_seq_len:
             raise ConfigError(
-                f"samples of {self.data.seq_len} tokens for a max_seq_len of {model.max_seq_len}",  # pyright: ignore
-                hint="give a shorter data.seq_len, or a longer model.max_seq_len",
+                f"data.seq_len: must be at most the model's max_seq_len of {model.max_seq_len}, "
+                f"got {self.data.seq_len}",
+                hint="lower data.seq_len or raise model.max_seq_len",
             )
-        if self.dropout and not isinstance(model, DecoderConfig):
-            raise ConfigError(
-                "dropout beside a model that is no decoder", hint="give model.dropout instead"
-            )
-        if text and self.mixup:
-            raise ConfigError("text cannot be mixed", hint="leave mixup out")
+        if self.dropout and not hasattr(MODELS[type(model)], "set_dropout"):
+            raise ConfigError("dropout: only applies to decoders", hint="set model.dropout instead")
+        if is_text and self.mixup:
+            raise ConfigError("mixup: does not apply to text", hint="remove mixup")
 
     def with_resumable_fields(self, other: Recipe) -> Recipe:
-        """This recipe with what may change when a run goes on taken from another."""
-        free = (
-            "steps",
-            "grad_accum_steps",
-            "keep_checkpoints",
-            "checkpoint_every",
-            "eval_every",
-            "recompute",
-        )
+        """Return this recipe with the fields that may change on resume taken from another."""
+        free = ("steps", "grad_accum_steps", "keep_checkpoints", "checkpoint_every", "eval_every")
+        free = (*free, "recompute", "device")
         return replace(self, **{name: getattr(other, name) for name in free})
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """The model of a recipe, with fresh weights.
+    """Build the model of a recipe with random weights, on the CPU.
+
+    The weights are the same whatever device the run uses.
 
     >>> from ingot.nn import preset
     >>> type(build_model(Recipe(name="tiny", steps=1, global_batch_size=1, model=preset("tiny"),
-    ...                       data=TextData(source="stdlib")))).__name__
+    ...                         data=TextData(source="stdlib")))).__name__
     'Decoder'
     """
     assert recipe.model is not None
-    return _MODELS[type(recipe.model)].from_config(recipe.model, seed=recipe.seed)
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """What is trained on and what is held out."""
-
-    train: Any
-    validation: Any
-    fingerprint: str
-    """What the data is: a run does not go on with other data."""
-    tokens: data.TokenDataset | None = None
+    return MODELS[type(recipe.model)].from_config(recipe.model, seed=recipe.seed)
 
 
 def load_datasets(config: DataConfig) -> Datasets:
-    """The data of a recipe; text is tokenized if that was not done before.
+    """Load the data of a recipe; text is tokenized if that was not done before.
 
     >>> len(load_datasets(XorData()).train)
     4
     """
-    match config:
-        case XorData():
-            return Datasets(data.xor(), data.xor(), "xor")
-        case DigitsData(validation_fraction=share):
-            train, held_out = data.digits().split(share)
-            return Datasets(train, held_out, f"digits {share}")
-        case MnistData(directory=directory):
-            train, held_out = data.mnist(directory, "train"), data.mnist(directory, "t10k")
-            return Datasets(train, held_out, f"mnist {len(train)} {len(held_out)}")
-        case TextData() as text:
-            return _text(text)
-
-
-def _text(text: TextData) -> Datasets:
-    source = data.Source(text.source, text.field)
-    text.dataset_dir.parent.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"vocab_size": text.vocab_size, "tokenizer": text.tokenizer}
-    corpus = data.tokenize(
-        source, text.dataset_dir, validation_fraction=text.validation_fraction, **options
-    )
-    train, held_out = (
-        data.PackedDataset(p, text.seq_len) for p in (corpus.train, corpus.validation)
-    )
-    return Datasets(train, held_out, corpus.hash, corpus)
+    return config.load()

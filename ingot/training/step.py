@@ -1,13 +1,16 @@
-"""One step: the gradients of a batch, which may come in several micro_batches, and the update.
+"""One training step: the gradients of a global batch in micro-batches, and the optimizer update.
 
-    loss = (sum of the losses of everything that counts) / (how much of it there is)
+    loss = (sum of the losses of all targets) / (number of targets)
 
-over the whole batch, whatever pieces it comes in: each piece's sum is divided by the count of all.
-So a batch gives the same gradients in one piece and in four, to float32's rounding; their mean of
-means would not.
+over the whole global batch: the sum of each micro-batch is divided by the number of targets of all.
+So a batch gives the same gradients in one micro-batch and in four, up to float32 rounding; the mean
+of the micro-batches' means would not.
 
-StepStats and update are two calls, since between them somebody decides whether it is made
-(`ingot.training.guard`).
+`forward_backward` and `optimizer_step` are separate calls, because the trainer decides between them
+whether the update is applied (`ingot.training.guard`).
+
+On an accelerator a step reads one small tensor back: the losses of the micro-batches and the norm
+of each gradient. Everything else the host needs is computed from these numbers.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -34,33 +37,57 @@ Batch = TokenBatch | ArrayBatch
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What the loss is, besides what the targets say."""
+    """Options of the training loss."""
 
     label_smoothing: float = 0.0
+    """Probability mass that is spread evenly over all classes."""
     z_loss: float = 0.0
+    """Weight of the squared log-partition function, for language models."""
     mixup: MixupConfig | None = None
+    """How images of a batch are mixed; None for not at all."""
     seed: int = 0
+    """Seed of dropout and mixup."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """What is known of a batch's gradients: its mean loss, their norm, how much there was."""
+    """Numbers about one global batch, on the host."""
 
     loss: float
+    """Mean loss of the targets."""
     grad_norm: float
+    """Norm of all gradients together, before clipping."""
     num_targets: int
-    """Targets that count."""
+    """Targets that count towards the loss."""
     num_rows: int
     """Tokens, or samples of another kind."""
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradients are numbers."""
+        """Whether the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+class TrainStepHooks:
+    """Callbacks of `TrainStep`, all empty. Subclass it to time or to trace a step.
+
+    >>> class Trace(TrainStepHooks):
+    ...     def after_forward(self, index: int) -> None:
+    ...         print("forward", index)
+    """
+
+    def after_forward(self, index: int) -> None:
+        """Run after the losses of micro-batch `index` were computed, before their backward."""
+
+    def after_backward(self, index: int) -> None:
+        """Run after the backward of micro-batch `index`."""
+
+    def after_optimizer_step(self) -> None:
+        """Run after the weights were updated."""
+
+
 class TrainStep:
-    """The steps of one model.
+    """Training steps of one model, on the device of its parameters.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -89,74 +116,89 @@ class TrainStep:
         optimizers: Optimizers,
         clipper: Clipper,
         losses: LossConfig,
+        hooks: TrainStepHooks | None = None,
     ) -> None:
         self.model, self.master_weights, self.optimizers = model, master_weights, optimizers
         self.clipper, self.losses = clipper, losses
+        self.hooks = TrainStepHooks() if hooks is None else hooks
+        self._device = next(model.parameters()).device
         self._norms = torch.empty(0)
 
     def forward_backward(self, micro_batches: Sequence[Batch], step: int) -> StepStats:
-        """Compute the gradients of a batch; former ones are forgotten."""
-        self.master_weights.grads.clear()
+        """Compute the gradients of a global batch; gradients of an earlier call are dropped.
+
+        The micro-batches are on the host, as the loader returns them.
+        """
+        masters = self.master_weights
+        masters.grads.clear()
         self.model.train()
-        count, rows, total = sum(map(num_targets, micro_batches)), 0, 0.0
-        grad_output = self.master_weights.loss_scale / max(count, 1)
+        count, rows = sum(map(num_targets, micro_batches)), 0
+        grad_output = masters.loss_scale / max(count, 1)
+        losses: list[Tensor] = []
         for index, micro_batch in enumerate(micro_batches):
             dropout.set_step(self.model, seed=self.losses.seed, step=step, row=rows)
-            lost = self._losses(micro_batch, step, index, grad_output).sum()
-            total += float(lost.detach())
-            (lost * grad_output).backward()
+            on_device = micro_batch.to(self._device)
+            row_losses = self._losses(on_device, step, index, grad_output)
+            self.hooks.after_forward(index)
+            loss_sum = row_losses.sum()
+            losses.append(loss_sum.detach())
+            (loss_sum * grad_output).backward()
+            self.hooks.after_backward(index)
             rows += num_rows(micro_batch)
-        grads = [
-            self.master_weights.grads.get(name, torch.zeros(()))
-            for name in self.master_weights.weights
-        ]
-        self._norms = grad_norms(grads)
-        norm = float(self._norms.double().square().sum().sqrt()) / self.master_weights.loss_scale
-        return StepStats(
-            loss=total / max(count, 1), grad_norm=norm, num_targets=count, num_rows=rows
-        )
+        losses_and_norms = torch.cat([torch.stack(losses).float(), self._grad_norms()]).cpu()
+        self._norms = losses_and_norms[len(losses) :]
+        norm = float(self._norms.double().square().sum().sqrt()) / masters.loss_scale
+        loss = sum(losses_and_norms[: len(losses)].tolist()) / max(count, 1)
+        return StepStats(loss=loss, grad_norm=norm, num_targets=count, num_rows=rows)
 
     def optimizer_step(self, lr_factor: float) -> float:
         """Update the weights and free the gradients; `lr_factor` scales the learning rate.
 
-        Returns by how much the gradients were scaled down at most; 1 is not at all.
+        Returns the smallest factor by which a gradient was clipped; 1 means none was.
         """
         scale = self.master_weights.loss_scale
         factors = self.clipper.factors(self._norms / scale)
         by_name = dict(zip(self.master_weights.weights, (factors / scale).tolist(), strict=True))
         self.optimizers.step(self.master_weights.grads, by_name, lr_factor)
         self.master_weights.copy_to_model()
+        self.hooks.after_optimizer_step()
         return float(factors.min())
 
-    def _losses(self, micro_batch: Batch, step: int, index: int, grad_output: float) -> Tensor:
-        """The loss of each row, in training; `grad_output` is what it will be multiplied by."""
+    def _grad_norms(self) -> Tensor:
+        """Return the norm of each weight's gradient, still scaled; 0 for weights without one."""
+        zero = torch.zeros((), device=self._device)
+        grads = self.master_weights.grads
+        return grad_norms([grads.get(name, zero) for name in self.master_weights.weights])
+
+    def _losses(self, batch: Batch, step: int, index: int, grad_output: float) -> Tensor:
+        """Return the loss of each row; `grad_output` is what it will be multiplied by."""
         options, smoothing = self.losses, self.losses.label_smoothing
-        if isinstance(micro_batch, TokenBatch):
+        if isinstance(batch, TokenBatch):
             return token_losses(
                 self.model,  # pyright: ignore[reportArgumentType]
-                micro_batch.tokens,
-                micro_batch.targets,
-                micro_batch.lengths,
+                batch.tokens,
+                batch.targets,
+                batch.lengths,
                 label_smoothing=smoothing,
                 z_loss=options.z_loss,
                 grad_output=grad_output,
             )
         if options.mixup is None:
-            return class_losses(self.model(micro_batch.x), micro_batch.y, smoothing)
+            return class_losses(self.model(batch.x), batch.y, smoothing)
         key = {"seed": options.seed, "step": step, "index": index}
-        mixed = apply_mixup(options.mixup, micro_batch.x, micro_batch.y, **key)
-        scores = self.model(mixed.x)
-        own, other = (class_losses(scores, y, smoothing) for y in (mixed.y, mixed.other_y))
+        mixed = apply_mixup(options.mixup, batch.x, batch.y, **key)
+        logits = self.model(mixed.x)
+        own, other = (class_losses(logits, y, smoothing) for y in (mixed.y, mixed.other_y))
         return mixed.lam * own + (1 - mixed.lam) * other
 
 
 def num_targets(batch: Batch) -> int:
-    """How many targets of a batch count."""
+    """Return how many targets of a batch count towards the loss."""
     if isinstance(batch, TokenBatch):
         return int((batch.targets != IGNORE_INDEX).sum())
     return len(batch.y)
 
 
 def num_rows(batch: Batch) -> int:
-    """How many rows a batch has: tokens, or samples."""
+    """Return the number of tokens or samples of a batch."""
     return len(batch.tokens) if isinstance(batch, TokenBatch) else len(batch.y)

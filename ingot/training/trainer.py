@@ -1,18 +1,21 @@
-"""A run from its recipe to its result: steps, evaluations, checkpoints, and what a person sees.
+"""A training run from its recipe to its result: steps, evaluations, checkpoints and logs.
 
-Everything that decides what comes next is in a checkpoint: the optimizer's weights and state, the
-place in the data, the running statistics of clipping and of the guard, the running mean of the
-weights, the buffers of the model, torch's generator. Dropout, mixing and the learning rate are
-functions of the seed and the step. So a run that was killed goes on from its newest checkpoint and
-makes the same steps again, to the bit.
+Everything that decides the next step is in a checkpoint: the optimizer's weights and state, the
+position in the data, the running statistics of clipping and of the spike detector, the EMA, the
+model's buffers and torch's random state. Dropout, mixup and the learning rate are functions of the
+seed and the step. So a killed run resumes from its latest checkpoint and repeats the same steps,
+bit-for-bit.
 
     run/
-        recipe.toml          what was run, with everything that was left to its default
-        environment.json     on what
-        metrics.jsonl        every step and evaluation
-        checkpoints/         the last few and the best
-        bad_batches/           the samples of batches that were refused
-        validation.safetensors   log-probabilities of held-out text, to compare a server's with
+        recipe.toml          the resolved recipe
+        environment.json     hardware and versions
+        metrics.jsonl        a line for every step and evaluation
+        checkpoints/         the latest few and the best
+        bad_batches/         the sample ids of batches that were skipped
+        validation.safetensors   log-probabilities of validation text, to compare with a server's
+
+The model, its gradients and all optimizer state are on the device of the recipe. The loader, the
+clipper and the spike detector work on the host. Nothing draws from the device's random generator.
 """
 
 # pyright: basic
@@ -32,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.core import config, log
-from ingot.core.device import detect
+from ingot.core.device import detect, resolve
 from ingot.core.errors import ConfigError
 from ingot.core.paths import write_atomic
 from ingot.data import Loader
@@ -43,21 +46,21 @@ from ingot.training.clip import Clipper
 from ingot.training.ema import EMA
 from ingot.training.evaluate import EvalResult, evaluate, save_logprobs
 from ingot.training.guard import Diverged, SpikeDetector, dump_bad_batch
-from ingot.training.optimizer import AdamWConfig, Optimizers
+from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
 from ingot.training.recipe import Recipe, TextData, build_model, load_datasets
 from ingot.training.recompute import recompute
 from ingot.training.step import Batch, LossConfig, StepStats, TrainStep
 
 RECIPE = "recipe.toml"
-_TELL_EVERY = 10.0  # seconds between lines where there is no bar
+_LOG_EVERY_S = 10.0  # between log lines where there is no progress bar
 
 
 class Trainer:
-    """One run in a directory; `resume` first to go on with what is there.
+    """One run in a directory; call `resume` first to continue the run that is there.
 
-    `model` is what the recipe starts from, if it does. `peak` is what the machine's matmuls reach
-    at most, in FLOP/s, if that is known.
+    `model` is the model of `recipe.init_from`, if that is given. `peak_flops` is the machine's peak
+    in FLOP/s, if it is known, for the utilization that is logged.
     """
 
     def __init__(
@@ -68,202 +71,209 @@ class Trainer:
         peak_flops: float | None = None,
     ) -> None:
         self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
+        self.device = resolve(recipe.device)
         self.datasets = load_datasets(recipe.data)
         self.model = build_model(recipe) if model is None else model
         self._check()
-        split = isinstance(recipe.optimizer, AdamWConfig)
+        self.model.to(self.device)
+        split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
-        clipper = Clipper(recipe.clip, len(self.master_weights.weights))
+        clipper = Clipper(recipe.clip, len(masters.weights))
         losses = LossConfig(
             label_smoothing=recipe.label_smoothing,
             z_loss=recipe.z_loss,
             mixup=recipe.mixup,
             seed=recipe.seed,
         )
-        self.train_step = TrainStep(self.model, self.master_weights, optimizers, clipper, losses)
+        self.train_step = TrainStep(self.model, masters, optimizers, clipper, losses)
         recompute(self.model, recipe.recompute)
-        self.ema = (
-            EMA(masters.weights, recipe.ema_decay, masters.low_bits) if recipe.ema_decay else None
-        )
+        self.ema: EMA | None = None
+        if recipe.ema_decay:
+            self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
         self.spike_detector = SpikeDetector(recipe.guard)
-        piece = recipe.global_batch_size // recipe.grad_accum_steps
-        self.loader: Loader[Batch] = Loader(self.datasets.train, batch_size=piece, seed=recipe.seed)
+        self._micro_batch_size = recipe.global_batch_size // recipe.grad_accum_steps
+        self.loader: Loader[Batch] = Loader(
+            self.datasets.train, batch_size=self._micro_batch_size, seed=recipe.seed
+        )
         self.checkpoints = Checkpoints(directory / "checkpoints", recipe.keep_checkpoints)
         self.step = 0
         self._stop = False
-        self._lines = 0
-        self._saved: int | None = None
+        self._metrics_lines = 0
+        self._saved_step: int | None = None
 
     def _check(self) -> None:
-        made: Any = self.model.config
-        self.recipe.check(made)
-        if self.datasets.tokens and self.datasets.tokens.vocab_size > made.vocab_size:
+        model_config: Any = self.model.config
+        self.recipe.check_model(model_config)
+        tokens = self.datasets.tokens
+        if tokens and tokens.vocab_size > model_config.vocab_size:
             raise ConfigError(
-                f"{self.datasets.tokens.vocab_size} tokens in the vocabulary of the text, "
-                f"{made.vocab_size} in the model's",
-                hint=f"give model.vocab_size={self.datasets.tokens.vocab_size} or more",
+                f"model.vocab_size: must be at least the tokenizer's {tokens.vocab_size}, "
+                f"got {model_config.vocab_size}",
+                hint=f"set model.vocab_size={tokens.vocab_size} or more",
             )
         if self.recipe.dropout:
             self.model.set_dropout(self.recipe.dropout)  # pyright: ignore
 
     def resume(self) -> bool:
-        """Go on from the newest whole checkpoint; False if there is none."""
+        """Continue from the latest intact checkpoint; return False if there is none."""
         saved = config.load(Recipe, self.directory / RECIPE)
-        if other := _differences(saved.with_resumable_fields(self.recipe), self.recipe):
+        if changed := _differences(saved.with_resumable_fields(self.recipe), self.recipe):
             raise ConfigError(
-                f"the run in {self.directory} has another recipe: {', '.join(other)}",
-                hint="resume it with its own recipe, or start a new run",
+                f"{self.directory}: the run has another recipe, {', '.join(changed)} differ",
+                hint="resume with the run's own recipe, or start a new run",
             )
-        found = self.checkpoints.latest()
-        self.checkpoints.quarantine_after(found.step if found else -1)
-        if found is None:
+        checkpoint = self.checkpoints.latest()
+        self.checkpoints.quarantine_after(checkpoint.step if checkpoint else -1)
+        if checkpoint is None:
             return False
-        if found.metadata["data"] != self.datasets.fingerprint:
+        if checkpoint.metadata["data"] != self.datasets.fingerprint:
             raise ConfigError(
-                f"the run in {self.directory} was trained on other data",
+                f"{self.directory}: the run was trained on other data",
                 hint="restore the data that it was started with, or start a new run",
             )
-        self._load(found)
-        self.loader.seek(found.metadata["sample"])
-        self.spike_detector.load_state_dict(found.metadata["spike_detector"])
-        self._lines = found.metadata["metrics_lines"]
+        self._load(checkpoint)
+        self.loader.load_state_dict(checkpoint.metadata["loader"])
+        self.spike_detector.load_state_dict(checkpoint.metadata["spike_detector"])
+        self._metrics_lines = checkpoint.metadata["metrics_lines"]
         return True
 
     def stop(self) -> None:
-        """Have the run end behind the step that is being made, with a checkpoint."""
+        """Ask the run to write a checkpoint and return after the current step."""
         self._stop = True
 
     def run(
         self, on_metrics: Callable[[dict[str, Any]], object] = lambda _: None
     ) -> EvalResult | None:
-        """Make the steps that are left. Returns the last evaluation; None if it was stopped.
+        """Run the remaining steps. Returns the last evaluation; None if `stop` was called.
 
-        `on_metrics` hears of every line of metrics.
+        `on_metrics` is called with every line of metrics.
         """
-        self._describe()
+        self._write_description()
         self._on_metrics = on_metrics
-        self._metrics = MetricsLog(self.directory, self._lines)
-        recipe, score = self.recipe, None
+        self._metrics = MetricsLog(self.directory, self._metrics_lines)
+        recipe, result = self.recipe, None
         if recipe.guard.policy == "rollback" and self.step == 0:
             self._save(None)
         with log.progress(recipe.name, recipe.steps - self.step) as bar:
-            told = _ConsoleLogger(self)
+            console = _ConsoleLogger(self)
             while self.step < recipe.steps and not self._stop:
                 before = self.step
-                figures = self._one_step()
-                told.tell(figures, bar)
+                metrics = self._run_step()
+                console.log(metrics, bar)
                 bar.advance(self.step - before)
-                if self._due(recipe.eval_every):
-                    score = self._evaluate()
-                if self._due(recipe.checkpoint_every):
-                    self._save(score)
-                self.checkpoints.check()
+                if self._is_due(recipe.eval_every):
+                    result = self._evaluate()
+                if self._is_due(recipe.checkpoint_every):
+                    self._save(result)
+                self.checkpoints.raise_pending_error()
         if self._stop and self.step < recipe.steps:
-            self._save(score)
+            self._save(result)
             self.checkpoints.wait()
             return None
-        score = score if score and self._due(recipe.eval_every) else self._evaluate()
-        if not self._due(recipe.checkpoint_every):
-            self._save(score)
+        result = result if result and self._is_due(recipe.eval_every) else self._evaluate()
+        if not self._is_due(recipe.checkpoint_every):
+            self._save(result)
         self.checkpoints.wait()
         if isinstance(recipe.data, TextData):
             with self.ema_weights():
                 save_logprobs(self.model, self.datasets.validation, self.directory)
-        return score
+        return result
 
     def ema_weights(self) -> Any:
-        """A block in which the model has the running mean of its weights, if there is one."""
+        """Return a context in which the model has the EMA of its weights, if there is one."""
         return self.ema.applied_to(self.model) if self.ema else nullcontext()
 
-    def _due(self, every: int) -> bool:
+    def _is_due(self, every: int) -> bool:
         return bool(every) and self.step > 0 and self.step % every == 0
 
-    def _one_step(self) -> dict[str, Any]:
+    def _run_step(self) -> dict[str, Any]:
         start, waited = time.perf_counter(), self.loader.wait_seconds
-        pieces = [next(self.loader) for _ in range(self.recipe.grad_accum_steps)]
-        found = self.train_step.forward_backward(pieces, self.step)
-        factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
-        figures: dict[str, Any] = {
+        micro_batches = [next(self.loader) for _ in range(self.recipe.grad_accum_steps)]
+        stats = self.train_step.forward_backward(micro_batches, self.step)
+        lr_factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
+        metrics: dict[str, Any] = {
             "step": self.step + 1,
-            "loss": found.loss,
-            "lr": self.recipe.optimizer.lr * factor,
-            "grad_norm": found.grad_norm,
-            "num_rows": found.num_rows,
+            "loss": stats.loss,
+            "lr": self.recipe.optimizer.lr * lr_factor,
+            "grad_norm": stats.grad_norm,
+            "num_rows": stats.num_rows,
         }
-        if refused := self._refused(found, pieces):
-            figures["skipped"] = refused
+        if reason := self._reason_to_skip(stats, micro_batches):
+            metrics["skipped"] = reason
         else:
-            figures["clip_factor"] = self.train_step.optimizer_step(factor)
+            metrics["clip_factor"] = self.train_step.optimizer_step(lr_factor)
             if self.ema:
                 self.ema.update(self.step)
             self.step += 1
         self.master_weights.grads.clear()
-        figures["seconds"] = time.perf_counter() - start
-        figures["data_seconds"] = self.loader.wait_seconds - waited
-        self._note(figures)
-        return figures
+        metrics["seconds"] = time.perf_counter() - start
+        metrics["data_seconds"] = self.loader.wait_seconds - waited
+        self._record(metrics)
+        return metrics
 
-    def _note(self, figures: dict[str, Any]) -> None:
-        self._metrics.add(figures)
-        self._on_metrics(figures)
+    def _record(self, metrics: dict[str, Any]) -> None:
+        self._metrics.add(metrics)
+        self._on_metrics(metrics)
 
-    def _refused(self, found: StepStats, pieces: list[Batch]) -> str | None:
-        """Why the update is not made; None if it may be. Acts as the guard's policy says."""
+    def _reason_to_skip(self, stats: StepStats, micro_batches: list[Batch]) -> str | None:
+        """Return why the update must be skipped, after applying the guard's policy; else None."""
         may_overflow = self.master_weights.may_overflow
-        self.master_weights.update_loss_scale(found.finite)
-        if not found.finite and may_overflow:
+        self.master_weights.update_loss_scale(stats.finite)
+        if not stats.finite and may_overflow:
             self.step += 1
             return "the scaled loss overflowed"
-        reason = self.spike_detector.check(found.loss, found.grad_norm)
+        reason = self.spike_detector.check(stats.loss, stats.grad_norm)
         if reason is None:
             return None
-        number, ids = self.step + 1, [i for piece in pieces for i in piece.sample_ids]
-        path = dump_bad_batch(self.directory, step=number, reason=reason, sample_ids=ids)
-        self._diverged(number, reason, path)
+        number = self.step + 1
+        sample_ids = [i for micro_batch in micro_batches for i in micro_batch.sample_ids]
+        path = dump_bad_batch(self.directory, step=number, reason=reason, sample_ids=sample_ids)
+        self._handle_bad_batch(number, reason, path)
         return reason
 
-    def _diverged(self, number: int, reason: str, path: Path) -> None:
+    def _handle_bad_batch(self, number: int, reason: str, path: Path) -> None:
         policy = self.recipe.guard.policy
         if policy == "stop" or self.spike_detector.exhausted:
             self.checkpoints.wait()
             raise Diverged(
-                f"step {number} has {reason}; the samples are in {path}",
+                f"step {number}: {reason}; the sample ids are in {path}",
                 hint="lower optimizer.lr, raise schedule.warmup_steps, inspect the samples, or "
                 "skip them: --resume guard.policy=skip",
             )
-        back = self.checkpoints.latest() if policy == "rollback" else None
-        if back is None:
+        checkpoint = self.checkpoints.latest() if policy == "rollback" else None
+        if checkpoint is None:
             self.step += 1
             log.logger(__name__).warning("step %d skipped: %s (%s)", number, reason, path)
             return
-        self._load(back)  # but not its place in the data
-        log.logger(__name__).warning("from step %d back to %d: %s", number, back.step, reason)
+        self._load(checkpoint)  # but keep the position in the data
+        log.logger(__name__).warning(
+            "step %d: %s; rolled back to step %d", number, reason, checkpoint.step
+        )
 
     def _evaluate(self) -> EvalResult:
-        recipe = self.recipe
         with self.ema_weights():
-            score = evaluate(
+            result = evaluate(
                 self.model,
                 self.datasets.validation,
-                batch_size=recipe.global_batch_size // recipe.grad_accum_steps,
-                max_batches=recipe.eval_batches,
+                batch_size=self._micro_batch_size,
+                max_batches=self.recipe.eval_batches,
             )
-        self._note({"step": self.step, **score.metrics()})
-        log.logger(__name__).info("step %d: %s", self.step, _spelled(score.metrics()))
-        return score
+        self._record({"step": self.step, **result.metrics()})
+        log.logger(__name__).info("step %d: %s", self.step, _format_metrics(result.metrics()))
+        return result
 
-    def _save(self, score: EvalResult | None) -> None:
-        if self._saved == self.step:
+    def _save(self, result: EvalResult | None) -> None:
+        if self._saved_step == self.step:
             return
-        self._saved = self.step
+        self._saved_step = self.step
         metadata = {
             "data": self.datasets.fingerprint,
-            "sample": self.loader.state_dict()["sample"],
+            "loader": self.loader.state_dict(),
             "spike_detector": self.spike_detector.state_dict(),
             "metrics_lines": self._metrics.lines,
         }
-        self.checkpoints.save(self.step, self._tensors(), metadata, score.loss if score else None)
+        self.checkpoints.save(self.step, self._tensors(), metadata, result.loss if result else None)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -271,48 +281,50 @@ class Trainer:
             "buffers": dict(self.model.named_buffers()),
             "optimizer": self.train_step.optimizers.state_dict(),
             "clipper": self.train_step.clipper.state_dict(),
-            "ema": self.ema.weights if self.ema else {},
+            "ema": self.ema.state_dict() if self.ema else {},
             "rng": {"torch": torch.get_rng_state()},
         }
 
-    def _load(self, saved: Checkpoint) -> None:
-        self.master_weights.load_state_dict(saved.tensors("weights"))
-        for name, buffer in saved.tensors("buffers").items():
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self.master_weights.load_state_dict(checkpoint.tensors("weights"))
+        for name, buffer in checkpoint.tensors("buffers").items():
             self.model.get_buffer(name).copy_(buffer)
-        self.train_step.optimizers.load_state_dict(saved.tensors("optimizer"))
-        self.train_step.clipper.load_state_dict(saved.tensors("clipper"))
+        self.train_step.optimizers.load_state_dict(checkpoint.tensors("optimizer"))
+        self.train_step.clipper.load_state_dict(checkpoint.tensors("clipper"))
         if self.ema:
-            self.ema.load_state_dict(saved.tensors("ema"))
-        torch.set_rng_state(saved.tensors("rng")["torch"])
-        self.step = self._saved = saved.step
+            self.ema.load_state_dict(checkpoint.tensors("ema"))
+        torch.set_rng_state(checkpoint.tensors("rng")["torch"])
+        self.step = self._saved_step = checkpoint.step
 
-    def _describe(self) -> None:
+    def _write_description(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         config.save(self.recipe, self.directory / RECIPE)
-        device = detect()
-        known = {
-            "cpu": device.cpu.name,
-            "isa": device.cpu.isa,
-            "cores": device.cpu.cores,
+        cpu = detect().cpu
+        environment = {
+            "device": str(self.device),
+            "cpu": cpu.name,
+            "isa": cpu.isa,
+            "cores": cpu.cores,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "system": platform.platform(),
         }
-        write_atomic(self.directory / "environment.json", json.dumps(known, indent=2) + "\n")
+        content = json.dumps(environment, indent=2) + "\n"
+        write_atomic(self.directory / "environment.json", content)
 
     def flops(self) -> float | None:
-        """FLOPs of a token, without what is computed again; None where nobody has num_targets."""
+        """Return the model FLOPs of a token, without recomputation; None for other models."""
         if not isinstance(self.model, Decoder) or not isinstance(self.recipe.data, TextData):
             return None
         return flops_per_token(self.model.config, self.recipe.data.seq_len)
 
 
 def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
-    """FLOPs of a dense decoder's forward and backward for a token of sequences of this length.
+    """Return the FLOPs per token of a dense decoder's forward and backward at this length.
 
-    Two for each weight that a token is multiplied by, and attention over half the sequence; the
-    backward is two forwards.
+    A forward takes two for each weight that a token is multiplied by, and those of causal attention
+    over half the sequence; a backward takes twice as many.
 
     >>> from ingot.nn import preset
     >>> f"{flops_per_token(preset('gpt2-124m'), 1024):.3g}"
@@ -320,45 +332,49 @@ def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
     """
     heads = model.heads * model.head_dim
     attention = model.dim * (2 * heads + 2 * model.kv_heads * model.head_dim)
-    gates = 3 if model.activation.value == "swiglu" else 2
-    matmuls = model.layers * (attention + gates * model.dim * model.ffn_dim)
+    mlp_matrices = 3 if model.activation.value == "swiglu" else 2
+    matmuls = model.layers * (attention + mlp_matrices * model.dim * model.ffn_dim)
     scores = model.layers * heads * seq_len
     return 6.0 * (matmuls + model.dim * model.vocab_size + scores)
 
 
 class _ConsoleLogger:
-    """Tells a person how it goes: in the bar, or in a line now and then where there is none."""
+    """Logs progress: in the progress bar, or as a line every few seconds without one."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._last = trainer, time.monotonic()
         self._flops = trainer.flops()
         self._rate = 0.0
 
-    def tell(self, figures: dict[str, Any], bar: log.Progress) -> None:
-        rate = figures["num_rows"] / max(figures["seconds"], 1e-9)
+    def log(self, metrics: dict[str, Any], bar: log.Progress) -> None:
+        """Show the metrics of a step."""
+        rate = metrics["num_rows"] / max(metrics["seconds"], 1e-9)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-        text = self._text(figures)
+        text = self._format(metrics)
         bar.describe(f"{self._trainer.recipe.name} {text}")
-        if time.monotonic() - self._last > _TELL_EVERY and not log.stderr().is_terminal:
+        if time.monotonic() - self._last > _LOG_EVERY_S and not log.stderr().is_terminal:
             self._last = time.monotonic()
             steps = self._trainer.recipe.steps
-            log.logger(__name__).info("step %d of %d: %s", figures["step"], steps, text)
+            log.logger(__name__).info("step %d of %d: %s", metrics["step"], steps, text)
 
-    def _text(self, figures: dict[str, Any]) -> str:
+    def _format(self, metrics: dict[str, Any]) -> str:
         unit = "tokens" if isinstance(self._trainer.recipe.data, TextData) else "samples"
         parts = [
-            f"loss {figures['loss']:.4g}",
-            f"lr {figures['lr']:.2g}",
-            f"norm {figures['grad_norm']:.2g}",
+            f"loss {metrics['loss']:.4g}",
+            f"lr {metrics['lr']:.2g}",
+            f"grad norm {metrics['grad_norm']:.2g}",
             f"{self._rate:,.0f} {unit}/s",
         ]
         if self._flops and self._trainer.peak_flops:
             parts.append(f"{self._rate * self._flops / self._trainer.peak_flops:.0%} of peak")
-        return "  ".join([*parts, f"{_memory() / 1e9:.1f} GB"])
+        return "  ".join([*parts, f"{_used_memory(self._trainer.device) / 1e9:.1f} GB"])
 
 
-def _memory() -> int:
-    """Bytes of memory that the process has now; 0 where nobody says."""
+def _used_memory(device: torch.device) -> int:
+    """Return the bytes in use: allocated on an accelerator, or else the resident set size."""
+    if device.type != "cpu":
+        allocated = getattr(torch.get_device_module(device), "memory_allocated", None)
+        return int(allocated(device)) if allocated else 0
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -369,5 +385,5 @@ def _differences(one: Recipe, other: Recipe) -> list[str]:
     return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]
 
 
-def _spelled(figures: dict[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+def _format_metrics(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())

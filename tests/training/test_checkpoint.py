@@ -129,7 +129,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     with pytest.raises(IngotError, match="No space left") as raised:
         kept.wait()
     assert "make room" in raised.value.hint
-    kept.check()  # it was told
+    kept.raise_pending_error()  # it was told
     found = kept.latest()
     assert found is not None
     assert found.step == 1

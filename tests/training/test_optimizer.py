@@ -215,7 +215,7 @@ def test_only_adamw_moves_masters_in_two_parts() -> None:
     masters = MasterWeights(model, Precision.BF16, split=True)
     Optimizers(configs.AdamWConfig(), model, masters.weights, masters.low_bits)
     for config in (configs.SGDConfig(), configs.MuonConfig(), configs.SOAPConfig()):
-        with pytest.raises(IngotError, match="two parts"):
+        with pytest.raises(IngotError, match="split master weights"):
             Optimizers(config, model, masters.weights, masters.low_bits)
 
 
@@ -231,7 +231,7 @@ def test_norms_biases_and_embeddings_do_not_decay(name: str) -> None:
 
 def test_the_head_and_experts_are_no_hidden_matrices() -> None:
     model = Decoder.from_config(preset("tiny-moe"), seed=0)
-    matrices = configs._hidden(model, select_decayed(model))
+    matrices = configs._hidden_matrices(model, select_decayed(model))
     assert "lm_head.weight" not in matrices
     assert "blocks.0.attention.qkv.weight" in matrices
     assert "blocks.0.mlp.gate" not in matrices
@@ -248,7 +248,7 @@ def test_masters_are_updated_in_the_parameters_place() -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     optimizers = Optimizers(configs.AdamWConfig(), Odd())
-    with pytest.raises(IngotError, match="parameters that the model has not: other"):
+    with pytest.raises(IngotError, match="not in the model: other"):
         optimizers.load_state_dict({"other|step": torch.zeros(())})
 
 
