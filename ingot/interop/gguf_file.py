@@ -1,4 +1,4 @@
-"""What a GGUF file says it holds, read without trusting it.
+"""Read the header of a GGUF file without trusting it.
 
 A GGUF file is a header and, after it, the data of the tensors:
 
@@ -7,12 +7,13 @@ A GGUF file is a header and, after it, the data of the tensors:
     num_tensors x (name:string num_dims:u32 dims:u64... type:u32 offset:u64)
     padding to `general.alignment`, then the data; offsets count from here
 
-Integers are little-endian; dims run from the fastest to the slowest, so they are turned round
-here to read as PyTorch shapes them.
+Integers are little-endian; dims are ordered from the fastest to the slowest and are reversed here
+to match PyTorch's shapes.
 
-Why not the `gguf` package's own reader: it believes every count and length in the file, so a
+The reader of the `gguf` package is not used: it trusts every count and length in the file, so a
 file of 24 bytes makes it loop 2**64 times or read past the end, and it takes 3.5 s for the
-vocabulary of SmolLM2 (this: 0.2 s). The package still knows the block formats and dequantizes.
+vocabulary of SmolLM2 (this module: 0.2 s). The package provides the block formats and the
+dequantization.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ Value = bool | int | float | str | list[Any]
 
 
 class GgufError(IngotError):
-    """A GGUF file that is damaged, that lies, or that holds what ingot cannot convert."""
+    """A GGUF file that is damaged, malformed or not supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """One tensor's place in the file: `num_bytes` from `start`, rows of `row_bytes` each."""
+class GgufTensor:
+    """Location of a tensor: `num_bytes` from `start`, in rows of `row_bytes`."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,34 +76,34 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
-    """A file whose header has been checked: every tensor lies within it."""
+    """A file with a checked header: every tensor lies within the file."""
 
     path: Path
     num_bytes: int
     metadata: dict[str, Value]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensor]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return a value of the metadata; an error if it has another type than `kind`."""
+        """Return a metadata value; raise if it is not of type `kind`."""
         value = self.metadata.get(key, default)
         if value is default:
             return value
-        right = (int, float) if kind is float else kind
-        if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
-            raise damaged(self.path, f"its key '{key}' is not of type {kind.__name__}")
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            raise damaged_error(self.path, f"its key '{key}' is not of type {kind.__name__}")
         return value
 
     def require(self, key: str, kind: type) -> Any:
-        """Return a value of the metadata; an error if it is missing."""
+        """Return a metadata value; raise if it is missing."""
         if key not in self.metadata:
-            raise damaged(self.path, f"its key '{key}' is missing")
+            raise damaged_error(self.path, f"its key '{key}' is missing")
         return self.get(key, kind)
 
 
-def damaged(path: Path, why: str) -> GgufError:
-    """Make the error for a file that cannot be what its maker meant."""
+def damaged_error(path: Path, why: str) -> GgufError:
+    """Return the error for a damaged or malformed file."""
     return GgufError(
-        f"{path.name} is not a GGUF file that can be imported: {why}",
+        f"{path.name} is not a valid GGUF file: {why}",
         hint="download or convert it again, and compare its checksum with its publisher's",
     )
 
@@ -119,7 +120,7 @@ def read(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Reads forward through the header; nothing is allocated before it is known to be there."""
+    """Reads the header sequentially; allocates nothing that exceeds the size of the file."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
@@ -144,7 +145,7 @@ class _Header:
             self.fail(f"its alignment is {alignment}")
         data = -(-self.position // alignment) * alignment
         tensors = {name: self.tensor(name, data, *info) for name, info in infos.items()}
-        # Tensors that overlap could make a small file write without end.
+        # Overlapping tensors could make a small file produce unbounded output.
         if sum(tensor.num_bytes for tensor in tensors.values()) > self.size:
             self.fail("its tensors overlap")
         return GgufFile(path=self.path, num_bytes=self.size, metadata=metadata, tensors=tensors)
@@ -159,7 +160,7 @@ class _Header:
         if kind == ARRAY:
             return self.array()
         if kind not in SCALARS:
-            self.fail(f"it has a value of the unknown type {kind}")
+            self.fail(f"it has a value of unknown type {kind}")
         return self.scalar(SCALARS[kind])
 
     def array(self) -> list[Any]:
@@ -169,7 +170,7 @@ class _Header:
         if kind == STRING:
             return [self.string(MAX_HEADER) for _ in range(count)]
         if kind not in SCALARS:
-            self.fail(f"it has an array of the type {kind}")
+            self.fail(f"it has an array of unsupported type {kind}")
         form = SCALARS[kind]
         content = self.take(count * struct.calcsize(form))
         return list(struct.unpack(f"<{count}{form[1]}", content))
@@ -186,13 +187,13 @@ class _Header:
 
     def tensor(
         self, name: str, data: int, shape: tuple[int, ...], kind: int, offset: int
-    ) -> Tensor:
+    ) -> GgufTensor:
         types, sizes = _formats()
         if kind not in types:
             self.fail(f"its tensor '{name}' has the unknown type {kind}")
         elements, block_bytes = sizes[types[kind]]
         if shape[-1] % elements:
-            self.fail(f"a row of its tensor '{name}' is no multiple of {elements} elements")
+            self.fail(f"the row size of its tensor '{name}' is not a multiple of {elements}")
         row_bytes = shape[-1] // elements * block_bytes
         num_bytes = math.prod(shape[:-1]) * row_bytes
         if data + offset + num_bytes > self.size:
@@ -200,7 +201,7 @@ class _Header:
                 f"its tensor '{name}' ends at byte {data + offset + num_bytes:,}, the file at "
                 f"{self.size:,}"
             )
-        return Tensor(
+        return GgufTensor(
             name=name,
             shape=shape,
             type=types[kind],
@@ -213,7 +214,7 @@ class _Header:
         seen: set[str] = set()
         for name, value in pairs:
             if name in seen:
-                self.fail(f"'{name}' is there twice")
+                self.fail(f"'{name}' is a duplicate")
             seen.add(name)
             yield name, value
 
@@ -231,26 +232,26 @@ class _Header:
 
     def take(self, count: int) -> bytes:
         if self.position + count > self.size:
-            self.fail(f"it ends at byte {self.size:,}, in the middle of its header")
+            self.fail(f"it ends at byte {self.size:,}, within its header")
         if self.position + count > MAX_HEADER:
             self.fail(f"its header is larger than {MAX_HEADER:,} bytes")
         content = self.file.read(count)
         if len(content) != count:
-            self.fail("it shrinks while it is read")
+            self.fail("it was truncated while being read")
         self.position += count
         return content
 
     def bound(self, count: int, limit: int, what: str) -> None:
         if count > limit:
-            self.fail(f"it says it has {count:,} {what}")
+            self.fail(f"it claims to have {count:,} {what}")
 
     def fail(self, why: str) -> NoReturn:
-        raise damaged(self.path, why)
+        raise damaged_error(self.path, why)
 
 
 @cache
 def _formats() -> tuple[dict[int, str], dict[str, tuple[int, int]]]:
-    """Return the names of the types by number, and elements and bytes of a block by name."""
+    """Return type names by number, and (elements, bytes) of a block by type name."""
     constants = package("constants")
     sizes: dict[Any, tuple[int, int]] = constants.GGML_QUANT_SIZES
     return (

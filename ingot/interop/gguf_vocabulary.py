@@ -1,12 +1,12 @@
-"""A GGUF file's vocabulary as the files of a Hugging Face tokenizer.
+"""Convert the vocabulary of a GGUF file to the files of a Hugging Face tokenizer.
 
-GGUF keeps tokens, merges and scores, and only the *name* of how text is cut into words before
-the merges apply (`tokenizer.ggml.pre`); llama.cpp has the rules in its source. The rules below
-are those of the models' own tokenizer.json, to which llama.cpp's are written to be equal.
+GGUF stores tokens, merges and scores, but only the *name* of the pre-tokenizer
+(`tokenizer.ggml.pre`); its rules are in the source of llama.cpp. The rules below are those of the
+models' own tokenizer.json, which llama.cpp reimplements.
 
-Two kinds of vocabulary are converted. `gpt2` is byte-level BPE with its merges. `llama` is
-SentencePiece's BPE, which has scores and no merges: the pair that makes the token of the highest
-score is joined first, so the merges are all pairs that make a token, in the order of its score.
+Two types of vocabulary are supported: `gpt2` is byte-level BPE with merges; `llama` is
+SentencePiece BPE, which has scores instead of merges: the pair whose token has the highest score is
+merged first, so the merges are all pairs that form a token, ordered by its score.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tokenizers import (
 )
 
 from ingot.core.errors import IngotError
-from ingot.interop.gguf_file import GgufError, GgufFile, damaged
+from ingot.interop.gguf_file import GgufError, GgufFile, damaged_error
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_TOKEN = 4096
-# Pairs that could make a SentencePiece token grow with its length; Llama's longest has 16.
-MAX_PIECE = 256
-# Tokens that end a turn, besides the one that ends the text.
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# The number of candidate pairs grows with the length of a token; Llama's longest has 16.
+MAX_SENTENCEPIECE_CHARS = 256
+# The tokens that end a text, a turn or a message.
+EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -50,24 +50,24 @@ _TEKKEN = (
 
 
 def documents(file: GgufFile, vocab_size: int) -> dict[str, Any]:
-    """Return the tokenizer's files by name: text, or what is to be written as JSON."""
+    """Return the content of the tokenizer files by name: text, or a JSON-serializable object."""
     tokens, kinds = _tokens(file, vocab_size)
     model = file.require("tokenizer.ggml.model", str)
     build = {"gpt2": _byte_level, "llama": _sentence_piece}.get(model)
     if build is None:
         raise GgufError(
-            f"{file.path.name} has a vocabulary of the kind '{model[:64]}', which is not supported",
+            f"{file.path.name}: unsupported vocabulary type '{model[:64]}'",
             hint="import a model with one of these: gpt2 (byte-level BPE), llama (SentencePiece)",
         )
     try:
         tokenizer = build(file, tokens, kinds)
         _add_special_tokens(tokenizer, tokens, kinds)
-        _add_ends(file, tokenizer, tokens, model == "llama")
+        _add_bos_and_eos(file, tokenizer, tokens, model == "llama")
         content = tokenizer.to_str(pretty=True)
     except (IngotError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # `tokenizers` raises plain Exception, or panics in Rust
-        raise damaged(file.path, f"its vocabulary is not consistent: {error}") from error
+        raise damaged_error(file.path, f"its vocabulary is not consistent: {error}") from error
     return {
         "tokenizer.json": content + "\n",
         "tokenizer_config.json": _tokenizer_config(file, tokens),
@@ -76,22 +76,22 @@ def documents(file: GgufFile, vocab_size: int) -> dict[str, Any]:
 
 
 def special_ids(file: GgufFile, vocab_size: int) -> dict[str, Any]:
-    """Return the ids that config.json and generation_config.json name."""
+    """Return the special token ids for config.json and generation_config.json."""
     ids: dict[str, Any] = {}
     for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
-        if (found := _special(file, key, vocab_size)) is not None:
-            ids[name] = found
-    found = [_special(file, key, vocab_size) for key in ENDS]
-    ends = list(dict.fromkeys(end for end in found if end is not None))
-    if ends:
-        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+        if (token := _special_id(file, key, vocab_size)) is not None:
+            ids[name] = token
+    tokens = [_special_id(file, key, vocab_size) for key in EOS_KEYS]
+    eos = list(dict.fromkeys(token for token in tokens if token is not None))
+    if eos:
+        ids["eos_token_id"] = eos[0] if len(eos) == 1 else eos
     return ids
 
 
-def _special(file: GgufFile, key: str, vocab_size: int) -> int | None:
+def _special_id(file: GgufFile, key: str, vocab_size: int) -> int | None:
     value = file.get(f"tokenizer.ggml.{key}", int)
     if value is not None and not 0 <= value < vocab_size:
-        raise damaged(file.path, f"its {key} is {value}, outside its vocabulary")
+        raise damaged_error(file.path, f"its {key} is {value}, outside its vocabulary")
     return value
 
 
@@ -99,13 +99,15 @@ def _tokens(file: GgufFile, vocab_size: int) -> tuple[list[str], list[int]]:
     tokens: list[str] = file.require("tokenizer.ggml.tokens", list)
     kinds: list[int] = file.get("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
     if len(tokens) != vocab_size or len(kinds) != vocab_size:
-        raise damaged(
+        raise damaged_error(
             file.path, f"it has {len(tokens)} tokens and {vocab_size} rows in its embedding"
         )
     if not all(type(token) is str and 0 < len(token) <= MAX_TOKEN for token in tokens):
-        raise damaged(file.path, f"its tokens are not all strings of 1 to {MAX_TOKEN} characters")
+        raise damaged_error(
+            file.path, f"its tokens are not all strings of 1 to {MAX_TOKEN} characters"
+        )
     if len(set(tokens)) != len(tokens):
-        raise damaged(file.path, "a token is there twice")
+        raise damaged_error(file.path, "it has duplicate tokens")
     return tokens, kinds
 
 
@@ -113,15 +115,15 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenize
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in PRE_TOKENIZERS:
         raise GgufError(
-            f"{file.path.name} cuts text into words by the rule '{name[:64]}', which is not known",
+            f"{file.path.name}: unsupported pre-tokenizer '{name[:64]}'",
             hint=f"import a model with one of these: {', '.join(PRE_TOKENIZERS)}",
         )
     merges: list[Any] = file.require("tokenizer.ggml.merges", list)
-    # A token holds no space, so the first space after the first character is between the two.
+    # Tokens contain no space, so the first space separates the two.
     pairs = [_pair(file, merge) for merge in merges]
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=_numbered(tokens), merges=pairs, ignore_merges=name in ("llama-bpe", "tekken")
+            vocab=_token_ids(tokens), merges=pairs, ignore_merges=name in ("llama-bpe", "tekken")
         )
     )
     if name == "qwen2":
@@ -134,7 +136,7 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenize
 def _pair(file: GgufFile, merge: Any) -> tuple[str, str]:
     left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
     if not (left and space and right):
-        raise damaged(file.path, f"its merge {str(merge)[:64]!r} is not two tokens")
+        raise damaged_error(file.path, f"its merge {str(merge)[:64]!r} is not two tokens")
     return left, right
 
 
@@ -170,11 +172,11 @@ def _sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Toke
     if len(scores) != len(tokens) or not all(
         isinstance(score, float) and math.isfinite(score) for score in scores
     ):
-        raise damaged(file.path, "its scores are not one number for each token")
-    unknown = _special(file, "unknown_token_id", len(tokens))
+        raise damaged_error(file.path, "its scores are not one number for each token")
+    unknown = _special_id(file, "unknown_token_id", len(tokens))
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=_numbered(tokens),
+            vocab=_token_ids(tokens),
             merges=merges_by_score(tokens, kinds, scores),
             unk_token=None if unknown is None else tokens[unknown],
             byte_fallback=True,
@@ -194,7 +196,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Toke
 def merges_by_score(
     tokens: list[str], kinds: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """Return every pair of tokens that makes a token, those of the highest score first.
+    """Return every pair of tokens that forms a token, highest score first.
 
     >>> merges_by_score(["a", "b", "ab", "aba"], [1, 1, 1, 1], [0.0, 0.0, -1.0, -2.0])
     [('a', 'b'), ('ab', 'a')]
@@ -202,45 +204,47 @@ def merges_by_score(
     ids = {
         token: number
         for number, token in enumerate(tokens)
-        if kinds[number] in (NORMAL, USER_DEFINED, UNUSED) and len(token) <= MAX_PIECE
+        if kinds[number] in (NORMAL, USER_DEFINED, UNUSED) and len(token) <= MAX_SENTENCEPIECE_CHARS
     }
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    pairs: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, number in ids.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in ids and right in ids:
-                found.append((-scores[number], ids[left], ids[right], (left, right)))
-    return [pair for *_, pair in sorted(found)]
+                pairs.append((-scores[number], ids[left], ids[right], (left, right)))
+    return [pair for *_, pair in sorted(pairs)]
 
 
-def _numbered(tokens: list[str]) -> dict[str, int]:
+def _token_ids(tokens: list[str]) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
 def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Mark the tokens that are found in the text before anything else is done to it."""
+    """Add the tokens that are matched in the text before normalization and pre-tokenization."""
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         marked = [
             AddedToken(token, special=special, normalized=False)
-            for token, found in zip(tokens, kinds, strict=True)
-            if found == kind
+            for token, token_kind in zip(tokens, kinds, strict=True)
+            if token_kind == kind
         ]
         tokenizer.add_tokens(marked)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], piece: bool) -> None:
-    """Have the tokenizer add what begins and ends a text, if the file says that it should."""
+def _add_bos_and_eos(
+    file: GgufFile, tokenizer: Tokenizer, tokens: list[str], sentence_piece: bool
+) -> None:
+    """Make the tokenizer add BOS and EOS tokens, if the file asks for it."""
     llama3 = file.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    begin = file.get("tokenizer.ggml.add_bos_token", bool, piece or llama3)
+    begin = file.get("tokenizer.ggml.add_bos_token", bool, sentence_piece or llama3)
     end = file.get("tokenizer.ggml.add_eos_token", bool, False)
     ids = {
-        "bos": _special(file, "bos_token_id", len(tokens)) if begin else None,
-        "eos": _special(file, "eos_token_id", len(tokens)) if end else None,
+        "bos": _special_id(file, "bos_token_id", len(tokens)) if begin else None,
+        "eos": _special_id(file, "eos_token_id", len(tokens)) if end else None,
     }
-    steps: list[Any] = [] if piece else [processors.ByteLevel(trim_offsets=False)]
+    steps: list[Any] = [] if sentence_piece else [processors.ByteLevel(trim_offsets=False)]
     names = {name: tokens[number] for name, number in ids.items() if number is not None}
     if names:
-        # A list, not a string, which would be cut at a space within a token.
+        # A list: a string would be split at a space within a token.
         parts = [names.get("bos"), "$A", names.get("eos")]
         template = [part for part in parts if part]
         special = [(tokens[number], number) for number in ids.values() if number is not None]
@@ -251,13 +255,13 @@ def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], piece: bo
 
 def _tokenizer_config(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     config: dict[str, Any] = {
-        # The class that takes tokenizer.json as it is, and does not make one of its own.
+        # This class uses tokenizer.json as it is, instead of building its own tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     for theirs, ours in names.items():
-        number = _special(file, f"{ours}_token_id", len(tokens))
+        number = _special_id(file, f"{ours}_token_id", len(tokens))
         if number is not None:
             config[f"{theirs}_token"] = tokens[number]
     template = file.get("tokenizer.chat_template", str)
@@ -267,5 +271,5 @@ def _tokenizer_config(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     context = file.get(f"{architecture}.context_length", int)
     if context is not None:
         config["model_max_length"] = context
-    json.dumps(config)  # what cannot be written is found before anything is
+    json.dumps(config)  # raises before anything is written
     return config

@@ -1,10 +1,10 @@
 # pyright: basic
-"""The program that renders a chat template, in a process of its own: see `chat`.
+"""Render a chat template in a separate process: see `chat`.
 
-It is started as a script with the number of an open connection, and imports nothing of ingot.
-The first message is the template, each later one the variables to render it with; each is
-answered by {"text": ...} or by {"error": ..., "refused": whether the template itself said so}.
-It leaves when the other side closes.
+This script is started with the file descriptor of a connection and imports nothing of ingot. The
+first message is the template, each later one the variables to render it with; the answer to each is
+{"text": ...} or {"error": ..., "rejected": whether the template itself raised it}. The process
+exits when the connection is closed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import jinja2.nodes
 import jinja2.sandbox
 
 
-class Refused(Exception):
-    """What a template says by `raise_exception`."""
+class MessagesRejected(Exception):
+    """Raised by a template through `raise_exception`."""
 
 
-class Generation(jinja2.ext.Extension):
-    """Renders what is between `{% generation %}` and `{% endgeneration %}`, as if they were not.
+class GenerationTag(jinja2.ext.Extension):
+    """Ignores the tags `{% generation %}` and `{% endgeneration %}`.
 
-    They mark the assistant's words for training.
+    They mark the assistant's tokens for training.
     """
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        """Return a scope of its own around the statements, as transformers does."""
+        """Return a scope around the statements, as transformers does."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
@@ -44,13 +44,13 @@ class Generation(jinja2.ext.Extension):
 
 def environment() -> jinja2.Environment:
     """Return the environment that Hugging Face's templates are written for."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = strftime_now
-    return made
+    env.filters["tojson"] = tojson
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = strftime_now
+    return env
 
 
 def tojson(
@@ -60,7 +60,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON for a model: jinja's own filter writes it for HTML.
+    """Serialize as JSON without escaping for HTML, unlike jinja's own filter.
 
     >>> tojson({"a": "<é>"})
     '{"a": "<é>"}'
@@ -74,38 +74,38 @@ def tojson(
     )
 
 
-def refuse(message: object) -> None:
-    """Stop, with the template's own message."""
-    raise Refused(message)
+def raise_exception(message: object) -> None:
+    """Reject the messages, with the template's own explanation."""
+    raise MessagesRejected(message)
 
 
-def strftime_now(form: str) -> str:
-    """Return the time by a form of the template's."""
-    return datetime.now().strftime(form)
+def strftime_now(format: str) -> str:
+    """Format the current time."""
+    return datetime.now().strftime(format)
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
-    """Render, but not more than `limit` characters."""
-    pieces: list[str] = []
+    """Render at most `limit` characters; raise ValueError beyond."""
+    parts: list[str] = []
     total = 0
-    for piece in template.generate(**variables):
-        total += len(piece)
+    for part in template.generate(**variables):
+        total += len(part)
         if total > limit:
-            raise ValueError(f"it makes more than {limit:,} characters")
-        pieces.append(piece)
-    return "".join(pieces)
+            raise ValueError(f"it renders more than {limit:,} characters")
+        parts.append(part)
+    return "".join(parts)
 
 
 def serve(connection: Connection, seconds: float, max_characters: int) -> None:
-    """Answer until the other side closes."""
+    """Answer messages until the connection is closed."""
     template: jinja2.Template | None = None
     while True:
         try:
             request = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        # The other side stops waiting before; this is for the case that it is gone. Unlike a
-        # handler, the signal's default action ends the process in the middle of C code too.
+        # The parent stops waiting earlier; this timer is for the case that it has died. Unlike a
+        # handler, the default action of the signal also interrupts C code.
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
         answer: dict[str, Any]
         try:
@@ -115,20 +115,20 @@ def serve(connection: Connection, seconds: float, max_characters: int) -> None:
             else:
                 answer = {"text": render(template, request, max_characters)}
         except MemoryError:
-            answer = {"error": "it needs too much memory", "refused": False}
+            answer = {"error": "it needs too much memory", "rejected": False}
         except Exception as error:
             answer = {
                 "error": f"{type(error).__name__}: {error}"[:2000],
-                "refused": isinstance(error, Refused),
+                "rejected": isinstance(error, MessagesRejected),
             }
-            if answer["refused"]:
+            if answer["rejected"]:
                 answer["error"] = str(error)[:2000]
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send_bytes(json.dumps(answer).encode())
 
 
 def main() -> None:
-    """Serve the connection that the arguments name, within the limits that they name."""
+    """Serve the connection, within the limits, given on the command line."""
     number, seconds, max_characters, max_memory = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (int(max_memory), int(max_memory)))
     serve(Connection(int(number)), float(seconds), int(max_characters))

@@ -192,7 +192,7 @@ def test_a_template_that_cannot_be_used_is_an_error(
 ) -> None:
     (tiny / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for %}"}))
     monkeypatch.setattr("builtins.input", says("Hi"))
-    with pytest.raises(IngotError, match="chat template cannot be used"):
+    with pytest.raises(IngotError, match="chat template is invalid"):
         chat(tiny)
 
 

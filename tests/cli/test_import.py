@@ -41,7 +41,7 @@ def test_gguf_file_is_imported_then_its_directory(
     ("source", "error"),
     [
         ("none", "error: none: no such file or directory"),
-        ("text", "error: text is not a GGUF file that can be imported"),
+        ("text", "error: text is not a valid GGUF file"),
         ("empty", "error: there is no config.json in empty"),
     ],
 )

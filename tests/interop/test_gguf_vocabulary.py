@@ -100,10 +100,10 @@ def test_several_tokens_may_end_an_answer(small: Small, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "wordpiece"}, "of the kind 'wordpiece'"),
-        ({"pre": "martian"}, "by the rule 'martian'"),
+        ({"model": "wordpiece"}, "vocabulary type 'wordpiece'"),
+        ({"pre": "martian"}, "pre-tokenizer 'martian'"),
         ({"tokens": conftest.TOKENS[:-1]}, "rows in its embedding"),
-        ({"tokens": ["a"] * COUNT}, "a token is there twice"),
+        ({"tokens": ["a"] * COUNT}, "duplicate tokens"),
         ({"tokens": ["", *conftest.TOKENS[1:]]}, "strings of 1 to"),
         ({"tokens": list(range(COUNT))}, "strings of 1 to"),
         ({"merges": None}, "merges' is missing"),

@@ -49,8 +49,8 @@ def test_errors_are_answers() -> None:
     source = "{{ raise_exception('no') if refuse else 1 / 0 }}"
     ready, refused, broken = answers(source, {"refuse": True}, {})
     assert ready == {"text": ""}
-    assert refused == {"error": "no", "refused": True}
-    assert broken == {"error": "ZeroDivisionError: division by zero", "refused": False}
+    assert refused == {"error": "no", "rejected": True}
+    assert broken == {"error": "ZeroDivisionError: division by zero", "rejected": False}
 
 
 def test_output_is_bounded() -> None:
