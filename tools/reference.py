@@ -231,7 +231,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _literal(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f'kind = "{value.kind}"' if hasattr(value, "kind") else "see below"
+        kind = getattr(value, "kind", None)
+        return f'kind = "{kind}"' if kind else "see below"
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, bool):
