@@ -62,7 +62,8 @@ def render_commands() -> str:
     sections: list[str] = []
     for verb in SUMMARIES:
         names = [(verb, name) for name in _subcommands(verb)] or [(verb,)]
-        sections.append(f"## ingot {verb}\n\n{SUMMARIES[verb]}.")
+        summary = SUMMARIES[verb]
+        sections.append(f"## ingot {verb}\n\n{summary[0].upper()}{summary[1:]}.")
         for arguments in names:
             title = f"### ingot {' '.join(arguments)}\n\n" if len(arguments) > 1 else ""
             sections.append(f"{title}```text\n{_help(arguments)}\n```")
@@ -133,7 +134,7 @@ def _subcommands(verb: str) -> list[str]:
 def _help(arguments: tuple[str, ...]) -> str:
     from ingot.cli import main
 
-    os.environ["COLUMNS"] = "88"
+    os.environ["COLUMNS"] = "76"
     output = io.StringIO()
     with redirect_stdout(output), suppress(SystemExit):
         main([*arguments, "--help"])
@@ -142,9 +143,9 @@ def _help(arguments: tuple[str, ...]) -> str:
 
 def _sections(config: type, prefix: str, seen: dict[type, str]) -> Iterator[str]:
     """Yield a section for a dataclass and, after it, one for each dataclass in its fields."""
+    kind = _kind(config) or (config.__name__ if prefix in seen.values() else None)
     seen[config] = prefix
-    kind = _kind(config)
-    title = f"`{prefix}`" + (f", kind `{kind}`" if kind else "") if prefix else "Top level"
+    title = f"`{prefix}`" + (f": {kind}" if kind else "") if prefix else "Top level"
     summary = inspect.cleandoc(config.__doc__ or "").split("\n\n")[0].replace("\n", " ")
     hints, texts = typing.get_type_hints(config), field_docs(config)
     rows: list[tuple[str, ...]] = []
