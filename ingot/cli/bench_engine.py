@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -15,7 +14,7 @@ from ingot.core import log
 
 
 def engine(
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     rounds: int = 5,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
@@ -26,17 +25,17 @@ def engine(
     Example: `ingot bench engine smollm2`.
 
     Args:
-        directory: A model directory with a tokenizer.
+        model: A model directory with a tokenizer, or ORG/NAME on the Hugging Face hub.
         rounds: Number of measured rounds of each optimization.
         json: Print JSON instead of text.
     """
     from ingot.bench.engine import BATCHES, STEPS, decode, measure_speedups
     from ingot.bench.results import RunInfo
 
-    run, model = RunInfo.now(ingot.__version__), ingot.LLM(directory)
+    run, llm = RunInfo.now(ingot.__version__), ingot.LLM(model)
     with log.progress("rounds", len(BATCHES) * STEPS + 2 * rounds) as bar:
-        speedups = measure_speedups(model, rounds, bar.advance)
-        steps = decode(model, STEPS, bar.advance)
+        speedups = measure_speedups(llm, rounds, bar.advance)
+        steps = decode(llm, STEPS, bar.advance)
     if json:
         report = {
             "run": dataclasses.asdict(run),

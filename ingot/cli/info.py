@@ -16,19 +16,21 @@ from ingot.core.log import stdout
 
 
 def info(
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Describe a model directory: architecture, parameters, memory, lineage.
+    """Describe a model: architecture, parameters, memory, lineage.
 
     Only the headers of its files are read. Examples: `ingot info smollm2`,
     `ingot info smollm2 --json` for scripts.
 
     Args:
-        directory: A model directory, as `ingot import` writes it.
+        model: A model directory, or ORG/NAME on the Hugging Face hub.
         json: Print JSON instead of text.
     """
-    content = report(directory)
+    from ingot.interop import hub
+
+    content = report(hub.model_path(model))
     if json:
         print(json_format.dumps(content, indent=2))  # noqa: T201
     else:

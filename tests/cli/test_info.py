@@ -41,7 +41,7 @@ def test_json_of_a_model_without_lineage(tiny: Path, capsys: pytest.CaptureFixtu
     ("name", "content", "error"),
     [
         ("config.json", "{", "not JSON"),
-        ("config.json", "[]", "no object"),
+        ("config.json", "[]", "not a JSON object"),
         ("config.json", '{"model_type": "clip"}', "unknown model_type"),
         ("model.safetensors", "no tensors at all", "not safetensors"),
         ("ingot.json", "[" * 100_000, "ingot.json"),

@@ -83,6 +83,19 @@ def test_pull_downloads_weights_configuration_and_tokenizer_only(
     assert (step["step"], step["source"], step["commit"]) == ("pull", REPO, repository.commit)
 
 
+def test_a_pulled_model_is_used_by_name_and_not_downloaded_again(
+    client: Client, repository: hub.Repository
+) -> None:
+    first = client.run("generate", REPO, "ab", "--max-tokens", "3")
+    assert first.returncode == 0, first.stderr
+    downloads = len(repository.requests)
+    assert downloads > 0
+    client.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no hub is needed any more
+    second = client.run("generate", REPO, "ab", "--max-tokens", "3")
+    assert (second.returncode, second.stdout) == (0, first.stdout)
+    assert len(repository.requests) == downloads
+
+
 def test_pull_again_downloads_nothing(client: Client, repository: hub.Repository) -> None:
     client.run("pull", REPO)
     downloads = len(repository.requests)
@@ -143,6 +156,7 @@ def test_bytes_that_do_not_match_the_listed_hash_are_refused(
         (("pull", "no-such/model"), "model not found on the hub: no-such/model"),
         (("pull", REPO, "--revision", "v9"), "has no revision v9"),
         (("pull", "../../etc"), "invalid repository name"),
+        (("generate", "missing-directory", "x"), "model directory not found: missing-directory"),
     ],
 )
 def test_a_mistake_gets_a_message_with_a_hint(
