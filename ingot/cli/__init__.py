@@ -34,6 +34,7 @@ SUMMARIES = {
     "import": "import a GGUF file or a Hugging Face directory",
     "info": "describe a model: architecture, size, memory, lineage",
     "kernels": "compile the GPU kernels without a GPU; registers, spills",
+    "keys": "create API keys for the server",
     "ops": "list the ops: providers, batch invariance, tolerance, cost",
     "pull": "download a model from the Hugging Face hub",
     "runs": "list and compare training runs",

@@ -26,6 +26,7 @@ def serve(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     host: str = "127.0.0.1",
     port: int = 8000,
+    device: str = "auto",
     admin_address: str | None = None,
     api_key_file: Path | None = None,
     kv_cache_gib: float | None = None,
@@ -38,18 +39,19 @@ def serve(
 ) -> None:
     """Serve a model to any OpenAI client: chat and completions, streamed or not.
 
-    Ctrl-C or SIGTERM finishes the requests that are inside, and leaves; twice leaves at once.
+    Ctrl-C or SIGTERM finishes running requests, then stops; a second one stops at once.
 
     Examples: `ingot serve smollm2`, `ingot serve smollm2 --host 0.0.0.0 --api-key-file keys.txt`
-    (`python -m ingot.serving.server.keys NAME >> keys.txt` makes a key),
+    (`ingot keys create NAME >> keys.txt` creates a key),
     `ingot serve smollm2 --log-format json`.
 
     Args:
         model: A model directory, or ORG/NAME on the Hugging Face hub.
-        host: The address to listen at; 0.0.0.0 for other machines.
-        port: 0 for any that is free.
+        host: Address to listen at; 0.0.0.0 accepts other machines.
+        port: Port; 0 for any free one.
+        device: Device of the engine: auto, cpu, cuda, cuda:1...
         admin_address: HOST:PORT of /metrics and /drain; default: loopback, --port + 1000.
-        api_key_file: Who may use it: lines of names and hashed keys. Without it, everybody.
+        api_key_file: File of tenants and hashed API keys; default: no authentication.
         kv_cache_gib: KV-cache size in GiB; default: 4, at most a quarter of the machine's memory.
         max_requests: Maximum concurrent requests; further ones get 429 with Retry-After.
         timeout: Seconds after which a request is aborted.
@@ -67,29 +69,30 @@ def serve(
             f"--kv-cache-gib: expected 0 to 65536, got {kv_cache_gib}", hint="give a size in GiB"
         )
     setup(json=log_format == "json")
-    control_host, control_port = _admin(admin_address, port)
+    admin_host, admin_port = _admin_address(admin_address, port)
     server = workflow.build_server(
         model,
         api_key_file=api_key_file,
         host=host,
         port=port,
-        control_host=control_host,
-        control_port=control_port,
-        requests=max_requests,
+        device=device,
+        admin_host=admin_host,
+        admin_port=admin_port,
+        max_requests=max_requests,
         timeout=timeout,
-        stall=stall_timeout,
-        grace=drain_timeout,
-        memory=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        lookup=speculate is not None,
-        json=log_format == "json",
+        stall_timeout=stall_timeout,
+        drain_timeout=drain_timeout,
+        kv_cache_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        speculate=speculate,
+        json_logs=log_format == "json",
     )
     workflow.run(_serve(server, started=time.monotonic()))
 
 
-def _admin(text: str | None, port: int) -> tuple[str, int]:
-    """Where the control listener is to be.
+def _admin_address(text: str | None, port: int) -> tuple[str, int]:
+    """Return host and port of the admin listener.
 
-    >>> _admin(None, 8000), _admin("0.0.0.0:9090", 8000), _admin(None, 0)
+    >>> _admin_address(None, 8000), _admin_address("0.0.0.0:9090", 8000), _admin_address(None, 0)
     (('127.0.0.1', 9000), ('0.0.0.0', 9090), ('127.0.0.1', 0))
     """
     if text is None:
@@ -97,50 +100,51 @@ def _admin(text: str | None, port: int) -> tuple[str, int]:
     host, _, number = text.rpartition(":")
     if not host or not number.isdecimal():
         raise ConfigError(
-            f"--admin-address is '{text}'", hint="give an address and a port: 127.0.0.1:9000"
+            f"--admin-address: expected HOST:PORT, got '{text}'", hint="for example 127.0.0.1:9000"
         )
     return host.strip("[]"), int(number)
 
 
 async def _serve(server: Server, started: float) -> None:
-    live = sys.stderr.isatty() and not server.config.json
-    view = _Live(server) if live else nullcontext()
+    live = sys.stderr.isatty() and not server.config.json_logs
+    view = _StatusLine(server) if live else nullcontext()
     greeted = False
 
     def greet() -> None:
         nonlocal greeted
         _log.info(
-            "serving %s at %s, control at %s, after %.1f s",
+            "serving %s at %s, admin API at %s, after %.1f s",
             server.service.model,
             server.address,
-            server.control_address,
+            server.admin_address,
             time.monotonic() - started,
         )
         if live and not greeted:
             stderr().print(example(server), highlight=False, soft_wrap=True)
         greeted = True
 
-    server.started = greet
-    if live:  # a line for each request would be too many
+    server.on_ready = greet
+    if live:  # the status line replaces a log line per request
         logger("ingot.serving.access").setLevel("WARNING")
-    addresses = {"address": server.address, "control": server.control_address}
+    addresses = {"address": server.address, "admin_address": server.admin_address}
     _log.info("listening at %s; loading", server.address, extra={"fields": addresses})
-    if server.exposed and server.service.keys is None:
+    if server.is_public and server.service.keys is None:
         _log.warning(
-            "everybody who reaches %s may use it: --api-key-file says who may", server.address
+            "%s accepts requests from other machines without a key; see --api-key-file",
+            server.address,
         )
     with view:
-        showing = asyncio.create_task(view.run()) if isinstance(view, _Live) else None
+        showing = asyncio.create_task(view.run()) if isinstance(view, _StatusLine) else None
         try:
             await server.run()
         finally:
             if showing is not None:
                 showing.cancel()
-    _log.info("the server has stopped")
+    _log.info("server stopped")
 
 
 def example(server: Server) -> str:
-    """What to try."""
+    """Return example requests for the terminal."""
     key = " -H 'Authorization: Bearer KEY'" if server.service.keys else ""
     chats = server.service.tokenizer.chat_template is not None
     if chats:
@@ -152,12 +156,12 @@ def example(server: Server) -> str:
         f"\n  [bold]curl[/] {server.address}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d '{{{escape_markup(body)}}}'\n"
         f'  [bold]openai[/].OpenAI(base_url="{server.address}/v1", api_key="{given}")\n'
-        f"  [dim]Ctrl-C stops; figures at {server.control_address}/metrics[/]\n"
+        f"  [dim]Ctrl-C stops; metrics at {server.admin_address}/metrics[/]\n"
     )
 
 
-class _Live:
-    """A line at the bottom of the terminal."""
+class _StatusLine:
+    """A status line at the bottom of the terminal."""
 
     def __init__(self, server: Server) -> None:
         from rich.live import Live
@@ -165,7 +169,7 @@ class _Live:
         self._server = server
         self._live = Live(console=stderr(), auto_refresh=False, transient=True)
 
-    def __enter__(self) -> _Live:
+    def __enter__(self) -> _StatusLine:
         self._live.start()
         return self
 
@@ -173,28 +177,28 @@ class _Live:
         self._live.stop()
 
     async def run(self) -> None:
-        """Renew the line twice a second."""
+        """Update the line twice a second."""
         before, then = 0, time.monotonic()
         while True:
-            front, now = self._server.front, time.monotonic()
-            stats = front.stats
+            engine, now = self._server.engine, time.monotonic()
+            stats = engine.stats
             tokens = stats.generated_tokens if stats else 0
             rate = max(0, tokens - before) / max(now - then, 1e-3)
             before, then = tokens, now
             if self._server.service.draining:
                 text = f"finishing {self._server.admission.requests} requests"
-            elif not front.ready:
-                text = front.doing
+            elif not engine.ready:
+                text = engine.status
             else:
-                text = line(stats, rate, front.outstanding)
+                text = format_stats(stats, rate, engine.num_outstanding)
             self._live.update(f"[dim]{escape_markup(text)}[/]", refresh=True)
             await asyncio.sleep(0.5)
 
 
-def line(stats: EngineStats | None, rate: float, outstanding: int) -> str:
-    """The figures in a line.
+def format_stats(stats: EngineStats | None, rate: float, outstanding: int) -> str:
+    """Return the stats in one line.
 
-    >>> line(None, 0.0, 0)
+    >>> format_stats(None, 0.0, 0)
     'ready, no requests yet'
     """
     if stats is None:

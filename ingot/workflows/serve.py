@@ -26,7 +26,7 @@ def serve(model: Path | str, *, api_key_file: Path | None = None, **settings: An
     Args:
         model: A model directory, or `ORG/NAME` on the Hugging Face hub.
         api_key_file: Lines of names and hashed keys; without it, no key is needed.
-        settings: Fields of `ingot.serving.server.server.Config`: host, port, timeout, ...
+        settings: Fields of `ingot.serving.server.server.ServerConfig`: host, port, timeout, ...
     """
     run(build_server(model, api_key_file=api_key_file, **settings).run())
 
@@ -35,16 +35,16 @@ def build_server(model: Path | str, *, api_key_file: Path | None = None, **setti
     """Return a server that listens but has not started to load its model: see `serve`."""
     try:
         from ingot.serving.server.keys import Keys
-        from ingot.serving.server.server import Config, Server
+        from ingot.serving.server.server import Server, ServerConfig
     except ImportError as error:
         raise IngotError(
             f"the server needs the package {error.name}", hint="pip install 'ingot[serve]'"
         ) from error
-    fields = Config.__dataclass_fields__
+    fields = ServerConfig.__dataclass_fields__
     if unknown := [name for name in settings if name not in fields]:
         raise UnknownName("setting of the server", unknown[0], fields)
     keys = None if api_key_file is None else Keys.load(api_key_file)
-    return Server(hub.model_path(model), Config(**settings), keys)
+    return Server(hub.model_path(model), ServerConfig(**settings), keys)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.cli.serve import line
+from ingot.cli.serve import format_stats
 from ingot.serving.engine.output import EngineStats
 from tests.cli.conftest import COMMAND, Run
 
@@ -41,7 +41,7 @@ def test_a_terminal_shows_what_to_try_and_how_it_goes(
         [COMMAND, "serve", str(tiny), "--port", "0"], stderr=theirs, env=variables
     )
     try:
-        shown = read_until(ours, r"figures at http\S+/metrics")
+        shown = read_until(ours, r"metrics at http\S+/metrics")
         assert "loading" in shown
         found = re.search(r"curl (http://127.0.0.1:\d+)/v1/chat/completions .* -d '(.*)'", shown)
         assert found, shown
@@ -53,7 +53,7 @@ def test_a_terminal_shows_what_to_try_and_how_it_goes(
             assert json.load(response)["choices"]
         read_until(ours, r"running \d+, waiting 0, [\d,]+ tokens/s, KV \d+%, prefix hits \d+%")
         process.send_signal(signal.SIGINT)
-        read_until(ours, "the server has stopped")
+        read_until(ours, "server stopped")
         assert process.wait(20) == 0
     finally:
         process.kill()
@@ -68,7 +68,7 @@ def test_a_port_in_use_has_a_hint(tiny: Path, ready: Run) -> None:
         found = ready("serve", str(tiny), "--port", port)
         assert found.returncode == 2
         assert f"port {port} of 127.0.0.1 is in use" in found.stderr.replace("\n", " ")
-        assert "give another --port" in found.stderr.replace("\n", " ")
+        assert "choose another --port" in found.stderr.replace("\n", " ")
         found = ready("serve", str(tiny), "--port", "0", "--admin-address", f"127.0.0.1:{port}")
         assert found.returncode == 2
         assert "--admin-address" in found.stderr
@@ -80,7 +80,7 @@ def test_a_port_in_use_has_a_hint(tiny: Path, ready: Run) -> None:
         (["--admin-address", "9000"], "--admin-address"),
         (["--max-requests", "0"], "requests"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib"),
-        (["--api-key-file", "none"], "ingot.serving.server.keys"),
+        (["--api-key-file", "none"], "ingot keys create"),
     ],
 )
 def test_wrong_options_have_a_hint(
@@ -114,5 +114,5 @@ def test_the_line() -> None:
     stats = EngineStats(
         **{**dict.fromkeys(EngineStats.__struct_fields__, 0), "num_running": 3, "num_blocks": 10}
     )
-    assert line(stats, 1234.5, 3).startswith("running 3, waiting 0, 1,234 tokens/s, KV 0%")
-    assert line(stats, 0.0, 0).startswith("running 0"), "the last step is not now"
+    assert format_stats(stats, 1234.5, 3).startswith("running 3, waiting 0, 1,234 tokens/s, KV 0%")
+    assert format_stats(stats, 0.0, 0).startswith("running 0"), "the last step is not now"

@@ -39,7 +39,7 @@ class Served:
     process: subprocess.Popen[str]
     log: Path
     url: str
-    control: str
+    admin: str
 
     @property
     def port(self) -> int:
@@ -66,7 +66,7 @@ class Served:
         headers = {"content-type": "application/json", **headers}
         if key:
             headers["authorization"] = f"Bearer {key}"
-        base = self.control if path in ("/metrics", "/drain") else self.url
+        base = self.admin if path in ("/metrics", "/drain") else self.url
         request = urllib.request.Request(base + path, data, headers)
         try:
             response = urllib.request.urlopen(request, timeout=60)
@@ -102,7 +102,7 @@ class Served:
     def quiet(self) -> bool:
         """Whether nothing is inside and no block is in use."""
         return not (
-            self.metric("ingot:requests_inside")
+            self.metric("ingot:requests_in_flight")
             or self.metric("vllm:kv_cache_usage_perc")
             or self.metric("vllm:num_requests_running")
             or self.metric("vllm:num_requests_waiting")
@@ -164,7 +164,7 @@ def _addresses(process: subprocess.Popen[str], log: Path) -> tuple[str, str]:
         for line in log.read_text().splitlines():
             if '"listening' in line:
                 found = json.loads(line)
-                return found["address"], found["control"]
+                return found["address"], found["admin_address"]
         time.sleep(0.02)
     raise TimeoutError(log.read_text())
 

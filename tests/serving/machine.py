@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
         id=st.integers(0, 2 * IDS),
         reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP, FinishReason.FAILED]),
     )
-    def end(self, id: int, reason: FinishReason) -> None:
+    def abort(self, id: int, reason: FinishReason) -> None:
         """Of one that may not live, too: its client cannot know yet."""
         self.events.append(Abort(id, reason))
 
@@ -295,7 +295,7 @@ class Machine(RuleBasedStateMachine):
         if not self.live:
             assert not plan.scheduled
             return
-        first = min(self.live.values(), key=lambda book: book.place)
+        first = min(self.live.values(), key=lambda book: book.context)
         assert first.request.id in {work.id for work in plan.scheduled}
         running = [live for live in self.scheduler._states.values() if live.block_table]
         lacking = sum(len(live.tokens) - live.num_computed for live in running)

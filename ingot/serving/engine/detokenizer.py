@@ -12,14 +12,14 @@ from functools import cache
 from ingot.interop.tokenizer import Tokenizer
 
 
-class Text:
+class StreamingDetokenizer:
     """The text of one answer.
 
     >>> import tokenizers
     >>> words = tokenizers.models.WordLevel({"stop": 0, "st": 1, "op": 2, "a": 3}, unk_token="a")
     >>> inner = tokenizers.Tokenizer(words)
     >>> inner.decoder = tokenizers.decoders.Fuse()
-    >>> text = Text(Tokenizer(inner=inner), ("stop",))
+    >>> text = StreamingDetokenizer(Tokenizer(inner=inner), ("stop",))
     >>> text.feed([3]), text.feed([1]), text.feed([3, 1]), text.feed([2, 3])
     ('a', '', 'sta', '')
     >>> text.stopped, text.finish()
@@ -77,13 +77,13 @@ def _begins(text: str, stop: str) -> int:
     return len(text)
 
 
-class Pieces:
+class TokenTexts:
     """Single tokens as text, for those who ask for log-probabilities.
 
     >>> import tokenizers
     >>> words = tokenizers.models.WordLevel({"a": 0, "é": 1}, unk_token="a")
-    >>> pieces = Pieces(Tokenizer(inner=tokenizers.Tokenizer(words)))
-    >>> pieces.find(1), pieces.find(7)
+    >>> token_texts = TokenTexts(Tokenizer(inner=tokenizers.Tokenizer(words)))
+    >>> token_texts.find(1), token_texts.find(7)
     (('é', b'\\xc3\\xa9'), ('', b''))
     """
 

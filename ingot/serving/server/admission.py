@@ -1,19 +1,19 @@
-"""Who is let in, decided before anything is tokenized.
+"""Admission control: which requests are accepted, decided before anything is tokenized.
 
-Work that cannot be done soon is refused at once, with a time to come back: a queue without a
-bound only makes everybody's answer late. Bounded are
+Requests that cannot be served soon are rejected at once with a time to retry: an unbounded queue
+only makes every response late. The limits are
 
-- the requests and the tokens that are inside at a time, over all tenants;
-- a tenant's requests and tokens in a minute, if its key says so (a bucket that refills);
-- a tenant's share: it may hold `SHARE` times as much as is left free, so that k tenants that all
-  want more than they get hold 8/(8k + 1) each, and 1/(8k + 1) stays free for whoever comes next.
-  Nobody counts tenants or divides: Choudhury and Hahne's dynamic thresholds for switches
-  (IEEE/ACM Transactions on Networking 6, 1998). A tenant that holds nothing is let in if there is
-  room at all; without keys there is one tenant, who shares with nobody.
+- requests and tokens in flight, over all tenants;
+- a tenant's requests and tokens per minute, if its key has such limits (token bucket);
+- a tenant's share: it may use at most `SHARE` times the remaining free capacity, so that k tenants
+  that all want more converge to 8/(8k + 1) each, and 1/(8k + 1) stays free for the next one.
+  (Choudhury and Hahne's dynamic thresholds for switches, IEEE/ACM Transactions on Networking 6,
+  1998.) A tenant without requests in flight is accepted if there is room at all; without keys there
+  is one tenant, to which shares do not apply.
 
-Tokens are estimated from bytes, and corrected when they are known. Among those inside, a tenant's
-requests go behind others' the more of them there are (`Ticket.priority`). Nothing here reads a
-clock: `now` is an argument.
+Tokens are estimated from bytes and corrected once they are known. In the scheduler's queue, a
+tenant's requests rank the later the more of them are in flight (`Ticket.priority`). Nothing here
+reads a clock: `now` is an argument.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ import math
 from dataclasses import dataclass
 
 from ingot.core.errors import IngotError
-from ingot.serving.server.keys import ANYBODY, Tenant
+from ingot.serving.server.keys import ANONYMOUS, Tenant
 
 SHARE = 8
 MAX_PRIORITY = 10
-MINUTE = 60.0
-MAX_RETRY = 60.0
-_BYTES = 3
-"""Of a token, about: English has 4 to 5, code 3, other scripts 1 to 3."""
+MINUTE_S = 60.0
+MAX_RETRY_AFTER_S = 60.0
+_BYTES_PER_TOKEN = 3
+"""Estimate: English has 4 to 5, code 3, other scripts 1 to 3."""
 
 
-class Shed(IngotError):
-    """A request that is refused for now; `retry` says in how many seconds to come back.
+class Overloaded(IngotError):
+    """The server is overloaded; the client should retry after `retry_after` seconds.
 
-    >>> raise Shed("too many requests", 2.5)
+    >>> raise Overloaded("too many requests", 2.5)
     Traceback (most recent call last):
     ...
-    ingot.serving.server.admission.Shed: too many requests
-      hint: try again in 3 s
+    ingot.serving.server.admission.Overloaded: too many requests
+      hint: retry in 3 s
     """
 
-    def __init__(self, what: str, retry: float) -> None:
-        self.retry = math.ceil(min(max(retry, 1.0), MAX_RETRY))
-        super().__init__(what, hint=f"try again in {self.retry} s")
+    def __init__(self, message: str, wait: float) -> None:
+        self.retry_after = math.ceil(min(max(wait, 1.0), MAX_RETRY_AFTER_S))
+        super().__init__(message, hint=f"retry in {self.retry_after} s")
 
 
-def estimate(size: int) -> int:
-    """The tokens of a text of so many bytes, about.
+def estimate_tokens(num_bytes: int) -> int:
+    """Estimate the number of tokens of a text.
 
-    >>> estimate(1000)
+    >>> estimate_tokens(1000)
     334
     """
-    return -(-size // _BYTES)
+    return -(-num_bytes // _BYTES_PER_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What may be inside at a time.
+class AdmissionLimits:
+    """Maximum requests and tokens in flight.
 
-    >>> Bounds(requests=2).requests
+    >>> AdmissionLimits(requests=2).requests
     2
     """
 
@@ -70,136 +70,136 @@ class Bounds:
 
 @dataclass(kw_only=True, eq=False)
 class Ticket:
-    """Somebody who is inside; to be given back once."""
+    """An accepted request; released exactly once."""
 
     tenant: Tenant
     requests: int
     tokens: int
     priority: int
-    """For the scheduler: how many of the tenant's requests were inside already."""
+    """For the scheduler: how many requests of the tenant were in flight already."""
 
 
 class _Bucket:
-    """What may be used in a minute, refilled evenly."""
+    """Token bucket of a limit per minute."""
 
     def __init__(self, size: int, now: float) -> None:
         self.size, self.level, self.filled = size, float(size), now
 
     def wait(self, cost: int, now: float) -> float:
-        """The seconds until there is enough. What is more than a minute's may go when it is full,
-        and leaves a debt."""
-        self.level = min(self.size, self.level + (now - self.filled) * self.size / MINUTE)
+        """Return the seconds until `cost` is available. A cost above the size needs a full bucket
+        and leaves it in debt."""
+        self.level = min(self.size, self.level + (now - self.filled) * self.size / MINUTE_S)
         self.filled = now
-        return max(0.0, min(cost, self.size) - self.level) * MINUTE / self.size
+        return max(0.0, min(cost, self.size) - self.level) * MINUTE_S / self.size
 
 
-class _Held:
-    """What a tenant has inside, and its buckets."""
+class _TenantState:
+    """Requests and tokens of a tenant in flight, and its buckets."""
 
     def __init__(self, tenant: Tenant, now: float) -> None:
         self.requests = self.tokens = 0
-        self.shares = tenant is not ANYBODY
-        bounds = (tenant.requests, tenant.tokens)
-        self.buckets = [None if bound is None else _Bucket(bound, now) for bound in bounds]
+        self.is_shared = tenant is not ANONYMOUS
+        limits = (tenant.requests, tenant.tokens)
+        self.buckets = [None if limit is None else _Bucket(limit, now) for limit in limits]
 
 
 class Admission:
-    """What is inside, and whose it is.
+    """Requests and tokens in flight, by tenant.
 
-    >>> admission = Admission(Bounds(requests=20, tokens=100))
+    >>> admission = Admission(AdmissionLimits(requests=20, tokens=100))
     >>> alice = Tenant(name="alice")
-    >>> ticket = admission.enter(alice, requests=1, tokens=40, now=0.0)
-    >>> admission.enter(alice, requests=1, tokens=70, now=0.0)
+    >>> ticket = admission.acquire(alice, requests=1, tokens=40, now=0.0)
+    >>> admission.acquire(alice, requests=1, tokens=70, now=0.0)
     Traceback (most recent call last):
     ...
-    ingot.serving.server.admission.Shed: the server holds 40 tokens of 100 and cannot take 70 more
-      hint: try again in 1 s
-    >>> admission.leave(ticket, now=1.0)
+    ingot.serving.server.admission.Overloaded: 40 of 100 tokens in flight, cannot accept 70 more
+      hint: retry in 1 s
+    >>> admission.release(ticket, now=1.0)
     >>> admission.requests, admission.tokens
     (0, 0)
     """
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
         self.requests = self.tokens = 0
-        self.shed = 0
-        """How many were refused."""
-        self._of: dict[str, _Held] = {}
-        self._pace = 0.0  # tokens that leave in a second, of late
+        self.num_rejected = 0
+        """Number of rejected requests."""
+        self._tenants: dict[str, _TenantState] = {}
+        self._drain_rate = 0.0  # tokens released per second, moving average
         self._last = 0.0
 
-    def enter(self, tenant: Tenant, *, requests: int, tokens: int, now: float) -> Ticket:
-        """Let them in, or raise `Shed`. So many tokens are the prompts' and what is asked for."""
-        held = self._of.get(tenant.name)
-        if held is None:
-            held = self._of[tenant.name] = _Held(tenant, now)
+    def acquire(self, tenant: Tenant, *, requests: int, tokens: int, now: float) -> Ticket:
+        """Let them in, or raise `Shed`. So many tokens are the prompts' and unit is asked for."""
+        tenant_state = self._tenants.get(tenant.name)
+        if tenant_state is None:
+            tenant_state = self._tenants[tenant.name] = _TenantState(tenant, now)
         try:
-            self._check(held, requests, tokens, now)
-        except Shed:
-            self.shed += 1
+            self._check(tenant_state, requests, tokens, now)
+        except Overloaded:
+            self.num_rejected += 1
             raise
         ticket = Ticket(
             tenant=tenant,
             requests=requests,
             tokens=tokens,
-            priority=min(held.requests, MAX_PRIORITY),
+            priority=min(tenant_state.requests, MAX_PRIORITY),
         )
-        for bucket, cost in zip(held.buckets, (requests, tokens), strict=True):
+        for bucket, cost in zip(tenant_state.buckets, (requests, tokens), strict=True):
             if bucket is not None:
                 bucket.level -= cost
-        self._add(held, requests, tokens)
+        self._add(tenant_state, requests, tokens)
         return ticket
 
     def correct(self, ticket: Ticket, tokens: int) -> None:
-        """Say how many tokens they are in truth. Nobody inside is sent away for it."""
-        held, more = self._of[ticket.tenant.name], tokens - ticket.tokens
-        self._add(held, 0, more)
-        if held.buckets[1] is not None:
-            held.buckets[1].level -= more
+        """Replace the estimate by the actual number of tokens; no accepted request is rejected."""
+        tenant_state, more = self._tenants[ticket.tenant.name], tokens - ticket.tokens
+        self._add(tenant_state, 0, more)
+        if tenant_state.buckets[1] is not None:
+            tenant_state.buckets[1].level -= more
         ticket.tokens = tokens
 
-    def leave(self, ticket: Ticket, now: float) -> None:
-        """Give the place back."""
-        held = self._of[ticket.tenant.name]
-        self._add(held, -ticket.requests, -ticket.tokens)
+    def release(self, ticket: Ticket, now: float) -> None:
+        """Release a request that finished."""
+        tenant_state = self._tenants[ticket.tenant.name]
+        self._add(tenant_state, -ticket.requests, -ticket.tokens)
         elapsed = max(now - self._last, 1e-3)
         weight = math.exp(-elapsed / 10)
-        self._pace = weight * self._pace + (1 - weight) * ticket.tokens / elapsed
+        self._drain_rate = weight * self._drain_rate + (1 - weight) * ticket.tokens / elapsed
         self._last = now
-        if not held.requests and held.buckets == [None, None]:
-            del self._of[ticket.tenant.name]
+        if not tenant_state.requests and tenant_state.buckets == [None, None]:
+            del self._tenants[ticket.tenant.name]
 
-    def _check(self, held: _Held, requests: int, tokens: int, now: float) -> None:
-        for bucket, cost, what in zip(
-            held.buckets, (requests, tokens), ("requests", "tokens"), strict=True
+    def _check(self, tenant_state: _TenantState, requests: int, tokens: int, now: float) -> None:
+        for bucket, cost, unit in zip(
+            tenant_state.buckets, (requests, tokens), ("requests", "tokens"), strict=True
         ):
             wait = bucket.wait(cost, now) if bucket is not None else 0.0
             if bucket is not None and wait > 0:
-                raise Shed(f"this key may use {bucket.size:,} {what} a minute", wait)
-        bounds = self.bounds
-        inside = (
-            ("requests", self.requests, bounds.requests, held.requests, requests),
-            ("tokens", self.tokens, bounds.tokens, held.tokens, tokens),
+                raise Overloaded(f"rate limit: {bucket.size:,} {unit} per minute", wait)
+        limits = self.limits
+        in_flight = (
+            ("requests", self.requests, limits.requests, tenant_state.requests, requests),
+            ("tokens", self.tokens, limits.tokens, tenant_state.tokens, tokens),
         )
-        for what, used, bound, own, more in inside:
+        for unit, used, bound, own, more in in_flight:
             left = bound - used - more
             if left < 0:
-                raise Shed(
-                    f"the server holds {used:,} {what} of {bound:,} and cannot take {more:,} more",
-                    self._wait(-left if what == "tokens" else tokens),
+                raise Overloaded(
+                    f"{used:,} of {bound:,} {unit} in flight, cannot accept {more:,} more",
+                    self._wait(-left if unit == "tokens" else tokens),
                 )
-            if held.shares and held.requests and own + more > SHARE * left:
-                raise Shed(
-                    f"this key holds {own:,} of the {used:,} {what} inside, which is its share",
+            if tenant_state.is_shared and tenant_state.requests and own + more > SHARE * left:
+                raise Overloaded(
+                    f"fair share: this key has {own:,} of the {used:,} {unit} in flight",
                     self._wait(tokens),
                 )
 
     def _wait(self, tokens: int) -> float:
-        """When so many tokens will have left, if it goes on as of late."""
-        return tokens / self._pace if self._pace else 1.0
+        """Return the seconds until `tokens` are released, at the recent rate."""
+        return tokens / self._drain_rate if self._drain_rate else 1.0
 
-    def _add(self, held: _Held, requests: int, tokens: int) -> None:
+    def _add(self, tenant_state: _TenantState, requests: int, tokens: int) -> None:
         self.requests += requests
         self.tokens += tokens
-        held.requests += requests
-        held.tokens += tokens
+        tenant_state.requests += requests
+        tenant_state.tokens += tokens

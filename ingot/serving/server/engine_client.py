@@ -1,10 +1,10 @@
-"""The engine as the HTTP process sees it: requests go in, their outputs come back.
+"""Client of the engine process: sends requests, receives outputs.
 
-`Front` outlives workers. A worker that dies, or says what cannot be understood, is lost: everybody
-who waits for it is told so at once, and the supervisor brings the next one.
+An `EngineClient` outlives workers. If a worker dies or sends malformed messages, the requests that
+wait for it fail at once, and the supervisor starts the next worker.
 
-All runs in the event loop's thread, and a step's frame is dealt with in one go: the outputs to
-their sinks, then one write for each client.
+Everything runs in the event loop's thread. The outputs of a step are passed to their handlers
+together, followed by one write per HTTP response.
 """
 
 from __future__ import annotations
@@ -23,179 +23,180 @@ from ingot.serving.server import wire
 _log = logger(__name__)
 
 
-class Client(Protocol):
-    """Whoever is written to once a step."""
+class Flushable(Protocol):
+    """A response that is written once per step."""
 
     def flush(self) -> None:
-        """Write what has gathered."""
+        """Write the buffered events."""
         ...
 
 
-class Sink(Protocol):
-    """Where the outputs of one request go."""
+class OutputHandler(Protocol):
+    """Receives the outputs of one request."""
 
     @property
-    def client(self) -> Client:
-        """To be flushed after a step."""
+    def client(self) -> Flushable:
+        """The response to flush after the step."""
         ...
 
-    def take(self, output: Output, now: float) -> None:
-        """What a step did for it."""
+    def on_output(self, output: Output, now: float) -> None:
+        """Process the output of a step."""
         ...
 
-    def fail(self, status: int, what: str, hint: str) -> None:
-        """Nothing more comes."""
+    def on_error(self, status: int, message: str, hint: str) -> None:
+        """Fail the request; no output follows."""
         ...
 
 
-class Front:
-    """Requests that wait for the engine, and the engine's last words."""
+class EngineClient:
+    """Outstanding requests, and the state of the engine process."""
 
     def __init__(self) -> None:
-        self.hello: wire.Hello | None = None
-        """The facts of the model, once it was loaded; they stay when the worker dies."""
+        self.info: wire.EngineReady | None = None
+        """Model and KV-cache sizes, once loaded; kept when the worker dies."""
         self.stats: EngineStats | None = None
-        self.doing = "starting"
-        """What the worker does before it is ready."""
+        self.status = "starting"
+        """Progress of the worker before it is ready."""
         self.ready = False
-        """Whether there is a worker with a loaded model."""
-        self.broken: wire.Broken | None = None
-        """Why the last worker left by itself."""
-        self.retired = 0.0
-        """When the last step was; or, if nothing was to be done since, when there was."""
-        self.lost = asyncio.Event()
-        """Set when the worker is gone."""
-        self.changed: Callable[[], None] = lambda: None
-        """Called when `doing` or `ready` changes."""
-        self._sinks: dict[int, Sink] = {}
+        """Whether a worker with a loaded model is connected."""
+        self.startup_error: wire.EngineFailed | None = None
+        """Why the last worker could not load the model."""
+        self.last_step_at = 0.0
+        """Time of the last step, or of the first request after the engine was idle."""
+        self.disconnected = asyncio.Event()
+        """Set when the worker is lost."""
+        self.on_status_change: Callable[[], None] = lambda: None
+        """Called when `status` or `ready` changes."""
+        self._handlers: dict[int, OutputHandler] = {}
         self._ids = count(1)
-        self._link: asyncio.Transport | None = None
+        self._transport: asyncio.Transport | None = None
 
     @property
-    def outstanding(self) -> int:
-        """How many requests wait for the engine."""
-        return len(self._sinks)
+    def num_outstanding(self) -> int:
+        """Number of requests that wait for the engine."""
+        return len(self._handlers)
 
     def connect(self) -> asyncio.Protocol:
-        """A protocol for the socket of a new worker."""
-        self.stats, self.doing, self.ready, self.broken = None, "starting", False, None
-        self.lost = asyncio.Event()
-        return _Link(self)
+        """Return a protocol for the socket of a new worker."""
+        self.stats, self.status, self.ready, self.startup_error = None, "starting", False, None
+        self.disconnected = asyncio.Event()
+        return _WorkerProtocol(self)
 
     def new_id(self) -> int:
-        """A number that no request had before."""
+        """Return a request id that was not used before."""
         return next(self._ids)
 
-    def add(self, request: Request, sink: Sink) -> None:
-        """Send a request to the engine. Its sink hears of it until it has ended."""
-        if self._link is None or not self.ready:
-            sink.fail(503, "the engine is not there", "try again in a few seconds")
+    def add_request(self, request: Request, handler: OutputHandler) -> None:
+        """Send a request to the engine; its outputs go to `handler` until it finishes."""
+        if self._transport is None or not self.ready:
+            handler.on_error(503, "the engine is not available", "retry in a few seconds")
             return
         frame = wire.frame(request)
-        if not self._sinks:
-            self.retired = time.monotonic()
-        self._sinks[request.id] = sink
-        self._link.write(frame)
+        if not self._handlers:
+            self.last_step_at = time.monotonic()
+        self._handlers[request.id] = handler
+        self._transport.write(frame)
 
-    def end(self, id: int, reason: FinishReason) -> None:
-        """End a request, of which nothing more is heard."""
-        if self._sinks.pop(id, None) is not None and self._link is not None:
-            self._link.write(wire.frame(Abort(id, reason)))
+    def abort(self, id: int, reason: FinishReason) -> None:
+        """Abort a request; its handler receives nothing more."""
+        if self._handlers.pop(id, None) is not None and self._transport is not None:
+            self._transport.write(wire.frame(Abort(id, reason)))
 
-    def lose(self, why: str) -> None:
-        """The worker is gone: tell everybody."""
-        link, self._link = self._link, None
+    def on_worker_lost(self, reason: str) -> None:
+        """Fail all outstanding requests: the worker is gone."""
+        transport, self._transport = self._transport, None
         self.ready = False
-        if link is not None:
-            link.abort()
-        sinks, self._sinks = self._sinks, {}
-        if sinks:
-            _log.error("%s; requests in flight: %d", why, len(sinks))
-        for sink in sinks.values():
-            sink.fail(503, why, "send the request again: the engine is being restarted")
-        _flush({sink.client for sink in sinks.values()})
-        self.lost.set()
-        self.changed()
+        if transport is not None:
+            transport.abort()
+        handlers, self._handlers = self._handlers, {}
+        if handlers:
+            _log.error("%s; requests in flight: %d", reason, len(handlers))
+        for handler in handlers.values():
+            handler.on_error(503, reason, "send the request again: the engine is being restarted")
+        _flush({handler.client for handler in handlers.values()})
+        self.disconnected.set()
+        self.on_status_change()
 
-    # From the worker
+    # Events of the socket
 
-    def linked(self, link: asyncio.Transport) -> None:
-        """The socket is connected."""
-        self._link = link
+    def on_connected(self, transport: asyncio.Transport) -> None:
+        """Use the socket of a new worker."""
+        self._transport = transport
 
-    def unlinked(self, link: asyncio.Transport) -> None:
-        """The socket is closed; one that was lost before matters no more."""
-        if link is self._link:
-            self.lose(self.broken.what if self.broken else "the engine has died")
+    def on_disconnected(self, transport: asyncio.Transport) -> None:
+        """Handle a closed socket; one of an earlier worker is ignored."""
+        if transport is self._transport:
+            error = self.startup_error
+            self.on_worker_lost(error.message if error else "the engine process died")
 
-    def hear(self, content: bytes) -> None:
-        """Take a frame of the worker's."""
-        message = wire.to_front(content)
-        if isinstance(message, wire.Step):
-            self._step(message)
-        elif isinstance(message, wire.Refused):
-            sink = self._sinks.pop(message.id, None)
-            if sink is not None:
-                sink.fail(422, message.what, message.hint)
-                _flush({sink.client})
+    def on_message(self, content: bytes) -> None:
+        """Process a frame sent by the worker."""
+        message = wire.to_client(content)
+        if isinstance(message, wire.StepOutputs):
+            self._on_step(message)
+        elif isinstance(message, wire.RequestRejected):
+            handler = self._handlers.pop(message.id, None)
+            if handler is not None:
+                handler.on_error(422, message.message, message.hint)
+                _flush({handler.client})
         elif isinstance(message, wire.Loading):
-            self.doing = message.what
-            self.changed()
-        elif isinstance(message, wire.Hello):
-            self.hello, self.ready, self.doing = message, True, "serving"
-            self.changed()
+            self.status = message.status
+            self.on_status_change()
+        elif isinstance(message, wire.EngineReady):
+            self.info, self.ready, self.status = message, True, "serving"
+            self.on_status_change()
         else:
-            self.broken = message
+            self.startup_error = message
 
-    def _step(self, step: wire.Step) -> None:
+    def _on_step(self, step: wire.StepOutputs) -> None:
         now = time.monotonic()
-        self.retired, self.stats = now, step.stats
-        sinks = self._sinks
-        clients: set[Client] = set()
+        self.last_step_at, self.stats = now, step.stats
+        handlers = self._handlers
+        clients: set[Flushable] = set()
         for output in step.outputs:
-            sink = sinks.get(output.id)
-            if sink is None:
+            handler = handlers.get(output.id)
+            if handler is None:
                 continue
             if output.finish_reason is not None:
-                del sinks[output.id]
-            clients.add(sink.client)
+                del handlers[output.id]
+            clients.add(handler.client)
             try:
-                sink.take(output, now)
-            except Exception:  # of one client; the others go on
-                _log.exception("an output could not be passed on")
-                self.end(output.id, FinishReason.CANCELLED)
-                sink.fail(500, "the answer could not be written", "report it: this is a bug")
+                handler.on_output(output, now)
+            except Exception:  # of one response; the others continue
+                _log.exception("processing the output of request %d failed", output.id)
+                self.abort(output.id, FinishReason.CANCELLED)
+                handler.on_error(500, "the response could not be written", "report this bug")
         _flush(clients)
 
 
-def _flush(clients: set[Client]) -> None:
+def _flush(clients: set[Flushable]) -> None:
     for client in clients:
         try:
             client.flush()
         except Exception:
-            _log.exception("an answer could not be written")
+            _log.exception("writing a response failed")
 
 
-class _Link(asyncio.Protocol):
+class _WorkerProtocol(asyncio.Protocol):
     """The socket to one worker."""
 
-    def __init__(self, front: Front) -> None:
-        self._front, self._frames = front, wire.Frames()
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine, self._frames = engine, wire.Frames()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._front.linked(self._transport)
+        self._engine.on_connected(self._transport)
 
     def data_received(self, data: bytes) -> None:
         try:
             for content in self._frames.feed(data):
-                self._front.hear(content)
+                self._engine.on_message(content)
         except wire.WireError as error:
-            _log.error("the engine is not understood: %s", error.message)
+            _log.error("invalid message from engine: %s", error.message)
             assert self._transport is not None
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
-            self._front.unlinked(self._transport)
+            self._engine.on_disconnected(self._transport)

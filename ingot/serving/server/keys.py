@@ -1,16 +1,16 @@
-"""Who may use the server: a file of hashed keys.
+"""API keys: a file of tenant names and hashed keys.
 
-A line names a tenant and the SHA-256 of a key, and may bound what the tenant uses in a minute:
+A line has a tenant's name and the SHA-256 of a key, and may limit what the tenant uses per minute:
 
     alice sha256:2bd806c97f0e00af1a1fc3328fa763a9269723c8db8fac4f93af71db186d6e90
     bob   sha256:81b637d8fcd2c6da6359e6963113a1170de795e4b725b84d1e0b4cfd9ec58ce9 tokens=90000
 
-`python -m ingot.serving.server.keys alice >> keys.txt` writes such a line, and shows the key once,
-on stderr. Keys are 256 random bits, so a plain hash of them cannot be searched; whoever reads the
-file learns no key. A tenant may have several lines: that is how a key is replaced. What a tenant
-computed is cached for that tenant alone: `salt` goes into every cached block's key.
+`ingot keys create alice >> keys.txt` appends such a line and shows the key once, on stderr. Keys
+are 256 random bits, so that a plain hash of them cannot be searched and the file reveals no key. A
+tenant may have several lines, which is how a key is replaced. Cached blocks are never shared
+between tenants: `cache_salt` is part of every block key.
 
-A key that comes is hashed and compared with every line in constant time.
+A received key is hashed and compared with every line in constant time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-import sys
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -35,9 +34,9 @@ _BOUND = re.compile(r"(requests|tokens)=([1-9][0-9]{0,11})")
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """Who asks, and what they may use in a minute; None is no bound.
+    """A user of the server, and its limits per minute; None is unlimited.
 
-    >>> Tenant(name="alice").salt == Tenant(name="bob").salt
+    >>> Tenant(name="alice").cache_salt == Tenant(name="bob").cache_salt
     False
     """
 
@@ -46,19 +45,19 @@ class Tenant:
     tokens: int | None = None
 
     @property
-    def salt(self) -> bytes:
-        """What keeps the tenant's cached blocks from the others'."""
+    def cache_salt(self) -> bytes:
+        """Keeps the tenant's cached blocks apart from others'."""
         return sha256(b"ingot tenant " + self.name.encode()).digest()
 
 
-ANYBODY = Tenant(name="anybody")
+ANONYMOUS = Tenant(name="anonymous")
 """The only tenant of a server without keys."""
 
 
 class Keys:
-    """The tenants of a file, by their keys.
+    """Tenants by their keys.
 
-    >>> keys = Keys.parse(line("alice", "a key"))
+    >>> keys = Keys.parse(format_line("alice", "a key"))
     >>> keys.find("a key").name, keys.find("another")
     ('alice', None)
     """
@@ -74,19 +73,19 @@ class Keys:
                 content = file.read(MAX_FILE + 1)
             if len(content) > MAX_FILE:
                 raise ConfigError(
-                    f"{path} has more than {MAX_FILE:,} bytes", hint="name a file of keys"
+                    f"{path}: expected at most {MAX_FILE:,} bytes", hint="give a file of keys"
                 )
             return cls.parse(content.decode())
         except OSError as error:
-            what = f"cannot read the keys in {path}: {error.strerror}"
-            hint = "make one: python -m ingot.serving.server.keys NAME >> FILE"
-            raise ConfigError(what, hint=hint) from error
+            message = f"cannot read the keys in {path}: {error.strerror}"
+            hint = "create one: ingot keys create NAME >> FILE"
+            raise ConfigError(message, hint=hint) from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not text", hint="name a file of keys") from error
+            raise ConfigError(f"{path} is not a text file", hint="give a file of keys") from error
 
     @classmethod
     def parse(cls, text: str) -> Keys:
-        """Read the lines of a file of keys; empty ones and those that begin with # are none."""
+        """Parse a file of keys; empty lines and those that start with # are skipped."""
         entries: list[tuple[bytes, Tenant]] = []
         for number, row in enumerate(text.splitlines(), start=1):
             words = row.split()
@@ -94,30 +93,30 @@ class Keys:
                 entries.append(_entry(words, number))
         if not 1 <= len(entries) <= MAX_KEYS:
             raise ConfigError(
-                f"a file of {len(entries):,} keys",
-                hint=f"give 1 to {MAX_KEYS:,}: python -m ingot.serving.server.keys NAME >> FILE",
+                f"expected 1 to {MAX_KEYS:,} keys, got {len(entries):,}",
+                hint="add a key: ingot keys create NAME >> FILE",
             )
         return cls(entries)
 
     def find(self, key: str) -> Tenant | None:
-        """The tenant of a key. The time it takes tells nothing about the keys there are."""
+        """Return the tenant of a key, in a time that does not depend on the keys."""
         digest = sha256(key[:MAX_KEY].encode("utf-8", "replace")).digest()
-        found: Tenant | None = None
+        match: Tenant | None = None
         for known, tenant in self._entries:
             if hmac.compare_digest(known, digest):
-                found = tenant
-        return found
+                match = tenant
+        return match
 
 
-def line(name: str, key: str) -> str:
-    """The line of a tenant's key.
+def format_line(name: str, key: str) -> str:
+    """Return the line of a tenant's key.
 
-    >>> line("alice", "a key")[:25]
+    >>> format_line("alice", "a key")[:25]
     'alice sha256:8fa3aab2faa9'
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"'{name[:80]}' is no name for a tenant",
+            f"invalid tenant name '{name[:80]}'",
             hint="use 1 to 64 letters, digits and . _ @ -",
         )
     return f"{name} sha256:{sha256(key.encode()).hexdigest()}"
@@ -128,25 +127,19 @@ def _entry(words: list[str], number: int) -> tuple[bytes, Tenant]:
     bounds = [_BOUND.fullmatch(word) for word in words[2:]]
     if not _NAME.fullmatch(name) or digest is None or None in bounds:
         raise ConfigError(
-            f"line {number} of the keys is not 'NAME sha256:HASH [requests=N] [tokens=N]'",
-            hint="write it with python -m ingot.serving.server.keys NAME >> FILE",
+            f"line {number}: expected 'NAME sha256:HASH [requests=N] [tokens=N]'",
+            hint="create the line: ingot keys create NAME >> FILE",
         )
     given = {bound[1]: int(bound[2]) for bound in bounds if bound}
     return bytes.fromhex(digest[1]), Tenant(name=name, **given)
 
 
-def main() -> None:
-    """Print the line of a new key to stdout, and the key to stderr."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m ingot.serving.server.keys NAME >> FILE")
+def create_key(name: str) -> tuple[str, str]:
+    """Return a new random key, and its line for the file.
+
+    >>> key, line = create_key("alice")
+    >>> Keys.parse(line).find(key).name
+    'alice'
+    """
     key = f"ingot-{secrets.token_urlsafe(32)}"
-    try:
-        row = line(sys.argv[1], key)
-    except ConfigError as error:
-        sys.exit(str(error))
-    sys.stdout.write(row + "\n")
-    sys.stderr.write(f"the key of {sys.argv[1]}, shown once: {key}\n")
-
-
-if __name__ == "__main__":
-    main()
+    return key, format_line(name, key)

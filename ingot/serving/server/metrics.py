@@ -1,12 +1,12 @@
-"""The server's figures for Prometheus.
+"""Prometheus metrics of the server.
 
-Dashboards and autoscalers know vLLM's names, so those are the names here where the meaning is the
-same; what vLLM has no name for begins with `ingot:`. Kubernetes' gateway API inference extension
-asks for the queue (`vllm:num_requests_waiting`), the running requests, the use of the KV cache
-(`vllm:kv_cache_usage_perc`) and its size (`vllm:cache_config_info`).
+Dashboards and autoscalers know vLLM's names, so metrics with the same meaning have those names;
+metrics that vLLM does not have start with `ingot:`. Kubernetes' gateway API inference extension
+reads the queue (`vllm:num_requests_waiting`), the running requests, the KV-cache usage
+(`vllm:kv_cache_usage_perc`) and size (`vllm:cache_config_info`).
 
-Gauges and sums of the engine are read off its last step when somebody asks. Histograms are our
-own, as those of prometheus-client take locks that a token need not pay for.
+Gauges and counters of the engine are taken from its last step when the metrics are read. The
+histograms are not prometheus-client's, which take locks for every token.
 """
 
 from __future__ import annotations
@@ -26,16 +26,34 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ingot.serving.engine.output import EngineStats
-from ingot.serving.server.wire import Hello
+from ingot.serving.server.wire import EngineReady
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60)
-_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
-_TOTAL = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 600)
+_TTFT_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)
+_ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_E2E_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 600)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 class Histogram:
-    """How often values fell below which bound.
+    """Counts of values by upper bound.
 
     >>> histogram = Histogram((1, 10))
     >>> for value in (0.5, 1, 7, 70):
@@ -55,49 +73,55 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
 
     def buckets(self) -> list[tuple[str, float]]:
-        """The bounds, and how many values are not above each."""
-        found: list[tuple[str, float]] = []
+        """Return each bound and the number of values up to it."""
+        counts: list[tuple[str, float]] = []
         total = 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
-            found.append((bound, total))
-        return found
+            counts.append((bound, total))
+        return counts
 
 
 class Metrics:
-    """What is counted in the HTTP process."""
+    """Metrics of the HTTP process."""
 
     def __init__(self) -> None:
-        self.first = Histogram(_SECONDS)
-        self.between = Histogram(_BETWEEN)
-        self.total = Histogram(_TOTAL)
-        self.prompt = Histogram(_COUNTS)
-        self.generated = Histogram(_COUNTS)
-        self.ends: Counter[str] = Counter()
-        """Answers by how they ended: stop, length, abort (the client left), error."""
+        self.ttft = Histogram(_TTFT_SECONDS)
+        self.itl = Histogram(_ITL_SECONDS)
+        self.e2e = Histogram(_E2E_SECONDS)
+        self.prompt_tokens = Histogram(_COUNTS)
+        self.generated_tokens = Histogram(_COUNTS)
+        self.finish_reasons: Counter[str] = Counter()
+        """Requests by finish reason: stop, length, abort (client disconnected), error."""
         self.statuses: Counter[int] = Counter()
-        """Responses by their status."""
+        """Responses by status."""
 
-    def answered(
-        self, end: str, *, first: float | None, total: float, prompt: int, generated: int
+    def record_request(
+        self,
+        reason: str,
+        *,
+        ttft: float | None,
+        e2e: float,
+        prompt_tokens: int,
+        generated_tokens: int,
     ) -> None:
-        """Count an answer that has ended, after so many seconds."""
-        self.ends[end] += 1
-        if first is not None:
-            self.first.observe(first)
-        self.total.observe(total)
-        self.prompt.observe(prompt)
-        self.generated.observe(generated)
+        """Count a request that finished."""
+        self.finish_reasons[reason] += 1
+        if ttft is not None:
+            self.ttft.observe(ttft)
+        self.e2e.observe(e2e)
+        self.prompt_tokens.observe(prompt_tokens)
+        self.generated_tokens.observe(generated_tokens)
 
 
-class Facts(Collector):
-    """All figures at the moment they are asked for."""
+class EngineCollector(Collector):
+    """Collects all metrics when they are read."""
 
     def __init__(
         self,
         metrics: Metrics,
         model: str,
-        engine: Callable[[], tuple[Hello | None, EngineStats | None]],
+        engine: Callable[[], tuple[EngineReady | None, EngineStats | None]],
         gauges: Callable[[], dict[str, float]],
     ) -> None:
         self._metrics, self._model, self._engine, self._gauges = metrics, model, engine, gauges
@@ -105,37 +129,43 @@ class Facts(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def page(self) -> bytes:
-        """The page that Prometheus reads."""
+    def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; prometheus-client calls it."""
-        hello, stats = self._engine()
-        metrics, labels, of = self._metrics, ["model_name", "engine"], [self._model, "0"]
+        info, stats = self._engine()
+        metrics, labels, values = self._metrics, ["model_name", "engine"], [self._model, "0"]
         if stats is not None:
-            yield from _engine_metrics(stats, labels, of)
-        if hello is not None:
-            info = InfoMetricFamily("vllm:cache_config", "The blocks of the KV cache.")
-            sizes = {"block_size": str(hello.block_size), "num_gpu_blocks": str(hello.blocks)}
-            info.add_metric([], {**dict(zip(labels, of, strict=True)), **sizes})
-            yield info
+            yield from _engine_metrics(stats, labels, values)
+        if info is not None:
+            family = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
+            sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+            family.add_metric([], {**dict(zip(labels, values, strict=True)), **sizes})
+            yield family
         for name, text, histogram in (
-            ("time_to_first_token_seconds", "From a request to its first token.", metrics.first),
-            ("inter_token_latency_seconds", "Between tokens of an answer.", metrics.between),
-            ("e2e_request_latency_seconds", "From a request to its end.", metrics.total),
-            ("request_prompt_tokens", "Tokens of a prompt.", metrics.prompt),
-            ("request_generation_tokens", "Tokens of an answer.", metrics.generated),
+            ("time_to_first_token_seconds", "Time to first token.", metrics.ttft),
+            ("inter_token_latency_seconds", "Inter-token latency.", metrics.itl),
+            ("e2e_request_latency_seconds", "End-to-end latency of a request.", metrics.e2e),
+            ("request_prompt_tokens", "Prompt tokens of a request.", metrics.prompt_tokens),
+            (
+                "request_generation_tokens",
+                "Generated tokens of a request.",
+                metrics.generated_tokens,
+            ),
         ):
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
-            family.add_metric(of, histogram.buckets(), histogram.sum)
+            family.add_metric(values, histogram.buckets(), histogram.sum)
             yield family
-        ends = CounterMetricFamily(
-            "vllm:request_success", "Answers by their end.", labels=[*labels, "finished_reason"]
+        reasons = CounterMetricFamily(
+            "vllm:request_success",
+            "Requests by finish reason.",
+            labels=[*labels, "finished_reason"],
         )
         for reason in ("stop", "length", "abort", "error"):
-            ends.add_metric([*of, reason], metrics.ends[reason])
-        yield ends
+            reasons.add_metric([*values, reason], metrics.finish_reasons[reason])
+        yield reasons
         statuses = CounterMetricFamily("ingot:http_responses", "By status.", labels=["status"])
         for status, count in sorted(metrics.statuses.items()):
             statuses.add_metric([str(status)], count)
@@ -144,32 +174,32 @@ class Facts(Collector):
             yield GaugeMetricFamily(f"ingot:{name}", name.replace("_", " "), value=value)
 
 
-def _engine_metrics(stats: EngineStats, labels: list[str], of: list[str]) -> Iterator[Metric]:
+def _engine_metrics(stats: EngineStats, labels: list[str], values: list[str]) -> Iterator[Metric]:
     usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
     for name, text, value in (
-        ("num_requests_running", "Requests that have blocks.", stats.num_running),
-        ("num_requests_waiting", "Requests that wait for blocks.", stats.num_waiting),
-        ("kv_cache_usage_perc", "Used share of the KV cache, from 0 to 1.", usage),
+        ("num_requests_running", "Running requests.", stats.num_running),
+        ("num_requests_waiting", "Waiting requests.", stats.num_waiting),
+        ("kv_cache_usage_perc", "KV-cache usage, from 0 to 1.", usage),
     ):
         gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
-        gauge.add_metric(of, value)
+        gauge.add_metric(values, value)
         yield gauge
     for name, text, value in (
-        ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
-        ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+        ("prompt_tokens", "Prompt tokens.", stats.prompt_tokens),
+        ("generation_tokens", "Generated tokens.", stats.generated_tokens),
         ("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens),
         ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens),
-        ("num_preemptions", "Requests whose blocks went to others.", stats.preemptions),
-        ("spec_decode_num_draft_tokens", "Tokens proposed.", stats.draft_tokens),
-        ("spec_decode_num_accepted_tokens", "Of them, accepted.", stats.accepted_tokens),
+        ("num_preemptions", "Preempted requests.", stats.preemptions),
+        ("spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted_tokens),
     ):
         counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
-        counter.add_metric(of, value)
+        counter.add_metric(values, value)
         yield counter
     for name, text, value in (
-        ("engine_steps", "Steps since its start.", stats.steps),
-        ("engine_failed_steps", "Steps that failed.", stats.failed_steps),
+        ("engine_steps", "Engine steps.", stats.steps),
+        ("engine_failed_steps", "Failed engine steps.", stats.failed_steps),
     ):
         counter = CounterMetricFamily(f"ingot:{name}", text, labels=labels)
-        counter.add_metric(of, value)
+        counter.add_metric(values, value)
         yield counter

@@ -1,16 +1,16 @@
-"""What OpenAI's clients send, and what is refused of it.
+"""Request bodies of OpenAI's API, validated.
 
-Every number is bounded and finite, every list and string has a length; what is beyond is answered
-by 422 and its place. Fields are of three kinds:
+Every number is bounded and finite, every list and string has a maximum length; violations are
+answered with 422 and the field's name. Fields are of three kinds:
 
-- what the engine does, `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and a few others of
-  vLLM's among them (`extra_body` of the client);
-- what OpenAI's clients send and what does not change an answer (`user`, `metadata`...): accepted
-  and ignored, by name;
-- everything else: refused by name. OpenAI does so too, and a field that is silently dropped is a
-  wrong answer that nobody notices (`logit_bais`).
+- parameters of the engine, including some of vLLM's (`top_k`, `min_p`, `repetition_penalty`,
+  `ignore_eos`...), which clients pass as `extra_body`;
+- fields that OpenAI's clients send and that do not change the output (`user`, `metadata`...):
+  accepted and ignored;
+- all others are rejected, as OpenAI does: a silently dropped field (`logit_bais`) would be a wrong
+  answer that goes unnoticed.
 
-`Job` is what both kinds of request come down to.
+Both kinds of request become a `GenerationJob`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from ingot.serving.engine.sampling_params import (
 MAX_TOKENS = 1 << 20
 MAX_TEXT = 1 << 22
 MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_STOP = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_SECONDS = 3600.0
-DEFAULT_TOKENS = 16
-"""Of a completion; OpenAI's default. A chat may fill the model's context."""
+DEFAULT_MAX_TOKENS = 16
+"""`max_tokens` of a completion, as OpenAI's. A chat may fill the model's context."""
 
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
 _Tokens = Annotated[list[_Token], Field(min_length=1, max_length=MAX_TOKENS)]
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Short = Annotated[str, Field(max_length=256)]
-_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _Object = Annotated[dict[str, Any], Field(max_length=256)]
 
 
 def _bias(value: dict[str, float]) -> dict[str, float]:
     for token in value:
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
-            raise ValueError("the keys are numbers of tokens")
+            raise ValueError("keys must be token ids")
     return value
 
 
@@ -68,7 +68,7 @@ class StreamOptions(_Strict):
 
 
 class JsonSchema(_Strict):
-    """The schema of `response_format`."""
+    """`json_schema` of `response_format`."""
 
     name: _Short = ""
     description: Annotated[str, Field(max_length=4096)] | None = None
@@ -77,7 +77,7 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """What the text has to be; `regex` and `grammar` are ours."""
+    """Constraint on the output; `regex` and `grammar` are extensions."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"] = "text"
     json_schema: JsonSchema | None = None
@@ -91,7 +91,7 @@ class ResponseFormat(_Strict):
         return self
 
     def constraint(self) -> Grammar | None:
-        """The engine's form of it."""
+        """Return the grammar for the engine."""
         if self.regex is not None and self.type == "regex":
             return Grammar(kind="regex", text=self.regex)
         if self.grammar is not None and self.type == "grammar":
@@ -103,15 +103,15 @@ class ResponseFormat(_Strict):
         return None
 
 
-class Asked(_Strict):
-    """The fields of both kinds."""
+class CommonParams(_Strict):
+    """Fields that completions and chats have in common."""
 
     model: _Short = ""
-    """The name of the model; empty for the one there is."""
+    """Model name; empty for the served model."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -128,15 +128,15 @@ class Asked(_Strict):
     response_format: ResponseFormat | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    """Ours, as vLLM's; 0 and -1 are all tokens."""
+    """Extension, as in vLLM; 0 and -1 disable it."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool = False
-    """Go on to `max_tokens`, past the model's own end."""
+    """Generate `max_tokens`, ignoring EOS."""
     timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
-    """Seconds; an answer that is not complete by then is worth nothing (504)."""
+    """Seconds after which the request fails with 504."""
 
-    # Ignored: they do not change an answer.
+    # Ignored: they do not change the output.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -145,14 +145,16 @@ class Asked(_Strict):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
 
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def options(self, ends: tuple[int, ...], seed: int, **more: Any) -> SamplingParams:
-        """The engine's options; `seed` is for who gave none."""
+    def sampling_params(
+        self, eos_token_ids: tuple[int, ...], seed: int, **more: Any
+    ) -> SamplingParams:
+        """Return the engine's parameters; `seed` is used if the request has none."""
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -169,13 +171,13 @@ class Asked(_Strict):
             logit_bias=tuple(
                 (int(token), value) for token, value in (self.logit_bias or {}).items()
             ),
-            stop_token_ids=() if self.ignore_eos else ends,
+            stop_token_ids=() if self.ignore_eos else eos_token_ids,
             grammar=grammar,
             **{name: value for name, value in given.items() if value is not None},
         )
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(CommonParams):
     """The body of `/v1/completions`."""
 
     prompt: (
@@ -184,7 +186,7 @@ class CompletionRequest(Asked):
         | _Tokens
         | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
     )
-    """Text, or tokens; or several of them."""
+    """Text or token ids; or a list of them."""
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -203,7 +205,7 @@ class CompletionRequest(Asked):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt."""
+        """Return the prompts as a list."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -212,34 +214,34 @@ class CompletionRequest(Asked):
         return list(prompt)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
-class Part(_Strict):
-    """A part of a message's content; text alone is understood."""
+class TextPart(_Strict):
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: _Text
 
 
 class Message(BaseModel):
-    """A message. Chat templates read fields of their own, so others than these are kept."""
+    """A chat message. Further fields are kept: chat templates may read them."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: _Text | Annotated[list[Part], Field(max_length=1024)] | None = None
+    content: _Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """What a template gets: content as one text, and `developer` by its older name."""
-        found = self.model_dump(exclude_unset=True)
+        """Return the message for the template: content as a string, `developer` as `system`."""
+        fields = self.model_dump(exclude_unset=True)
         if self.content is not None and not isinstance(self.content, str):
-            found["content"] = "".join(part.text for part in self.content)
+            fields["content"] = "".join(part.text for part in self.content)
         if self.content is None:
-            found["content"] = ""
+            fields["content"] = ""
         if self.role == "developer":
-            found["role"] = "system"
-        return found
+            fields["role"] = "system"
+        return fields
 
 
-class ChatRequest(Asked):
+class ChatRequest(CommonParams):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -248,12 +250,12 @@ class ChatRequest(Asked):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[_Object], Field(max_length=MAX_TOOLS)] | None = None
-    """Given to the model through its template; what it answers is passed on as text."""
+    """Passed to the chat template; tool calls are returned as text."""
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: _Object | None = None
-    """Variables of the template's own, as `enable_thinking`."""
+    """Variables of the chat template, such as `enable_thinking`."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatRequest:
@@ -265,7 +267,7 @@ class ChatRequest(Asked):
         return self
 
     def limit(self) -> int | None:
-        """The most tokens to write, if any is given."""
+        """Return the maximum number of tokens to generate, if given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -295,36 +297,36 @@ class TokenizeRequest(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be answered."""
+class GenerationJob:
+    """What to generate for one HTTP request."""
 
     chat: bool
-    """Whether in the form of a chat, or of a completion."""
+    """Whether to respond in the format of a chat or of a completion."""
     model: str
     prompts: list[tuple[int, ...]]
-    texts: list[str]
-    """What to say before each answer: the prompt, with echo."""
+    echo: list[str]
+    """With `echo`: the text of each prompt, which precedes its completion."""
     n: int
     max_tokens: int
-    options: SamplingParams
-    stops: tuple[str, ...] = ()
+    sampling_params: SamplingParams
+    stop: tuple[str, ...] = ()
     stream: bool = False
-    usage: bool = False
-    """Whether a stream ends with the tokens used."""
-    silent: bool = False
-    """Whether what is generated is left out: max_tokens was 0."""
+    include_usage: bool = False
+    """Whether a stream ends with the token counts."""
+    prompt_only: bool = False
+    """Whether `max_tokens` was 0: the output is dropped."""
 
 
-def error(
+def error_body(
     message: str, kind: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """An error as OpenAI's clients read it.
+    """Return an error in OpenAI's format.
 
-    >>> error("too long", "invalid_request_error")["error"]["type"]
+    >>> error_body("too long", "invalid_request_error")["error"]["type"]
     'invalid_request_error'
     """
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Unprocessable(IngotError):
-    """A request that is well formed, but can never be answered here."""
+    """A well-formed request that this server can never answer."""

@@ -1,11 +1,12 @@
-"""The server as a whole: two listeners, the supervisor of the engine, and how it all ends.
+"""The server: two listeners, the supervisor of the engine process, startup and shutdown.
 
-    main      what clients use: OpenAI's API, /healthz, /readyz
-    control   what operators use: /metrics, /drain; on loopback unless told otherwise
+    main     for clients: OpenAI's API, /healthz, /readyz
+    admin    for operators: /metrics, /drain; on loopback by default
 
-Both sockets are bound before the model is loaded, so a port in use is known at once. While it
-loads, requests are answered by 503. SIGTERM or Ctrl-C drains: no new requests, those inside are
-finished for up to `grace` seconds, then all leave; a second signal does not wait.
+Both sockets are bound before the model is loaded, so that a port in use is reported at once. While
+the model loads, requests are answered with 503. SIGTERM or Ctrl-C drains the server: no new
+requests are accepted, running ones have `drain_timeout` seconds to finish; a second signal stops it
+immediately.
 """
 
 from __future__ import annotations
@@ -22,107 +23,105 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
+from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger
 from ingot.interop.tokenizer import Tokenizer
-from ingot.serving.server import http
-from ingot.serving.server.admission import Admission, Bounds
-from ingot.serving.server.engine_client import Front
+from ingot.serving.server.admission import Admission, AdmissionLimits
+from ingot.serving.server.app import create_admin_app, create_app
+from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.keys import Keys
-from ingot.serving.server.metrics import Facts
-from ingot.serving.server.protocol import Bounded
+from ingot.serving.server.metrics import EngineCollector
+from ingot.serving.server.protocol import LimitedHttpProtocol
+from ingot.serving.server.service import Service
 from ingot.serving.server.supervisor import Supervisor
-from ingot.serving.server.worker import Settings
+from ingot.serving.server.worker import WorkerSettings
 
 _log = logger(__name__)
-CONNECTIONS = 4096
-TURNS = 8
-"""Tokens inside at a time, as a multiple of what the KV cache holds."""
-UNACKNOWLEDGED = 60_000
-"""Milliseconds after which the system drops a client that reads nothing of what was sent."""
+MAX_CONNECTIONS = 4096
+QUEUE_DEPTH_FACTOR = 8
+"""Maximum tokens in flight, as a multiple of the KV cache's capacity."""
+UNACKNOWLEDGED_MS = 60_000
+"""Milliseconds after which the system drops a client that acknowledges nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """How to serve.
+class ServerConfig:
+    """Settings of the server.
 
-    >>> Config().port
+    >>> ServerConfig().port
     8000
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 for any that is free."""
-    control_host: str = "127.0.0.1"
-    control_port: int = 9000
-    requests: int = 256
-    """Inside at a time; beyond, they are shed."""
+    """0 for any free port."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 9000
+    device: str = "auto"
+    """Device of the engine: "auto", "cpu", "cuda:0"..."""
+    max_requests: int = 256
+    """Maximum concurrent requests; further ones are rejected with 429."""
     timeout: float = 600.0
-    """Seconds after which an answer is worth nothing."""
-    stall: float = 60.0
-    """Seconds without a step, with work outstanding, after which the engine is restarted."""
-    grace: float = 30.0
-    """Seconds that requests inside have to finish when the server is told to stop."""
-    memory: int | None = None
-    """Bytes for keys and values."""
-    lookup: bool = False
-    """Whether to speculate by lookup."""
-    json: bool = False
-    """Whether logs are JSON."""
+    """Seconds after which a request fails."""
+    stall_timeout: float = 60.0
+    """Seconds without a completed step, with requests outstanding, until the engine restarts."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests have to finish at shutdown."""
+    kv_cache_bytes: int | None = None
+    speculate: Literal["ngram"] | None = None
+    json_logs: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("port", 0, 65535),
-            ("control_port", 0, 65535),
-            ("requests", 1, 100_000),
-            ("timeout", 0.1, 86_400),
-            ("stall", 0.1, 86_400),
-            ("grace", 0.0, 86_400),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}", hint=f"give a number from {low} to {high}"
-                )
+        check_bounds(
+            self,
+            port=(0, 65535),
+            admin_port=(0, 65535),
+            max_requests=(1, 100_000),
+            timeout=(0.1, 86_400),
+            stall_timeout=(0.1, 86_400),
+            drain_timeout=(0.0, 86_400),
+        )
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """A socket that listens there; `option` is what the user would change."""
+    """Return a listening socket; `option` is the CLI option named in errors."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise _no_socket(host, port, option, error) from error
-    made = socket.socket(family, kind, protocol)
+        raise _listen_error(host, port, option, error) from error
+    listener = socket.socket(family, kind, protocol)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED)
-        made.bind(address)
-        made.listen(2048)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+        listener.bind(address)
+        listener.listen(2048)
     except OSError as error:
-        made.close()
-        raise _no_socket(host, port, option, error) from error
-    return made
+        listener.close()
+        raise _listen_error(host, port, option, error) from error
+    return listener
 
 
-def _no_socket(host: str, port: int, option: str, error: OSError) -> IngotError:
+def _listen_error(host: str, port: int, option: str, error: OSError) -> IngotError:
     if error.errno == errno.EADDRINUSE:
-        hint = f"stop what uses it (ss -ltnp 'sport = :{port}' tells), or give another {option}"
+        hint = f"stop the process (ss -ltnp 'sport = :{port}' shows it), or choose another {option}"
         return ConfigError(f"port {port} of {host} is in use", hint=hint)
     if error.errno == errno.EACCES:
-        hint = f"give {option} a number from 1024 on"
-        return ConfigError(f"port {port} is not for everybody", hint=hint)
-    hint = "name an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for everybody"
+        message = f"permission denied for port {port} (ports below 1024 need privileges)"
+        return ConfigError(message, hint=f"choose {option} from 1024 on")
+    hint = "use an address of this machine: 127.0.0.1 for local clients, 0.0.0.0 for all"
     return ConfigError(f"cannot listen at {host}:{port}: {error.strerror}", hint=hint)
 
 
 class _Uvicorn(uvicorn.Server):
-    """One that leaves signals to us."""
+    """A uvicorn server without signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -133,7 +132,7 @@ def _uvicorn(app: Any) -> _Uvicorn:
     return _Uvicorn(
         uvicorn.Config(
             app,
-            http=Bounded,
+            http=LimitedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -142,130 +141,134 @@ def _uvicorn(app: Any) -> _Uvicorn:
             proxy_headers=False,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=5,
-            limit_concurrency=CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS,
         )
     )
 
 
 class Server:
-    """A model directory that is served."""
+    """Serves the model in a directory."""
 
-    def __init__(self, directory: Path, config: Config, keys: Keys | None = None) -> None:
+    def __init__(self, directory: Path, config: ServerConfig, keys: Keys | None = None) -> None:
         self.config = config
         self._main = listen(config.host, config.port, "--port")
-        self._control = listen(config.control_host, config.control_port, "--admin-address")
-        _raise_files()
+        self._admin = listen(config.admin_host, config.admin_port, "--admin-address")
+        _raise_file_limit()
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        self.front = Front()
-        self.admission = Admission(Bounds(requests=config.requests))
-        settings = Settings(
+        self.engine = EngineClient()
+        self.admission = Admission(AdmissionLimits(requests=config.max_requests))
+        settings = WorkerSettings(
             directory=str(directory),
-            memory=config.memory,
-            lookup=config.lookup,
-            json=config.json,
+            device=config.device,
+            kv_cache_bytes=config.kv_cache_bytes,
+            speculate=config.speculate,
+            json_logs=config.json_logs,
         )
-        self.supervisor = Supervisor(self.front, settings, config.stall)
-        self.service = http.Service(
+        self.supervisor = Supervisor(self.engine, settings, config.stall_timeout)
+        self.service = Service(
             model=directory.resolve().name,
             tokenizer=Tokenizer.load(directory),
-            front=self.front,
+            engine=self.engine,
             admission=self.admission,
             keys=keys,
-            seconds=config.timeout,
-            stuck=lambda: self.supervisor.stuck,
+            max_request_s=config.timeout,
+            stalled=lambda: self.supervisor.stalled,
         )
-        self.started: Callable[[], None] = lambda: None
-        """Called when the model is loaded for the first time."""
-        self._leaving = asyncio.Event()
-        self._stopped = asyncio.Event()
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called when a worker has loaded the model."""
+        self._draining = asyncio.Event()
+        self._stop_now = asyncio.Event()
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """URL for clients."""
         return _url(self._main)
 
     @property
-    def control_address(self) -> str:
-        """Where operators find it."""
-        return _url(self._control)
+    def admin_address(self) -> str:
+        """URL for operators."""
+        return _url(self._admin)
 
     @property
-    def exposed(self) -> bool:
+    def is_public(self) -> bool:
         """Whether other machines may reach it."""
         return not ipaddress.ip_address(self._main.getsockname()[0]).is_loopback
 
     async def run(self) -> None:
-        """Serve until told to stop; raises what is wrong with the model."""
-        facts = Facts(
+        """Serve until drained; raise the error of a model that cannot be loaded."""
+        collector = EngineCollector(
             self.service.metrics,
             self.service.model,
-            lambda: (self.front.hello, self.front.stats),
+            lambda: (self.engine.info, self.engine.stats),
             self._gauges,
         )
-        main = _uvicorn(http.app(self.service))
-        control = _uvicorn(http.control(self.service, facts, self.leave))
-        self.front.changed = self._changed
+        main = _uvicorn(create_app(self.service))
+        admin = _uvicorn(create_admin_app(self.service, collector, self.drain))
+        self.engine.on_status_change = self._on_status_change
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave)
+            loop.add_signal_handler(number, self.drain)
         supervising = asyncio.create_task(self.supervisor.run())
         listening = [
             asyncio.create_task(main.serve([self._main])),
-            asyncio.create_task(control.serve([self._control])),
+            asyncio.create_task(admin.serve([self._admin])),
         ]
-        leaving = asyncio.create_task(self._drain())
-        await asyncio.wait((supervising, leaving), return_when=asyncio.FIRST_COMPLETED)
+        draining = asyncio.create_task(self._drain())
+        await asyncio.wait((supervising, draining), return_when=asyncio.FIRST_COMPLETED)
         self.supervisor.stop("the server is stopping")
-        main.should_exit = control.should_exit = True
+        main.should_exit = admin.should_exit = True
         await asyncio.gather(*listening)
-        leaving.cancel()
+        draining.cancel()
         await supervising
 
-    def leave(self) -> None:
-        """Drain, then stop; told again, stop."""
-        if self._leaving.is_set():
-            self._stopped.set()
+    def drain(self) -> None:
+        """Finish running requests, then stop; stop at once if called again."""
+        if self._draining.is_set():
+            self._stop_now.set()
         self.service.draining = True
-        self._leaving.set()
+        self._draining.set()
 
     async def _drain(self) -> None:
-        await self._leaving.wait()
-        inside = self.admission.requests
-        if inside:
-            _log.info("finishing %d requests; once more to stop now", inside)
-        deadline = time.monotonic() + self.config.grace
+        await self._draining.wait()
+        in_flight = self.admission.requests
+        if in_flight:
+            _log.info("finishing %d requests; send the signal again to stop now", in_flight)
+        deadline = time.monotonic() + self.config.drain_timeout
         while self.admission.requests and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), 0.05)
-            if self._stopped.is_set():
+                await asyncio.wait_for(self._stop_now.wait(), 0.05)
+            if self._stop_now.is_set():
                 break
 
-    def _changed(self) -> None:
-        hello = self.front.hello
-        if self.front.ready and hello is not None:
-            tokens = TURNS * hello.blocks * hello.block_size
-            self.admission.bounds = Bounds(requests=self.config.requests, tokens=tokens)
-            self.started()
+    def _on_status_change(self) -> None:
+        info = self.engine.info
+        if self.engine.ready and info is not None:
+            tokens = QUEUE_DEPTH_FACTOR * info.num_blocks * info.block_size
+            limits = AdmissionLimits(requests=self.config.max_requests, tokens=tokens)
+            self.admission.limits = limits
+            self.on_ready()
 
     def _gauges(self) -> dict[str, float]:
         return {
-            "requests_inside": self.admission.requests,
-            "tokens_inside": self.admission.tokens,
-            "requests_shed": self.admission.shed,
-            "engine_up": float(self.front.ready),
+            "requests_in_flight": self.admission.requests,
+            "tokens_in_flight": self.admission.tokens,
+            "requests_rejected": self.admission.num_rejected,
+            "engine_up": float(self.engine.ready),
             "engine_restarts": self.supervisor.restarts,
             "draining": float(self.service.draining),
         }
 
 
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _raise_files() -> None:
-    """A connection is an open file, and the usual bound is 1,024."""
+def _raise_file_limit() -> None:
+    """Allow as many open files as connections; the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * CONNECTIONS)
+    wanted = 2 * MAX_CONNECTIONS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, wanted)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,10 +1,10 @@
-"""Keeps a worker running.
+"""Keeps an engine process running.
 
-A worker is dead when its socket closes, and stuck when requests are outstanding and no step has
-retired for `stall` seconds: then it is killed. Either way those who wait are told at once, and the
-next worker starts: the first time immediately, then after 1, 2, 4... seconds, at most 30, until
-one has served for a minute. A worker that says why it cannot serve, before any has, is not
-tried again: `Supervisor.run` raises it.
+A worker is dead when its socket closes, and stalled when requests are outstanding and no step has
+completed for `stall_timeout` seconds: then it is killed. Either way waiting requests fail at once,
+and the next worker starts: the first time immediately, then after 1, 2, 4... seconds, at most 30,
+until one has served for a minute. If the first worker reports why it cannot load the model, it is
+not restarted: `Supervisor.run` raises the error.
 """
 
 from __future__ import annotations
@@ -20,72 +20,74 @@ import msgspec
 
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
-from ingot.serving.server.engine_client import Front
-from ingot.serving.server.worker import Settings
+from ingot.serving.server.engine_client import EngineClient
+from ingot.serving.server.worker import WorkerSettings
 
 _log = logger(__name__)
-MAX_WAIT = 30.0
-STEADY = 60.0
-LEAVE_SECONDS = 5.0
+MAX_RESTART_DELAY_S = 30.0
+STEADY_S = 60.0
+EXIT_TIMEOUT_S = 5.0
 
 
-def delay(failures: int) -> float:
-    """The seconds before the next worker, after so many that failed in a row.
+def restart_delay(failures: int) -> float:
+    """Return the seconds before the next start, after a number of consecutive failures.
 
-    >>> [delay(n) for n in (1, 2, 3, 4, 99)]
+    >>> [restart_delay(n) for n in (1, 2, 3, 4, 99)]
     [0.0, 1.0, 2.0, 4.0, 30.0]
     """
-    return 0.0 if failures <= 1 else min(2.0 ** (min(failures, 10) - 2), MAX_WAIT)
+    return 0.0 if failures <= 1 else min(2.0 ** (min(failures, 10) - 2), MAX_RESTART_DELAY_S)
 
 
 class Supervisor:
-    """The worker of a front, one after another."""
+    """Starts the worker of an engine client, and restarts it when it dies or stalls."""
 
     command: tuple[str, ...] = (sys.executable, "-m", "ingot.serving.server.worker")
 
-    def __init__(self, front: Front, settings: Settings, stall: float) -> None:
+    def __init__(
+        self, engine: EngineClient, settings: WorkerSettings, stall_timeout: float
+    ) -> None:
         self.restarts = 0
         self.process: subprocess.Popen[bytes] | None = None
-        self._front, self._settings, self._stall = front, settings, stall
+        self._engine, self._settings, self._stall_timeout = engine, settings, stall_timeout
         self._stopping = asyncio.Event()
 
     @property
-    def stuck(self) -> bool:
-        """Whether work is outstanding and no step has retired for too long."""
-        front = self._front
-        idle = not front.ready or not front.outstanding
-        return not idle and time.monotonic() - front.retired > self._stall
+    def stalled(self) -> bool:
+        """Whether requests are outstanding and no step has completed for too long."""
+        engine = self._engine
+        idle = not engine.ready or not engine.num_outstanding
+        return not idle and time.monotonic() - engine.last_step_at > self._stall_timeout
 
     async def run(self) -> None:
-        """Start workers until told to stop."""
+        """Start workers until `stop` is called."""
         failures = 0
         while True:
             started = time.monotonic()
-            await self._serve()
-            front = self._front
+            await self._run_worker()
+            engine = self._engine
             if self._stopping.is_set():
                 return
-            if front.broken is not None and front.hello is None:
-                raise IngotError(front.broken.what, hint=front.broken.hint)
-            steady = front.hello is not None and time.monotonic() - started > STEADY
+            if engine.startup_error is not None and engine.info is None:
+                raise IngotError(engine.startup_error.message, hint=engine.startup_error.hint)
+            steady = engine.info is not None and time.monotonic() - started > STEADY_S
             failures = 1 if steady else failures + 1
             self.restarts += 1
-            wait = delay(failures)
-            _log.warning("the engine is restarted in %.0f s", wait)
+            wait = restart_delay(failures)
+            _log.warning("restarting the engine in %.0f s", wait)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait)
                 return
 
-    def stop(self, why: str) -> None:
-        """End the worker and start no other; `run` returns when it is gone."""
+    def stop(self, reason: str) -> None:
+        """Stop the worker and start no other; `run` returns when it has exited."""
         self._stopping.set()
-        self._front.lose(why)
+        self._engine.on_worker_lost(reason)
 
-    async def _serve(self) -> None:
-        """One worker, from its start to its end."""
+    async def _run_worker(self) -> None:
+        """Run one worker, from its start to its exit."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # A session of its own: Ctrl-C in the terminal is for us, and we tell it.
+            # A session of its own: Ctrl-C in the terminal is handled by this process alone.
             self.process = process = subprocess.Popen(
                 [*self.command, str(theirs.fileno()), msgspec.json.encode(self._settings).decode()],
                 pass_fds=[theirs.fileno()],
@@ -93,29 +95,31 @@ class Supervisor:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        protocol = self._front.connect()
+        protocol = self._engine.connect()
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: protocol, sock=ours)
         await self._watch()
-        await _end(process)
+        await _wait_for_exit(process)
         if not self._stopping.is_set():
-            _log.warning("the engine's process has ended with status %s", process.returncode)
+            _log.warning("the engine process exited with status %s", process.returncode)
 
     async def _watch(self) -> None:
-        if self._stopping.is_set():  # before there was anything to lose
-            self._front.lose("the server is stopping")
-        while not self._front.lost.is_set():
+        engine = self._engine
+        if self._stopping.is_set():  # before the connection was made
+            engine.on_worker_lost("the server is stopping")
+        while not engine.disconnected.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._front.lost.wait(), min(1.0, self._stall / 4))
-            if self.stuck:
+                interval = min(1.0, self._stall_timeout / 4)
+                await asyncio.wait_for(engine.disconnected.wait(), interval)
+            if self.stalled:
                 assert self.process is not None
                 self.process.kill()
-                self._front.lose(f"the engine has not finished a step for {self._stall:g} s")
+                engine.on_worker_lost(f"no engine step completed for {self._stall_timeout:g} s")
 
 
-async def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for it. It leaves when its socket is closed, after the step it is in; or is killed."""
-    deadline = time.monotonic() + LEAVE_SECONDS
+async def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a worker whose socket is closed; it exits after the current step, or is killed."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     while process.poll() is None:
         if time.monotonic() > deadline:
             process.kill()

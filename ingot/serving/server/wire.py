@@ -1,14 +1,14 @@
-"""What the HTTP process and the engine's process say to each other, and how it is framed.
+"""Messages between the HTTP process and the engine process, and their framing.
 
-    front -> worker   Request, End
-    worker -> front   Loading..., Hello, then Step after Step; or Broken, and the worker leaves
+    client -> worker   Request, Abort
+    worker -> client   Loading..., EngineReady, then StepOutputs; or EngineFailed, and it exits
 
-A frame is its length (4 bytes, little-endian) and a message as msgpack, over a Unix socket that
-only the two have. Messages are tagged structs with typed fields: whatever else comes is an error,
-never code. A length beyond `MAX_FRAME` is refused before anything is read.
+A frame is a length (4 bytes, little-endian) and a message as msgpack, over a Unix socket that only
+the two processes hold. Messages are tagged structs with typed fields: anything else is an error,
+never code. A length above `MAX_FRAME` is rejected before the frame is read.
 
-One `Step` carries the tokens of all requests: a frame a token would cost the HTTP process more
-than all else it does.
+One `StepOutputs` carries the tokens of all requests: one frame per token would cost the HTTP
+process more than everything else it does.
 """
 
 from __future__ import annotations
@@ -28,91 +28,94 @@ _M = TypeVar("_M")
 
 
 class WireError(IngotError):
-    """Bytes that are no frame, or a frame that is no message."""
+    """Malformed frame or message."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """What the worker does before it is ready."""
+    """Progress of the worker before it is ready."""
 
-    what: str
+    status: str
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is loaded: its facts."""
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model is loaded."""
 
     model: str
-    vocabulary: int
-    context: int
-    """The most tokens of a sequence."""
+    vocab_size: int
+    max_model_len: int
+    """Maximum number of tokens of a sequence."""
     block_size: int
-    blocks: int
+    num_blocks: int
+    device: str = "cpu"
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
-    """What one step of the engine did."""
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """Outputs of one step of the engine."""
 
     outputs: list[Output]
     stats: EngineStats
+    model: str = ""
+    """Name of the model that computed them."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request that can never run."""
+class RequestRejected(msgspec.Struct, frozen=True, tag=True):
+    """The engine rejected a request that can never run."""
 
     id: int
-    what: str
+    message: str
     hint: str
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The worker cannot go on, and leaves."""
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The worker cannot load the model, and exits."""
 
-    what: str
+    message: str
     hint: str
 
 
 ToWorker: TypeAlias = Request | Abort
-ToFront: TypeAlias = Loading | Hello | Step | Refused | Broken
+ToClient: TypeAlias = Loading | EngineReady | StepOutputs | RequestRejected | EngineFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+_to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 
 
-def frame(message: ToWorker | ToFront) -> bytes:
-    """The bytes of a message.
+def frame(message: ToWorker | ToClient) -> bytes:
+    """Return the bytes of a message.
 
-    >>> frame(Loading("weights")).hex()
-    '1b00000082a474797065a74c6f6164696e67a477686174a777656967687473'
+    >>> frame(Loading("weights")).hex()[:8]
+    '1d000000'
     """
     content = _encoder.encode(message)
     if len(content) > MAX_FRAME:
         raise WireError(
-            f"a message of {len(content):,} bytes, more than {MAX_FRAME:,}",
-            hint="ask for fewer tokens or log-probabilities at once",
+            f"message: expected at most {MAX_FRAME:,} bytes, got {len(content):,}",
+            hint="request fewer tokens or log-probabilities at once",
         )
     return _LENGTH.pack(len(content)) + content
 
 
 def to_worker(content: bytes) -> ToWorker:
-    """The message of a frame from the front.
+    """Decode a frame sent by the HTTP process.
 
     >>> from ingot.serving.engine.request import FinishReason
     >>> to_worker(frame(Abort(3, FinishReason.CANCELLED))[4:])
-    End(id=3, reason=<FinishReason.CANCELLED: 'cancelled'>)
+    Abort(id=3, reason=<FinishReason.CANCELLED: 'cancelled'>)
     """
     return _decode(_to_worker, content)
 
 
-def to_front(content: bytes) -> ToFront:
-    """The message of a frame from the worker.
+def to_client(content: bytes) -> ToClient:
+    """Decode a frame sent by the worker.
 
-    >>> to_front(b"?")
+    >>> to_client(b"?")
     Traceback (most recent call last):
     ...
-    ingot.serving.server.wire.WireError: a frame that is no message: Expected `object`, got `int`
-      hint: both processes have to be of one version of ingot: restart the server
+    ingot.serving.server.wire.WireError: malformed message: Expected `object`, got `int`
+      hint: restart the server: both processes need the same version of ingot
     """
-    return _decode(_to_front, content)
+    return _decode(_to_client, content)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_M], content: bytes) -> _M:
@@ -120,13 +123,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], content: bytes) -> _M:
         return decoder.decode(content)
     except (msgspec.MsgspecError, IngotError, ValueError, RecursionError) as error:
         raise WireError(
-            f"a frame that is no message: {str(error)[:500]}",
-            hint="both processes have to be of one version of ingot: restart the server",
+            f"malformed message: {str(error)[:500]}",
+            hint="restart the server: both processes need the same version of ingot",
         ) from error
 
 
 class Frames:
-    """Cuts a stream of bytes into the contents of its frames.
+    """Splits a byte stream into frames.
 
     >>> frames = Frames()
     >>> data = frame(Loading("weights")) * 2
@@ -138,23 +141,23 @@ class Frames:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes as they come; return the contents that are complete now."""
+        """Append received bytes; return the contents of the frames that are complete."""
         held = self._held
         held += data
-        found: list[bytes] = []
+        contents: list[bytes] = []
         start, size = 0, len(held)
         while size - start >= 4:
             (length,) = _LENGTH.unpack_from(held, start)
             if length > MAX_FRAME:
                 raise WireError(
-                    f"a frame of {length:,} bytes, more than {MAX_FRAME:,}",
-                    hint="restart the server: what comes is not ingot's",
+                    f"frame: expected at most {MAX_FRAME:,} bytes, got {length:,}",
+                    hint="restart the server: the peer does not speak its protocol",
                 )
             end = start + 4 + length
             if end > size:
                 break
-            found.append(bytes(held[start + 4 : end]))
+            contents.append(bytes(held[start + 4 : end]))
             start = end
         if start:
             del held[:start]
-        return found
+        return contents

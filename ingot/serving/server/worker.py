@@ -1,13 +1,13 @@
-"""The engine's process: a model, and a socket to the HTTP process.
+"""Engine process: a model, and a socket to the HTTP process.
 
     python -m ingot.serving.server.worker FD SETTINGS
 
-is how the supervisor starts it, with an open socket and `Settings` as JSON. Between two steps it
-takes what has come, without waiting; with nothing to do it waits for the socket. When the other
-side closes it leaves, whatever it was doing.
+is how the supervisor starts it, with an open socket and `WorkerSettings` as JSON. Between two steps
+the worker reads received messages without blocking; when idle it blocks on the socket. It exits
+when the other side closes.
 
-A frame that is no message, or a request that can never run, is answered or dropped; only a broken
-stream of frames ends the worker.
+A malformed message is dropped and a request that can never run is rejected; only a broken stream of
+frames ends the worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
     from ingot.serving.engine.engine import Engine
 
 _log = logger(__name__)
-_READ = 1 << 18
+_READ_BYTES = 1 << 18
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the worker is to serve.
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the engine process.
 
-    >>> Settings(directory="smollm2").memory is None
+    >>> WorkerSettings(directory="smollm2").kv_cache_bytes is None
     True
     """
 
     directory: str
-    memory: int | None = None
-    """Bytes for keys and values; None for what suits the machine."""
-    lookup: bool = False
-    """Whether to try what followed the same words before: see `propose`."""
-    json: bool = False
-    """Whether logs are JSON."""
+    device: str = "auto"
+    kv_cache_bytes: int | None = None
+    """None for the default of `config_for_memory`."""
+    speculate: Literal["ngram"] | None = None
+    """Speculative decoding: see `ingot.serving.engine.speculate`."""
+    json_logs: bool = False
 
 
 class Worker:
-    """An engine behind a socket."""
+    """Serves an engine over a socket."""
 
-    def __init__(self, engine: Engine, connection: socket.socket) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, connection: socket.socket, model: str = "") -> None:
+        self.engine, self.model = engine, model
         self.dropped = 0
-        """Frames that were no messages."""
+        """Number of malformed messages."""
         self._socket, self._frames = connection, wire.Frames()
 
     def run(self) -> None:
@@ -64,13 +64,13 @@ class Worker:
         while self._read(wait=not engine.has_unfinished_requests):
             if engine.has_unfinished_requests:
                 outputs = engine.step()
-                self._send(wire.Step(outputs, engine.stats()))
+                self._send(wire.StepOutputs(outputs, engine.stats(), self.model))
 
     def _read(self, wait: bool) -> bool:
-        """Take what has come; False if the other side is gone."""
+        """Read the received messages; return False if the other side has closed."""
         while True:
             try:
-                data = self._socket.recv(_READ, 0 if wait else socket.MSG_DONTWAIT)
+                data = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return True
             except ConnectionError:
@@ -78,12 +78,12 @@ class Worker:
             if not data:
                 return False
             for content in self._frames.feed(data):
-                self._hear(content)
-            if len(data) < _READ:
+                self._on_message(content)
+            if len(data) < _READ_BYTES:
                 return True
             wait = False
 
-    def _hear(self, content: bytes) -> None:
+    def _on_message(self, content: bytes) -> None:
         try:
             message = wire.to_worker(content)
         except wire.WireError as error:
@@ -96,89 +96,91 @@ class Worker:
         try:
             self.engine.add_request(message)
         except IngotError as error:
-            self._send(wire.Refused(message.id, error.message, error.hint))
+            self._send(wire.RequestRejected(message.id, error.message, error.hint))
 
-    def _send(self, message: wire.ToFront) -> None:
+    def _send(self, message: wire.ToClient) -> None:
         try:
             self._socket.sendall(wire.frame(message))
         except ConnectionError:
-            pass  # it is gone, which the next read finds
+            pass  # the next read returns False
         except wire.WireError as error:
-            # Too many log-probabilities for one frame: those who asked get nothing.
+            # Too many log-probabilities for one frame: the requests of the step fail.
             _log.error("%s", error.message)
-            if isinstance(message, wire.Step):
-                ends = [_without(output.id) for output in message.outputs]
+            if isinstance(message, wire.StepOutputs):
+                outputs = [_too_large(output.id) for output in message.outputs]
                 for output in message.outputs:
                     self.engine.abort(output.id, FinishReason.FAILED)
-                self._send(wire.Step(ends, message.stats))
+                self._send(wire.StepOutputs(outputs, message.stats, message.model))
 
 
-def _without(id: int) -> Output:
-    return Output(id, finish_reason=FinishReason.FAILED, error="the answer of a step was too large")
+def _too_large(id: int) -> Output:
+    message = "the outputs of the step exceed the maximum message size"
+    return Output(id, finish_reason=FinishReason.FAILED, error=message)
 
 
-def load(settings: Settings, connection: socket.socket) -> Worker:
-    """Load the model, and say what is being done."""
+def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
+    """Load the model; report progress to the other side."""
 
-    def say(message: wire.ToFront) -> None:
+    def send(message: wire.ToClient) -> None:
         connection.sendall(wire.frame(message))
 
-    say(wire.Loading("importing PyTorch"))
+    send(wire.Loading("importing PyTorch"))
+    from ingot.core.device import resolve
     from ingot.interop import hf
     from ingot.interop.tokenizer import Tokenizer
     from ingot.serving.engine import engine as engines
     from ingot.serving.engine.speculate import NgramProposer
 
-    directory = Path(settings.directory)
-    say(wire.Loading(f"loading {directory}"))
-    decoder, tokenizer = hf.load(directory), Tokenizer.load(directory)
-    scheduler_config = engines.config_for_memory(decoder, settings.memory)
+    directory, device = Path(settings.directory), resolve(settings.device)
+    name = directory.resolve().name
+    send(wire.Loading(f"loading {directory}"))
+    decoder, tokenizer = hf.load(directory).to(device), Tokenizer.load(directory)
+    scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
     engine = engines.Engine(
         decoder,
         scheduler_config=scheduler_config,
         tokenizer=tokenizer,
-        proposer=NgramProposer() if settings.lookup else None,
+        proposer=NgramProposer() if settings.speculate == "ngram" else None,
     )
-    say(wire.Loading("warming up; the CPU kernels are compiled, once on a machine"))
-    warm(engine)
+    send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
+    warm_up(engine)
     config = decoder.config
-    say(
-        wire.Hello(
-            model=directory.resolve().name,
-            vocabulary=config.vocab_size,
-            context=config.max_seq_len,
+    send(
+        wire.EngineReady(
+            model=name,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_seq_len,
             block_size=scheduler_config.block_size,
-            blocks=scheduler_config.num_blocks,
+            num_blocks=scheduler_config.num_blocks,
+            device=str(device),
         )
     )
-    return Worker(engine, connection)
+    return Worker(engine, connection, name)
 
 
-def warm(engine: Engine) -> None:
-    """Use every kernel once, so that the first request does not wait for them."""
+def warm_up(engine: Engine) -> None:
+    """Run every kernel once, so that the first request does not wait for compilation."""
     prompt = tuple(range(min(3, engine.decoder.config.max_seq_len - 3)))
+    params = SamplingParams(logprobs=0)
     for id in (1, 2):
-        request = Request(
-            id=id,
-            prompt=prompt,
-            max_tokens=3,
-            cache_salt=b"warm",
-            sampling_params=SamplingParams(logprobs=0),
+        engine.add_request(
+            Request(
+                id=id, prompt=prompt, max_tokens=3, cache_salt=b"warm-up", sampling_params=params
+            )
         )
-        engine.add_request(request)
     while engine.has_unfinished_requests:
         engine.step()
 
 
 def main() -> None:
-    """Load and serve; what is wrong with the model is told to the other side."""
-    settings = msgspec.json.decode(sys.argv[2], type=Settings)
-    setup(json=settings.json)
+    """Load and serve; errors of the model are sent to the other side."""
+    settings = msgspec.json.decode(sys.argv[2], type=WorkerSettings)
+    setup(json=settings.json_logs)
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
         worker = load(settings, connection)
     except IngotError as error:
-        connection.sendall(wire.frame(wire.Broken(error.message, error.hint)))
+        connection.sendall(wire.frame(wire.EngineFailed(error.message, error.hint)))
         sys.exit(2)
     except ConnectionError:
         sys.exit(0)

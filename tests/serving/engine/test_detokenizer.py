@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.interop.tokenizer import Tokenizer
-from ingot.serving.engine.detokenizer import Text
+from ingot.serving.engine.detokenizer import StreamingDetokenizer
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -41,7 +41,7 @@ def test_pieces_are_the_text_up_to_the_first_stop(
     text: str, stops: tuple[str, ...], width: int
 ) -> None:
     ids = TOKENIZER.encode(text)
-    made, shown = Text(TOKENIZER, stops), ""
+    made, shown = StreamingDetokenizer(TOKENIZER, stops), ""
     for start in range(0, len(ids), width):
         shown += made.feed(ids[start : start + width])
         assert cut(text, stops).startswith(shown), "what was shown cannot be taken back"
@@ -52,7 +52,7 @@ def test_pieces_are_the_text_up_to_the_first_stop(
 
 @given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=4))
 def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stop: str) -> None:
-    made, shown = Text(TOKENIZER, (stop,)), ""
+    made, shown = StreamingDetokenizer(TOKENIZER, (stop,)), ""
     for number, token in enumerate(TOKENIZER.encode(text), start=1):
         shown += made.feed([token])
         if made.stopped:
@@ -63,7 +63,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stop: str) -> N
 
 
 def test_half_a_character_is_given_at_the_end() -> None:
-    made = Text(TOKENIZER)
+    made = StreamingDetokenizer(TOKENIZER)
     ids = TOKENIZER.encode("é")
     assert len(ids) == 2
     assert made.feed(ids[:1]) == ""
@@ -72,6 +72,6 @@ def test_half_a_character_is_given_at_the_end() -> None:
 
 @pytest.mark.parametrize("stops", [(), ("zz",)])
 def test_nothing_comes_of_nothing(stops: tuple[str, ...]) -> None:
-    made = Text(TOKENIZER, stops)
+    made = StreamingDetokenizer(TOKENIZER, stops)
     assert made.feed([]) + made.finish() == ""
     assert not made.stopped

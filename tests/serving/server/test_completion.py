@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from ingot.serving.engine.detokenizer import Pieces
+from ingot.serving.engine.detokenizer import TokenTexts
 from ingot.serving.engine.output import Logprob, Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.server.completion import Answer, Failure, Place
+from ingot.serving.server.completion import ApiError, CompletionStream, RequestContext
 from ingot.serving.server.metrics import Metrics
-from ingot.serving.server.openai import Job
+from ingot.serving.server.openai import GenerationJob
 from tests.serving.engine.test_detokenizer import TOKENIZER
 
 
-class Asked:
+class CommonParams:
     """What the front was asked and told."""
 
     def __init__(self) -> None:
@@ -31,35 +31,35 @@ class Asked:
         self.ids += 1
         return self.ids
 
-    def add(self, request: Request, sink: Any) -> None:
+    def add_request(self, request: Request, handler: Any) -> None:
         self.requests.append(request)
 
-    def end(self, id: int, reason: FinishReason) -> None:
+    def abort(self, id: int, reason: FinishReason) -> None:
         self.ends.append((id, reason))
 
 
-def made(**changes: Any) -> tuple[Answer, Asked]:
-    front = Asked()
+def made(**changes: Any) -> tuple[CompletionStream, CommonParams]:
+    engine = CommonParams()
     fields = {
         "chat": False,
         "model": "m",
         "prompts": [(1, 2)],
-        "texts": [],
+        "echo": [],
         "n": 1,
         "max_tokens": 9,
-        "options": SamplingParams(stop_token_ids=(0,)),
+        "sampling_params": SamplingParams(stop_token_ids=(0,)),
         **changes,
     }
-    place = Place(
-        front=front,  # pyright: ignore
+    context = RequestContext(
+        engine=engine,  # pyright: ignore
         tokenizer=TOKENIZER,
-        pieces=Pieces(TOKENIZER),
+        token_texts=TokenTexts(TOKENIZER),
         metrics=Metrics(),
         cache_salt=b"s",
         priority=3,
         deadline=9.0,
     )
-    return Answer(Job(**fields), place), front
+    return CompletionStream(GenerationJob(**fields), context), engine
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -82,64 +82,68 @@ def events(data: bytes) -> list[Any]:
 
 def test_other_choices_are_asked_for_when_the_first_has_a_token() -> None:
     async def test() -> None:
-        answer, front = made(n=3, prompts=[(1, 2), (3,)], options=SamplingParams(seed=7))
-        answer.ask()
-        assert [r.prompt for r in front.requests] == [(1, 2), (3,)]
-        first = answer.choices[0]
-        first.take(Output(first.id, num_cached_tokens=32), 1.0)
-        assert len(front.requests) == 2
-        first.take(Output(first.id, ids("a")), 1.0)
-        first.take(Output(first.id, ids("b")), 1.0)
-        assert [r.prompt for r in front.requests[2:]] == [(1, 2), (1, 2)]
-        assert [r.sampling_params.seed for r in front.requests] == [7, 10, 8, 9]
-        assert all((r.cache_salt, r.priority, r.deadline) == (b"s", 3, 9.0) for r in front.requests)
-        assert answer.cached == 32
-        answer.cancel()
-        assert len(front.ends) == 6
+        completion, engine = made(
+            n=3, prompts=[(1, 2), (3,)], sampling_params=SamplingParams(seed=7)
+        )
+        completion.submit()
+        assert [r.prompt for r in engine.requests] == [(1, 2), (3,)]
+        first = completion.choices[0]
+        first.on_output(Output(first.id, num_cached_tokens=32), 1.0)
+        assert len(engine.requests) == 2
+        first.on_output(Output(first.id, ids("a")), 1.0)
+        first.on_output(Output(first.id, ids("b")), 1.0)
+        assert [r.prompt for r in engine.requests[2:]] == [(1, 2), (1, 2)]
+        assert [r.sampling_params.seed for r in engine.requests] == [7, 10, 8, 9]
+        assert all(
+            (r.cache_salt, r.priority, r.deadline) == (b"s", 3, 9.0) for r in engine.requests
+        )
+        assert completion.num_cached_tokens == 32
+        completion.cancel()
+        assert len(engine.ends) == 6
 
     run(test)
 
 
 def test_a_stream_is_one_write_a_step_and_ends_once() -> None:
     async def test() -> None:
-        answer, _ = made(stream=True, usage=True)
-        answer.ask()
+        completion, _ = made(stream=True, include_usage=True)
+        completion.submit()
         written: list[bytes] = []
-        (choice,) = answer.choices
-        choice.take(Output(choice.id, ids("é")[:1]), 1.0)
-        assert answer.began.done()
-        answer.stream_to(written.append)
-        answer.flush()
+        (choice,) = completion.choices
+        choice.on_output(Output(choice.id, ids("é")[:1]), 1.0)
+        assert completion.began.done()
+        completion.stream_to(written.append)
+        completion.flush()
         assert written == [], "half a character is nothing to say"
-        choice.take(Output(choice.id, ids("é")[1:] + ids('"\n')), 1.5)
-        answer.flush()
-        choice.take(Output(choice.id, (*ids("!"), 0), finish_reason=FinishReason.STOP), 2.0)
-        answer.flush()
-        answer.flush()
+        choice.on_output(Output(choice.id, ids("é")[1:] + ids('"\n')), 1.5)
+        completion.flush()
+        choice.on_output(Output(choice.id, (*ids("!"), 0), finish_reason=FinishReason.STOP), 2.0)
+        completion.flush()
+        completion.flush()
         assert len(written) == 2
         found = events(b"".join(written))
         assert [c["text"] for e in found[:-2] for c in e["choices"]] == ['é"\n', "!", ""]
         assert found[-3]["choices"][0]["finish_reason"] == "stop"
         assert found[-2]["usage"]["completion_tokens"] == 6
         assert found[-1] == "data: [DONE]"
-        assert answer.done.done()
-        assert answer.place.metrics.between.buckets()[-1] == ("+Inf", 2)
+        assert completion.done.done()
+        assert completion.context.metrics.itl.buckets()[-1] == ("+Inf", 2)
 
     run(test)
 
 
 def test_a_stop_string_ends_the_engines_request_too() -> None:
     async def test() -> None:
-        answer, front = made(stops=("bc",))
-        answer.ask()
-        (choice,) = answer.choices
-        choice.take(Output(choice.id, ids("ab")), 1.0)
-        assert not answer.done.done()
-        choice.take(Output(choice.id, ids("cd")), 1.0)
-        assert front.ends == [(choice.id, FinishReason.STOP)]
-        assert json.loads(answer.body())["choices"][0]["text"] == "a"
-        answer.cancel()
-        assert len(front.ends) == 1
+        completion, engine = made(stop=("bc",))
+        completion.submit()
+        (choice,) = completion.choices
+        choice.on_output(Output(choice.id, ids("ab")), 1.0)
+        assert not completion.done.done()
+        choice.on_output(Output(choice.id, ids("cd")), 1.0)
+        assert engine.ends == [(choice.id, FinishReason.STOP)]
+        assert json.loads(completion.body())["choices"][0]["text"] == "a"
+        completion.cancel()
+        assert len(engine.ends) == 1
 
     run(test)
 
@@ -159,31 +163,33 @@ def test_whatever_goes_wrong_is_one_clean_failure(
     output: Output, status: int, stream: bool
 ) -> None:
     async def test() -> None:
-        answer, front = made(n=2, stream=stream)
-        answer.ask()
-        first, second = answer.choices
-        first.take(Output(first.id, ids("a")), 1.0)
-        first.take(output, 1.0)
-        second.take(output, 1.0)
-        assert answer.failure is not None
-        assert answer.failure.status == status
-        assert "secret" not in answer.failure.what
-        assert answer.done.done()
-        assert b"".join(answer.out).count(b'"error"') == stream
-        assert (second.id, FinishReason.CANCELLED) in front.ends
+        completion, engine = made(n=2, stream=stream)
+        completion.submit()
+        first, second = completion.choices
+        first.on_output(Output(first.id, ids("a")), 1.0)
+        first.on_output(output, 1.0)
+        second.on_output(output, 1.0)
+        assert completion.error is not None
+        assert completion.error.status == status
+        assert "secret" not in completion.error.message
+        assert completion.done.done()
+        assert b"".join(completion.out).count(b'"error"') == stream
+        assert (second.id, FinishReason.CANCELLED) in engine.ends
 
     run(test)
 
 
 def test_logprobs_of_half_characters_have_their_bytes() -> None:
     async def test() -> None:
-        answer, _ = made(options=SamplingParams(logprobs=1, stop_token_ids=(0,)))
-        answer.ask()
-        (choice,) = answer.choices
+        completion, _ = made(sampling_params=SamplingParams(logprobs=1, stop_token_ids=(0,)))
+        completion.submit()
+        (choice,) = completion.choices
         halves = ids("é")
         logprobs = tuple(Logprob(t, -0.5, ((t, -0.5),)) for t in halves)
-        choice.take(Output(choice.id, halves, logprobs, finish_reason=FinishReason.LENGTH), 1.0)
-        found = json.loads(answer.body())["choices"][0]
+        choice.on_output(
+            Output(choice.id, halves, logprobs, finish_reason=FinishReason.LENGTH), 1.0
+        )
+        found = json.loads(completion.body())["choices"][0]
         assert found["text"] == "é"
         assert found["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
         assert found["finish_reason"] == "length"
@@ -192,5 +198,5 @@ def test_logprobs_of_half_characters_have_their_bytes() -> None:
 
 
 def test_a_failure_is_json_whatever_it_repeats() -> None:
-    body = json.loads(Failure(404, "no model '\ud800\"'", "ask").body())
+    body = json.loads(ApiError(404, "no model '\ud800\"'", "ask").body())
     assert body["error"]["type"] == "not_found_error"

@@ -18,10 +18,12 @@ import openai
 import pytest
 
 from ingot.serving.engine.output import Output
-from ingot.serving.server.admission import Admission, Bounds
-from ingot.serving.server.completion import Answer
-from ingot.serving.server.http import MAX_BODY, Reply, Service
-from ingot.serving.server.keys import ANYBODY, line
+from ingot.serving.server.admission import Admission, AdmissionLimits
+from ingot.serving.server.completion import CompletionStream
+from ingot.serving.server.guard import MAX_BODY
+from ingot.serving.server.keys import ANONYMOUS, format_line
+from ingot.serving.server.response import EngineResponse
+from ingot.serving.server.service import Service
 from tests.serving.conftest import Served, serving
 from tests.serving.server.test_completion import made
 
@@ -225,22 +227,22 @@ def test_control_is_not_on_the_main_listener(served: Served) -> None:
 
 
 def test_embeddings_are_refused_with_the_reason(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
+    with pytest.raises(openai.BadRequestError, match="does not support embeddings"):
         served.client().embeddings.create(model="small", input="Hello")
 
 
 WRONG = [
     (400, {"prompt": "a" * 4096}, "context is 4,096"),
-    (400, {"prompt": "a", "max_tokens": 4096}, "4,096 are asked for"),
-    (400, b"{", "no JSON"),
-    (400, b'{"prompt": "a' + b"[" * 100_000, "no JSON"),
-    (404, {"prompt": "a", "model": "gpt-9"}, "no model 'gpt-9'"),
+    (400, {"prompt": "a", "max_tokens": 4096}, "plus 4,096 requested"),
+    (400, b"{", "not valid JSON"),
+    (400, b'{"prompt": "a' + b"[" * 100_000, "not valid JSON"),
+    (404, {"prompt": "a", "model": "gpt-9"}, "model 'gpt-9' not found"),
     (422, {}, "prompt"),
     (422, {"prompt": ""}, "empty"),
-    (422, {"prompt": [256]}, "not among the model's 256"),
-    (422, {"prompt": "a", "logit_bias": {"256": 1}}, "not in the vocabulary"),
+    (422, {"prompt": [256]}, "token ids must be below 256"),
+    (422, {"prompt": "a", "logit_bias": {"256": 1}}, "below the vocabulary size"),
     (422, {"prompt": "a", "logit_bais": {}}, "logit_bais"),
-    (422, {"prompt": "a", "logit_bias": {"x": 1}}, "numbers of tokens"),
+    (422, {"prompt": "a", "logit_bias": {"x": 1}}, "keys must be token ids"),
     (422, {"prompt": "a", "logit_bias": {"1": 101}}, "100"),
     (422, {"prompt": "a", "temperature": -0.1}, "temperature"),
     (422, {"prompt": "a", "temperature": "1"}, "temperature"),
@@ -359,7 +361,10 @@ def test_connections_are_kept_alive_through_streams(served: Served) -> None:
 
 def test_keys_say_who_may_and_keep_caches_apart(directory: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text(f"{line('alice', 'a')}\n{line('bob', 'b')}\n{line('carol', 'c')} requests=2\n")
+    keys.write_text(
+        f"{format_line('alice', 'a')}\n{format_line('bob', 'b')}\n"
+        f"{format_line('carol', 'c')} requests=2\n"
+    )
     with serving(directory, tmp_path, "--api-key-file", str(keys)) as served:
         prompt = "A prompt of more than one block, which is thirty-two tokens, so it is cached."
         body = {"prompt": prompt, "max_tokens": 1}
@@ -396,13 +401,13 @@ def test_an_engine_that_dies_with_the_first_token_is_an_error(stream: bool) -> N
 
     async def run() -> list[Any]:
         answer, _ = made(stream=stream)
-        place = dataclasses.replace(answer.place, deadline=time.monotonic() + 10)
-        answer = Answer(answer.job, place)
-        admission = Admission(Bounds())
+        place = dataclasses.replace(answer.context, deadline=time.monotonic() + 10)
+        answer = CompletionStream(answer.job, place)
+        admission = Admission(AdmissionLimits())
         service = Service(
-            model="m", tokenizer=place.tokenizer, front=place.front, admission=admission
+            model="m", tokenizer=place.tokenizer, engine=place.engine, admission=admission
         )
-        ticket = admission.enter(ANYBODY, requests=1, tokens=9, now=0.0)
+        ticket = admission.acquire(ANONYMOUS, requests=1, tokens=9, now=0.0)
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -412,12 +417,14 @@ def test_an_engine_that_dies_with_the_first_token_is_an_error(stream: bool) -> N
             await asyncio.sleep(60)
 
         replying = asyncio.create_task(
-            Reply(service, answer, ticket)({"type": "http"}, receive, send)
+            EngineResponse(answer, ticket, admission=service.admission, metrics=service.metrics)(
+                {"type": "http"}, receive, send
+            )
         )
         await asyncio.sleep(0)
         (choice,) = answer.choices
-        choice.take(Output(choice.id, (70,)), 1.0)
-        choice.fail(503, "the engine has died", "wait")
+        choice.on_output(Output(choice.id, (70,)), 1.0)
+        choice.on_error(503, "the engine has died", "wait")
         await replying
         assert admission.requests == 0
         return sent

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.serving.server.keys import MAX_KEYS, Keys, Tenant, line
+from ingot.serving.server.keys import MAX_KEYS, Keys, Tenant, format_line
 
 
 def test_a_made_key_is_found_and_is_not_in_the_file(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ingot.serving.server.keys", "alice"]
+    command = [sys.executable, "-m", "ingot", "keys", "create", "alice"]
     made = subprocess.run(command, capture_output=True, text=True, check=True)
     path = tmp_path / "keys"
     path.write_text(f"# a comment\n\n{made.stdout}")
@@ -26,7 +26,7 @@ def test_a_made_key_is_found_and_is_not_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_wrong_name_makes_no_key() -> None:
-    command = [sys.executable, "-m", "ingot.serving.server.keys", "a b"]
+    command = [sys.executable, "-m", "ingot", "keys", "create", "a b"]
     made = subprocess.run(command, capture_output=True, text=True)
     assert made.returncode
     assert "hint" in made.stderr
@@ -34,10 +34,12 @@ def test_a_wrong_name_makes_no_key() -> None:
 
 
 def test_a_tenant_may_have_several_keys_and_bounds() -> None:
-    keys = Keys.parse(f"{line('a', 'old')}\n{line('a', 'new')} requests=60 tokens=90000\n")
+    keys = Keys.parse(
+        f"{format_line('a', 'old')}\n{format_line('a', 'new')} requests=60 tokens=90000\n"
+    )
     assert keys.find("old") == Tenant(name="a")
     assert keys.find("new") == Tenant(name="a", requests=60, tokens=90000)
-    assert keys.find("old").salt == keys.find("new").salt  # pyright: ignore
+    assert keys.find("old").cache_salt == keys.find("new").cache_salt  # pyright: ignore
 
 
 def test_every_line_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +47,7 @@ def test_every_line_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ingot.serving.server.keys.hmac.compare_digest", lambda a, b: compared.append(a) or a == b
     )
-    keys = Keys.parse("\n".join(line("a", str(n)) for n in range(5)))
+    keys = Keys.parse("\n".join(format_line("a", str(n)) for n in range(5)))
     assert keys.find("0")
     assert keys.find("none") is None
     assert len(compared) == 10
@@ -59,11 +61,11 @@ def test_every_line_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         "alice",
         "alice plain-key",
         "alice sha256:12",
-        line("a", "k") + " tokens=0",
-        line("a", "k") + " tokens=many",
-        line("a", "k") + " more=1",
-        "a/b" + line("a", "k")[1:],
-        "\n".join(line("a", str(n)) for n in range(MAX_KEYS + 1)),
+        format_line("a", "k") + " tokens=0",
+        format_line("a", "k") + " tokens=many",
+        format_line("a", "k") + " more=1",
+        "a/b" + format_line("a", "k")[1:],
+        "\n".join(format_line("a", str(n)) for n in range(MAX_KEYS + 1)),
     ],
 )
 def test_what_is_no_file_of_keys_is_refused(text: str) -> None:

@@ -7,18 +7,20 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from ingot.serving.engine.output import EngineStats
-from ingot.serving.server.metrics import Facts, Histogram, Metrics
-from ingot.serving.server.wire import Hello
+from ingot.serving.server.metrics import EngineCollector, Histogram, Metrics
+from ingot.serving.server.wire import EngineReady
 
-HELLO = Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=20)
+READY = EngineReady(model="m", vocab_size=9, max_model_len=8, block_size=4, num_blocks=20)
 STATS = EngineStats(
     **{**dict.fromkeys(EngineStats.__struct_fields__, 3), "num_blocks": 20, "num_used_blocks": 5}
 )
 
 
-def page(metrics: Metrics, hello: Hello | None, stats: EngineStats | None) -> dict[str, float]:
-    facts = Facts(metrics, 'a "model"\n', lambda: (hello, stats), lambda: {"engine_up": 1.0})
-    families = parse(facts.page().decode())
+def page(metrics: Metrics, info: EngineReady | None, stats: EngineStats | None) -> dict[str, float]:
+    facts = EngineCollector(
+        metrics, 'a "model"\n', lambda: (info, stats), lambda: {"engine_up": 1.0}
+    )
+    families = parse(facts.render().decode())
     return {
         sample.name
         + sample.labels.get("le", sample.labels.get("finished_reason", "")): sample.value
@@ -29,11 +31,11 @@ def page(metrics: Metrics, hello: Hello | None, stats: EngineStats | None) -> di
 
 def test_names_that_dashboards_and_gateways_know() -> None:
     metrics = Metrics()
-    metrics.answered("stop", first=0.03, total=0.7, prompt=12, generated=5)
-    metrics.answered("abort", first=None, total=0.1, prompt=3, generated=0)
-    metrics.between.observe(0.02)
+    metrics.record_request("stop", ttft=0.03, e2e=0.7, prompt_tokens=12, generated_tokens=5)
+    metrics.record_request("abort", ttft=None, e2e=0.1, prompt_tokens=3, generated_tokens=0)
+    metrics.itl.observe(0.02)
     metrics.statuses[200] += 1
-    found = page(metrics, HELLO, STATS)
+    found = page(metrics, READY, STATS)
     for name, value in {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 3,

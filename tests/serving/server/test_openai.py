@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 from schemathesis import GenerationMode
 
 from ingot.serving.server.openai import (
-    Asked,
     ChatRequest,
+    CommonParams,
     CompletionRequest,
     EmbeddingRequest,
     ResponseFormat,
@@ -40,15 +40,15 @@ def test_options_are_the_engines() -> None:
             "response_format": {"type": "json_object"},
         }
     )
-    options = asked.options((2,), 99, logprobs=None)
+    options = asked.sampling_params((2,), 99, logprobs=None)
     assert (options.temperature, options.top_k, options.seed) == (0.5, None, 99)
     assert options.logit_bias == ((7, -3.0),)
     assert options.stop_token_ids == (2,)
     assert options.grammar is not None
     assert json.loads(options.grammar.text) == {"type": "object"}
-    assert asked.stops() == ("x",)
-    never = Asked(ignore_eos=True, seed=-4, top_k=5).options((2,), 99)
-    assert (never.ends, never.seed, never.top_k) == ((), -4, 5)
+    assert asked.stop_strings() == ("x",)
+    never = CommonParams(ignore_eos=True, seed=-4, top_k=5).sampling_params((2,), 99)
+    assert (never.stop_token_ids, never.seed, never.top_k) == ((), -4, 5)
 
 
 @pytest.mark.parametrize(

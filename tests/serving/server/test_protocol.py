@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from ingot.serving.server import protocol
-from ingot.serving.server.protocol import Bounded
+from ingot.serving.server.protocol import LimitedHttpProtocol
 from tests.serving.conftest import Served
 
 
@@ -43,8 +43,10 @@ async def respond(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_a_head_that_takes_too_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
-    config = uvicorn.Config(respond, http=Bounded, lifespan="off", log_config=None, ws="none")
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    config = uvicorn.Config(
+        respond, http=LimitedHttpProtocol, lifespan="off", log_config=None, ws="none"
+    )
 
     async def run() -> None:
         server = uvicorn.Server(config)
@@ -53,7 +55,7 @@ def test_a_head_that_takes_too_long_is_dropped(monkeypatch: pytest.MonkeyPatch) 
             server.lifespan = config.lifespan_class(config)
             await server.startup([listening])
             address = listening.getsockname()
-            silent = await asyncio.open_connection(*address)
+            prompt_only = await asyncio.open_connection(*address)
             drip = await asyncio.open_connection(*address)
             quick = await asyncio.open_connection(*address)
             quick[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -67,10 +69,10 @@ def test_a_head_that_takes_too_long_is_dropped(monkeypatch: pytest.MonkeyPatch) 
                 dropped = drip[0].at_eof() or drip[0].exception() is not None
             assert dropped
             assert loop.time() - start < 3
-            assert await silent[0].read() == b""
+            assert await prompt_only[0].read() == b""
             quick[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")  # kept, and not late
             assert (await quick[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 204")
-            for _, writer in (silent, drip, quick):
+            for _, writer in (prompt_only, drip, quick):
                 writer.close()
             await asyncio.sleep(0.01)
             server.should_exit = True

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.serving.server.server import Config, listen
+from ingot.serving.server.server import ServerConfig, listen
 from tests.serving.conftest import Served, serving
 from tests.serving.faulty import POISON
 from tests.serving.load import LoadReport, ask
@@ -126,7 +126,7 @@ def test_clients_that_do_not_read_stop_nobody(served: Served) -> None:
         ]
         try:
             assert served.tokens() == before
-            served.wait(lambda: served.metric("ingot:requests_inside") == 0, 60)
+            served.wait(lambda: served.metric("ingot:requests_in_flight") == 0, 60)
             now = served.metric("vllm:request_success_total", finished_reason="abort")
             assert now == aborted + 4  # they were not waited for
             memory.append(served.metric("process_resident_memory_bytes"))
@@ -150,7 +150,7 @@ def overload(served: Served, clients: int) -> list[LoadReport]:
 
 
 def test_overload_is_429_and_harms_nobody_inside(served: Served) -> None:
-    before, shed_before = served.tokens(), served.metric("ingot:requests_shed")
+    before, shed_before = served.tokens(), served.metric("ingot:requests_rejected")
     alone = overload(served, 1)[0].text
     outcomes = overload(served, 150)
     assert {o.status for o in outcomes} == {200, 429}
@@ -159,7 +159,7 @@ def test_overload_is_429_and_harms_nobody_inside(served: Served) -> None:
     assert all(o.done and o.text == alone for o in inside)
     shed = [o for o in outcomes if o.status == 429]
     assert all(1 <= int(o.retry) <= 60 and o.error == "rate_limit_error" for o in shed)
-    assert served.metric("ingot:requests_shed") == shed_before + len(shed)
+    assert served.metric("ingot:requests_rejected") == shed_before + len(shed)
     check_after(served, before)
 
 
@@ -198,7 +198,7 @@ def test_sigterm_finishes_who_is_inside(directory: Path, tmp_path: Path) -> None
                 served.call, "/v1/completions", {"prompt": "late"}
             )
             assert status == 503, answer
-            assert "about to stop" in answer["error"]["message"]
+            assert "shutting down" in answer["error"]["message"]
             assert headers["retry-after"]
             assert served.call("/readyz")[0] == 503
             return await asked
@@ -239,7 +239,7 @@ def test_a_port_in_use_and_a_wrong_host_have_a_hint() -> None:
 @pytest.mark.parametrize("wrong", [{"port": 70000}, {"requests": 0}, {"stall": float("nan")}])
 def test_a_wrong_config_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Config(**wrong)
+        ServerConfig(**wrong)
 
 
 def test_the_http_process_has_no_torch() -> None:

@@ -30,10 +30,10 @@ TO_WORKER = [
     ),
     Abort(7, FinishReason.CANCELLED),
 ]
-TO_FRONT = [
+TO_CLIENT = [
     wire.Loading("weights"),
-    wire.Hello(model="m", vocabulary=9, context=8, block_size=4, blocks=2),
-    wire.Step(
+    wire.EngineReady(model="m", vocab_size=9, max_model_len=8, block_size=4, num_blocks=2),
+    wire.StepOutputs(
         [
             Output(1, (5,), num_cached_tokens=0),
             Output(
@@ -47,31 +47,31 @@ TO_FRONT = [
         ],
         STATS,
     ),
-    wire.Refused(3, "it is too long", "shorten it"),
-    wire.Broken("no model", "give one"),
+    wire.RequestRejected(3, "it is too long", "shorten it"),
+    wire.EngineFailed("no model", "give one"),
 ]
 
 
 @given(st.data())
 def test_messages_come_out_as_they_went_in_however_they_are_cut(data: st.DataObject) -> None:
-    sent = [*TO_WORKER, *TO_FRONT]
+    sent = [*TO_WORKER, *TO_CLIENT]
     stream = b"".join(frame(message) for message in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     frames, found = Frames(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += frames.feed(stream[start:end])
-    decode = [wire.to_worker] * len(TO_WORKER) + [wire.to_front] * len(TO_FRONT)
+    decode = [wire.to_worker] * len(TO_WORKER) + [wire.to_client] * len(TO_CLIENT)
     assert [d(content) for d, content in zip(decode, found, strict=True)] == sent
 
 
 def test_a_length_beyond_the_bound_is_refused_before_its_content_comes() -> None:
-    with pytest.raises(WireError, match="more than"):
+    with pytest.raises(WireError, match="at most"):
         Frames().feed(pack("<I", MAX_FRAME + 1))
 
 
 def test_a_message_beyond_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME", 10)
-    with pytest.raises(WireError, match="more than 10"):
+    with pytest.raises(WireError, match="at most 10"):
         frame(wire.Loading("a" * 20))
 
 
@@ -85,13 +85,13 @@ def test_a_request_beyond_its_bounds_is_no_message() -> None:
         wire.to_worker(bad)
 
 
-@pytest.mark.parametrize("decode", [wire.to_worker, wire.to_front])
+@pytest.mark.parametrize("decode", [wire.to_worker, wire.to_client])
 def test_garbage_is_refused_and_nothing_else_happens(
     decode: Callable[[bytes], object], record_property: Callable[[str, int], None]
 ) -> None:
     """Random bytes, and messages with bytes changed, cut and doubled."""
     rng = random.Random(0)
-    sent = [frame(message)[4:] for message in (*TO_WORKER, *TO_FRONT)]
+    sent = [frame(message)[4:] for message in (*TO_WORKER, *TO_CLIENT)]
     refused = 0
     for turn in range(20_000):
         content = bytearray(rng.choice(sent) if turn % 4 else rng.randbytes(rng.randrange(60)))

@@ -19,7 +19,7 @@ from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.engine.speculate import NgramProposer
 from ingot.serving.server import wire
-from ingot.serving.server.worker import Settings, Worker, load
+from ingot.serving.server.worker import Worker, WorkerSettings, load
 
 
 class Other:
@@ -27,16 +27,16 @@ class Other:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self._frames = connection, wire.Frames()
-        self._heard: list[wire.ToFront] = []
+        self._heard: list[wire.ToClient] = []
 
     def say(self, message: wire.ToWorker) -> None:
         self.socket.sendall(wire.frame(message))
 
-    def hear(self) -> wire.ToFront:
+    def hear(self) -> wire.ToClient:
         while not self._heard:
             data = self.socket.recv(1 << 16)
             assert data, "the worker has left"
-            self._heard += [wire.to_front(content) for content in self._frames.feed(data)]
+            self._heard += [wire.to_client(content) for content in self._frames.feed(data)]
         return self._heard.pop(0)
 
     def outputs(self, id: int) -> list[Output]:
@@ -44,7 +44,7 @@ class Other:
         found: list[Output] = []
         while True:
             message = self.hear()
-            if isinstance(message, wire.Step):
+            if isinstance(message, wire.StepOutputs):
                 found += [output for output in message.outputs if output.id == id]
             if found and found[-1].finish_reason is not None:
                 return found
@@ -85,7 +85,7 @@ def test_requests_are_answered_and_ended() -> None:
         first = tokens(other, 1)
         assert len(first) == 8
         other.say(Request(id=2, prompt=(1,), max_tokens=500))
-        assert isinstance(other.hear(), wire.Step)
+        assert isinstance(other.hear(), wire.StepOutputs)
         other.say(Abort(2, FinishReason.CANCELLED))
         assert other.outputs(2)[-1].finish_reason is FinishReason.CANCELLED
         assert tokens(other, 3) == first
@@ -105,7 +105,7 @@ def test_what_can_never_run_is_refused_by_its_number() -> None:
         ):
             other.say(request)
             refused = other.hear()
-            assert isinstance(refused, wire.Refused)
+            assert isinstance(refused, wire.RequestRejected)
             assert refused.id == request.id
             assert refused.hint
         assert tokens(other, 4)
@@ -159,18 +159,21 @@ def test_a_model_directory_is_loaded_with_its_facts(directory: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(30)
-        worker = load(Settings(directory=str(directory), memory=1 << 22, lookup=True), theirs)
+        worker = load(
+            WorkerSettings(directory=str(directory), kv_cache_bytes=1 << 22, speculate="ngram"),
+            theirs,
+        )
         assert isinstance(worker.engine.proposer, NgramProposer)
         assert not worker.engine.has_unfinished_requests
         assert worker.engine.stats().num_used_blocks == 0
-        other, heard = Other(ours), list[wire.ToFront]()
-        while not (heard and isinstance(heard[-1], wire.Hello)):
+        other, heard = Other(ours), list[wire.ToClient]()
+        while not (heard and isinstance(heard[-1], wire.EngineReady)):
             heard.append(other.hear())
         assert [type(message) for message in heard[:-1]] == [wire.Loading] * (len(heard) - 1)
-        hello = heard[-1]
-        assert isinstance(hello, wire.Hello)
-        assert (hello.model, hello.vocabulary, hello.context) == ("small", 256, 4096)
-        assert hello.blocks * hello.block_size * 128 * 2 <= 1 << 22
+        info = heard[-1]
+        assert isinstance(info, wire.EngineReady)
+        assert (info.model, info.vocab_size, info.max_model_len) == ("small", 256, 4096)
+        assert info.num_blocks * info.block_size * 128 * 2 <= 1 << 22
 
 
 def test_an_answer_too_large_for_a_frame_fails_its_requests(

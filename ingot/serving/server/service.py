@@ -1,0 +1,273 @@
+"""Request handling of the API: from a validated body to a response.
+
+A request passes these checks, in this order, before any of its tokens is computed:
+
+    the guard       API key (401), server state (503), body size (413, 408)
+    its schema      400 for invalid JSON, 422 for an unknown or out-of-range field
+    admission       429 with Retry-After, by an estimate of its tokens
+    the tokenizer   400 for more tokens than the model's context
+    the engine      422 for a request that can never run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from ingot.interop.tokenizer import Tokenizer
+from ingot.serving.engine.detokenizer import TokenTexts
+from ingot.serving.server.admission import Admission, Ticket, estimate_tokens
+from ingot.serving.server.asgi import Scope, headers_of
+from ingot.serving.server.completion import CompletionStream, RequestContext
+from ingot.serving.server.engine_client import EngineClient
+from ingot.serving.server.errors import ApiError, RequestError, error_response, json_response
+from ingot.serving.server.keys import ANONYMOUS, Keys, Tenant
+from ingot.serving.server.metrics import Metrics
+from ingot.serving.server.openai import (
+    DEFAULT_MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationJob,
+    Message,
+    TokenizeRequest,
+    Unprocessable,
+)
+from ingot.serving.server.response import EngineResponse
+
+OFFLOAD_CHARS = 4096
+"""Texts from this length on are tokenized in a thread."""
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(kw_only=True)
+class Service:
+    """The engine, tokenizer, admission control and metrics that requests use."""
+
+    model: str
+    tokenizer: Tokenizer
+    engine: EngineClient
+    admission: Admission
+    keys: Keys | None = None
+    max_request_s: float = 600.0
+    """Maximum duration of a request."""
+    metrics: Metrics = field(default_factory=Metrics)
+    draining: bool = False
+    stalled: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.token_texts = TokenTexts(self.tokenizer)
+        self.body_bytes = 0
+
+    def unavailable_reason(self) -> ApiError | None:
+        """Return why no request can be accepted; None if requests are accepted."""
+        if self.draining:
+            return ApiError(503, "the server is shutting down", "use another server", 5)
+        if not self.engine.ready:
+            return ApiError(503, f"the engine is {self.engine.status}", "retry soon", 2)
+        if self.stalled():
+            return ApiError(503, "the engine is stalled and will be restarted", "retry soon", 5)
+        return None
+
+    def tenant(self, scope: Scope) -> Tenant | None:
+        """Return the tenant of the request's API key; None if the key is missing or wrong."""
+        if self.keys is None:
+            return ANONYMOUS
+        for name, value in headers_of(scope):
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                return self.keys.find(value[7:].strip().decode("latin-1"))
+        return None
+
+    # Endpoints
+
+    async def complete(self, body: CompletionRequest, scope: Scope) -> Response:
+        """Handle `/v1/completions`."""
+        n, prompts = body.n or 1, body.prompts()
+        limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        ticket = self._admit(scope, body.model, n * len(prompts), limit)
+        try:
+            ids = [await self._tokenize(prompt, body.add_special_tokens) for prompt in prompts]
+            echo = [self._echo(prompt) for prompt in prompts] if body.echo else []
+            job = GenerationJob(
+                chat=False,
+                model=self.model,
+                prompts=ids,
+                echo=echo,
+                n=n,
+                max_tokens=self._max_new_tokens(ids, body.max_tokens, DEFAULT_MAX_TOKENS),
+                sampling_params=body.sampling_params(
+                    tuple(self.tokenizer.eos_token_ids),
+                    random.getrandbits(63),
+                    logprobs=body.logprobs,
+                    prompt_logprobs=body.logprobs if body.echo else None,
+                ),
+                stop=body.stop_strings(),
+                stream=bool(body.stream),
+                include_usage=bool(body.stream_options and body.stream_options.include_usage),
+                prompt_only=body.max_tokens == 0,
+            )
+            return self._respond(job, ticket, body.timeout)
+        except BaseException:
+            self.admission.release(ticket, time.monotonic())
+            raise
+
+    async def chat(self, body: ChatRequest, scope: Scope) -> Response:
+        """Handle `/v1/chat/completions`."""
+        n = body.n or 1
+        ticket = self._admit(scope, body.model, n, body.limit())
+        try:
+            ids = await self._tokenize_chat(body.messages, body.tools, body.chat_template_kwargs)
+            job = GenerationJob(
+                chat=True,
+                model=self.model,
+                prompts=[ids],
+                echo=[],
+                n=n,
+                max_tokens=self._max_new_tokens([ids], body.limit(), None),
+                sampling_params=body.sampling_params(
+                    tuple(self.tokenizer.eos_token_ids),
+                    random.getrandbits(63),
+                    logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                ),
+                stop=body.stop_strings(),
+                stream=bool(body.stream),
+                include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            )
+            return self._respond(job, ticket, body.timeout)
+        except BaseException:
+            self.admission.release(ticket, time.monotonic())
+            raise
+
+    async def tokenize(self, body: TokenizeRequest, scope: Scope) -> Response:
+        """Handle `/tokenize`."""
+        ticket = self._admit(scope, body.model, 1, 0)
+        try:
+            if body.messages is not None:
+                ids = await self._tokenize_chat(body.messages, None, None)
+            else:
+                ids = await self._tokenize(body.prompt or "", body.add_special_tokens)
+        finally:
+            self.admission.release(ticket, time.monotonic())
+        fields = {"tokens": ids, "count": len(ids), "max_model_len": self._max_model_len()}
+        return json_response(200, _encode(fields))
+
+    def embed(self, body: EmbeddingRequest) -> Response:
+        """Handle `/v1/embeddings`: not supported."""
+        self.check_model_name(body.model)
+        message = f"'{self.model}' does not support embeddings"
+        return error_response(ApiError(400, message, "use an embedding model", code="unsupported"))
+
+    def check_model_name(self, model: str) -> None:
+        """Raise a 404 for another model."""
+        if model not in ("", self.model):
+            raise RequestError(
+                ApiError(
+                    404,
+                    f"model '{model}' not found",
+                    f"use '{self.model}'",
+                    param="model",
+                    code="model_not_found",
+                )
+            )
+
+    def _admit(self, scope: Scope, model: str, choices: int, max_tokens: int | None) -> Ticket:
+        self.check_model_name(model)
+        max_len = self._max_model_len()
+        prompt_tokens = min(max_len, estimate_tokens(scope["ingot.size"]))
+        tokens = choices * min(
+            max_len, prompt_tokens + (max_len if max_tokens is None else max_tokens)
+        )
+        return self.admission.acquire(
+            scope["ingot.tenant"], requests=choices, tokens=tokens, now=time.monotonic()
+        )
+
+    def _max_model_len(self) -> int:
+        assert self.engine.info is not None
+        return self.engine.info.max_model_len
+
+    def _max_new_tokens(
+        self, prompts: list[tuple[int, ...]], requested: int | None, default: int | None
+    ) -> int:
+        """Return the number of tokens to generate; raise an error if they do not fit."""
+        assert self.engine.info is not None
+        max_len, longest = self._max_model_len(), max(map(len, prompts))
+        if max(map(max, prompts)) >= self.engine.info.vocab_size:
+            raise Unprocessable(
+                f"prompt: token ids must be below {self.engine.info.vocab_size:,}",
+                hint="send text, or token ids of this model's tokenizer",
+            )
+        if longest + max(requested or 1, 1) > max_len:
+            plus = f" plus {requested:,} requested" if requested else ""
+            raise RequestError(
+                ApiError(
+                    400,
+                    f"the prompt has {longest:,} tokens{plus}; the model's context is {max_len:,}",
+                    "shorten the prompt, or request fewer tokens",
+                    param="messages" if default is None else "prompt",
+                    code="context_length_exceeded",
+                )
+            )
+        if requested is not None:
+            return requested
+        return min(max_len - longest, default or max_len)
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt.encode("utf-8", "replace").decode()
+        return self.tokenizer.decode(prompt, skip_special_tokens=False)
+
+    async def _tokenize(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        encode, options = self.tokenizer.encode, {"add_special_tokens": add_special_tokens}
+        if len(prompt) < OFFLOAD_CHARS:
+            ids = encode(prompt, **options)
+        else:
+            ids = await asyncio.to_thread(encode, prompt, **options)
+        if not ids:
+            raise Unprocessable("prompt: must not be empty", hint="give at least one token")
+        return tuple(ids)
+
+    async def _tokenize_chat(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any] | None,
+    ) -> tuple[int, ...]:
+        plain = [message.plain() for message in messages]
+        text = await asyncio.to_thread(
+            lambda: self.tokenizer.render_chat(plain, tools, **(variables or {}))
+        )
+        encode = self.tokenizer.encode
+        if len(text) >= OFFLOAD_CHARS:
+            return tuple(await asyncio.to_thread(encode, text, add_special_tokens=False))
+        ids = encode(text, add_special_tokens=False)
+        if not ids:
+            raise Unprocessable("messages: must not be empty", hint="give at least one token")
+        return tuple(ids)
+
+    def _respond(self, job: GenerationJob, ticket: Ticket, timeout: float | None) -> Response:
+        tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
+        self.admission.correct(ticket, tokens)
+        anonymous = ticket.tenant is ANONYMOUS
+        max_request_s = min(timeout or self.max_request_s, self.max_request_s)
+        context = RequestContext(
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            token_texts=self.token_texts,
+            metrics=self.metrics,
+            cache_salt=b"" if anonymous else ticket.tenant.cache_salt,
+            priority=0 if anonymous else ticket.priority,
+            deadline=time.monotonic() + max_request_s,
+        )
+        return EngineResponse(
+            CompletionStream(job, context), ticket, admission=self.admission, metrics=self.metrics
+        )
