@@ -35,7 +35,7 @@ from ingot.interop import hf, hub
 from ingot.interop.chat import Message
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder
-from ingot.serving.engine.detokenizer import Text as StreamingDetokenizer
+from ingot.serving.engine.detokenizer import StreamingDetokenizer
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.output import Logprob, Output
 from ingot.serving.engine.request import FinishReason, Request
