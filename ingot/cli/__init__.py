@@ -129,9 +129,8 @@ def _print_help() -> None:
     console.print("[bold]ingot[/]: train, serve and verify one model with the same kernels\n")
     console.print("usage: ingot VERB ...\n", highlight=False)
     console.print(verbs)
-    console.print("\n`ingot doctor` checks this machine.", highlight=False)
     console.print(
-        "`ingot VERB --help` lists the options of a verb, with examples.", highlight=False
+        "\n`ingot VERB --help` lists the options of a verb, with examples.", highlight=False
     )
 
 
