@@ -84,10 +84,33 @@ def render_variables() -> str:
     return _table(("variable", "meaning"), rows)
 
 
+def render_metrics() -> str:
+    """Render every metric that the server exports, with its type and labels."""
+    from ingot.serving.engine.output import EngineStats
+    from ingot.serving.server.metrics import GAUGES, EngineCollector, Metrics
+    from ingot.serving.server.wire import EngineReady
+
+    ready = EngineReady(model="", vocab_size=1, max_model_len=1, block_size=1, num_blocks=1)
+    stats = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
+    metrics = Metrics()
+    metrics.statuses[200] = 1
+    collector = EngineCollector(
+        metrics, "", lambda: (ready, stats), lambda: dict.fromkeys(GAUGES, 0.0)
+    )
+    rows: list[tuple[str, ...]] = []
+    for family in collector.collect():
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
+        shown = ", ".join(f"`{label}`" for label in labels if label != "le")
+        rows.append((f"`{family.name}{suffix}`", family.type, shown, family.documentation))
+    return _table(("metric", "type", "labels", "meaning"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": render_commands,
     "recipe.md": render_recipe,
     "environment.md": render_variables,
+    "metrics.md": render_metrics,
 }
 
 

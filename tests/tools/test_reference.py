@@ -44,6 +44,13 @@ def test_the_command_page_has_every_command_and_its_options() -> None:
     assert "### ingot bench ops" in text
 
 
+def test_the_metrics_page_has_vllm_and_ingot_metrics() -> None:
+    text = reference.render_metrics()
+    assert "| `vllm:time_to_first_token_seconds` | histogram |" in text
+    assert "| `vllm:generation_tokens_total` | counter |" in text
+    assert "| `ingot:engine_up` | gauge |" in text
+
+
 def test_field_docs_are_the_strings_below_the_fields(tmp_path: Path) -> None:
     docs = reference.field_docs(Recipe)
     assert set(docs) <= set(Recipe.__dataclass_fields__)

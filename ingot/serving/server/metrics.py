@@ -52,6 +52,17 @@ _E2E_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
+GAUGES = {
+    "requests_in_flight": "Admitted requests.",
+    "tokens_in_flight": "Tokens reserved by admitted requests.",
+    "requests_rejected": "Requests rejected with 429 since the start.",
+    "engine_up": "1 while the engine accepts requests.",
+    "engine_restarts": "Restarts of the engine process since the start.",
+    "draining": "1 while the server drains.",
+}
+"""Gauges of the HTTP process, with their descriptions."""
+
+
 class Histogram:
     """Counts of values by upper bound.
 
@@ -171,7 +182,7 @@ class EngineCollector(Collector):
             statuses.add_metric([str(status)], count)
         yield statuses
         for name, value in self._gauges().items():
-            yield GaugeMetricFamily(f"ingot:{name}", name.replace("_", " "), value=value)
+            yield GaugeMetricFamily(f"ingot:{name}", GAUGES[name], value=value)
 
 
 def _engine_metrics(stats: EngineStats, labels: list[str], values: list[str]) -> Iterator[Metric]:
