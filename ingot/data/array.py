@@ -1,4 +1,4 @@
-"""Data that fits into memory: a row of x and its y a sample.
+"""Datasets that fit into memory: a sample is a row of x and its y.
 
 Legend: N samples.
 """
@@ -20,7 +20,7 @@ _SPLIT = 0x5EED  # one split for everybody, whatever seed they train with
 
 @dataclass(frozen=True)
 class ArrayBatch:
-    """Some samples: `x` and `y` row by row, and which they are."""
+    """Samples: rows of `x` and `y`, and their indices in the dataset."""
 
     x: Tensor
     y: Tensor
@@ -34,7 +34,7 @@ class ArrayBatch:
 
 @dataclass(frozen=True)
 class ArrayDataset:
-    """All samples; `y` is a class or a value for each.
+    """Arrays of samples; `y` is the class or value of each.
 
     >>> ArrayDataset(torch.zeros(3, 2), torch.arange(3)).batch([2, 0]).y
     tensor([2, 0])
@@ -54,13 +54,13 @@ class ArrayDataset:
         return len(self.x)
 
     def batch(self, indices: Sequence[int]) -> ArrayBatch:
-        """The samples of these indices, in this order."""
+        """Return the samples of these indices, in this order."""
         ids = list(indices)
         rows = torch.tensor(ids, dtype=torch.int64)
         return ArrayBatch(self.x[rows], self.y[rows], ids)
 
     def split(self, fraction: float) -> tuple[ArrayDataset, ArrayDataset]:
-        """Two sets: what is trained on, and this fraction of the samples, held out.
+        """Split into training samples and this fraction for validation.
 
         Which ones depends on how many there are and on nothing else.
 
@@ -79,7 +79,7 @@ class ArrayDataset:
 
 
 def xor() -> ArrayDataset:
-    """The four cases of exclusive or: the smallest thing that a linear model cannot learn.
+    """Return the four cases of exclusive or, which a linear model cannot learn.
 
     >>> xor().x.shape, xor().y
     (torch.Size([4, 2]), tensor([0, 1, 1, 0]))

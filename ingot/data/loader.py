@@ -1,4 +1,4 @@
-"""Batch after batch, without end: a loader whose whole state is a number and a seed.
+"""An endless loader whose whole state is one number and a seed.
 
 The order of all samples of all epochs is a function of the seed (`ingot.data.permutation`), so
 where a run is in its data is one number, that of the samples taken by all ranks together:
@@ -6,11 +6,11 @@ where a run is in its data is one number, that of the samples taken by all ranks
     rank r of w takes the samples at  sample + r, sample + r + w, ...  of the order,
     `batch_size` of them in a step, and then sample += batch_size * w
 
-Nothing else decides what comes next: a loader with the same seed that is sent to the same sample
-goes on with the same bits, whatever ranks, batches and interruptions there were before.
+Nothing else decides the next batch: a loader with the same seed at the same sample returns the same
+bits, whatever ranks, batch sizes and interruptions there were before.
 
-The next batches are made in a thread while the model computes. `waited` adds up the seconds that
-the loop has spent waiting for it: near 0, unless the disk is slower than the model.
+A thread prefetches the next batches while the model computes. `wait_seconds` is the total time the
+caller has waited for it: near 0, unless the disk is slower than the model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Dataset(Protocol[B_co]):
-    """What can be loaded: so many samples, and a batch of any of them."""
+    """A dataset that `Loader` can read."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int]) -> B_co:
-        """The samples of these indices, in this order."""
+        """Return the samples of these indices, in this order."""
         ...
 
 
@@ -78,7 +78,7 @@ class Loader(Generic[B]):
         self._coming: deque[Future[B]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingot-data")
         self.wait_seconds = 0.0
-        """Seconds spent waiting for batches, in all."""
+        """Total seconds spent waiting for batches."""
 
     def __iter__(self) -> Loader[B]:
         return self
@@ -101,14 +101,14 @@ class Loader(Generic[B]):
         return found
 
     def batch_at(self, sample: int) -> B:
-        """The batch that this rank gets at a sample; the loader stays where it is."""
+        """Return this rank's batch at a sample, without moving the loader."""
         _check(sample + self._step)
         first, stop = sample + self._rank, sample + self._step
         indices = shuffled_indices(first, stop, self._world_size, len(self._samples), self._seed)
         return self._samples.batch(indices.tolist())
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader is: behind the batches that were handed out, not those made ahead."""
+        """Return the position after the batches handed out; prefetched ones do not count."""
         return {"sample": self._sample, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -121,7 +121,7 @@ class Loader(Generic[B]):
         self.seek(state["sample"])
 
     def seek(self, sample: int) -> None:
-        """Go on at this sample of the order."""
+        """Continue at this sample of the order."""
         _check(sample)
         self._forget()
         self._sample = sample

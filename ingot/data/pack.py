@@ -1,4 +1,4 @@
-"""Documents into fixed budgets of tokens, without padding.
+"""Packing: documents in samples of `seq_len` tokens, without padding.
 
 The documents of a corpus lie one after another, and sample i is the tokens from i * length to
 (i + 1) * length. What of a document is in a sample is a sequence of its own: attention does not
@@ -40,7 +40,7 @@ MAX_LENGTH = 1 << 24
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """PackedDataset tokens: `tokens` and `targets` are (T,) of int64, `lengths` add up to T."""
+    """Packed sequences: `tokens` and `targets` are (T,) of int64, `lengths` add up to T."""
 
     tokens: Tensor
     targets: Tensor
@@ -54,7 +54,7 @@ class TokenBatch:
 
 
 class PackedDataset:
-    """Dataset of `seq_len` tokens of a corpus' part: `PackedDataset(corpus.train, seq_len=512)`."""
+    """Samples of `seq_len` tokens: `PackedDataset(token_dataset.train, seq_len=512)`."""
 
     def __init__(self, tokens: TokenStream, seq_len: int) -> None:
         if not 0 < seq_len <= MAX_LENGTH:
@@ -70,7 +70,7 @@ class PackedDataset:
         return -(-len(self._tokens) // self.seq_len)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
-        """The samples of these indices, packed in this order."""
+        """Return the samples of these indices, packed in this order."""
         ids = list(indices)
         samples = [self._sample(i) for i in ids]
         return TokenBatch(

@@ -1,17 +1,17 @@
-"""Checkpoints: everything that determines the future of a run, whole or not at all.
+"""Checkpoints: everything that determines the future of a run, complete or absent.
 
     checkpoints/step-00000100/
-        model.safetensors     all tensors, as `part/name`; shards if they are large
-        checkpoint.json       the rest, and the SHA-256 of every other file
+        model.safetensors     all tensors, as `part/name`; several shards if they are large
+        checkpoint.json       metadata, and the SHA-256 of every other file
 
-A checkpoint is written beside its place and renamed there when it is complete
-(`paths.atomic_directory`), so a process that is killed leaves the last one as it was. A disk may
-still lose what it has promised to keep: whoever reads compares the hashes first, and passes over
-a checkpoint that is torn.
+A checkpoint is written to a temporary directory and renamed when it is complete
+(`paths.atomic_directory`), so a killed process leaves the previous one intact. A disk may still
+lose data that it has acknowledged: the reader compares the hashes first and skips corrupt
+checkpoints.
 
-Writing is asynchronous: `save` copies the tensors and returns, and a thread writes the copies while
-the run goes on (writing the tensors themselves would write later values). A failure is raised by
-the next call. When a new one is whole, all but the last few and the best are deleted.
+Writing is asynchronous: `save` copies the tensors to host memory and returns, and a thread writes
+the copies while training continues. The next call raises a failure. When a new checkpoint is
+complete, all but the latest few and the best are deleted.
 
 Nothing is pickled.
 """
@@ -50,15 +50,15 @@ class CheckpointError(IngotError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk that was whole when it was looked at."""
+    """A checkpoint on disk whose hashes were verified."""
 
     path: Path
     step: int
     metadata: dict[str, Any]
-    """What was saved beside the tensors."""
+    """JSON values saved with the tensors."""
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """The tensors of a part, read into memory."""
+        """Read the tensors of a part into host memory."""
         weights = SafetensorsDir(self.path)
         found = {
             name: torch.empty(entry.shape, dtype=entry.dtype)
@@ -70,7 +70,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_into(self, model: nn.Module) -> None:
-        """Give a model the weights of the checkpoint: their running mean, if there is one."""
+        """Copy the weights into a model, on its device: the EMA, if there is one."""
         weights = self.tensors("ema") or self.tensors("weights")
         for name, parameter in model.named_parameters():
             if name in weights:
@@ -105,7 +105,7 @@ class Checkpoints:
         metadata: Mapping[str, Any],
         loss: float | None = None,
     ) -> None:
-        """Copy all of it and have it written. `loss` is what the best is the best of."""
+        """Copy the tensors and write them in the background; `loss` decides which is the best."""
         self.wait()
         staged = {
             f"{part}/{name}": tensor.detach().to("cpu", copy=True)
@@ -113,36 +113,35 @@ class Checkpoints:
             for name, tensor in tensors.items()
         }
         content = {"format": FORMAT, "step": step, "loss": loss, "metadata": dict(metadata)}
-        text = json.dumps(content)  # here, so that it too is of now
+        text = json.dumps(content)  # now, since the caller may change it
         self._writing = self._thread.submit(self._write, step, staged, text)
 
     def raise_pending_error(self) -> None:
-        """Raise what went wrong with the last one, if it is known by now."""
+        """Raise the error of the last write, if it has failed by now."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last one is written; raise what went wrong."""
+        """Wait until the last checkpoint is written; raise its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def latest(self) -> Checkpoint | None:
-        """The newest that is whole; those that are torn are passed over, with a warning."""
+        """Return the latest intact checkpoint; corrupt ones are skipped with a warning."""
         self.wait()
         for step in sorted(self._steps(), reverse=True):
             path = self.directory / f"step-{step:08}"
             try:
                 return _read(path, step)
             except (CheckpointError, WeightsError, OSError) as error:
-                logger(__name__).warning("passed over %s: %s", path, str(error).partition("\n")[0])
+                logger(__name__).warning(
+                    "skipped corrupt checkpoint %s: %s", path, str(error).partition("\n")[0]
+                )
         return None
 
     def quarantine_after(self, step: int) -> None:
-        """Make room behind this step: what was passed over is put aside as `corrupt-...`.
-
-        What is left of writes that were cut off is deleted.
-        """
+        """Rename checkpoints after this step to `corrupt-...`, and delete incomplete writes."""
         for place in (place for place in self._steps() if place > step):
             aside = f"corrupt-{place:08}-{secrets.token_hex(4)}"
             (self.directory / f"step-{place:08}").rename(self.directory / aside)

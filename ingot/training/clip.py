@@ -1,17 +1,18 @@
-"""Gradients that are too large are scaled down: by a fixed norm, or by what was usual so far.
+"""Gradient clipping: by a fixed norm, or by running statistics of the norms.
 
 With |g| the norm of all gradients together:
 
     norm    |g| is at most `max_norm` (Pascanu et al. 2013)
-    zclip   by the running mean m and deviation s of |g|: where z = (|g| - m) / s is above z_max,
-            |g| becomes m + (z_max^2 / z) s (Kumar et al. 2025), and the mean goes on with that.
-            The first 25 steps only gather statistics, clipped to `max_norm`.
-    adagc   each tensor by its own running norm: |g_i| is at most `ratio` of it (Wang et al. 2025).
-            The first 100 steps are clipped to `max_norm` all together, and the running norm is the
-            least that was seen.
+    zclip   with the running mean m and deviation s of |g|: where z = (|g| - m) / s is above
+            `z_threshold`, |g| becomes m + (z_threshold^2 / z) s (Kumar et al. 2025), and the
+            clipped value enters the mean. The first 25 steps only collect statistics, clipped to
+            `max_norm`.
+    adagc   each tensor by its own running norm: |g_i| is at most `ratio` times it (Wang et al.
+            2025). The first 100 steps are clipped to `max_norm` together, and the running norm is
+            the minimum of those steps.
 
-A clipper turns norms into factors; multiplying the gradients by them is the step's business, which
-has other factors to multiply in.
+A clipper turns norms into factors, on the host. The train step multiplies the gradients by them,
+together with other factors.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -36,6 +37,7 @@ class ClipNormConfig:
 
     kind: Literal["norm"] = "norm"
     max_norm: float = 1.0
+    """Maximum norm of all gradients together."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_norm=_MAX_NORM)
@@ -43,14 +45,17 @@ class ClipNormConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ZClipConfig:
-    """Clip what is far above the running mean of the norm."""
+    """Clip norms that are far above their running mean."""
 
     kind: Literal["zclip"] = "zclip"
     max_norm: float = 1.0
-    """In the first steps, without statistics."""
+    """Maximum norm during the warm-up, before there are statistics."""
     z_threshold: float = 2.5
+    """Deviations above the mean at which a norm is clipped."""
     beta: float = 0.97
+    """Decay rate of the running mean and variance."""
     warmup_steps: int = 25
+    """Steps that only collect statistics."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -68,9 +73,13 @@ class AdaGCConfig:
 
     kind: Literal["adagc"] = "adagc"
     max_norm: float = 1.0
+    """Maximum norm of all gradients together during the warm-up."""
     ratio: float = 1.05
+    """Maximum norm of a gradient relative to its running norm."""
     beta: float = 0.98
+    """Decay rate of the running norms."""
     warmup_steps: int = 100
+    """Steps that only collect statistics."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -96,7 +105,7 @@ class Clipper:
         self._norms = torch.full((tensors,), math.inf)
 
     def factors(self, norms: Tensor) -> Tensor:
-        """What to multiply each gradient by, whose norms these are. Norms must be finite."""
+        """Return the factor of each gradient, given their norms, which must be finite."""
         total = float(norms.double().square().sum().sqrt())
         match self.config:
             case None:
@@ -139,12 +148,12 @@ class Clipper:
         return factors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next steps depend on."""
+        """Return the running statistics."""
         numbers = [self._seen, self._mean, self._variance]
         return {"running": torch.tensor(numbers, dtype=torch.float64), "norms": self._norms}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state that `state_dict` gave in another process."""
+        """Continue from a state that `state_dict` returned."""
         seen, self._mean, self._variance = state["running"].tolist()
         self._seen, self._norms = int(seen), state["norms"].clone()
 
@@ -154,7 +163,7 @@ def _clip_factor(norm: float, max_norm: float) -> float:
 
 
 def grad_norms(tensors: list[Tensor]) -> Tensor:
-    """The norm of each tensor, in float32.
+    """Return the norm of each tensor, in float32.
 
     >>> grad_norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
     tensor([5., 0.])
@@ -163,7 +172,7 @@ def grad_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """In float32; of other dtypes some megabytes at a time, which torch would convert at once."""
+    """Return the norm in float32; other dtypes are converted a few megabytes at a time."""
     if x.dtype == torch.float32:
         return torch.linalg.vector_norm(x)
     parts = [torch.linalg.vector_norm(part.float()) for part in x.flatten().split(2**20)]

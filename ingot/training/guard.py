@@ -1,17 +1,17 @@
-"""Divergence is never silent: a loss or gradient that is not finite, or far above the usual.
+"""Detection of divergence: losses or gradients that are not finite, and loss spikes.
 
-The usual is the median of the last `window` losses, and its spread their median deviation from it
-(MAD): a spike moves neither. Scaled so that it is a standard deviation for normal noise,
+The baseline is the median of the last `window` losses, and its spread their median absolute
+deviation (MAD), which a spike does not move. Scaled to the standard deviation of normal noise,
 
     z = (loss - median) / (1.4826 MAD)
 
-A loss above `z` of these is a spike. The spread counts as at least 1 % of the median, or a plateau
-would make a spike of every wobble. Falling losses are never one.
+A loss with z above `z_threshold` is a spike. The spread is taken to be at least 1 % of the median,
+so that small fluctuations on a plateau are not spikes. Falling losses never are.
 
-What happens then is the policy: `stop` ends the run, `skip` leaves out the batch, `rollback` goes
-back to the newest checkpoint's weights and on with the data behind the batch (Chowdhery et al.
-2022). More than `patience` such batches in `window` steps end the run under every policy: something
-is wrong that leaving out batches does not cure.
+The policy decides what happens next: `stop` ends the run, `skip` skips the batch, `rollback`
+restores the weights of the latest checkpoint and continues with the data after the batch (Chowdhery
+et al. 2022). More than `patience` such batches within `window` steps end the run under every
+policy, because skipping batches does not help then.
 """
 
 from __future__ import annotations
@@ -29,34 +29,37 @@ from ingot.core.config import check_bounds
 from ingot.core.errors import IngotError
 from ingot.core.paths import write_atomic
 
-_LEAST = 10  # losses before one can be said to be unusual
-_NORMAL = 1.4826
+_MIN_LOSSES = 10  # losses needed before a spike can be detected
+_MAD_TO_STD = 1.4826
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeGuardConfig:
-    """What counts as divergence, and what follows.
+    """When a loss is a spike, and what the trainer does then.
 
     >>> SpikeGuardConfig(policy="skip").window
     100
     """
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
+    """End the run, skip the batch, or restore the latest checkpoint and continue after it."""
     z_threshold: float = 20.0
-    """How many deviations above the median a loss is a spike; noise alone stays below 6."""
+    """Deviations above the median at which a loss is a spike; noise alone stays below 6."""
     window: int = 100
+    """Number of recent losses to compare with."""
     patience: int = 5
+    """Bad batches within `window` steps that are tolerated before the run ends."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, z_threshold=(1.0, 1e6), window=(_LEAST, 10**5), patience=(0, 10**5))
+        check_bounds(self, z_threshold=(1.0, 1e6), window=(_MIN_LOSSES, 10**5), patience=(0, 10**5))
 
 
 class Diverged(IngotError):
-    """A run that was ended since its loss or its gradients were not what they should be."""
+    """A run that was stopped because of its losses or gradients."""
 
 
 class SpikeDetector:
-    """The guard of one run.
+    """Detects bad losses and gradients of one run.
 
     >>> detector = SpikeDetector(SpikeGuardConfig(window=10))
     >>> [detector.check(2.0 + 0.1 * (step % 3), 1.0) for step in range(10)][-1]
@@ -73,7 +76,7 @@ class SpikeDetector:
         self._seen = 0
 
     def check(self, loss: float, norm: float) -> str | None:
-        """Why this step must not be made; None if it may. A good loss becomes part of the usual."""
+        """Return why this step must not be applied, or None; a good loss joins the baseline."""
         self._seen += 1
         found = self._find_reason(loss, norm)
         if found is None:
@@ -84,7 +87,7 @@ class SpikeDetector:
 
     @property
     def exhausted(self) -> bool:
-        """Whether there were more bad batches lately than patience."""
+        """Whether there were more than `patience` bad batches within the window."""
         while self._bad and self._bad[0] <= self._seen - self.guard.window:
             self._bad.popleft()
         return len(self._bad) > self.guard.patience
@@ -94,26 +97,26 @@ class SpikeDetector:
             return f"a loss of {loss}"
         if not math.isfinite(norm):
             return f"a gradient norm of {norm}"
-        if len(self._losses) < _LEAST:
+        if len(self._losses) < _MIN_LOSSES:
             return None
         median = statistics.median(self._losses)
-        spread = _NORMAL * statistics.median(abs(x - median) for x in self._losses)
+        spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
         if loss - median > self.guard.z_threshold * max(spread, 0.01 * abs(median)):
             return f"a loss of {loss:.4g} where {median:.4g} is usual"
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next verdicts depend on, as JSON can hold it."""
+        """Return the state as JSON-compatible values."""
         return {"losses": list(self._losses), "bad": list(self._bad), "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave in another process."""
+        """Continue from a state that `state_dict` returned."""
         self._losses = deque(state["losses"], maxlen=self.guard.window)
         self._bad, self._seen = deque(state["bad"]), int(state["seen"])
 
 
 def dump_bad_batch(directory: Path, *, step: int, reason: str, sample_ids: Sequence[int]) -> Path:
-    """Write which samples a bad batch was made of; returns the file."""
+    """Write the sample ids of a bad batch; returns the file."""
     path = directory / "bad_batches" / f"step-{step:08}.json"
     content = {"step": step, "reason": reason, "sample_ids": [int(i) for i in sample_ids]}
     write_atomic(path, json.dumps(content) + "\n")

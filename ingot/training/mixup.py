@@ -1,10 +1,11 @@
-"""Images blended with others of their batch, labels in the same proportion.
+"""Mixup and CutMix: images mixed with others of their batch, and their labels likewise.
 
     mixup    x = l x + (1 - l) x'  (Zhang et al. 2017)
-    cutmix   a box of x becomes that of x', and l the share of x that is left  (Yun et al. 2019)
+    cutmix   a box of x is replaced by that of x', and l is the fraction of x that is left
+             (Yun et al. 2019)
 
-l is drawn from Beta(a, a) for each batch, and x' is the batch in another order. The loss is
-l loss(y) + (1 - l) loss(y'). What is drawn is a function of the seed and the step.
+l is sampled from Beta(a, a) for each batch, and x' is the batch in another order. The loss is
+l loss(y) + (1 - l) loss(y'). The samples are a function of the seed and the step.
 """
 
 # pyright: basic
@@ -24,15 +25,16 @@ from ingot.core.random import Purpose, philox_generator
 
 @dataclass(frozen=True, kw_only=True)
 class MixupConfig:
-    """How images are blended.
+    """How the images of a batch are mixed.
 
     >>> MixupConfig(kind="cutmix").alpha
     1.0
     """
 
     kind: Literal["mixup", "cutmix"]
+    """Interpolate whole images, or replace a box."""
     alpha: float = 1.0
-    """Of the Beta distribution: near 0 little is blended, at 1 any share is as likely."""
+    """Parameter of the Beta distribution: near 0 images are hardly mixed, 1 is uniform."""
 
     def __post_init__(self) -> None:
         check_bounds(self, alpha=(1e-3, 1e3))
@@ -40,7 +42,7 @@ class MixupConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedBatch:
-    """Blended images, both labels of each, and the share of the first."""
+    """Mixed images, both labels of each, and the weight `lam` of the first."""
 
     x: Tensor
     y: Tensor
@@ -51,7 +53,7 @@ class MixedBatch:
 def apply_mixup(
     config: MixupConfig, x: Tensor, y: Tensor, *, seed: int, step: int, index: int = 0
 ) -> MixedBatch:
-    """Blend a batch, images along the first dimension; `index` tells the batches of a step apart.
+    """Mix a batch of images; `index` is the number of the micro-batch in its step.
 
     >>> config = MixupConfig(kind="mixup")
     >>> mixed = apply_mixup(config, torch.eye(2), torch.arange(2), seed=0, step=0)

@@ -1,24 +1,24 @@
-"""What dtype a model is trained in.
+"""Training precision: the dtype of the model, and float32 master weights.
 
     fp32   everything in float32
-    bf16   weights, activations and gradients in bfloat16; the optimizer's weights in float32
-    fp16   the same in float16, with a loss that is scaled so that small gradients do not vanish
+    bf16   weights, activations and gradients in bfloat16; master weights in float32
+    fp16   the same in float16, with a scaled loss, so that small gradients do not underflow
 
-The model has one dtype, that in which it will be served: what training sees is what serving
-computes. A step of an optimizer is often smaller than half a unit of a bfloat16 weight (2^-9 of it)
-and would be lost, so the optimizer has a master of each weight in float32, and the model's is the
-master rounded.
+The model has one dtype, the one it is served in, so training computes what serving computes. An
+optimizer update is often smaller than half a unit in the last place of a bfloat16 weight (2^-9 of
+it) and would round away. So the optimizer has a float32 master weight for each weight, and the
+model's weight is the master weight, rounded.
 
-In bf16 with AdamW the master is in two parts: the upper 16 bits, rounded, are the model's weight
-itself, and the lower 16 are kept beside it (see `ingot.ops.adamw`). That is half of what a master
-takes, and no bit is lost; the model's weight is rounded to nearest, ties away from 0. Other
-optimizers, and fp16, whose bits are not float32's, have masters of their own.
+In bf16 with AdamW the master weight is split: its upper 16 bits, rounded, are the model's weight
+itself, and the lower 16 bits are stored separately (see `ingot.ops.adamw`). That takes half the
+memory and loses no bit; the model's weight is rounded to nearest, ties away from 0. Other
+optimizers have whole master weights, and so has fp16, whose bits are not a prefix of float32's.
 
-Gradients of several micro-batches are added up in float32 too; those of one alone stay as they are.
+Gradients of several micro-batches are accumulated in float32; those of one keep their dtype.
 
-In fp16 the loss is multiplied by a scale before it is differentiated: 2^16 at first, halved
-when a gradient overflows (that step moves nothing), doubled after 2000 steps without
-(Micikevicius et al. 2017).
+In fp16 the loss is multiplied by a scale before the backward: 2^16 at first, halved when a gradient
+overflows (that step is skipped), doubled after 2000 steps without overflow (Micikevicius et al.
+2017).
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from ingot.ops.adamw import split as halves
 
-_FIRST_SCALE = 2.0**16
-_LEAST_SCALE = 2.0**-14
+_INITIAL_SCALE = 2.0**16
+_MIN_SCALE = 2.0**-14
 _GROWTH_EVERY = 2000
 
 
@@ -47,12 +47,12 @@ class Precision(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch's name for it."""
+        """The torch dtype."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
 
 
 class MasterWeights:
-    """The weights that the optimizer updates, and their gradients.
+    """The weights that the optimizer updates, and their gradients, on the model's device.
 
     Converts the model. `weights` are its parameters themselves in float32, and with `split` in
     bfloat16: then `low_bits` has the lower half of each master. `grads` are those of all backwards
@@ -67,7 +67,7 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module, precision: Precision, split: bool = False) -> None:
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.loss_scale = _FIRST_SCALE if precision is Precision.FP16 else 1.0
+        self.loss_scale = _INITIAL_SCALE if precision is Precision.FP16 else 1.0
         self._scales, self._good = precision is Precision.FP16, 0
         self.weights: dict[str, Tensor] = dict(parameters)
         self.low_bits: dict[str, Tensor] = {}
@@ -84,29 +84,29 @@ class MasterWeights:
                 self._pairs.append((parameter, self.weights[name]))
 
     def _split(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Leave the upper half of each weight where it is, and take the lower one."""
+        """Replace each weight by its upper half, and store the lower one."""
         for name, parameter in parameters.items():
             parameter.data, self.low_bits[name] = halves(parameter.detach().float())
 
     def _collect(self, name: str, parameter: Tensor) -> None:
-        """Take a parameter's gradient as soon as it is there."""
+        """Take a parameter's gradient as soon as the backward has computed it."""
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
         so_far = self.grads.get(name)
         self.grads[name] = grad if so_far is None else so_far.float().add_(grad)
 
     def copy_to_model(self) -> None:
-        """Give the model what the optimizer has made of the masters."""
+        """Copy the master weights to the model, in its dtype."""
         with torch.no_grad():
             for parameter, master in self._pairs:
                 parameter.copy_(master)
 
     def update_loss_scale(self, finite: bool) -> None:
-        """Adapt the scale of the loss, after a step whose gradients were finite or not."""
+        """Adapt the loss scale after a step, whose gradients were finite or not."""
         if not self._scales:
             return
         if not finite:
-            self.loss_scale, self._good = max(self.loss_scale / 2, _LEAST_SCALE), 0
+            self.loss_scale, self._good = max(self.loss_scale / 2, _MIN_SCALE), 0
             return
         self._good += 1
         if self._good == _GROWTH_EVERY:
@@ -114,23 +114,23 @@ class MasterWeights:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether gradients that are not finite are a matter of the scale."""
-        return self._scales and self.loss_scale > _LEAST_SCALE
+        """Whether non-finite gradients may be due to the loss scale."""
+        return self._scales and self.loss_scale > _MIN_SCALE
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next steps depend on: the weights, their lower halves, and the scale."""
+        """Return the weights, their low bits and the loss scale."""
         weights = {name: weight.detach() for name, weight in self.weights.items()}
         low = {f"{name}|low_bits": half for name, half in self.low_bits.items()}
         scale = torch.tensor([self.loss_scale, self._good], dtype=torch.float64)
         return {**weights, **low, "|loss_scale": scale}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state that `state_dict` gave in another process."""
+        """Copy a state that `state_dict` returned."""
         with torch.no_grad():
             for name, weight in self.weights.items():
                 high, low = state[name], state.get(f"{name}|low_bits")
                 if name in self.low_bits:
-                    if low is None:  # whole, as masters were before they had two parts
+                    if low is None:  # saved as whole master weights
                         high, low = halves(high.float())
                     self.low_bits[name].copy_(low)
                 weight.copy_(high)

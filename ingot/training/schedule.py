@@ -1,4 +1,4 @@
-"""How the learning rate goes, as a factor of its peak: a pure function of the step.
+"""Learning-rate schedules: the factor of the peak rate, a pure function of the step.
 
     warm-up      (s + 1) / w                                  for s < w
     constant     1
@@ -8,9 +8,9 @@
     wsd          1 while p < 1 - d, then linear down to f     (warm-up, stable, decay;
                                                               Hu et al. 2024)
 
-s is the step from 0 on, w the steps of warm-up, f the factor at the end, and p goes from 0 at the
-first step behind the warm-up to 1 at the last. Nothing is kept from step to step, so nothing has
-to be saved: a run that is resumed asks for its step and goes on.
+s is the step, from 0, w the number of warm-up steps, f is `min_lr_ratio`, d is `decay_ratio`, and p
+rises from 0 at the first step after the warm-up to 1 at the last. A schedule has no state, so
+nothing is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ingot.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """The shape of the learning rate over a run.
+    """The learning rate over a run, relative to its peak.
 
     >>> half = LRSchedule(kind="cosine", warmup_steps=2, min_lr_ratio=0.0)
     >>> [round(half.lr_factor(step, 7), 2) for step in range(7)]
@@ -33,14 +33,15 @@ class LRSchedule:
     """
 
     kind: Literal["constant", "cosine", "linear", "polynomial", "wsd"] = "cosine"
+    """Shape of the schedule after the warm-up."""
     warmup_steps: int = 0
-    """Steps from nearly nothing to the peak."""
+    """Steps of linear warm-up to the peak rate."""
     min_lr_ratio: float = 0.1
-    """The factor of the last step; `constant` never gets there."""
+    """Factor of the last step, relative to the peak; unused by `constant`."""
     power: float | None = None
-    """Of `polynomial`: 2 if left out."""
+    """Exponent of `polynomial`; 2 by default."""
     decay_ratio: float | None = None
-    """Of `wsd`: in which share of the steps behind the warm-up it goes down; 0.2 if left out."""
+    """Fraction of the steps after the warm-up in which `wsd` decays; 0.2 by default."""
 
     def __post_init__(self) -> None:
         check_bounds(self, warmup_steps=(0, 10**9), min_lr_ratio=(0.0, 1.0))
@@ -53,18 +54,19 @@ class LRSchedule:
             check_bounds(self, **{name: (least, most)})
             if self.kind != shape:
                 raise ConfigError(
-                    f"{name} with the shape {self.kind}", hint=f"it belongs to {shape} alone"
+                    f"{name}: only applies to kind '{shape}', got '{self.kind}'",
+                    hint=f"remove {name}",
                 )
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """What the peak learning rate is multiplied by at this step of so many."""
+        """Return the factor of the peak learning rate at a step, of `steps` in total."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * self._height(done)
 
     def _height(self, done: float) -> float:
-        """From 1 to 0."""
+        """Return the height of the curve, from 1 down to 0."""
         match self.kind:
             case "constant":
                 return 1.0

@@ -95,7 +95,7 @@ def test_a_torn_one_is_passed_over(
     found = kept.latest()
     assert found is not None
     assert found.step == 1
-    assert "passed over" in caplog.text
+    assert "skipped corrupt checkpoint" in caplog.text
     kept.quarantine_after(found.step)
     assert not newest.path.exists()
     save(kept, 2)
