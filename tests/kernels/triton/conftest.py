@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,5 +14,6 @@ from ingot.kernels.triton.interpreter import Interpreter
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Interpreter]:
-    with Interpreter() as running:
+    script = Path(__file__).parent / "interpreter_process.py"
+    with Interpreter(script) as running:
         yield running

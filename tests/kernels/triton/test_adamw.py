@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from ingot.kernels.triton.interpreter import Interpreter
 
 CODE = """
 import torch
@@ -45,6 +43,5 @@ assert torch.equal(high, split(ties)[0])
 """
 
 
-def test_split_master_weights_are_bitwise_equal_to_float32() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
+def test_split_master_weights_are_bitwise_equal_to_float32(interpreter: Interpreter) -> None:
+    interpreter.call("run_code", code=CODE, env={})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from ingot.kernels.triton.interpreter import Interpreter
 
 CODE = """
 import torch
@@ -25,6 +23,5 @@ torch.testing.assert_close(y, F.scaled_dot_product_attention(q, k, v, is_causal=
 """
 
 
-def test_tutorial_kernels_are_correct() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
+def test_tutorial_kernels_are_correct(interpreter: Interpreter) -> None:
+    interpreter.call("run_code", code=CODE, env={})
