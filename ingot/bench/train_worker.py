@@ -158,10 +158,10 @@ def ingot(task: dict[str, Any], clock: StepClock) -> str:
         lengths = [task["seq_len"]] * task["batch_size"]
         packed = TokenBatch(tokens_BL.flatten(), targets_BL.flatten(), lengths, [])
         clock.begin()
-        found = step.forward_backward([packed], number)
+        stats = step.forward_backward([packed], number)
         clock.lap("backward")
         step.optimizer_step(1.0)
-        clock.end(found.loss)
+        clock.end(stats.loss)
     return importlib.metadata.version("ingot")
 
 

@@ -56,12 +56,14 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "generate": ("directory", "prompt"),
         "import": ("from", "to"),
         "info": ("directory",),
+        "keys": ("create", "alice"),
         "pull": ("org/name",),
         "serve": ("directory",),
         "train": ("recipe",),
         "verify": ("directory",),
     }.get(verb, ())
     near = {"chat": ("--sede", "--seed"), "serve": ("--prot", "--port")}
+    near |= {"keys": ("--hlep", "--help")}  # which has no other option
     wrong, right = near.get(verb, ("--jsno", "--json"))
     result = cli(verb, *subject, wrong)
     assert result.returncode == 2
