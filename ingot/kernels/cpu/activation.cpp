@@ -1,4 +1,4 @@
-// Activations, alone and gated: one pass, every element on its own.
+// Elementwise activations, plain and gated.
 #include "tensor.h"
 
 namespace ingot::kernels {

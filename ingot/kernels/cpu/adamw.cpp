@@ -1,21 +1,16 @@
-// AdamW of many tensors: one pass over memory. What there is to do is cut into pieces of about as
-// many elements, across all tensors, so that threads share few large ones as well as many small.
+// AdamW of many tensors in one pass over memory. Work is split into tasks of about the same number
+// of elements across all tensors, so that few large tensors are balanced as well as many small
+// ones.
 //
-// Every element is computed on its own, so its bits depend neither on threads nor on the pieces.
+// Every element is computed independently, so its bits do not depend on threads or tasks.
 #include "tensor.h"
 
 namespace ingot {
-
-template <>
-struct ReturnValue<void> {
-  static void from_stack(StableIValue*) {}
-};
-
 namespace kernels {
 
 typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
 
-inline Floats root(Floats x) {
+inline Floats sqrt_of(Floats x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_sqrt_ps((__m512)x);
 #elif defined(__AVX2__)
@@ -26,35 +21,36 @@ inline Floats root(Floats x) {
 #endif
 }
 
-// The moments of a word that no text has shrink until they are subnormal, and stay that for good: by
-// rounding, 0.95 times the least of them is the least of them. Such a vector takes 12 times as long. While
-// this is there they count as 0, and become it.
-struct Flushing {
+// Flushes subnormal moments to zero during its lifetime. The embeddings of tokens that never occur
+// would otherwise keep subnormal moments forever (0.95 times the smallest subnormal rounds to
+// itself), and a vector with subnormals takes 12x as long.
+struct FlushDenormals {
 #if defined(__x86_64__)
   unsigned before = _mm_getcsr();
-  Flushing() { _mm_setcsr(before | 0x8040); }
-  ~Flushing() { _mm_setcsr(before); }
+  FlushDenormals() { _mm_setcsr(before | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before); }
 #endif
 };
 
-// A parameter as it lies in memory, in one dtype.
+// A parameter stored in one dtype.
 template <class T>
-struct Plain {
+struct PlainParam {
   T* first;
 
-  explicit Plain(const Tensor& param) : first(data<T>(param)) {}
+  explicit PlainParam(const Tensor& param) : first(data<T>(param)) {}
   template <class... Tail>
   Floats read(int64_t at, Tail... tail) const { return load(first + at, tail...); }
   template <class... Tail>
   void write(int64_t at, Floats values, Tail... tail) const { store(first + at, values, tail...); }
 };
 
-// A float32 parameter in two parts, (high << 16) + low: bfloat16, rounded, and what that lacks.
-struct Split {
+// A float32 parameter as (high << 16) + low: its bfloat16 rounding and the remainder.
+struct SplitParam {
   uint16_t* high;
   int16_t* low;
 
-  Split(const Tensor& param, const Tensor& low) : high(data<uint16_t>(param)), low(data<int16_t>(low)) {}
+  SplitParam(const Tensor& param, const Tensor& low) : high(data<uint16_t>(param)),
+      low(data<int16_t>(low)) {}
   Floats read(int64_t at, int64_t count = WIDTH) const {
     Halves upper{};
     Shorts lower{};
@@ -72,10 +68,11 @@ struct Split {
   }
 };
 
-struct Update {
-  Floats factor, beta1, rest1, beta2, rest2, rate, scale, eps, shrink;
+struct AdamWStep {
+  Floats factor, beta1, rest1, beta2, rest2, rate, scale, eps, decay_rate;
 
-  Update(int64_t step, double lr, double beta1, double beta2, double eps, double decay, double factor)
+  AdamWStep(int64_t step, double lr, double beta1, double beta2, double eps, double decay,
+            double factor)
       : factor(broadcast(float(factor))),
         beta1(broadcast(float(beta1))),
         rest1(broadcast(float(1 - beta1))),
@@ -84,114 +81,119 @@ struct Update {
         rate(broadcast(float(lr / (1 - std::pow(beta1, double(step)))))),
         scale(broadcast(float(1 / std::sqrt(1 - std::pow(beta2, double(step)))))),
         eps(broadcast(float(eps))),
-        shrink(broadcast(float(lr * decay))) {}
+        decay_rate(broadcast(float(lr * decay))) {}
 
   template <class P, class G, class M>
-  void operator()(const P& param, const G* grad, M* first, M* second, int64_t begin, int64_t end) const {
-    Update u = *this;  // in registers: what is written below might be this one
+  void operator()(const P& param, const G* grad, M* exp_avg, M* exp_avg_sq, int64_t begin,
+                  int64_t end) const {
+    AdamWStep u = *this;  // a copy in registers: the stores below may alias *this
     for_each_vector(end - begin, [=](int64_t from, auto... tail) {
       int64_t at = begin + from;
       Floats g = u.factor * load(grad + at, tail...);
-      Floats m = fma(u.beta1, load(first + at, tail...), u.rest1 * g);
-      Floats v = fma(u.beta2, load(second + at, tail...), u.rest2 * g * g);
-      store(first + at, m, tail...);
-      store(second + at, v, tail...);
-      Floats p = param.read(at, tail...), move = u.rate * m / fma(root(v), u.scale, u.eps);
-      // A factor of 1 - lr * decay would be rounded: 1 - 1e-6 by 1.3 % of what it takes.
-      param.write(at, p - fma(u.shrink, p, move), tail...);
+      Floats m = fma(u.beta1, load(exp_avg + at, tail...), u.rest1 * g);
+      Floats v = fma(u.beta2, load(exp_avg_sq + at, tail...), u.rest2 * g * g);
+      store(exp_avg + at, m, tail...);
+      store(exp_avg_sq + at, v, tail...);
+      Floats p = param.read(at, tail...), update = u.rate * m / fma(sqrt_of(v), u.scale, u.eps);
+      // Not p * (1 - lr * decay): 1 - 1e-6 in float32 is off by 1.3 % of the decay.
+      param.write(at, p - fma(u.decay_rate, p, update), tail...);
     });
   }
 };
 
-// Tensors without gaps: those that have some are copied, and copied back when all is done.
-struct Packed {
-  Tensors given, packed;
+// Contiguous versions of tensors; write_back() copies the results to non-contiguous ones.
+struct ContiguousTensors {
+  Tensors given, contiguous;
 
-  explicit Packed(const Tensors& tensors) : given(tensors), packed(tensors) {
-    for (Tensor& t : packed)
+  explicit ContiguousTensors(const Tensors& tensors) : given(tensors), contiguous(tensors) {
+    for (Tensor& t : contiguous)
       if (!t.is_contiguous()) t = torch::stable::contiguous(t);
   }
-  const Tensor& operator[](size_t at) const { return packed[at]; }
+  const Tensor& operator[](size_t at) const { return contiguous[at]; }
   void write_back() {
     for (size_t i = 0; i < given.size(); i++)
-      if (!given[i].is_contiguous()) torch::stable::copy_(given[i], packed[i]);
+      if (!given[i].is_contiguous()) torch::stable::copy_(given[i], contiguous[i]);
   }
 };
 
-// Pieces of all tensors: each is some parts that lie one behind the other in the list.
-struct Pieces {
+// Tasks over all tensors; each is a run of consecutive spans.
+struct Tasks {
   static constexpr int64_t SIZE = 1 << 16;
-  struct Part {
+  struct Span {
     size_t tensor;
     int64_t begin, end;
   };
-  std::vector<Part> parts;
-  std::vector<size_t> starts;  // of the pieces, and the end of the last
+  std::vector<Span> spans;
+  std::vector<size_t> starts;  // first span of each task, and the number of spans
 
-  explicit Pieces(const Tensors& tensors) {
-    int64_t held = SIZE;
+  explicit Tasks(const Tensors& tensors) {
+    int64_t size_of_task = SIZE;
     for (size_t i = 0; i < tensors.size(); i++)
       for (int64_t begin = 0, size = tensors[i].numel(); begin < size; begin += SIZE) {
-        if (held >= SIZE) starts.push_back(parts.size()), held = 0;
-        parts.push_back({i, begin, std::min(begin + SIZE, size)});
-        held += parts.back().end - begin;
+        if (size_of_task >= SIZE) starts.push_back(spans.size()), size_of_task = 0;
+        spans.push_back({i, begin, std::min(begin + SIZE, size)});
+        size_of_task += spans.back().end - begin;
       }
-    starts.push_back(parts.size());
+    starts.push_back(spans.size());
   }
   template <class Body>
   void each(const Body& body) const {
     parallel_for_dynamic(int64_t(starts.size()) - 1, [&](TaskQueue& queue) {
-      [[maybe_unused]] Flushing flushing;
-      for (int64_t piece; queue.pop(piece);)
-        for (size_t i = starts[piece]; i < starts[piece + 1]; i++) body(parts[i]);
+      [[maybe_unused]] FlushDenormals flush;
+      for (int64_t task; queue.pop(task);)
+        for (size_t i = starts[task]; i < starts[task + 1]; i++) body(spans[i]);
     });
   }
 };
 
-void need_all(const Tensors& tensors, const Tensors& params, ScalarType dtype, ScalarType other) {
+void check_all(const Tensors& tensors, const Tensors& params, ScalarType dtype, ScalarType other) {
   check(tensors.size() == params.size(), "all lists must have one tensor per parameter");
   for (size_t i = 0; i < params.size(); i++) {
     check(tensors[i].is_cpu(), "all tensors must be on the CPU");
-    check(tensors[i].scalar_type() == dtype || tensors[i].scalar_type() == other, "unsupported combination of dtypes");
-    check(std::ranges::equal(tensors[i].sizes(), params[i].sizes()), "gradients and state must have the shapes of their parameters");
+    check(tensors[i].scalar_type() == dtype || tensors[i].scalar_type() == other,
+          "unsupported combination of dtypes");
+    check(std::ranges::equal(tensors[i].sizes(), params[i].sizes()),
+          "gradients and state must have the shapes of their parameters");
   }
 }
 
-// `low` is empty, or has the lower half of each parameter.
-void adamw(const Tensors& params, const Tensors& grads, const Tensors& first, const Tensors& second,
+// `low` is empty or has the lower half of each master weight.
+void adamw(const Tensors& params, const Tensors& grads, const Tensors& exp_avg,
+           const Tensors& exp_avg_sq,
            const Tensors& low, int64_t step, double lr, double beta1, double beta2, double eps,
            double decay, double factor) {
-  check(!params.empty() && !first.empty(), "params must not be empty");
-  check(step >= 1 && beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "step must be at least 1, betas must be in [0, 1)");
+  check(!params.empty() && !exp_avg.empty(), "params must not be empty");
+  check(step >= 1 && beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1,
+        "step must be at least 1, betas must be in [0, 1)");
   dispatch_dtype(params[0], [&](auto param_tag) {
     using P = decltype(param_tag);
     ScalarType dtype = params[0].scalar_type();
-    ScalarType moment = first[0].scalar_type() == ScalarType::Float ? ScalarType::Float : ScalarType::BFloat16;
-    need_all(params, params, dtype, dtype);
-    need_all(grads, params, dtype, ScalarType::Float);
-    need_all(first, params, moment, moment);
-    need_all(second, params, moment, moment);
+    ScalarType state_dtype = exp_avg[0].scalar_type() == ScalarType::Float ? ScalarType::Float : ScalarType::BFloat16;
+    check_all(params, params, dtype, dtype);
+    check_all(grads, params, dtype, ScalarType::Float);
+    check_all(exp_avg, params, state_dtype, state_dtype);
+    check_all(exp_avg_sq, params, state_dtype, state_dtype);
     bool split = !low.empty();
     check(!split || dtype == ScalarType::BFloat16, "master_lo requires bfloat16 parameters");
-    if (split) need_all(low, params, ScalarType::Short, ScalarType::Short);
+    if (split) check_all(low, params, ScalarType::Short, ScalarType::Short);
 
-    Packed p(params), g(grads), m(first), v(second), l(low);
-    Update update(step, lr, beta1, beta2, eps, decay, factor);
-    dispatch_dtype(first[0], [&](auto moment_tag) {
-      using M = decltype(moment_tag);
-      Pieces(params).each([&](const Pieces::Part& part) {
+    ContiguousTensors p(params), g(grads), m(exp_avg), v(exp_avg_sq), l(low);
+    AdamWStep update(step, lr, beta1, beta2, eps, decay, factor);
+    dispatch_dtype(exp_avg[0], [&](auto state_tag) {
+      using M = decltype(state_tag);
+      Tasks(params).each([&](const Tasks::Span& part) {
         size_t i = part.tensor;
         dispatch_dtype(grads[i], [&](auto grad_tag) {
           using G = decltype(grad_tag);
           auto run = [&](auto param) {
             update(param, data<G>(g[i]), data<M>(m[i]), data<M>(v[i]), part.begin, part.end);
           };
-          if (split) run(Split(p[i], l[i]));
-          else run(Plain<P>(p[i]));
+          if (split) run(SplitParam(p[i], l[i]));
+          else run(PlainParam<P>(p[i]));
         });
       });
     });
-    for (Packed* written : {&p, &m, &v, &l}) written->write_back();
+    for (ContiguousTensors* written : {&p, &m, &v, &l}) written->write_back();
   });
 }
 

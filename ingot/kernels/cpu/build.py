@@ -1,20 +1,22 @@
-"""Builds the C++ kernels on first use, and loads them.
+"""Build the C++ kernels on first use and load them.
 
-    library("norm")          the loaded library of a family, built if need be; None if it cannot be
-    build(["norm", "rope"])  build several at once, without loading them
+    library("norm")          the loaded library of a family, built if necessary; None if that fails
+    build(["norm", "rope"])  build several families in parallel without loading them
 
-Installing ingot compiles nothing. The first call of an op compiles its family's one source file
-with the system's compiler, against torch's stable ABI, for the best ISA tier of this CPU (or the
-one that `INGOT_ISA` names). The library is kept under a hash of all that went into it: sources,
-compiler, flags and torch, so whatever changes, a stale one is never loaded.
+Installing ingot compiles nothing. The first call of an op compiles its family's source file with
+the system's compiler, against torch's stable ABI, for the best ISA tier of this CPU (or the tier in
+`INGOT_ISA`). The file name of a library contains a hash of sources, compiler, flags and torch, so
+that a stale one is never loaded.
 
-Many processes may want the same library at once: one builds, the others wait for its lock. A
-library is complete or absent, since it is renamed into place, and its checksum lies beside it:
-what a full disk or a crash has damaged is built again rather than mapped into the process, where
-a missing page would be a SIGBUS. Threads need no lock of their own: loading twice is loading once.
-A build throws out what nobody has loaded for a month; a directory that others can write to is not
-loaded from. Without a compiler, or where it fails, the op is computed by the next provider, and
-one warning says so.
+If several processes need the same library, one builds it while the others wait for its lock. A
+library is renamed into place and has a checksum: one that a full disk or a crash has damaged is
+rebuilt instead of mapped into the process, where a missing page would be a SIGBUS. Threads need no
+lock, since loading a library twice is harmless. A build deletes libraries unused for a month.
+Nothing is loaded from a directory that other users can write to. Without a compiler, or if it
+fails, the op falls back to the next provider with one warning.
+
+`build` compiles the headers once, into a precompiled header that all families share: torch's
+headers have 100,000 lines and take most of the time of a small family.
 """
 
 # pyright: basic
@@ -25,12 +27,14 @@ import errno
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -49,13 +53,15 @@ from ingot.ops.op import PREFER_DEPTH, Op, tensors
 
 HERE = Path(__file__).parent
 FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
-# -ffp-contract=off: see vector.h. No errno and no traps: they cost vectors and mean nothing here.
+# The slowest to compile come first, so that no core is idle at the end of a build.
+_SLOWEST = ("linear", "loss", "attention", "norm", "sample")
+# -ffp-contract=off: see vector.h. errno and traps would prevent vectorization and are not used.
 FLAGS = (
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fvisibility=hidden", "-shared", "-fPIC", "-pthread"),
 )
-# Each tier adds to the one before it, as `ingot.core.device` asks of the CPU.
-_ADDED = {
+# Flags that a tier adds to the previous one; `ingot.core.device` detects the tiers.
+_ADDED_FLAGS = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": (
@@ -65,104 +71,120 @@ _ADDED = {
     "avx512_bf16": ("-mavx512bf16",),
     "amx": ("-mamx-tile", "-mamx-bf16"),
 }
-TIER_FLAGS = dict(zip(_ADDED, accumulate(_ADDED.values()), strict=True))
+TIER_FLAGS = dict(zip(_ADDED_FLAGS, accumulate(_ADDED_FLAGS.values()), strict=True))
 
-_KEPT = 30 * 24 * 3600  # seconds that a library is kept after its last use
+_MAX_UNUSED_S = 30 * 24 * 3600
 
 _LIBRARY = torch.library.Library("ingot_cpu", "DEF")
-_pools: list[ctypes.c_void_p] = []
-_pooling = threading.Lock()
+_thread_pools: list[ctypes.c_void_p] = []
+_thread_pool_lock = threading.Lock()
 _log = logger(__name__)
 
 
 class BuildError(IngotError):
-    """The compiler refused, or there is none."""
+    """There is no compiler, or it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A family's library, there and whole."""
+    """A family's library on disk."""
 
     family: str
     path: Path
     seconds: float | None
-    """How long it took to compile; None where it was there already."""
+    """Compile time; None if the library was up to date."""
 
 
 def build(
     families: Sequence[str] = FAMILIES, done: Callable[[str], None] = lambda family: None
 ) -> list[Built]:
-    """Build these families, as many at a time as there are cores; `done` hears of each.
+    """Build these families, one per core at a time; call `done` after each.
 
     Raises a BuildError for the first that fails.
     """
+    device = detect()
+    cores = device.cpu.cores
+    missing = sorted((f for f in families if not _is_intact(_path(f, device))), key=_rank)
+    # While one core compiles the header, the others compile the fastest families without it.
+    precompile = len(missing) > cores
+    without_header = missing[len(missing) - (cores - 1) :] if precompile else missing
+    with ExitStack() as stack, ThreadPoolExecutor(cores) as pool:
+        header: Future[Path | None] | None = None
+        if precompile:
+            home = paths.ensure_trusted(paths.cache("kernels"))
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pch-", dir=home))
+            header = pool.submit(_precompile, device, Path(directory))
 
-    def one(family: str) -> Built:
-        built = _built(family, detect())
-        done(family)
-        return built
+        def one(family: str) -> Built:
+            included = header.result() if header and family not in without_header else None
+            built = _find_or_build(family, device, included)
+            done(family)
+            return built
 
-    with ThreadPoolExecutor(detect().cpu.cores) as pool:
-        return list(pool.map(one, families))
+        order = sorted(
+            families, key=lambda f: (f not in without_header, f not in missing, _rank(f))
+        )
+        futures = {family: pool.submit(one, family) for family in order}
+        return [futures[family].result() for family in families]
 
 
 @cache
 def library(family: str) -> ctypes.CDLL | None:
-    """The library of a family, loaded; None, with a warning, where it cannot be built."""
-    device = detect()  # outside: an INGOT_ISA that cannot be is an error, no reason to fall back
+    """Load the library of a family; return None, with a warning, if it cannot be built."""
+    device = detect()  # outside: an invalid INGOT_ISA is an error, not a reason to fall back
     try:
-        loaded = ctypes.CDLL(str(_built(family, device).path))
+        loaded = ctypes.CDLL(str(_find_or_build(family, device).path))
     except (IngotError, OSError) as error:
         _warn(str(error))
         return None
-    loaded.ingot_connect(ctypes.byref(PREFER_DEPTH), _pool(loaded))
+    loaded.ingot_connect(ctypes.byref(PREFER_DEPTH), _thread_pool(loaded))
     return loaded
 
 
-def _pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
-    """The threads of all libraries: those of the first one that is loaded."""
-    with _pooling:
-        if not _pools:
+def _thread_pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
+    """Return the thread pool of all libraries, created by the first one that is loaded."""
+    with _thread_pool_lock:
+        if not _thread_pools:
             loaded.ingot_create_thread_pool.restype = ctypes.c_void_p
-            _pools.append(ctypes.c_void_p(loaded.ingot_create_thread_pool()))
-        return _pools[0]
+            _thread_pools.append(ctypes.c_void_p(loaded.ingot_create_thread_pool()))
+        return _thread_pools[0]
 
 
 def cpu(op: Op[..., Any], *, backward: Callable[..., bool] | None = None) -> None:
-    """Register the kernel of an op, of the same name in its family's library.
+    """Register the C++ kernel with the op's name as its `cpu` provider.
 
-    `backward` says of which calls the library has the gradient too; that of others is the next
-    provider's.
+    `backward` returns whether the library has the gradient of a call; otherwise the next provider
+    computes it.
     """
-    kernel = _declared(op.overload)
+    kernel = _declare(op.overload)
 
     def supports(*args: Any) -> bool:
-        return _takes(args) and library(op.family) is not None
+        return _is_supported(args) and library(op.family) is not None
 
     gradient = _gradient(op, backward) if backward else None
     op.provide("cpu", kernel, batch_invariant=True, supports=supports, backward=gradient)
 
 
 def in_bf16(x: Tensor, *_: object) -> bool:
-    """A call in bfloat16: gradients are GEMMs, and in float32 MKL's are faster than ours."""
+    """Return whether a call is in bfloat16: in float32, MKL's GEMMs of the gradients are faster."""
     return x.dtype == torch.bfloat16
 
 
 def _gradient(op: Op[..., Any], supports: Callable[..., bool]) -> Backward:
-    kernel = _declared(op.backward_overload)
+    kernel = _declare(op.backward_overload)
 
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> Sequence[Tensor | None]:
         if not supports(*args):
             others = [p for p in op.providers.values() if p.name != "cpu" and p.supports(*args)]
             return next(p.backward for p in others if p.backward)(needs, grads, *args)
-        found = iter(kernel(needs, grads, *args))
-        return [next(found) if needed else None for needed in needs]
+        gradients = iter(kernel(needs, grads, *args))
+        return [next(gradients) if needed else None for needed in needs]
 
     return backward
 
 
-def _declared(overload: Any) -> Any:
-    """The kernel of an op, or of a gradient, in the library."""
+def _declare(overload: Any) -> Any:
+    """Declare the schema of a kernel or a gradient in `ingot_cpu` and return its overload."""
     schema = str(overload._schema).removeprefix("ingot::")
     _LIBRARY.define(schema)
     return getattr(torch.ops.ingot_cpu, schema.partition("(")[0]).default
@@ -170,29 +192,57 @@ def _declared(overload: Any) -> Any:
 
 @cache
 def _warn(reason: str) -> None:
-    """Once for each reason, though every family may have the same."""
-    _log.warning("PyTorch stands in for ingot's CPU kernels, results are not exact: %s", reason)
+    """Warn once per reason, even if it applies to every family."""
+    _log.warning("falling back to PyTorch's kernels, results are not batch-invariant: %s", reason)
 
 
-def _takes(args: tuple[Any, ...]) -> bool:
+def _is_supported(args: tuple[Any, ...]) -> bool:
     half_or_double = (torch.float16, torch.float64)
     return all(t.device.type == "cpu" and t.dtype not in half_or_double for t in tensors(args))
 
 
-def _built(family: str, device: Device) -> Built:
-    """Find the library of a family, or compile it."""
+def _rank(family: str) -> int:
+    return _SLOWEST.index(family) if family in _SLOWEST else len(_SLOWEST)
+
+
+def _path(family: str, device: Device) -> Path:
+    """Return the path that the library of a family has or will have."""
     if device.compiler is None:
         raise BuildError("no C++ compiler", hint="install g++ 12 or newer, or set CXX")
     home = paths.ensure_trusted(paths.cache("kernels"))
-    command = _command(device.compiler, device.cpu.isa[0])
-    key = _key(family, command, device.compiler, device.torch)
-    path = home / f"{family}-{device.cpu.isa[0]}-{key}.so"
+    tier = device.cpu.isa[0]
+    key = _key(family, _command(device.compiler, tier), device.compiler, device.torch)
+    return home / f"{family}-{tier}-{key}.so"
+
+
+def _find_or_build(family: str, device: Device, header: Path | None = None) -> Built:
+    """Return the library of a family; compile it, with a precompiled header if given."""
+    path = _path(family, device)
     seconds = None
-    if not _whole(path):
+    if not _is_intact(path):
         with paths.lock(path):
-            if not _whole(path):  # somebody may have built it while we waited
+            if not _is_intact(path):  # another process may have built it in the meantime
+                assert device.compiler is not None
+                command = _command(device.compiler, device.cpu.isa[0])
+                if header:
+                    command += ["-include", str(header)]
                 seconds = _compile(command, HERE / f"{family}.cpp", path)
     return Built(family=family, path=path, seconds=seconds)
+
+
+def _precompile(device: Device, directory: Path) -> Path | None:
+    """Compile all headers; return the file to include, or None if that is not possible."""
+    if device.compiler is None or device.compiler.name != "gcc":
+        return None
+    header = directory / "kernels.h"
+    header.write_text(f'#include "{HERE / "matmul.h"}"\n')
+    compiled = header.with_suffix(".h.gch")
+    command = _command(device.compiler, device.cpu.isa[0])
+    command += ["-x", "c++-header", str(header), "-o", str(compiled)]
+    if subprocess.run(command, capture_output=True).returncode:
+        compiled.unlink(missing_ok=True)
+        return None
+    return header
 
 
 def _command(compiler: Compiler, tier: str) -> list[str]:
@@ -201,7 +251,7 @@ def _command(compiler: Compiler, tier: str) -> list[str]:
     return [
         *(compiler.path, *FLAGS, *TIER_FLAGS[tier], *extra),
         f"-isystem{torch_home / 'include'}",
-        "-Wl,--no-as-needed",  # the source comes after its libraries
+        "-Wl,--no-as-needed",  # the source follows its libraries
         *(f"-L{torch_home / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{torch_home / 'lib'}"),
     ]
 
@@ -216,7 +266,7 @@ def _key(family: str, command: list[str], compiler: Compiler, torch_version: str
 
 
 def _compile(command: list[str], source: Path, path: Path) -> float:
-    """Compile a source into a library, and return the seconds that took."""
+    """Compile a source into a library and return the elapsed seconds."""
     _log.info("building %s", path.name)
     start = time.monotonic()
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -225,11 +275,11 @@ def _compile(command: list[str], source: Path, path: Path) -> float:
         if run.returncode:
             raise _failure(command[0], source, run)
         library = temporary.read_bytes()
-        paths.write_atomic(_checksum(path), hashlib.sha256(library).hexdigest())
+        paths.write_atomic(_checksum_path(path), hashlib.sha256(library).hexdigest())
         paths.write_atomic(path, library)
     finally:
         temporary.unlink(missing_ok=True)
-    _forget_unused(path.parent)
+    _delete_unused(path.parent)
     return time.monotonic() - start
 
 
@@ -238,33 +288,33 @@ def _failure(compiler: str, source: Path, run: subprocess.CompletedProcess[bytes
     full, lines = os.strerror(errno.ENOSPC), output.splitlines()
     first = next((line for line in lines if full in line or "error" in line), output)[:500]
     if full in output:
-        hint = "make room there and in TMPDIR, or choose another place by XDG_CACHE_HOME"
+        hint = "free space there and in TMPDIR, or set XDG_CACHE_HOME to another directory"
     else:
-        hint = "try another compiler by CXX (g++ 12 is tested), or report this"
+        hint = "set CXX to another compiler (g++ 12 is tested), or report this"
     return BuildError(f"{compiler} cannot compile {source.name}: {first}", hint=hint)
 
 
-def _forget_unused(home: Path) -> None:
-    """By age: another clone or environment may need what this one does not know."""
-    oldest = time.time() - _KEPT
+def _delete_unused(home: Path) -> None:
+    """Delete by age: the libraries of other clones and environments are in the same directory."""
+    oldest = time.time() - _MAX_UNUSED_S
     for path in home.iterdir():
         with suppress(OSError):
             if path.stat().st_mtime < oldest:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _checksum(path: Path) -> Path:
+def _checksum_path(path: Path) -> Path:
     return path.with_suffix(".sha256")
 
 
-def _whole(path: Path) -> bool:
-    """Whether the library is there as it was built; if so, it is marked as used."""
+def _is_intact(path: Path) -> bool:
+    """Return whether the library matches its checksum; if so, mark it as used."""
     try:
-        if hashlib.sha256(path.read_bytes()).hexdigest() != _checksum(path).read_text():
+        if hashlib.sha256(path.read_bytes()).hexdigest() != _checksum_path(path).read_text():
             return False
     except (OSError, UnicodeDecodeError):
         return False
     with suppress(OSError):  # a cache may be read-only
-        for file in (path, _checksum(path)):
+        for file in (path, _checksum_path(path)):
             os.utime(file)
     return True

@@ -1,10 +1,10 @@
-// Embedding: rows copied, and their gradients added up.
+// Embedding lookup and its gradient.
 #include "tensor.h"
 
 namespace ingot::kernels {
 
-// The sizes of one tensor, and one more.
-std::vector<int64_t> extended(const Tensor& x, int64_t size) {
+// The sizes of a tensor with one more dimension.
+std::vector<int64_t> append_size(const Tensor& x, int64_t size) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.push_back(size);
   return sizes;
@@ -21,7 +21,7 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight) {
       check(token[i] >= 0 && token[i] < vocabulary, "token id out of range");
     const T* table = data<T>(weight);
     int64_t row_stride = weight.stride(0), stride = weight.stride(1);
-    Tensor y = allocate(extended(tokens, width), weight.scalar_type());
+    Tensor y = allocate(append_size(tokens, width), weight.scalar_type());
     T* rows = data<T>(y);
     parallel_for(token.count, width, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
@@ -35,44 +35,48 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight) {
   });
 }
 
-// Each word's gradients added up in float, in the order of the tokens.
-Tensors embedding_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& tokens, const Tensor& weight) {
-  check(needs_grad.size() == 2 && grads.size() == 1 && needs_grad[1] && !needs_grad[0], "only the weight has a gradient");
+// Gradients of a row are summed in float32 in the order of its tokens.
+Tensors embedding_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& tokens,
+                           const Tensor& weight) {
+  check(needs_grad.size() == 2 && grads.size() == 1 && needs_grad[1] && !needs_grad[0],
+        "only the weight has a gradient");
   return dispatch_dtype(weight, [&](auto tag) {
     using T = decltype(tag);
     check(weight.dim() == 2, "weight must be a matrix");
     check_same_dtype(grads[0], weight);
-    check(std::ranges::equal(grads[0].sizes(), extended(tokens, weight.size(1))), "the gradient must have the shape of the output");
+    check(std::ranges::equal(grads[0].sizes(), append_size(tokens, weight.size(1))),
+          "the gradient must have the shape of the output");
     Integers token(tokens);
     Rows<T> grad(grads[0]);
-    Tensor found = allocate_like(weight);
+    Tensor grad_weight = allocate_like(weight);
     int64_t vocabulary = weight.size(0), width = weight.size(1);
-    std::vector<std::pair<int64_t, int64_t>> places(token.count);  // of a word, of a token
-    for (int64_t i = 0; i < token.count; i++) places[i] = {token[i], i};
-    std::ranges::sort(places);
-    check(places.empty() || (places[0].first >= 0 && places.back().first < vocabulary),
-         "token id out of range");
+    std::vector<std::pair<int64_t, int64_t>> occurrences(token.count);  // (token id, position)
+    for (int64_t i = 0; i < token.count; i++) occurrences[i] = {token[i], i};
+    std::ranges::sort(occurrences);
+    check(occurrences.empty() ||
+          (occurrences[0].first >= 0 && occurrences.back().first < vocabulary),
+          "token id out of range");
     parallel_for(vocabulary, width, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(width);
-      auto place = std::ranges::lower_bound(places, std::pair(begin, int64_t(0)));
-      for (int64_t word = begin; word < end; word++) {
-        T* to = data<T>(found) + word * width;
-        if (place == places.end() || place->first != word) {
+      auto occurrence = std::ranges::lower_bound(occurrences, std::pair(begin, int64_t(0)));
+      for (int64_t id = begin; id < end; id++) {
+        T* to = data<T>(grad_weight) + id * width;
+        if (occurrence == occurrences.end() || occurrence->first != id) {
           std::memset(to, 0, width * sizeof(T));
           continue;
         }
         std::ranges::fill(sums, 0.0f);
-        for (; place != places.end() && place->first == word; place++)
+        for (; occurrence != occurrences.end() && occurrence->first == id; occurrence++)
           for_each_vector(width, [&](int64_t at, auto... tail) {
-            Floats more = load(grad[place->second] + at, tail...);
-            store(sums.data() + at, load(sums.data() + at, tail...) + more, tail...);
+            Floats row = load(grad[occurrence->second] + at, tail...);
+            store(sums.data() + at, load(sums.data() + at, tail...) + row, tail...);
           });
         for_each_vector(width, [&](int64_t at, auto... tail) {
           store(to + at, load(sums.data() + at, tail...), tail...);
         });
       }
     });
-    return Tensors{found};
+    return Tensors{grad_weight};
   });
 }
 

@@ -1,21 +1,21 @@
-// Norms, alone and of a sum. A row is read from memory once; the passes that follow find it in
-// the cache, in float32: widening a bfloat16 costs as much as the arithmetic on it.
+// Norms, also fused with a residual addition. A row is read from memory once; later passes read it
+// from the cache in float32, since converting from bfloat16 costs as much as the arithmetic.
 #include "tensor.h"
 
 #include <memory>
 
 namespace ingot::kernels {
 
-// Values in float32: those of a float32 tensor itself, else a copy.
+// A row in float32: the tensor's own memory if it is float32, else a copy.
 template <class T>
-struct Widened {
+struct Float32Row {
   std::unique_ptr<float[]> copy;
   const float* first = nullptr;
 
-  Widened(int64_t width) {
+  Float32Row(int64_t width) {
     if constexpr (sizeof(T) == 2) copy = std::make_unique_for_overwrite<float[]>(width);
   }
-  const float* take(const T* from, int64_t width) {
+  const float* load_row(const T* from, int64_t width) {
     if constexpr (sizeof(T) == 4) return first = from;
     else
       for_each_vector(width, [&](int64_t at, auto... tail) {
@@ -26,12 +26,12 @@ struct Widened {
 };
 
 template <class T>
-struct Scales {
+struct NormParams {
   Vector<T> weight;
   std::optional<Vector<T>> bias;
   float eps;
 
-  Scales(const Tensor& w, const std::optional<Tensor>& b, double eps, const Tensor& x)
+  NormParams(const Tensor& w, const std::optional<Tensor>& b, double eps, const Tensor& x)
       : weight(vector(w, x)), eps(float(eps)) {
     check(eps >= 0, "eps must not be negative");
     if (b) bias.emplace(vector(*b, x));
@@ -43,35 +43,36 @@ struct Scales {
   }
 };
 
-// What a thread works with, from row to row.
+// Buffers that a thread reuses from row to row.
 template <class T>
-struct Desk {
-  Widened<T> x, weight, bias;
+struct Workspace {
+  Float32Row<T> x, weight, bias;
   float eps;
 
-  Desk(const Scales<T>& scales, int64_t width)
-      : x(width), weight(width), bias(scales.bias ? width : 0), eps(scales.eps) {
-    weight.take(scales.weight.first, width);
-    if (scales.bias) bias.take(scales.bias->first, width);
+  Workspace(const NormParams<T>& params, int64_t width)
+      : x(width), weight(width), bias(params.bias ? width : 0), eps(params.eps) {
+    weight.load_row(params.weight.first, width);
+    if (params.bias) bias.load_row(params.bias->first, width);
   }
 };
 
 template <class T>
-void rms(const Desk<T>& desk, const Output<T>& to, int64_t row) {
-  const float *x = desk.x.first, *weight = desk.weight.first;
+void rms_row(const Workspace<T>& workspace, const Output<T>& to, int64_t row) {
+  const float *x = workspace.x.first, *weight = workspace.weight.first;
   Floats squares = sum_row(to.width, [&](Floats acc, int64_t at, auto... tail) {
     Floats values = load(x + at, tail...);
     return fma(values, values, acc);
   });
-  Floats scale = broadcast(1.0f / std::sqrt(reduce_sum(squares) / to.width + desk.eps));
+  Floats scale = broadcast(1.0f / std::sqrt(reduce_sum(squares) / to.width + workspace.eps));
   for_each_vector(to.width, [&](int64_t at, auto... tail) {
     to.write(row, at, load(x + at, tail...) * scale * load(weight + at, tail...), tail...);
   });
 }
 
 template <class T>
-void layer(const Desk<T>& desk, const Output<T>& to, int64_t row) {
-  const float *x = desk.x.first, *weight = desk.weight.first, *bias = desk.bias.first;
+void layer_row(const Workspace<T>& workspace, const Output<T>& to, int64_t row) {
+  const float *x = workspace.x.first, *weight = workspace.weight.first,
+      *bias = workspace.bias.first;
   Floats total = sum_row(to.width, [&](Floats acc, int64_t at, auto... tail) {
     return acc + load(x + at, tail...);
   });
@@ -80,7 +81,7 @@ void layer(const Desk<T>& desk, const Output<T>& to, int64_t row) {
     Floats centred = load(x + at, tail...) - mean;
     return fma(centred, centred, acc);
   });
-  Floats scale = broadcast(1.0f / std::sqrt(reduce_sum(squares) / to.width + desk.eps));
+  Floats scale = broadcast(1.0f / std::sqrt(reduce_sum(squares) / to.width + workspace.eps));
   for_each_vector(to.width, [&](int64_t at, auto... tail) {
     Floats normal = (load(x + at, tail...) - mean) * scale;
     Floats shift = bias ? load(bias + at, tail...) : Floats{};
@@ -89,19 +90,19 @@ void layer(const Desk<T>& desk, const Output<T>& to, int64_t row) {
 }
 
 template <class Norm>
-Tensor alone(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, double eps,
-             Norm norm) {
+Tensor norm_rows(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 double eps, Norm norm) {
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
-    Scales<T> scales(weight, bias, eps, x);
+    NormParams<T> params(weight, bias, eps, x);
     Rows<T> rows(x);
     Tensor y = allocate_like(x);
     Output<T> to(y);
     parallel_for(rows.count, rows.width, [&](int64_t begin, int64_t end) {
-      Desk<T> desk(scales, rows.width);
+      Workspace<T> workspace(params, rows.width);
       for (int64_t row = begin; row < end; row++) {
-        desk.x.take(rows[row], rows.width);
-        norm(desk, to, row);
+        workspace.x.load_row(rows[row], rows.width);
+        norm(workspace, to, row);
       }
     });
     return y;
@@ -109,66 +110,66 @@ Tensor alone(const Tensor& x, const Tensor& weight, const std::optional<Tensor>&
 }
 
 template <class T>
-void put_sum(const T* a, const T* b, int64_t width, T* to) {
+void add_rows(const T* a, const T* b, int64_t width, T* to) {
   for_each_vector(width, [&](int64_t at, auto... tail) {
     store(to + at, load(a + at, tail...) + load(b + at, tail...), tail...);
   });
 }
 
-// The norm of a sum is that of the sum as it is stored: so it does not matter who adds.
+// The norm is computed from the stored (rounded) sum, so that fusing does not change the bits.
 template <class Norm>
-std::tuple<Tensor, Tensor> of_sum(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                                  const std::optional<Tensor>& bias, double eps, Norm norm) {
+std::tuple<Tensor, Tensor> add_norm_rows(const Tensor& x, const Tensor& residual,
+                                         const Tensor& weight,
+                                         const std::optional<Tensor>& bias, double eps, Norm norm) {
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     check_same_dtype(residual, x);
     check(std::ranges::equal(x.sizes(), residual.sizes()), "all inputs must have the shape of x");
-    Scales<T> scales(weight, bias, eps, x);
+    NormParams<T> params(weight, bias, eps, x);
     Rows<T> a(x), b(residual);
     Tensor y = allocate_like(x), total = allocate_like(x);
     Output<T> to(y), sums(total);
     parallel_for(a.count, a.width, [&](int64_t begin, int64_t end) {
-      Desk<T> desk(scales, a.width);
+      Workspace<T> workspace(params, a.width);
       for (int64_t row = begin; row < end; row++) {
-        put_sum<T>(a[row], b[row], a.width, sums[row]);
-        desk.x.take(sums[row], a.width);
-        norm(desk, to, row);
+        add_rows<T>(a[row], b[row], a.width, sums[row]);
+        workspace.x.load_row(sums[row], a.width);
+        norm(workspace, to, row);
       }
     });
     return std::tuple(y, total);
   });
 }
 
-constexpr auto RMS = [](auto&&... args) { rms(args...); };
-constexpr auto LAYER = [](auto&&... args) { layer(args...); };
+constexpr auto RMS = [](auto&&... args) { rms_row(args...); };
+constexpr auto LAYER = [](auto&&... args) { layer_row(args...); };
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  return alone(x, weight, std::nullopt, eps, RMS);
+  return norm_rows(x, weight, std::nullopt, eps, RMS);
 }
 Tensor layer_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                   double eps) {
-  return alone(x, weight, bias, eps, LAYER);
+  return norm_rows(x, weight, bias, eps, LAYER);
 }
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const Tensor& weight, double eps) {
-  return of_sum(x, residual, weight, std::nullopt, eps, RMS);
+  return add_norm_rows(x, residual, weight, std::nullopt, eps, RMS);
 }
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                           const Tensor& weight, const std::optional<Tensor>& bias,
                                           double eps) {
-  return of_sum(x, residual, weight, bias, eps, LAYER);
+  return add_norm_rows(x, residual, weight, bias, eps, LAYER);
 }
 
-// ---- Gradients, with n a row that is normal (mean 0 and variance 1, or just mean square 1) and w the
-// weight; "mean" is a row's:
+// ---- Gradients, with n a normalized row and w the weight; means are over a row:
 //
-//   dX = scale (w dY - mean(w dY) - n mean(w dY n))    without the first mean where n is not centred
-//   of the weight the sum of dY n over all rows, of the bias that of dY
+//   dX = scale (w dY - mean(w dY) - n mean(w dY n))    the first mean only for layer_norm
+//   dw = sum of dY n over all rows, dbias = sum of dY
 //
-// Sums over rows are those of every 32 rows, added up in their order, whoever computed them.
-constexpr int64_t SUMMED = 32;
+// Rows are summed in blocks of 32 that are added in a fixed order, independent of the threads.
+constexpr int64_t ROWS_PER_SUM = 32;
 
-// What 32 rows add to the gradients of weight and bias.
+// Contribution of a block of 32 rows to the gradients of weight and bias.
 struct Sums {
   float *weight, *bias;
 
@@ -176,23 +177,25 @@ struct Sums {
       : weight(memory + 2 * block * width), bias(weight + width) {}
 };
 
-// `more` is added to dX where it is given.
+// `grad_sum`, the gradient of the sum, is added to dX if given.
 template <bool CENTRED, class T>
-void slope(const float* x, const float* grad, const float* weight, const T* more, float eps,
-           int64_t width, const Sums& sums, T* to) {
+void norm_row_backward(const float* x, const float* grad, const float* weight, const T* grad_sum,
+                       float eps, int64_t width, const Sums& sums, T* to) {
   auto mean = [&](const auto& value) {
     return broadcast(reduce_sum(sum_row(width, [&](Floats acc, int64_t at, auto... tail) {
              return acc + value(at, tail...);
            })) / width);
   };
-  Floats middle{};
-  if constexpr (CENTRED) middle = mean([&](int64_t at, auto... tail) { return load(x + at, tail...); });
+  Floats row_mean{};
+  if constexpr (CENTRED) row_mean = mean([&](int64_t at,
+                                             auto... tail) { return load(x + at, tail...); });
   Floats square = mean([&](int64_t at, auto... tail) {
-    Floats centred = load(x + at, tail...) - middle;
+    Floats centred = load(x + at, tail...) - row_mean;
     return centred * centred;
   });
   Floats scale = broadcast(1.0f / std::sqrt(square[0] + eps));
-  auto normal = [&](int64_t at, auto... tail) { return (load(x + at, tail...) - middle) * scale; };
+  auto normal = [&](int64_t at,
+                    auto... tail) { return (load(x + at, tail...) - row_mean) * scale; };
   auto weighted = [&](int64_t at, auto... tail) {
     return load(grad + at, tail...) * load(weight + at, tail...);
   };
@@ -204,7 +207,7 @@ void slope(const float* x, const float* grad, const float* weight, const T* more
   for_each_vector(width, [&](int64_t at, auto... tail) {
     Floats n = normal(at, tail...), g = load(grad + at, tail...);
     Floats value = (weighted(at, tail...) - shift - n * along_normal) * scale;
-    if (more) value += load(more + at, tail...);
+    if (grad_sum) value += load(grad_sum + at, tail...);
     store(to + at, value, tail...);
     store(sums.weight + at, fma(g, n, load(sums.weight + at, tail...)), tail...);
     store(sums.bias + at, load(sums.bias + at, tail...) + g, tail...);
@@ -212,20 +215,20 @@ void slope(const float* x, const float* grad, const float* weight, const T* more
 }
 
 template <class T>
-Tensor summed(const std::vector<float>& memory, int64_t blocks, int64_t width, bool of_bias,
-              const Tensor& like) {
+Tensor sum_blocks(const std::vector<float>& memory, int64_t blocks, int64_t width, bool is_bias,
+                  const Tensor& like) {
   Tensor y = allocate_like(like);
   for_each_vector(width, [&](int64_t at, auto... tail) {
     Floats total{};
     for (int64_t b = 0; b < blocks; b++)
-      total += load(memory.data() + (2 * b + of_bias) * width + at, tail...);
+      total += load(memory.data() + (2 * b + is_bias) * width + at, tail...);
     store(data<T>(y) + at, total, tail...);
   });
   return y;
 }
 
-// The gradients of x (and of the residual), the weight and the bias. `more` is that of the sum.
-struct Norm {
+// Arguments of a norm and its gradients; x and the residual have the same gradient.
+struct NormArgs {
   const Tensor &x, &weight;
   std::optional<Tensor> residual, bias;
   double eps;
@@ -236,73 +239,80 @@ struct NormGradients {
 };
 
 template <bool CENTRED>
-NormGradients norm_gradients(const Norm& of, const Tensor& grad, const std::optional<Tensor>& more) {
-  return dispatch_dtype(of.x, [&](auto tag) {
+NormGradients norm_gradients(const NormArgs& args, const Tensor& grad,
+                             const std::optional<Tensor>& grad_sum) {
+  return dispatch_dtype(args.x, [&](auto tag) {
     using T = decltype(tag);
-    Scales<T> scales(of.weight, of.bias, of.eps, of.x);
+    NormParams<T> params(args.weight, args.bias, args.eps, args.x);
     auto rows_like_x = [&](const Tensor& tensor) {
-      check_same_dtype(tensor, of.x);
-      check(std::ranges::equal(tensor.sizes(), of.x.sizes()), "all inputs must have the shape of x");
+      check_same_dtype(tensor, args.x);
+      check(std::ranges::equal(tensor.sizes(), args.x.sizes()),
+            "all inputs must have the shape of x");
       return Rows<T>(tensor);
     };
-    Rows<T> x(of.x), g = rows_like_x(grad);
+    Rows<T> x(args.x), g = rows_like_x(grad);
     std::optional<Rows<T>> residual, m;
-    if (of.residual) residual = rows_like_x(*of.residual);
-    if (more) m = rows_like_x(*more);
-    Tensor dx = allocate_like(of.x);
+    if (args.residual) residual = rows_like_x(*args.residual);
+    if (grad_sum) m = rows_like_x(*grad_sum);
+    Tensor dx = allocate_like(args.x);
     Output<T> to(dx);
-    int64_t width = x.width, blocks = (x.count + SUMMED - 1) / SUMMED;
+    int64_t width = x.width, blocks = (x.count + ROWS_PER_SUM - 1) / ROWS_PER_SUM;
     std::vector<float> memory(2 * blocks * width);
-    parallel_for(blocks, SUMMED * width, [&](int64_t begin, int64_t end) {
-      Desk<T> desk(scales, width);
-      Widened<T> grads(width);
+    parallel_for(blocks, ROWS_PER_SUM * width, [&](int64_t begin, int64_t end) {
+      Workspace<T> workspace(params, width);
+      Float32Row<T> grads(width);
       auto total = std::make_unique_for_overwrite<T[]>(residual ? width : 0);
-      for (int64_t row = begin * SUMMED; row < std::min(end * SUMMED, x.count); row++) {
+      for (int64_t row = begin * ROWS_PER_SUM; row < std::min(end * ROWS_PER_SUM, x.count); row++) {
         const T* from = x[row];
-        if (residual) put_sum<T>(x[row], (*residual)[row], width, total.get()), from = total.get();
-        Sums sums(memory.data(), row / SUMMED, width);
-        slope<CENTRED>(desk.x.take(from, width), grads.take(g[row], width), desk.weight.first,
-                       m ? (*m)[row] : nullptr, desk.eps, width, sums, to[row]);
+        if (residual) add_rows<T>(x[row], (*residual)[row], width, total.get()), from = total.get();
+        Sums sums(memory.data(), row / ROWS_PER_SUM, width);
+        norm_row_backward<CENTRED>(workspace.x.load_row(from, width), grads.load_row(g[row], width),
+                                   workspace.weight.first,
+                                   m ? (*m)[row] : nullptr, workspace.eps, width, sums, to[row]);
       }
     });
-    NormGradients found{dx, summed<T>(memory, blocks, width, false, of.weight), {}};
-    if (of.bias) found.bias = summed<T>(memory, blocks, width, true, *of.bias);
-    return found;
+    NormGradients result{dx, sum_blocks<T>(memory, blocks, width, false, args.weight), {}};
+    if (args.bias) result.bias = sum_blocks<T>(memory, blocks, width, true, *args.bias);
+    return result;
   });
 }
 
-// Those that are needed, in the order of the arguments.
+// The needed gradients in the order of the arguments.
 template <bool CENTRED>
-Tensors needed_gradients(const NeedsGrad& needs_grad, const Tensors& grads, const Norm& of) {
-  bool sum = of.residual.has_value();
+Tensors select_gradients(const NeedsGrad& needs_grad, const Tensors& grads, const NormArgs& args) {
+  bool sum = args.residual.has_value();
   check(grads.size() == 1 + size_t(sum), "expected one gradient per output");
   check(needs_grad.size() == 3 + size_t(sum) + CENTRED, "expected one flag per argument");
-  std::optional<Tensor> more;
-  if (sum) more = grads[1];
-  NormGradients all = norm_gradients<CENTRED>(of, grads[0], more);
-  Tensors found;
-  if (needs_grad[0]) found.push_back(all.x);
-  if (sum && needs_grad[1]) found.push_back(needs_grad[0] ? clone_tensor(all.x) : all.x);
-  if (needs_grad[1 + sum]) found.push_back(all.weight);
-  if (CENTRED && needs_grad[2 + sum]) check(all.bias.has_value(), "the gradient of bias requires a bias"), found.push_back(*all.bias);
-  return found;
+  std::optional<Tensor> grad_sum;
+  if (sum) grad_sum = grads[1];
+  NormGradients grad = norm_gradients<CENTRED>(args, grads[0], grad_sum);
+  Tensors result;
+  if (needs_grad[0]) result.push_back(grad.x);
+  if (sum && needs_grad[1]) result.push_back(needs_grad[0] ? clone_tensor(grad.x) : grad.x);
+  if (needs_grad[1 + sum]) result.push_back(grad.weight);
+  if (CENTRED && needs_grad[2 + sum])
+    check(grad.bias.has_value(), "the gradient of bias requires a bias"),
+        result.push_back(*grad.bias);
+  return result;
 }
 
-Tensors rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& weight,
-                          double eps) {
-  return needed_gradients<false>(needs_grad, grads, {x, weight, {}, {}, eps});
+Tensors rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
+                          const Tensor& weight, double eps) {
+  return select_gradients<false>(needs_grad, grads, {x, weight, {}, {}, eps});
 }
-Tensors layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& weight,
-                            const std::optional<Tensor>& bias, double eps) {
-  return needed_gradients<true>(needs_grad, grads, {x, weight, {}, bias, eps});
+Tensors layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
+                            const Tensor& weight, const std::optional<Tensor>& bias, double eps) {
+  return select_gradients<true>(needs_grad, grads, {x, weight, {}, bias, eps});
 }
-Tensors add_rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& residual,
-                              const Tensor& weight, double eps) {
-  return needed_gradients<false>(needs_grad, grads, {x, weight, residual, {}, eps});
+Tensors add_rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
+                              const Tensor& residual, const Tensor& weight, double eps) {
+  return select_gradients<false>(needs_grad, grads, {x, weight, residual, {}, eps});
 }
-Tensors add_layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& residual,
-                                const Tensor& weight, const std::optional<Tensor>& bias, double eps) {
-  return needed_gradients<true>(needs_grad, grads, {x, weight, residual, bias, eps});
+Tensors add_layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
+                                const Tensor& residual,
+                                const Tensor& weight, const std::optional<Tensor>& bias,
+                                double eps) {
+  return select_gradients<true>(needs_grad, grads, {x, weight, residual, bias, eps});
 }
 
 }  // namespace ingot::kernels

@@ -1,11 +1,11 @@
-// Runs a recorded list of op calls without Python: see ingot/ops/replay.py, which writes the list.
+// Replays a captured list of op calls without Python; ingot/ops/replay.py writes the list.
 //
-//   call OP OVERLOAD ARGUMENTS KIND VALUE ... OUTPUTS REGISTER ...
+//   call OP OVERLOAD ARGUMENTS TYPE VALUE ... OUTPUTS REGISTER ...
 //   view BASE DIMENSIONS SIZE ... STRIDE ... OFFSET REGISTER
 //   free REGISTERS REGISTER ...
 //   give REGISTER
 //
-// Registers hold tensors. The first ones are the constants, the others what the steps make.
+// Registers hold tensors: first the constants, then the outputs of the steps.
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,18 +16,18 @@
 namespace ingot {
 
 struct Argument {
-  char type;  // t tensor, i int, f float, b bool; in capitals where it is optional; n for none
+  char type;  // t tensor, i int, f float, b bool; upper case if optional; n for none
   int64_t number = 0;
   double value = 0;
 };
 
 struct Step {
-  std::string op, overload;  // of a call
+  std::string op, overload;  // empty for a view
   std::vector<Argument> arguments;
-  int64_t base = 0, offset = 0;  // of a view: from where its base begins
+  int64_t base = 0, offset = 0;  // of a view
   std::vector<int64_t> sizes, strides;
   std::vector<int64_t> outputs, freed;
-  std::array<PrefetchHint, 2> next;  // of a call: the weights that are read after it
+  std::array<PrefetchHint, 2> next;  // weights that are read next
 
   bool is_view() const { return op.empty(); }
 };
@@ -63,7 +63,7 @@ class Program {
 
  private:
   using Registers = std::vector<std::optional<Tensor>>;
-  static constexpr int64_t MAX_COUNT = 1 << 16;  // of anything that is counted here
+  static constexpr int64_t MAX_COUNT = 1 << 16;  // bound of every count in a program
 
   static std::vector<int64_t> numbers(std::istream& from, int64_t count) {
     check(from && count >= 0 && count < MAX_COUNT, "a count is malformed or out of range");
@@ -80,7 +80,8 @@ class Program {
     Step step;
     int64_t count = -1;
     from >> step.op >> step.overload >> count;
-    check(from && count >= 0 && count < MAX_COUNT, "the number of arguments is malformed or out of range");
+    check(from && count >= 0 && count < MAX_COUNT,
+          "the number of arguments is malformed or out of range");
     if (step.overload == "-") step.overload.clear();
     step.arguments.resize(count);
     for (Argument& argument : step.arguments) {
@@ -102,25 +103,27 @@ class Program {
     return step;
   }
 
-  // Every register is made before it is used, and not used once it is freed.
+  // Every register is defined before it is used, and not used after it is freed.
   void validate() const {
     check(registers_ < MAX_COUNT, "too many registers");
     std::vector<bool> defined(registers_, false);
     std::fill_n(defined.begin(), constants_.size(), true);
     auto use = [&](int64_t reg) {
-      check(reg >= 0 && reg < registers_ && defined[reg], "a register is used before it is defined or after it is freed");
+      check(reg >= 0 && reg < registers_ && defined[reg],
+            "a register is used before it is defined or after it is freed");
     };
     for (const Step& step : steps_) {
       if (step.is_view()) use(step.base);
       for (const Argument& argument : step.arguments)
         if (argument.type == 't' || argument.type == 'T') use(argument.number);
-      for (int64_t reg : step.outputs) check(reg >= 0, "a register number is negative"), defined[reg] = true;
+      for (int64_t reg : step.outputs)
+        check(reg >= 0, "a register number is negative"), defined[reg] = true;
       for (int64_t reg : step.freed) use(reg), defined[reg] = false;
     }
     use(result_);
   }
 
-  // Behind the last weights come the first ones again: the next token's.
+  // The last weights are followed by the first ones, of the next token.
   void assign_prefetch_hints() {
     std::array<PrefetchHint, 2> next;
     for (int pass = 0; pass < 2; pass++)
@@ -139,7 +142,8 @@ class Program {
       if (weight.dim() != 2 || weight.size(0) == 0 || count == result.size()) continue;
       std::vector<ColumnRange> groups = balanced_columns(weight.size(0));
       int64_t row = weight.stride(0) * weight.element_size();
-      result[count++] = {(const char*)weight.data_ptr(), groups[0].count * row, int64_t(groups.size())};
+      result[count++] = {(const char*)weight.data_ptr(), groups[0].count * row,
+          int64_t(groups.size())};
     }
     return result;
   }
@@ -147,7 +151,8 @@ class Program {
   static Tensor make_view(const Tensor& base, const Step& step) {
     AtenTensorHandle handle;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-        base.get(), step.sizes.size(), step.sizes.data(), step.strides.data(), step.offset, &handle));
+        base.get(), step.sizes.size(), step.sizes.data(), step.strides.data(), step.offset,
+                                                                 &handle));
     return Tensor(handle);
   }
 
@@ -166,13 +171,15 @@ class Program {
   }
 
   static void run(const Step& step, Registers& registers, ThreadPool* thread_pool) {
-    for (size_t i = 0; thread_pool && i < step.next.size(); i++) thread_pool->hint_next(i, step.next[i]);
+    for (size_t i = 0; thread_pool && i < step.next.size(); i++)
+      thread_pool->hint_next(i, step.next[i]);
     std::vector<StableIValue> stack(std::max(step.arguments.size(), step.outputs.size()));
-    for (size_t i = 0; i < step.arguments.size(); i++) stack[i] = value(step.arguments[i], registers);
+    for (size_t i = 0; i < step.arguments.size(); i++)
+      stack[i] = value(step.arguments[i], registers);
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(step.op.c_str(), step.overload.c_str(),
                                                         stack.data(), TORCH_ABI_VERSION));
     for (size_t i = 0; i < step.outputs.size(); i++)
-      registers[step.outputs[i]] = pop_stack<Tensor>(stack.data(), i);
+      registers[step.outputs[i]] = torch::stable::detail::to<Tensor>(stack[i]);
   }
 
   Registers constants_;
@@ -215,7 +222,7 @@ STABLE_TORCH_LIBRARY(ingot_replay, m) {
   m.def("drop(int program) -> bool");
 }
 STABLE_TORCH_LIBRARY_IMPL(ingot_replay, CompositeExplicitAutograd, m) {
-  m.impl("make", TORCH_BOX(&ingot::make));
-  m.impl("run", TORCH_BOX(&ingot::run));
-  m.impl("drop", TORCH_BOX(&ingot::drop));
+  m.impl("make", &ingot::boxed_kernel<&ingot::make>);
+  m.impl("run", &ingot::boxed_kernel<&ingot::run>);
+  m.impl("drop", &ingot::boxed_kernel<&ingot::drop>);
 }

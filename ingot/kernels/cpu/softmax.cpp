@@ -1,30 +1,31 @@
-// Softmax and its logarithm. A row comes from memory once and is exponentiated once: softmax
-// keeps the powers of each block, relative to the largest so far, and corrects them at the end.
+// Softmax and log-softmax. A row is read and exponentiated once: softmax stores the exponentials of
+// each block relative to the running max and rescales them at the end.
 #include "tensor.h"
 
 namespace ingot::kernels {
 
-// Which entries of a row take part: a mask is broadcast to x.
+// A mask, broadcast to x; false entries are excluded.
 struct Mask {
   Tensor owner;
   const bool* first = nullptr;
-  bool by_row = false;  // one flag for all of it
-  std::vector<int64_t> sizes, strides;  // of x without the last dimension, the last one first
+  bool per_row = false;  // one flag per row
+  std::vector<int64_t> sizes, strides;  // of the leading dimensions, innermost first
 
   Mask(const std::optional<Tensor>& mask, const Tensor& x) : owner(mask ? *mask : x) {
     if (!mask) return;
-    check(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool, "mask must be bool on the CPU");
+    check(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool,
+          "mask must be bool on the CPU");
     check(mask->dim() <= x.dim(), "mask must not have more dimensions than x");
     owner = torch::stable::contiguous(*mask);
     first = data<bool>(owner);
     int64_t stride = 1;
     for (int64_t back = 1; back <= x.dim(); back++) {
       int64_t size = x.size(x.dim() - back);
-      int64_t own = back <= mask->dim() ? mask->size(mask->dim() - back) : 1;
-      check(own == 1 || own == size, "mask must be broadcastable to x");
-      if (back == 1) by_row = own == 1 && size > 1;
-      else sizes.push_back(size), strides.push_back(own == 1 ? 0 : stride);
-      stride *= own;
+      int64_t mask_size = back <= mask->dim() ? mask->size(mask->dim() - back) : 1;
+      check(mask_size == 1 || mask_size == size, "mask must be broadcastable to x");
+      if (back == 1) per_row = mask_size == 1 && size > 1;
+      else sizes.push_back(size), strides.push_back(mask_size == 1 ? 0 : stride);
+      stride *= mask_size;
     }
   }
   const bool* operator[](int64_t row) const {
@@ -34,7 +35,7 @@ struct Mask {
   }
 };
 
-// Scaled scores of a row, -inf where they do not take part.
+// Scaled scores of a row, -inf where masked.
 template <class T>
 struct Scores {
   const T* x;
@@ -51,29 +52,31 @@ struct Scores {
   }
 };
 
-// Runs body(row, scores) for each row, and nothing(row) for those that are masked altogether.
-template <class T, class Body, class Nothing>
-void scored(const Tensor& x, double scale, const std::optional<Tensor>& mask, const Body& body,
-            const Nothing& nothing) {
+// Run body(row, scores) for each row, masked(row) for fully masked ones.
+template <class T, class Body, class Masked>
+void for_each_row(const Tensor& x, double scale, const std::optional<Tensor>& mask,
+                  const Body& body, const Masked& masked) {
   Rows<T> rows(x);
   Mask masks(mask, x);
   parallel_for(rows.count, 4 * rows.width, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const bool* flags = masks.first ? masks[row] : nullptr;
-      if (flags && masks.by_row && !*flags) nothing(row);
-      else body(row, Scores<T>{rows[row], broadcast(float(scale)), masks.by_row ? nullptr : flags});
+      if (flags && masks.per_row && !*flags) masked(row);
+      else body(row,
+                Scores<T>{rows[row], broadcast(float(scale)), masks.per_row ? nullptr : flags});
     }
   });
 }
 
 template <class T>
 void fill(const Output<T>& to, int64_t row, float value) {
-  for_each_vector(to.width, [&](int64_t at, auto... tail) { to.write(row, at, broadcast(value), tail...); });
+  for_each_vector(to.width,
+                  [&](int64_t at, auto... tail) { to.write(row, at, broadcast(value), tail...); });
 }
 
-// A row whose entries are all -inf: the masked ones get theirs, the others are 0 / 0.
+// A row whose scores are all -inf: masked entries get `masked`, the others 0 / 0 = NaN.
 template <class T>
-void no_softmax(const Scores<T>& scores, const Output<T>& to, int64_t row, float masked) {
+void write_undefined(const Scores<T>& scores, const Output<T>& to, int64_t row, float masked) {
   for_each_vector(to.width, [&](int64_t at, auto... tail) {
     Floats nan = broadcast(NAN);
     Floats y = scores.mask ? where(scores.mask + at, nan, broadcast(masked), tail...) : nan;
@@ -81,32 +84,33 @@ void no_softmax(const Scores<T>& scores, const Output<T>& to, int64_t row, float
   });
 }
 
-// The powers of a row, and what they were relative to, block by block.
-struct Scratch {
-  std::vector<float> powers, peaks;
-  explicit Scratch(int64_t width)
-      : powers(width), peaks((width / OnlineSoftmax::BLOCK + 1) * WIDTH) {}
+// The exponentials of a row and, per block, the max that they are relative to.
+struct RowBuffers {
+  std::vector<float> exps, maxima;
+  explicit RowBuffers(int64_t width)
+      : exps(width), maxima((width / OnlineSoftmax::BLOCK + 1) * WIDTH) {}
 };
 
 template <class T>
-void softmax_row(const Scores<T>& scores, Scratch& scratch, const Output<T>& to, int64_t row) {
+void softmax_row(const Scores<T>& scores, RowBuffers& buffers, const Output<T>& to, int64_t row) {
   constexpr int64_t BLOCK = OnlineSoftmax::BLOCK;
-  float* powers = scratch.powers.data();
-  float* peaks = scratch.peaks.data();
+  float* exps = buffers.exps.data();
+  float* maxima = buffers.maxima.data();
   OnlineSoftmax sums;
   for (int64_t at = 0; at < to.width; at += BLOCK) {
-    sums.update(at, std::min(at + BLOCK, to.width), scores, [&](int64_t at, Floats power, auto... tail) {
-      store(powers + at, power, tail...);
+    sums.update(at, std::min(at + BLOCK, to.width), scores,
+                [&](int64_t at, Floats exps_at, auto... tail) {
+      store(exps + at, exps_at, tail...);
     });
-    store(peaks + at / BLOCK * WIDTH, sums.row_max);
+    store(maxima + at / BLOCK * WIDTH, sums.row_max);
   }
   float sum = sums.sum(), factor = 1 / sum;
-  if (sum == 0) return no_softmax(scores, to, row, 0);
-  Floats peak = broadcast(reduce_max(sums.row_max));
+  if (sum == 0) return write_undefined(scores, to, row, 0);
+  Floats row_max = broadcast(reduce_max(sums.row_max));
   for (int64_t at = 0; at < to.width; at += BLOCK) {
-    Floats correction = exp_nonpositive(load(peaks + at / BLOCK * WIDTH) - peak) * factor;
+    Floats correction = exp_nonpositive(load(maxima + at / BLOCK * WIDTH) - row_max) * factor;
     for_each_vector(std::min(BLOCK, to.width - at), [&](int64_t i, auto... tail) {
-      to.write(row, at + i, load(powers + at + i, tail...) * correction, tail...);
+      to.write(row, at + i, load(exps + at + i, tail...) * correction, tail...);
     });
   }
 }
@@ -117,10 +121,10 @@ void log_softmax_row(const Scores<T>& scores, const Output<T>& to, int64_t row) 
   for (int64_t at = 0; at < to.width; at += sums.BLOCK)
     sums.update(at, std::min(at + sums.BLOCK, to.width), scores, [](auto...) {});
   float sum = sums.sum();
-  if (sum == 0) return no_softmax(scores, to, row, -INF);
-  Floats peak = broadcast(reduce_max(sums.row_max)), log_sum = broadcast(std::log(sum));
+  if (sum == 0) return write_undefined(scores, to, row, -INF);
+  Floats row_max = broadcast(reduce_max(sums.row_max)), log_sum = broadcast(std::log(sum));
   for_each_vector(to.width, [&](int64_t at, auto... tail) {
-    to.write(row, at, scores(at, tail...) - peak - log_sum, tail...);
+    to.write(row, at, scores(at, tail...) - row_max - log_sum, tail...);
   });
 }
 
@@ -130,10 +134,10 @@ Tensor softmax(const Tensor& x, double scale, const std::optional<Tensor>& mask)
     check(x.dim() >= 1, "x must have at least one dimension");
     Tensor y = allocate_like(x);
     Output<T> to(y);
-    scored<T>(x, scale, mask, [&](int64_t row, const Scores<T>& scores) {
-      thread_local Scratch scratch(0);
-      if (int64_t(scratch.powers.size()) < to.width) scratch = Scratch(to.width);
-      softmax_row(scores, scratch, to, row);
+    for_each_row<T>(x, scale, mask, [&](int64_t row, const Scores<T>& scores) {
+      thread_local RowBuffers buffers(0);
+      if (int64_t(buffers.exps.size()) < to.width) buffers = RowBuffers(to.width);
+      softmax_row(scores, buffers, to, row);
     }, [&](int64_t row) { fill(to, row, 0); });
     return y;
   });
@@ -145,7 +149,7 @@ Tensor log_softmax(const Tensor& x, double scale, const std::optional<Tensor>& m
     check(x.dim() >= 1, "x must have at least one dimension");
     Tensor y = allocate_like(x);
     Output<T> to(y);
-    scored<T>(x, scale, mask, [&](int64_t row, const Scores<T>& scores) {
+    for_each_row<T>(x, scale, mask, [&](int64_t row, const Scores<T>& scores) {
       log_softmax_row(scores, to, row);
     }, [&](int64_t row) { fill(to, row, -INF); });
     return y;

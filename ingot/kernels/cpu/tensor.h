@@ -1,4 +1,4 @@
-// The interface between torch and the kernels: argument checks, views, allocation, registration.
+// The interface between torch and the kernels: argument checks, views, allocation.
 //
 // A kernel is a function in ingot::kernels with the op's name and signature. It validates all
 // arguments before it dereferences a pointer, and throws
@@ -6,11 +6,7 @@
 //   InvalidArgument   if a condition is violated; Python prepends the op's name and adds a hint
 //   Unsupported       if another provider has to compute the call: other dtypes, other devices
 //
-// REGISTER_OP(name) registers it twice:
-//
-//   ingot_cpu::name   the kernel itself, called by the `cpu` provider
-//   ingot::name       the op at the CPU dispatch key: the dispatcher calls the kernel without
-//                     Python. Unsupported calls and calls inside `ops.prefer` go through Python
+// REGISTER_OP(name) registers it: see registration.h.
 #pragma once
 
 #include <algorithm>
@@ -283,76 +279,6 @@ inline Tensor clone_tensor(const Tensor& x) {
   });
 }
 
-// Number of active `ops.prefer` contexts, in memory owned by Python. Until ingot_connect() is
-// called, calls go through Python: another thread may call an op while this library is still being
-// loaded.
-inline const int NOT_CONNECTED = 1;
-inline const int* prefer_depth = &NOT_CONNECTED;
-
-template <size_t N>
-struct FixedString {
-  char text[N];
-  constexpr FixedString(const char (&name)[N]) { std::copy_n(name, N, text); }
-};
-
-template <class T>
-T pop_stack(StableIValue* stack, size_t at) {
-  return torch::stable::detail::to<T>(stack[at]);
-}
-
-template <class R>
-struct ReturnValue {
-  static R from_stack(StableIValue* stack) { return pop_stack<R>(stack, 0); }
-};
-template <class... R>
-struct ReturnValue<std::tuple<R...>> {
-  static std::tuple<R...> from_stack(StableIValue* stack) {
-    return [&]<size_t... At>(std::index_sequence<At...>) {
-      return std::tuple<R...>(pop_stack<R>(stack, At)...);
-    }(std::index_sequence_for<R...>());
-  }
-};
-
-template <auto kernel, FixedString name>
-struct DispatchShim;
-template <class R, class... Args, R (*kernel)(Args...), FixedString name>
-struct DispatchShim<kernel, name> {
-  static R call(Args... args) {
-    if (*prefer_depth == 0) {
-      try {
-        return kernel(args...);
-      } catch (const Unsupported&) {
-      }
-    }
-    StableIValue stack[] = {torch::stable::detail::from(std::remove_cvref_t<Args>(args))...};
-    check(!torch_call_dispatcher(name.text, "", stack, TORCH_ABI_VERSION),
-          "the call through Python failed");
-    return ReturnValue<R>::from_stack(stack);
-  }
-};
-
 }  // namespace ingot
 
-// Every library can create a thread pool; all are connected to the pool of the first one loaded.
-#define INGOT_EXPORT extern "C" __attribute__((visibility("default")))
-INGOT_EXPORT void* ingot_create_thread_pool() { return new ingot::ThreadPool; }
-INGOT_EXPORT void ingot_connect(const int* prefer_depth, void* thread_pool) {
-  ingot::prefer_depth = prefer_depth;
-  ingot::thread_pool = static_cast<ingot::ThreadPool*>(thread_pool);
-}
-
-#define REGISTER_OP(name)                                                      \
-  STABLE_TORCH_LIBRARY_IMPL(ingot_cpu, CPU, m) {                               \
-    m.impl(#name, TORCH_BOX(&ingot::kernels::name));                           \
-  }                                                                            \
-  STABLE_TORCH_LIBRARY_IMPL(ingot, CPU, m) {                                   \
-    using Shim = ingot::DispatchShim<&ingot::kernels::name, "ingot_python::" #name>; \
-    m.impl(#name, TORCH_BOX(&Shim::call));                                     \
-  }
-
-// Register name_backward(needs_grad, grads, arguments...) as ingot_cpu::name_backward, called by
-// the `cpu` provider. It returns the needed gradients in the order of the arguments.
-#define REGISTER_BACKWARD(name)                                                \
-  STABLE_TORCH_LIBRARY_IMPL(ingot_cpu, CPU, m) {                               \
-    m.impl(#name "_backward", TORCH_BOX(&ingot::kernels::name##_backward));    \
-  }
+#include "registration.h"
