@@ -168,7 +168,8 @@ void adamw(const Tensors& params, const Tensors& grads, const Tensors& exp_avg,
   dispatch_dtype(params[0], [&](auto param_tag) {
     using P = decltype(param_tag);
     ScalarType dtype = params[0].scalar_type();
-    ScalarType state_dtype = exp_avg[0].scalar_type() == ScalarType::Float ? ScalarType::Float : ScalarType::BFloat16;
+    bool is_float = exp_avg[0].scalar_type() == ScalarType::Float;
+    ScalarType state_dtype = is_float ? ScalarType::Float : ScalarType::BFloat16;
     check_all(params, params, dtype, dtype);
     check_all(grads, params, dtype, ScalarType::Float);
     check_all(exp_avg, params, state_dtype, state_dtype);

@@ -26,6 +26,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -237,8 +238,9 @@ def _precompile(device: Device, directory: Path) -> Path | None:
     header = directory / "kernels.h"
     header.write_text(f'#include "{HERE / "matmul.h"}"\n')
     compiled = header.with_suffix(".h.gch")
-    command = _command(device.compiler, device.cpu.isa[0])
-    command += ["-x", "c++-header", str(header), "-o", str(compiled)]
+    flags = _command(device.compiler, device.cpu.isa[0])
+    flags = [flag for flag in flags if not flag.startswith(("-shared", "-Wl", "-L", "-l"))]
+    command = [*flags, "-x", "c++-header", str(header), "-o", str(compiled)]
     if subprocess.run(command, capture_output=True).returncode:
         compiled.unlink(missing_ok=True)
         return None
@@ -256,12 +258,22 @@ def _command(compiler: Compiler, tier: str) -> list[str]:
     ]
 
 
+def _sources(source: Path) -> list[Path]:
+    """Return a source file and the headers of this directory that it includes, transitively."""
+    sources = [source]
+    for path in sources:  # grows while it is iterated
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            if HERE / name not in sources:
+                sources.append(HERE / name)
+    return [source, *sorted(sources[1:])]
+
+
 def _key(family: str, command: list[str], compiler: Compiler, torch_version: str) -> str:
     digest = hashlib.sha256()
-    for source in (HERE / f"{family}.cpp", *sorted(HERE.glob("*.h"))):
+    for source in _sources(HERE / f"{family}.cpp"):
         digest.update(source.read_bytes())
-    facts = (*command, compiler.name, compiler.version, torch_version)
-    digest.update("\0".join(facts).encode())
+    environment = (*command, compiler.name, compiler.version, torch_version)
+    digest.update("\0".join(environment).encode())
     return digest.hexdigest()[:16]
 
 

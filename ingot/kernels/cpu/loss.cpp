@@ -195,7 +195,8 @@ class Logits {
 
   // Number of elements per token.
   static int64_t size(int64_t vocab) {
-    return vocab / VOCAB_CHUNK * padded_stride<T>(VOCAB_CHUNK) + (vocab % VOCAB_CHUNK ? padded_stride<T>(vocab % VOCAB_CHUNK) : 0);
+    int64_t rest = vocab % VOCAB_CHUNK;
+    return vocab / VOCAB_CHUNK * padded_stride<T>(VOCAB_CHUNK) + (rest ? padded_stride<T>(rest) : 0);
   }
   T* at(int64_t token, int64_t token_id) const {
     Matrix<T> some = chunk(token_id / VOCAB_CHUNK * VOCAB_CHUNK);
@@ -270,7 +271,8 @@ class LossGradient {
         rest = broadcast(float(logit_grads.constant));
     int64_t target = targets_[token] - vocab.begin;
     bool here = target >= 0 && target < vocab.count;
-    double chosen = here ? widen(to[target]) * double(scale[0]) + logit_grads.constant + logit_grads.target : 0;
+    double chosen = here ? widen(to[target]) * double(scale[0]) : 0;
+    chosen = chosen + logit_grads.constant + logit_grads.target;
     for_each_vector(vocab.count, [&](int64_t at, auto... tail) {
       store(to + at, fma(load(to + at, tail...), scale, rest), tail...);
     });
@@ -359,7 +361,8 @@ std::tuple<Tensor, Tensor, Tensor> loss_and_gradients(const Tensor& hidden, cons
     for (int64_t begin = 0; begin == 0 || begin < x.count; begin += max_tokens) {
       int64_t count = std::min(max_tokens, x.count - begin);
       Matrix<T> rows = Matrix<T>(x).slice_rows(begin, count);
-      float* added = needs_hidden ? scratch<Scratch::LOSS_GRAD_HIDDEN, float>(count * x.width) : nullptr;
+      float* added = nullptr;
+      if (needs_hidden) added = scratch<Scratch::LOSS_GRAD_HIDDEN, float>(count * x.width);
       auto run = [&](auto* sum) {
         add_gradients<T>(rows, w, {target.data() + begin, size_t(count)},
                          {grad_output.data() + begin, size_t(count)}, loss, data<T>(memory),
