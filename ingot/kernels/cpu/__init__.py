@@ -1,10 +1,10 @@
-"""The `cpu` provider: C++ for float32 and bfloat16, exact and at memory speed.
+"""The `cpu` provider: C++ kernels for float32 and bfloat16, batch-invariant and memory-bound.
 
-Each family has a source here, `<family>.cpp`, and a module that registers its kernels,
-`<family>.py`. `vector.h` has the arithmetic, one header for all ISA tiers; `tensor.h` what lies
-between torch and a kernel. `build.py` builds a family on its first use.
+Each family has a source, `<family>.cpp`, and a module that registers its kernels, `<family>.py`.
+`vector.h` has the arithmetic for all ISA tiers, `matmul.h` the GEMM, `threads.h` the thread pool,
+`tensor.h` and `registration.h` the interface to torch. `build.py` builds a family on first use.
 
-Exact means that each element is computed in one order that depends on the op and the tier alone.
-So kernels are parallel over rows, columns, heads, never over what is added up, and the end of a
-row goes through the same vector arithmetic as its middle, with zeros in the lanes that are over.
+Batch invariance: each element is computed in a fixed order that depends only on the op and the
+tier. Kernels are parallel over rows, columns and heads, never over the reduction dimension, and the
+tail of a row goes through the same vector arithmetic as its middle, padded with zeros.
 """

@@ -1,4 +1,4 @@
-"""`activation` in C++."""
+"""Register the C++ kernels of `activation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`adamw` in C++."""
+"""Register the C++ kernels of `adamw`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`attention` in C++; gradients of keys in pages, which nobody trains, are the next provider's."""
+"""Register the C++ kernel of `attention`, with gradients except for a `block_table`."""
 
 from __future__ import annotations
 

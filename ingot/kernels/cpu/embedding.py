@@ -1,4 +1,4 @@
-"""`embedding` in C++."""
+"""Register the C++ kernels of `embedding`."""
 
 from __future__ import annotations
 

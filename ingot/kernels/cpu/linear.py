@@ -1,4 +1,4 @@
-"""`linear` in C++; gradients are ATen's GEMMs."""
+"""Register the C++ kernels of `linear`, with gradients in bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loss` in C++."""
+"""Register the C++ kernels of `loss`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`norm` in C++."""
+"""Register the C++ kernels of `norm`."""
 
 from __future__ import annotations
 

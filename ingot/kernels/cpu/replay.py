@@ -1,4 +1,4 @@
-"""The runner of recorded calls, in C++."""
+"""Load the C++ runner of captured calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding in C++."""
+"""Register the C++ kernels of rotary position embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sample` in C++."""
+"""Register the C++ kernels of `sample`."""
 
 from __future__ import annotations
 

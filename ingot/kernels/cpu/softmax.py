@@ -1,4 +1,4 @@
-"""`softmax` in C++."""
+"""Register the C++ kernels of `softmax`."""
 
 from __future__ import annotations
 
