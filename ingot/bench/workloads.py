@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ingot.core.device import Device
 from ingot.core.errors import UnknownName
+from ingot.ops.epilogue import ActivationFn
 from ingot.ops.op import registry
 from ingot.ops.rope import rope_frequencies
 
@@ -263,21 +264,37 @@ def _with_targets(*shapes: tuple[int, ...]) -> MakeArgs:
 
 
 def _linear() -> Iterator[Workload]:
-    """Shapes are rows x in x out."""
+    """Shapes are rows x in x out, followed by the epilogue."""
     for (n, k), m in product(PROJECTIONS, LINEAR_ROWS):
         yield Workload("linear", _text(m, k, n), "bf16", floats((m, k), (n, k)))
     for m in (8, 512):
         yield Workload("linear", _text(m, 768, 4096), "fp32", floats((m, 768), (4096, 768)))
         up, down = (2048, 768), (768, 2048)
-        for op in ("linear_gelu", "linear_gelu_tanh", "linear_silu", "linear_relu"):
-            yield Workload(op, _text(m, 768, 2048), "bf16", floats((m, 768), up, (2048,)))
-        yield Workload("linear_swiglu", _text(m, 768, 2048), "bf16", floats((m, 768), up, up))
-        make_args = floats((m, 2048), down, (m, 768))
-        yield Workload("linear_residual", _text(m, 2048, 768), "bf16", make_args)
+        for activation in list(ActivationFn)[1:]:
+            shape = f"{_text(m, 768, 2048)} {activation.name.lower()}"
+            args = _with_activation(activation, (m, 768), up, (2048,))
+            yield Workload("linear", shape, "bf16", args)
+        shape = f"{_text(m, 768, 2048)} silu"
+        yield Workload("gated_linear", shape, "bf16", floats((m, 768), up, up))
+        shape = f"{_text(m, 2048, 768)} residual"
+        yield Workload("linear", shape, "bf16", _with_residual((m, 2048), down, (m, 768)))
     for rows in (8, 512):  # 2 of 8 experts for each of 4 tokens, and of 256
         shape = _text(EXPERTS, rows, 768, 1024)
         yield Workload("grouped_linear", shape, "bf16", _grouped(rows, weights=1))
-        yield Workload("grouped_swiglu", shape, "bf16", _grouped(rows, weights=2))
+        args = _grouped(rows, weights=2)
+        yield Workload("grouped_gated_linear", f"{shape} silu", "bf16", args)
+
+
+def _with_activation(activation: ActivationFn, *shapes: tuple[int, ...]) -> MakeArgs:
+    return lambda new: (*floats(*shapes)(new), int(activation))
+
+
+def _with_residual(*shapes: tuple[int, ...]) -> MakeArgs:
+    def make_args(new: Views) -> Args:
+        x, weight, residual = floats(*shapes)(new)
+        return x, weight, None, int(ActivationFn.IDENTITY), residual
+
+    return make_args
 
 
 def _quantized() -> Iterator[Workload]:

@@ -69,7 +69,7 @@ class Dense(nn.Module):
         x = x.flatten(1).to(self.layers[0].weight.dtype)  # pyright: ignore
         *hidden, last = self.layers
         for layer, dropout in zip(hidden, self.dropouts, strict=True):
-            x = dropout(ops.linear_gelu(x, layer.weight, layer.bias))  # pyright: ignore
+            x = dropout(layer(x, activation=ops.ActivationFn.GELU))  # pyright: ignore
         return last(x)
 
 

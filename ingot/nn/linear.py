@@ -25,7 +25,7 @@ def init_normal_(weight: Tensor) -> None:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` on `ops.linear`, with an optional fused residual.
+    """`torch.nn.Linear` on `ops.linear`, with its epilogue: an activation and a residual.
 
     >>> layer = Linear(8, 4)
     >>> layer(torch.ones(2, 8), residual=torch.ones(2, 4)).shape
@@ -41,11 +41,14 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return `residual + input @ weight.T + bias`."""
-        if residual is None:
-            return ops.linear(input, self.weight, self.bias)
-        return ops.linear_residual(input, self.weight, residual, self.bias)
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: int = ops.ActivationFn.IDENTITY,
+    ) -> Tensor:
+        """Compute `residual + activation(input @ weight.T + bias)`."""
+        return ops.linear(input, self.weight, self.bias, activation, residual)
 
 
 class Embedding(nn.Module):

@@ -14,12 +14,6 @@ from ingot import ops
 from ingot.nn.config import Activation, MoEConfig
 from ingot.nn.linear import STD, Linear
 
-_FUSED = {
-    Activation.GELU: ops.linear_gelu,
-    Activation.GELU_TANH: ops.linear_gelu_tanh,
-    Activation.RELU: ops.linear_relu,
-}
-
 
 class MLP(nn.Module):
     """Two linear layers with an activation between them.
@@ -32,7 +26,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up = Linear(dim, ffn_dim, bias=bias)
         self.down = Linear(ffn_dim, dim, bias=bias)
-        self.fused = _FUSED[activation]
+        self.activation = ops.ActivationFn[activation.name]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Apply the MLP; add `residual` if given."""
@@ -40,7 +34,7 @@ class MLP(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the activations between the two layers."""
-        return self.fused(x, self.up.weight, self.up.bias)
+        return self.up(x, activation=self.activation)
 
 
 class SwiGLU(nn.Module):
@@ -62,7 +56,7 @@ class SwiGLU(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the gated activations before the last layer."""
-        return ops.linear_swiglu(x, self.gate.weight, self.up.weight)
+        return ops.gated_linear(x, self.gate.weight, self.up.weight)
 
 
 class MoE(nn.Module):
@@ -102,7 +96,7 @@ class MoE(nn.Module):
 
     def hidden(self, x_AD: Tensor, offsets: Tensor) -> Tensor:
         """Return the activations before the last layer, for the rows of each expert."""
-        return ops.grouped_swiglu(x_AD, self.gate, self.up, offsets)
+        return ops.grouped_gated_linear(x_AD, self.gate, self.up, offsets)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits_TE = self.router(x).to(torch.promote_types(x.dtype, torch.float32))

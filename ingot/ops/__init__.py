@@ -14,17 +14,8 @@ from ingot.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, relu_square
 from ingot.ops.adamw import adamw
 from ingot.ops.attention import attention
 from ingot.ops.embedding import embedding
-from ingot.ops.linear import (
-    grouped_linear,
-    grouped_swiglu,
-    linear,
-    linear_gelu,
-    linear_gelu_tanh,
-    linear_relu,
-    linear_residual,
-    linear_silu,
-    linear_swiglu,
-)
+from ingot.ops.epilogue import ActivationFn
+from ingot.ops.linear import gated_linear, grouped_gated_linear, grouped_linear, linear
 from ingot.ops.loss import (
     cross_entropy,
     linear_cross_entropy,
@@ -48,6 +39,7 @@ from ingot.ops.sample import apply_penalties, philox_uniform, sample, sampling_l
 from ingot.ops.softmax import log_softmax, softmax
 
 __all__ = [
+    "ActivationFn",
     "Cost",
     "LinearScaling",
     "Llama3Scaling",
@@ -65,25 +57,20 @@ __all__ = [
     "batch_invariant",
     "cross_entropy",
     "embedding",
+    "gated_linear",
     "geglu",
     "geglu_tanh",
     "gelu",
     "gelu_tanh",
+    "grouped_gated_linear",
     "grouped_linear",
-    "grouped_swiglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_fwd_bwd",
-    "linear_gelu",
-    "linear_gelu_tanh",
     "linear_int4",
     "linear_int8",
     "linear_int8_dynamic",
-    "linear_relu",
-    "linear_residual",
-    "linear_silu",
-    "linear_swiglu",
     "linear_token_logprobs",
     "log_softmax",
     "philox_uniform",

@@ -1,17 +1,16 @@
-"""Matrix product with a weight, and what is fused into its last step.
+"""Linear layers: GEMMs with a fused epilogue.
 
-    linear(x)          = x W^T + b
-    linear_gelu(x)     = gelu(x W^T + b),   likewise gelu_tanh, silu, relu
-    linear_swiglu(x)   = silu(x G^T) * (x U^T): gate and up, as one pass over x
-    linear_residual(x) = residual + x W^T + b
-    grouped_linear(x)  = x W_e^T, e being the group that a row is in: a mixture of experts
-    grouped_swiglu(x)  = linear_swiglu with the gate and up of that group
+    linear(x)               = residual + act(x W^T + b)
+    gated_linear(x)         = act(x G^T) * (x U^T), in one pass over x; SwiGLU with act = silu
+    grouped_linear(x)       = act(x W_e^T), e being the group of a row (mixture of experts)
+    grouped_gated_linear(x) = gated_linear with the gate and up weights of the row's group
 
-The epilogues work on the accumulator before it is rounded and stored, so a fused op moves
-the intermediate neither out nor in and rounds once where two ops round twice.
+Bias, activation and residual are optional arguments of the call (`ingot.ops.epilogue`). A fused
+epilogue works on the accumulator before it is rounded and stored: the intermediate result is not
+written to memory, and the output is rounded once instead of once per op.
 
-Weights are (out, in) as `torch.nn.Linear` has them; of groups, (E, out, in). The rows of a group
-lie side by side: those of group e are `offsets[e]` up to `offsets[e + 1]`.
+Weights are (out, in) as in `torch.nn.Linear`; those of groups are (E, out, in). The rows of a group
+are contiguous: group e owns rows `offsets[e]` to `offsets[e + 1]`.
 """
 
 # pyright: basic
@@ -24,13 +23,22 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops import activation
 from ingot.ops.check import check_same_dtype, check_same_shape
+from ingot.ops.epilogue import (
+    IDENTITY,
+    SILU,
+    apply_activation,
+    apply_epilogue,
+    check_activation,
+    check_epilogue,
+    epilogue_bytes,
+    with_activations,
+)
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import Cost, Tolerance, op
 
 
-def _samples(make: TensorMaker) -> Iterator[SampleInput]:
+def _biased_samples(make: TensorMaker) -> Iterator[SampleInput]:
     def weight(out: int, width: int) -> Tensor:
         return make(out, width, scale=width**-0.5)
 
@@ -42,26 +50,33 @@ def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("extreme", (make.spread(4, 33), weight(9, 33), make(9)))
     yield SampleInput("batched", (make(2, 3, 16), weight(8, 16), None))
     yield SampleInput("vector", (make(16), weight(8, 16), make(8)))
-    # Positive: a lone result that cancelled would have no row to be small against.
+    # Positive: a single result that cancelled would have no row to be small against.
     yield SampleInput("one_column", (make(3, 8).abs(), weight(1, 8).abs(), make(1).abs()))
 
 
-def _swiglu_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    for sample in _samples(make):
+def _samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield from with_activations(_biased_samples, make, IDENTITY)
+    for sample in _biased_samples(make):
+        x, weight, _ = sample.args
+        residual = make(*x.shape[:-1], weight.shape[0])
+        yield SampleInput(f"{sample.name}_residual", (*sample.args, IDENTITY, residual))
+    x, weight, bias = next(_biased_samples(make)).args
+    yield SampleInput("typical_silu_residual", (x, weight, bias, SILU, make(6, 48)))
+
+
+def _two_weight_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    for sample in _biased_samples(make):
         x, weight, _ = sample.args
         up_weight = make(*weight.shape, scale=x.shape[-1] ** -0.5)
-        yield SampleInput(
-            sample.name, (x, weight, up_weight.abs() if len(weight) == 1 else up_weight)
-        )
+        up_weight = up_weight.abs() if len(weight) == 1 else up_weight
+        yield SampleInput(sample.name, (x, weight, up_weight))
 
 
-def _residual_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    for sample in _samples(make):
-        x, weight, bias = sample.args
-        yield SampleInput(sample.name, (x, weight, make(*x.shape[:-1], weight.shape[0]), bias))
+def _gated_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    return with_activations(_two_weight_samples, make, SILU)
 
 
-def _grouped_samples(make: TensorMaker) -> Iterator[SampleInput]:
+def _offset_samples(make: TensorMaker) -> Iterator[SampleInput]:
     def grouped(name: str, x: Tensor, out: int, *ends: int) -> SampleInput:
         weight = make(len(ends), out, x.shape[1], scale=x.shape[1] ** -0.5)
         return SampleInput(name, (x, weight, make.tensor([0, *ends])))
@@ -77,71 +92,76 @@ def _grouped_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("int32", (x, weight, offsets.int()))
 
 
-def _grouped_swiglu_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    for sample in _grouped_samples(make):
+def _grouped_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    return with_activations(_offset_samples, make, IDENTITY)
+
+
+def _two_offset_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    for sample in _offset_samples(make):
         x, weight, offsets = sample.args
         up_weight = make(*weight.shape, scale=x.shape[-1] ** -0.5)
         yield SampleInput(sample.name, (x, weight, up_weight, offsets))
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    check_same_dtype("linear", x=x, weight=weight, bias=bias)
+def _grouped_gated_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    return with_activations(_two_offset_samples, make, SILU)
+
+
+def _check_weight(op_name: str, x: Tensor, weight: Tensor) -> None:
+    check_same_dtype(op_name, x=x, weight=weight)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise OpError(
-            f"linear: x has {x.shape[-1]} channels, weight is {tuple(weight.shape)}",
-            hint="give a weight of (out, in), in being x's channels",
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise OpError(
-            f"linear: weight is {tuple(weight.shape)}, bias does not have one value a row",
-            hint="give a bias of (out,)",
+            f"{op_name}: weight must be (out, {x.shape[-1]}) for x of {x.shape[-1]} channels, "
+            f"got {tuple(weight.shape)}",
+            hint="pass the weight as (out, in), in being the channels of x",
         )
 
 
-def _check_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> None:
-    check_same_shape("linear_swiglu", gate_weight=gate_weight, up_weight=up_weight)
-    _check(x, gate_weight)
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, residual: Tensor | None
+) -> None:
+    _check_weight("linear", x, weight)
+    check_epilogue("linear", x, weight.shape[0], bias, activation, residual)
 
 
-def _check_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None:
-    _check(x, weight, bias)
-    check_same_dtype("linear_residual", x=x, residual=residual)
-    shape = (*x.shape[:-1], weight.shape[0])
-    if residual.shape != shape:
-        raise OpError(
-            f"linear_residual: residual is {tuple(residual.shape)}, the product {shape}",
-            hint="give a residual of the product's shape; ops do not broadcast",
-        )
+def _check_gated(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int) -> None:
+    check_same_shape("gated_linear", gate_weight=gate_weight, up_weight=up_weight)
+    _check_weight("gated_linear", x, gate_weight)
+    check_activation("gated_linear", activation)
 
 
-def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
-    check_same_dtype("grouped", x=x, weight=weight)
+def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor, activation: int) -> None:
+    check_same_dtype("grouped_linear", x=x, weight=weight)
     if not (x.dim() == 2 and weight.dim() == 3 and weight.shape[2] == x.shape[1]):
         raise OpError(
-            f"grouped: x is {tuple(x.shape)}, weight {tuple(weight.shape)}",
-            hint="give x as (rows, in) and a weight of (groups, out, in)",
+            "grouped_linear: x must be (rows, in) and weight (groups, out, in), "
+            f"got {tuple(x.shape)} and {tuple(weight.shape)}",
+            hint="flatten the batch dimensions of x, and stack one weight per group",
         )
     if offsets.shape != (len(weight) + 1,) or offsets.is_floating_point():
         raise OpError(
-            f"grouped: {len(weight)} groups, but offsets {offsets.dtype} {tuple(offsets.shape)}",
-            hint="give integers, one more than there are groups",
+            f"grouped_linear: offsets must be {len(weight) + 1} integers for {len(weight)} groups, "
+            f"got {offsets.dtype} {tuple(offsets.shape)}",
+            hint="pass the first row of each group, followed by the number of rows",
         )
+    check_activation("grouped_linear", activation)
 
 
-def _check_grouped_swiglu(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor
+def _check_grouped_gated(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor, activation: int
 ) -> None:
-    check_same_shape("grouped_swiglu", gate_weight=gate_weight, up_weight=up_weight)
-    _check_grouped(x, gate_weight, offsets)
+    check_same_shape("grouped_gated_linear", gate_weight=gate_weight, up_weight=up_weight)
+    _check_grouped(x, gate_weight, offsets, activation)
 
 
 def _groups(x: Tensor, offsets: Tensor) -> list[tuple[int, Tensor]]:
-    """The groups that have rows, with their rows."""
+    """Return the index and the rows of each group that has rows."""
     ends: list[int] = offsets.tolist()
     if not (ends[0] == 0 and ends[-1] == len(x) and ends == sorted(ends)):
         raise OpError(
-            f"grouped: offsets are {ends[:8]} for {len(x)} rows",
-            hint="give where each group begins: 0 first, the number of rows last",
+            f"grouped_linear: offsets must rise from 0 to {len(x)}, the number of rows, "
+            f"got {ends[:8]}",
+            hint="pass the first row of each group, followed by the number of rows",
         )
     return [(e, x[a:b]) for e, (a, b) in enumerate(pairwise(ends)) if a < b]
 
@@ -158,133 +178,81 @@ def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _cost(x: Tensor, weight: Tensor, *_: object) -> Cost:
+def _cost(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+) -> Cost:
     rows = _rows(x)
-    result = rows * weight.shape[0] * x.itemsize
+    result = rows * weight.shape[0] * x.itemsize + epilogue_bytes(residual)
     return Cost(bytes=x.nbytes + weight.nbytes + result, flops=2 * rows * weight.numel())
 
 
-def _swiglu_cost(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Cost:
+def _gated_cost(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int = SILU) -> Cost:
     rows = _rows(x)
     result = rows * up_weight.shape[0] * x.itemsize
     return Cost(bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=4 * rows * up_weight.numel())
 
 
-def _residual_cost(x: Tensor, weight: Tensor, residual: Tensor, *_: object) -> Cost:
-    rows = _rows(x)
-    result = residual.nbytes
-    return Cost(bytes=x.nbytes + weight.nbytes + 2 * result, flops=2 * rows * weight.numel())
-
-
-def _grouped_cost(x: Tensor, weight: Tensor, offsets: Tensor) -> Cost:
+def _grouped_cost(x: Tensor, weight: Tensor, offsets: Tensor, activation: int = IDENTITY) -> Cost:
     result = len(x) * weight.shape[1] * x.itemsize
     read = len(_groups(x, offsets)) * weight[0].nbytes
     return Cost(bytes=x.nbytes + read + result, flops=2 * len(x) * weight[0].numel())
 
 
-def _grouped_swiglu_cost(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor
+def _grouped_gated_cost(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor, activation: int = SILU
 ) -> Cost:
     one = _grouped_cost(x, gate_weight, offsets)
     read = len(_groups(x, offsets)) * up_weight[0].nbytes
     return Cost(bytes=one.bytes + read, flops=2 * one.flops)
 
 
-_with_bias = op(
+@op(
     check=_check,
     fake=_fake,
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    row_args=("x",),
+    row_args=("x", "residual"),
 )
-
-
-@_with_bias
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`residual + activation(x @ weight.T + bias)`; the activation is an `ActivationFn`.
 
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
-    """
-    y = x @ weight.T
-    return y if bias is None else y + bias
-
-
-@_with_bias
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`gelu(linear(x, weight, bias))`.
-
-    >>> linear_gelu(torch.ones(1, 1), torch.ones(1, 1))
+    >>> from ingot.ops import ActivationFn
+    >>> linear(torch.ones(1, 1), torch.ones(1, 1), activation=ActivationFn.GELU)
     tensor([[0.8413]])
     """
-    return activation.gelu.reference(linear.reference(x, weight, bias))
-
-
-@_with_bias
-def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`gelu_tanh(linear(x, weight, bias))`.
-
-    >>> linear_gelu_tanh(torch.ones(1, 1), torch.ones(1, 1))
-    tensor([[0.8412]])
-    """
-    return activation.gelu_tanh.reference(linear.reference(x, weight, bias))
-
-
-@_with_bias
-def linear_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`silu(linear(x, weight, bias))`.
-
-    >>> linear_silu(torch.ones(1, 1), torch.ones(1, 1))
-    tensor([[0.7311]])
-    """
-    return activation.silu.reference(linear.reference(x, weight, bias))
-
-
-@_with_bias
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`relu(linear(x, weight, bias))`.
-
-    >>> linear_relu(torch.ones(1, 1), -torch.ones(1, 1))
-    tensor([[0.]])
-    """
-    return torch.relu(linear.reference(x, weight, bias))
+    return apply_epilogue(x @ weight.T, bias, activation, residual)
 
 
 @op(
-    check=_check_swiglu,
+    check=_check_gated,
     fake=_fake,
-    samples=_swiglu_samples,
+    samples=_gated_samples,
     tolerance=Tolerance(),
-    cost=_swiglu_cost,
+    cost=_gated_cost,
     row_args=("x",),
 )
-def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
-    """`swiglu(linear(x, gate_weight), linear(x, up_weight))`.
+def gated_linear(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int = SILU
+) -> Tensor:
+    """`activation(x @ gate_weight.T) * (x @ up_weight.T)`: SwiGLU with silu, the default.
 
-    >>> linear_swiglu(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
+    >>> gated_linear(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
     tensor([[0.7311]])
     """
-    return activation.swiglu.reference(x @ gate_weight.T, x @ up_weight.T)
-
-
-@op(
-    check=_check_residual,
-    fake=_fake,
-    samples=_residual_samples,
-    tolerance=Tolerance(),
-    cost=_residual_cost,
-    row_args=("x", "residual"),
-)
-def linear_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """`residual + linear(x, weight, bias)`.
-
-    >>> linear_residual(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
-    tensor([[2.]])
-    """
-    return residual + linear.reference(x, weight, bias)
+    return apply_activation(x @ gate_weight.T, activation) * (x @ up_weight.T)
 
 
 @op(
@@ -295,31 +263,35 @@ def linear_residual(
     cost=_grouped_cost,
     row_args=(),
 )
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Rows (T, in), each by the weight of its group out of (E, out, in); offsets (E + 1).
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, activation: int = IDENTITY
+) -> Tensor:
+    """Multiply rows (T, in) by the weight of their group, (E, out, in); offsets are (E + 1).
 
     >>> weight = torch.tensor([[[1.0]], [[2.0]]])
     >>> grouped_linear(torch.ones(3, 1), weight, torch.tensor([0, 1, 3])).T
     tensor([[1., 2., 2.]])
     """
     parts = [rows @ weight[e].T for e, rows in _groups(x, offsets)]
-    return torch.cat([x[:0] @ weight[0].T, *parts])
+    return apply_activation(torch.cat([x[:0] @ weight[0].T, *parts]), activation)
 
 
 @op(
-    check=_check_grouped_swiglu,
+    check=_check_grouped_gated,
     fake=_grouped_fake,
-    samples=_grouped_swiglu_samples,
+    samples=_grouped_gated_samples,
     tolerance=Tolerance(),
-    cost=_grouped_swiglu_cost,
+    cost=_grouped_gated_cost,
     row_args=(),
 )
-def grouped_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) -> Tensor:
-    """`swiglu(grouped_linear(x, gate_weight, offsets), grouped_linear(x, up_weight, offsets))`.
+def grouped_gated_linear(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor, activation: int = SILU
+) -> Tensor:
+    """`gated_linear` with the gate and up weights of each row's group.
 
     >>> weight, offsets = torch.ones(2, 1, 1), torch.tensor([0, 1, 1])
-    >>> grouped_swiglu(torch.ones(1, 1), weight, weight, offsets)
+    >>> grouped_gated_linear(torch.ones(1, 1), weight, weight, offsets)
     tensor([[0.7311]])
     """
-    gate = grouped_linear.reference(x, gate_weight, offsets)
-    return activation.swiglu.reference(gate, grouped_linear.reference(x, up_weight, offsets))
+    gate = grouped_linear.reference(x, gate_weight, offsets, activation)
+    return gate * grouped_linear.reference(x, up_weight, offsets)

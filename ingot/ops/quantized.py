@@ -1,21 +1,23 @@
-"""Matrix product with a weight of few bits.
+"""Linear layers with quantized weights.
 
-    linear_int8(x)         = x (s * W)^T + b           W of int8, x as it is
-    linear_int8_dynamic(x) = (t * Q) (s * W)^T + b     x of int8 too: Q = round(x / t)
-    linear_int4(x)         = x (s * (W - z))^T + b     W of 4 bits, s and z for each group
+    linear_int8(x)         = x (s * W)^T           int8 weight, x as it is (W8A16)
+    linear_int8_dynamic(x) = (t * Q) (s * W)^T     x rounded to int8 too: Q = round(x / t) (W8A8)
+    linear_int4(x)         = x (s * (W - z))^T     4-bit weight, s and z per group (W4A16)
 
-The quantized weight is data: errors are measured against the product with the weight that it
-stands for, and how well it stands for another is not asked here. It has no gradient; its scales
-and `x` have, save for `linear_int8_dynamic`, whose rounding has none.
+each followed by the epilogue of `linear`: `residual + activation(... + bias)`.
 
-- Weights of int8 are (out, in), with a scale for each row of them.
-- Weights of 4 bits are (out, in / 2) bytes, each an even channel in its low half and the next in
-  its high half, with `scale` and `zero` (out, in / group) for groups of 32, 64 or 128 channels side
-  by side. Without `zero` the middle, 8, stands for 0.
-- Scales are floats of any width, computed with in float32.
-- Where x becomes int8, a row's step is its largest magnitude over 127, and values are rounded to
-  the nearest step, halves to the even one: in float32, whatever the dtype, so that everybody rounds
-  alike. A row with a value that is not finite comes out so.
+The quantized weight is data: errors are measured against the GEMM with the dequantized weight, not
+against the weight before quantization. The weight has no gradient; scales and `x` have one, except
+in `linear_int8_dynamic`, where rounding has none.
+
+- int8 weights are (out, in), with one scale per row.
+- int4 weights are (out, in / 2) bytes. The low nibble is an even channel, the high nibble the next
+  one. `scale` and `zero_point` are (out, in / group_size) for groups of 32, 64 or 128 consecutive
+  channels. Without `zero_point`, 8 represents 0.
+- Scales may have any floating dtype; the arithmetic is in float32.
+- Where x is quantized, a row's scale is its max magnitude over 127. Values are rounded to nearest,
+  ties to even, in float32 for every dtype, so that all providers round alike. A row with a
+  non-finite value yields a non-finite row.
 
 References: Dettmers et al. 2022 (LLM.int8()), Frantar et al. 2022 (GPTQ), Lin et al. 2023 (AWQ).
 """
@@ -24,20 +26,29 @@ References: Dettmers et al. 2022 (LLM.int8()), Frantar et al. 2022 (GPTQ), Lin e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.check import check_same_dtype
+from ingot.ops.epilogue import (
+    IDENTITY,
+    SILU,
+    ActivationFn,
+    apply_epilogue,
+    check_epilogue,
+    epilogue_bytes,
+)
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import Cost, Tolerance, op
 
-GROUPS = (32, 64, 128)
-# Sums of so many products of int8 fit int32.
-DEEPEST = 131072
-# Below it a row counts as so large: its step shall be a normal number.
-_LEAST = 2.0**-100
+GROUP_SIZES = (32, 64, 128)
+# Max K for which a dot product of int8 vectors fits int32.
+MAX_INT8_K = 131072
+# Rows of smaller magnitude use this one, so that the scale is a normal number.
+_MIN_MAGNITUDE = 2.0**-100
 
 
 def pack_int4(weight: Tensor) -> Tensor:
@@ -65,7 +76,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([[   1, -127]], dtype=torch.int8), tensor([1.]))
     """
     wide = x.float()
-    step = wide.abs().amax(-1).clamp_min(_LEAST) / 127
+    step = wide.abs().amax(-1).clamp_min(_MIN_MAGNITUDE) / 127
     return (wide / step[..., None]).round().to(torch.int8), step
 
 
@@ -75,7 +86,7 @@ def _int8(make: TensorMaker, out: int, width: int) -> tuple[Tensor, Tensor]:
     return weight, (make(out).float().abs() + 0.5) / (90 * width**0.5)
 
 
-def _int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
+def _biased_int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("typical", (make(6, 64), *_int8(make, 48, 64), make(48)))
     yield SampleInput("large", (make(67, 260), *_int8(make, 131, 260), make(131)))
     yield SampleInput("odd", (make(5, 37), *_int8(make, 19, 37), None))
@@ -93,13 +104,28 @@ def _int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("half_scales", (make(3, 16), weight, scale.to(make.dtype), None))
 
 
+def _int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield from _biased_int8_samples(make)
+    args = make(6, 64), *_int8(make, 48, 64), make(48)
+    yield from _epilogue_samples(make, args)
+
+
+def _epilogue_samples(make: TensorMaker, args: tuple[Any, ...]) -> Iterator[SampleInput]:
+    """Yield a call of shape (6, 64) x (48, 64) with each epilogue."""
+    for activation in ActivationFn:
+        if activation != IDENTITY:
+            yield SampleInput(f"typical_{activation.name.lower()}", (*args, int(activation)))
+    yield SampleInput("typical_residual", (*args, IDENTITY, make(6, 48)))
+    yield SampleInput("typical_silu_residual", (*args, SILU, make(6, 48)))
+
+
 def _int4(make: TensorMaker, out: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     packed = make.ints(256, out, width // 2, dtype=torch.uint8)
     scale = (make(out, width // group).float().abs() + 0.5) / (6 * width**0.5)
     return packed, scale, 7 + make(out, width // group).float()
 
 
-def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
+def _biased_int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("typical", (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
     yield SampleInput("large", (make(67, 384), *_int4(make, 131, 384, 128), make(131)))
     yield SampleInput("odd", (make(5, 96), *_int4(make, 19, 96, 32), None))
@@ -115,17 +141,20 @@ def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("half_scales", (make(3, 64), packed, *halves, None))
 
 
-def _check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_same_dtype("linear_int", x=x, bias=bias)
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise OpError(
-            f"linear_int: weight has {weight.shape[0]} rows, bias is {tuple(bias.shape)}",
-            hint="give a bias of (out,)",
-        )
+def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield from _biased_int4_samples(make)
+    yield from _epilogue_samples(make, (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
 
 
-def _check_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    _check_bias(x, weight, bias)
+def _check_int8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+) -> None:
+    check_same_dtype("linear_int8", x=x)
     if weight.dtype != torch.int8 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise OpError(
             f"linear_int8: x has {x.shape[-1]} channels, weight is {weight.dtype} "
@@ -138,21 +167,28 @@ def _check_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
             f"{tuple(scale.shape)}",
             hint="give floats, one for each row of the weight",
         )
+    check_epilogue("linear_int8", x, weight.shape[0], bias, activation, residual)
 
 
-def _check_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    _check_int8(x, weight, scale, bias)
-    if not 0 < x.shape[-1] <= DEEPEST:
+def _check_dynamic(x: Tensor, *args: Any) -> None:
+    _check_int8(x, *args)
+    if not 0 < x.shape[-1] <= MAX_INT8_K:
         raise OpError(
             f"linear_int8_dynamic: x has {x.shape[-1]} channels",
-            hint=f"give 1 to {DEEPEST}: sums are in int32",
+            hint=f"give 1 to {MAX_INT8_K}: sums are in int32",
         )
 
 
 def _check_int4(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
 ) -> None:
-    _check_bias(x, weight, bias)
+    check_same_dtype("linear_int4", x=x)
     if weight.dtype != torch.uint8 or weight.dim() != 2 or 2 * weight.shape[1] != x.shape[-1]:
         raise OpError(
             f"linear_int4: x has {x.shape[-1]} channels, weight is {weight.dtype} "
@@ -160,27 +196,35 @@ def _check_int4(
             hint="give a weight of (out, in / 2) bytes, in being x's channels",
         )
     fits = scale.dim() == 2 and scale.shape[0] == weight.shape[0] and scale.shape[1] > 0
-    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUPS]:
+    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUP_SIZES]:
         raise OpError(
             f"linear_int4: {weight.shape[0]} rows of {x.shape[-1]} channels, scale is "
             f"{tuple(scale.shape)}",
             hint="give a scale for each row and 32, 64 or 128 channels",
         )
-    check_same_dtype("linear_int4", scale=scale, zero=zero)
-    if zero is not None and zero.shape != scale.shape:
+    check_same_dtype("linear_int4", scale=scale, zero_point=zero_point)
+    if zero_point is not None and zero_point.shape != scale.shape:
         raise OpError(
-            f"linear_int4: scale is {tuple(scale.shape)}, zero {tuple(zero.shape)}",
+            f"linear_int4: scale is {tuple(scale.shape)}, zero_point {tuple(zero_point.shape)}",
             hint="give them one shape",
         )
+    check_epilogue("linear_int4", x, weight.shape[0], bias, activation, residual)
 
 
 def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _int8_cost(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Cost:
+def _int8_cost(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+) -> Cost:
     rows = x.numel() // x.shape[-1]
-    result = rows * weight.shape[0] * x.itemsize
+    result = rows * weight.shape[0] * x.itemsize + epilogue_bytes(residual)
     return Cost(
         bytes=x.nbytes + weight.nbytes + scale.nbytes + result, flops=2 * rows * weight.numel()
     )
@@ -190,18 +234,15 @@ def _int4_cost(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
-    zero: Tensor | None = None,
+    zero_point: Tensor | None = None,
     bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
 ) -> Cost:
     rows = x.numel() // x.shape[-1]
-    result = rows * weight.shape[0] * x.itemsize
-    scales = scale.nbytes * (1 if zero is None else 2)
+    result = rows * weight.shape[0] * x.itemsize + epilogue_bytes(residual)
+    scales = scale.nbytes * (1 if zero_point is None else 2)
     return Cost(bytes=x.nbytes + weight.nbytes + scales + result, flops=4 * rows * weight.numel())
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = x @ weight.T
-    return y if bias is None else y + bias
 
 
 @op(
@@ -210,16 +251,24 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     samples=_int8_samples,
     tolerance=Tolerance(),
     cost=_int8_cost,
-    row_args=("x",),
+    row_args=("x", "residual"),
 )
-def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+) -> Tensor:
     """`linear` with a weight of int8 and a scale for each of its rows (W8A16).
 
     >>> weight = torch.tensor([[3, 4]], dtype=torch.int8)
     >>> linear_int8(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([0.5]))
     tensor([[5.5000]])
     """
-    return _product(x, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
+    y = x @ (weight.to(x.dtype) * scale.to(x.dtype)[:, None]).T
+    return apply_epilogue(y, bias, activation, residual)
 
 
 @op(
@@ -228,11 +277,16 @@ def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     samples=_int8_samples,
     tolerance=Tolerance(),
     cost=_int8_cost,
-    row_args=("x",),
+    row_args=("x", "residual"),
     gradient=None,
 )
 def linear_int8_dynamic(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`linear_int8` with each row of x rounded to int8 as well (W8A8): products of integers.
 
@@ -240,9 +294,10 @@ def linear_int8_dynamic(
     >>> linear_int8_dynamic(torch.tensor([[63.6, 127.0]]), weight, torch.tensor([0.5]))
     tensor([[350.]])
     """
-    q, step = quantize_rows(x)
-    rounded = q.to(x.dtype) * step.to(x.dtype)[..., None]
-    return _product(rounded, weight.to(x.dtype) * scale.to(x.dtype)[:, None], bias)
+    q, x_scale = quantize_rows(x)
+    rounded = q.to(x.dtype) * x_scale.to(x.dtype)[..., None]
+    y = rounded @ (weight.to(x.dtype) * scale.to(x.dtype)[:, None]).T
+    return apply_epilogue(y, bias, activation, residual)
 
 
 @op(
@@ -251,14 +306,16 @@ def linear_int8_dynamic(
     samples=_int4_samples,
     tolerance=Tolerance(),
     cost=_int4_cost,
-    row_args=("x",),
+    row_args=("x", "residual"),
 )
 def linear_int4(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
-    zero: Tensor | None = None,
+    zero_point: Tensor | None = None,
     bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`linear` with a weight of 4 bits and a scale for each group of channels (W4A16).
 
@@ -267,6 +324,7 @@ def linear_int4(
     tensor([[24.]])
     """
     groups = scale.to(x.dtype)[..., None]
-    middle = 8 if zero is None else zero.to(x.dtype)[..., None]
+    offset = 8 if zero_point is None else zero_point.to(x.dtype)[..., None]
     values = unpack_int4(weight).to(x.dtype).unflatten(-1, (scale.shape[1], -1))
-    return _product(x, ((values - middle) * groups).flatten(-2), bias)
+    y = x @ ((values - offset) * groups).flatten(-2).T
+    return apply_epilogue(y, bias, activation, residual)

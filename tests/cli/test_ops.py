@@ -44,7 +44,7 @@ def test_family_is_shown_as_a_table(cli: Run) -> None:
 
 def test_pipe_gets_whole_lines(ingot: Run) -> None:
     lines = ingot("ops", COLUMNS="").stdout.splitlines()
-    assert any("linear_swiglu" in line and "4 rows up_weight" in line for line in lines)
+    assert any("gated_linear" in line and "4 rows up_weight" in line for line in lines)
 
 
 def test_full_disk_is_an_error() -> None:

@@ -41,6 +41,8 @@ class Call:
     window: int | None
     causal: bool
     bias: bool
+    activation: ops.ActivationFn
+    residual: bool
     strided: bool
     smooth: float
 
@@ -64,21 +66,23 @@ calls = st.builds(
     window=st.sampled_from([None, None, 1, 7, 100]),
     causal=st.sampled_from([True, True, False]),
     bias=st.booleans(),
+    activation=st.sampled_from(ops.ActivationFn),
+    residual=st.booleans(),
     strided=st.booleans(),
     smooth=st.sampled_from([0.0, 0.1]),
 )
 
 
-def linear(make: TensorMaker, call: Call, *, residual: bool = False) -> tuple[Any, ...]:
+def linear(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     weight = make(call.out, call.width, scale=call.width**-0.5)
     bias = make(call.out) if call.bias else None
-    between = (make(call.rows, call.out),) if residual else ()
-    return make(call.rows, call.width), weight, *between, bias
+    residual = make(call.rows, call.out) if call.residual else None
+    return make(call.rows, call.width), weight, bias, int(call.activation), residual
 
 
-def swiglu(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+def gated_linear(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     weights = make(2, call.out, call.width, scale=call.width**-0.5)
-    return make(call.rows, call.width), *weights.unbind(0)
+    return make(call.rows, call.width), *weights.unbind(0), int(call.activation)
 
 
 def norm(make: TensorMaker, call: Call, *, residual: bool, bias: bool) -> tuple[Any, ...]:
@@ -108,12 +112,7 @@ def embedding(make: TensorMaker, call: Call) -> tuple[Any, ...]:
 
 ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear": linear,
-    "linear_gelu": linear,
-    "linear_gelu_tanh": linear,
-    "linear_silu": linear,
-    "linear_relu": linear,
-    "linear_residual": lambda make, call: linear(make, call, residual=True),
-    "linear_swiglu": swiglu,
+    "gated_linear": gated_linear,
     "rms_norm": lambda make, call: norm(make, call, residual=False, bias=False),
     "layer_norm": lambda make, call: norm(make, call, residual=False, bias=True),
     "add_rms_norm": lambda make, call: norm(make, call, residual=True, bias=False),
@@ -174,7 +173,7 @@ def test_gradients_have_the_same_bits_on_any_threads(op: Op[..., Any], explore: 
 def test_many_rows_are_added_up_in_slices(rows: int) -> None:
     make = TensorMaker(torch.bfloat16)
     args = make(rows, 24), make(17, 24, scale=0.2), make(17)
-    errors = backward_errors(ops.linear, "cpu", args)
+    errors = backward_errors(ops.linear, "cpu", ops.linear.with_defaults(args))
     assert max(errors.values()) <= 1, errors
 
 
@@ -208,4 +207,4 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     for shape in ((3, 4), (2, 5), (3, 5, 1)):
         grads = [torch.ones(shape, dtype=torch.bfloat16)]
         with pytest.raises(RuntimeError, match="must have the shape of the output"):
-            ops.linear.backward_overload([True, True, False], grads, x, weight, None)
+            ops.linear.backward_overload([True, True, *[False] * 3], grads, x, weight, None)

@@ -25,7 +25,7 @@ from ingot import ops
         (lambda x: ops.softmax(x, 1.0, x[:, :3] > 0), "x is (2, 4), mask is (2, 3)"),
         (lambda x: ops.linear(x, torch.ones(3, 5)), "x has 4 channels, weight is (3, 5)"),
         (lambda x: ops.linear(x, x.bfloat16()), "x is torch.float32, weight is torch.bfloat16"),
-        (lambda x: ops.linear_residual(x, x, x), "residual is (2, 4), the product (2, 2)"),
+        (lambda x: ops.linear(x, x, residual=x), "output's shape (2, 2), got (2, 4)"),
         (lambda x: ops.embedding(x, x), "tokens are torch.float32"),
         (lambda x: ops.token_logprobs(x, torch.tensor([1])), "targets torch.int64 (1,)"),
         (lambda x: ops.embedding(x.cfloat(), x), "tokens are torch.complex64"),

@@ -1,38 +1,54 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from ingot import ops
 from ingot.core.errors import OpError
+from ingot.ops import ActivationFn
 
 RANDOM = torch.Generator().manual_seed(0)
 X, W, B = (torch.randn(*shape, generator=RANDOM) for shape in ((5, 16), (8, 16), (8,)))
 
 
 @pytest.mark.parametrize(
-    ("fused", "epilogue"),
+    ("activation", "function"),
     [
-        (ops.linear_gelu, ops.gelu),
-        (ops.linear_gelu_tanh, ops.gelu_tanh),
-        (ops.linear_silu, ops.silu),
-        (ops.linear_relu, torch.relu),
+        (ActivationFn.IDENTITY, lambda y: y),
+        (ActivationFn.GELU, ops.gelu),
+        (ActivationFn.GELU_TANH, ops.gelu_tanh),
+        (ActivationFn.SILU, ops.silu),
+        (ActivationFn.RELU, torch.relu),
     ],
 )
-def test_an_epilogue_is_the_activation_of_the_product(fused: ops.Op, epilogue: ops.Op) -> None:
-    torch.testing.assert_close(fused(X, W, B), epilogue(torch.nn.functional.linear(X, W, B)))
-
-
-def test_swiglu_takes_gate_and_up() -> None:
-    up = W.flip(0)
-    torch.testing.assert_close(ops.linear_swiglu(X, W, up), ops.swiglu(X @ W.T, X @ up.T))
-
-
-def test_residual_is_added() -> None:
+def test_epilogue_applies_activation_then_residual(
+    activation: ActivationFn, function: Callable[[Tensor], Tensor]
+) -> None:
+    expected = function(torch.nn.functional.linear(X, W, B))
+    torch.testing.assert_close(ops.linear(X, W, B, activation), expected)
     residual = torch.ones(5, 8)
-    torch.testing.assert_close(ops.linear_residual(X, W, residual, B), X @ W.T + B + 1)
+    fused = ops.linear(X, W, B, activation, residual)
+    torch.testing.assert_close(fused, expected + 1)
+    up = W.flip(0)
+    gated = function(X @ W.T) * (X @ up.T)
+    torch.testing.assert_close(ops.gated_linear(X, W, up, activation), gated)
+
+
+def test_gated_linear_is_swiglu_by_default() -> None:
+    up = W.flip(0)
+    torch.testing.assert_close(ops.gated_linear(X, W, up), ops.swiglu(X @ W.T, X @ up.T))
+
+
+@pytest.mark.parametrize("activation", [-1, 5])
+def test_unknown_activations_are_rejected(activation: int) -> None:
+    with pytest.raises(OpError, match="activation must be an ActivationFn"):
+        ops.linear(X, W, B, activation)
+    with pytest.raises(OpError, match="activation must be an ActivationFn"):
+        ops.gated_linear(X, W, W, activation)
 
 
 def test_the_written_backward_skips_what_is_not_needed() -> None:
@@ -46,11 +62,11 @@ def test_a_group_has_the_bits_of_linear(dtype: torch.dtype) -> None:
     x, offsets = torch.randn(70, 33).to(dtype), torch.tensor([0, 0, 1, 40, 40, 70])
     gate, up = torch.randn(2, 5, 19, 33).to(dtype)
     product = ops.grouped_linear(x, gate, offsets)
-    gated = ops.grouped_swiglu(x, gate, up, offsets)
+    gated = ops.grouped_gated_linear(x, gate, up, offsets)
     for e, (a, b) in enumerate(pairwise(offsets.tolist())):
         if ops.linear.select(x, gate[0]).batch_invariant:
             assert torch.equal(product[a:b], ops.linear(x[a:b], gate[e]))
-            assert torch.equal(gated[a:b], ops.linear_swiglu(x[a:b], gate[e], up[e]))
+            assert torch.equal(gated[a:b], ops.gated_linear(x[a:b], gate[e], up[e]))
         torch.testing.assert_close(product[a:b], x[a:b] @ gate[e].T)
 
 

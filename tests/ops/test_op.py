@@ -271,8 +271,8 @@ def test_inference_mode_works_after_training_and_before() -> None:
 def test_a_graph_of_many_ops_compiles_with_inductor() -> None:
     def block(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
         x, residual = ops.add_rms_norm(x, residual, norm)
-        hidden = ops.linear_swiglu(x, weight, weight)
-        return ops.softmax(ops.linear_residual(hidden, weight, residual).relu())
+        hidden = ops.gated_linear(x, weight, weight)
+        return ops.softmax(ops.linear(hidden, weight, residual=residual).relu())
 
     inputs = [torch.randn(3, 8), torch.randn(3, 8), torch.randn(8, 8), torch.ones(8)]
     ours = [t.clone().requires_grad_() for t in inputs]

@@ -92,7 +92,7 @@ WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=to
         ("linear_int8", (X, WEIGHT.int(), SCALE), "torch.int32"),
         ("linear_int8", (X, WEIGHT, SCALE[:2]), "scale torch.float32 (2,)"),
         ("linear_int8", (X, WEIGHT, SCALE.long()), "scale torch.int64"),
-        ("linear_int8", (X, WEIGHT, SCALE, SCALE[:2]), "bias is (2,)"),
+        ("linear_int8", (X, WEIGHT, SCALE, SCALE[:2]), "bias must be (3,), got (2,)"),
         ("linear_int8", (X, WEIGHT, SCALE, SCALE.double()), "bias is torch.float64"),
         ("linear_int8_dynamic", (X[:, :0], WEIGHT[:, :0], SCALE), "x has 0 channels"),
         ("linear_int4", (X, PACKED[:, :31], torch.ones(3, 1)), "x has 64 channels"),
@@ -100,7 +100,7 @@ WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=to
         ("linear_int4", (X, PACKED, torch.ones(3, 4)), "scale is (3, 4)"),
         ("linear_int4", (X, PACKED, torch.ones(3, 0)), "scale is (3, 0)"),
         ("linear_int4", (X, PACKED, SCALE), "scale is (3,)"),
-        ("linear_int4", (X, PACKED, torch.ones(3, 1), torch.ones(3, 2)), "zero (3, 2)"),
+        ("linear_int4", (X, PACKED, torch.ones(3, 1), torch.ones(3, 2)), "zero_point (3, 2)"),
     ],
 )
 def test_what_does_not_fit_is_named(op: str, args: tuple[Any, ...], message: str) -> None:

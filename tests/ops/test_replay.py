@@ -38,7 +38,7 @@ def test_it_does_the_same_on_new_values(which: int, seed: int) -> None:
     x = X.clone()
 
     def function() -> Tensor:
-        h = ops.linear_residual(x, WEIGHT, RESIDUAL, BIAS if which % 2 else None)
+        h = ops.linear(x, WEIGHT, BIAS if which % 2 else None, 0, RESIDUAL)
         h = ops.rms_norm(h, NORM, 1e-5)
         y = ops.linear(h, BACK)
         return ops.gelu(views(y)[which])

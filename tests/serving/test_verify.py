@@ -37,14 +37,20 @@ def test_every_bit_is_equal_in_a_thousand_schedules() -> None:
 def planted(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """A product that splits its sum for batches of so many rows, as fast libraries do."""
 
-    def split(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        if len(x) != rows:
-            return ops.linear(x, weight, bias)
+    def split(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any = None,
+        activation: int = 0,
+        residual: Any = None,
+    ) -> torch.Tensor:
+        if len(x) != rows or activation or residual is not None:
+            return ops.linear(x, weight, bias, activation, residual)
         half = x.shape[1] // 2
         a, b = (x[:, :half], weight[:, :half]), (x[:, half:], weight[:, half:])
         return ops.linear(a[0], a[1].contiguous()) + ops.linear(b[0], b[1].contiguous())
 
-    others = {name: getattr(ops, name) for name in ("linear_residual", "embedding")}
+    others = {name: getattr(ops, name) for name in ("ActivationFn", "embedding")}
     monkeypatch.setattr(linear, "ops", SimpleNamespace(linear=split, **others))
 
 

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.aten import aten
+from ingot.ops.epilogue import ActivationFn
+
+_EPILOGUES: dict[int, Callable[[Tensor], Tensor]] = {
+    ActivationFn.IDENTITY: lambda y: y,
+    ActivationFn.GELU: F.gelu,
+    ActivationFn.GELU_TANH: lambda y: F.gelu(y, approximate="tanh"),
+    ActivationFn.SILU: F.silu,
+    ActivationFn.RELU: torch.relu,
+}
+
+
+def apply_activation(y: Tensor, activation: int) -> Tensor:
+    """Apply the activation of an epilogue, an `ActivationFn`.
+
+    >>> apply_activation(torch.tensor([-1.0, 2.0]), ActivationFn.RELU)
+    tensor([0., 2.])
+    """
+    return _EPILOGUES[activation](y)
 
 
 @aten(ops.gelu)

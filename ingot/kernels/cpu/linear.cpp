@@ -1,7 +1,67 @@
 // Linear layers. Bias, activation and residual are fused into the GEMM's epilogue, in float32.
+// An epilogue is described by the arguments of the call; each activation of `linear` has its own
+// instantiation of the GEMM.
 #include "matmul.h"
 
 namespace ingot::kernels {
+
+// Values of ingot.ops.epilogue.ActivationFn.
+enum class ActivationFn : int64_t { IDENTITY, GELU, GELU_TANH, SILU, RELU };
+
+struct Identity {
+  Floats operator()(Floats v) const { return v; }
+  Floats grad(Floats) const { return broadcast(1.0f); }
+};
+struct Gelu {
+  Floats operator()(Floats v) const { return gelu(v); }
+  Floats grad(Floats v) const { return gelu_grad(v); }
+};
+struct GeluTanh {
+  Floats operator()(Floats v) const { return gelu_tanh(v); }
+  Floats grad(Floats v) const { return gelu_tanh_grad(v); }
+};
+struct Silu {
+  Floats operator()(Floats v) const { return silu(v); }
+  Floats grad(Floats v) const { return silu_grad(v); }
+};
+struct Relu {
+  Floats operator()(Floats v) const { return relu(v); }
+  Floats grad(Floats v) const { return relu_grad(v); }
+};
+
+// Call body with the activation as a type.
+template <class Body>
+auto dispatch_activation(int64_t activation, const Body& body) {
+  switch (ActivationFn(activation)) {
+    case ActivationFn::IDENTITY: return body(Identity());
+    case ActivationFn::GELU: return body(Gelu());
+    case ActivationFn::GELU_TANH: return body(GeluTanh());
+    case ActivationFn::SILU: return body(Silu());
+    case ActivationFn::RELU: return body(Relu());
+  }
+  throw InvalidArgument("activation must be an ActivationFn");
+}
+
+// An activation that is chosen for each vector at run time, by a well-predicted branch. For the
+// less common epilogues of gated and grouped layers: one instantiation of the GEMM serves all.
+struct RuntimeActivation {
+  int64_t activation;
+  Floats operator()(Floats v) const {
+    return dispatch_activation(activation, [&](auto act) { return act(v); });
+  }
+  Floats grad(Floats v) const {
+    return dispatch_activation(activation, [&](auto act) { return act.grad(v); });
+  }
+};
+
+// Call body with the common activation as a type, or with any other one as a RuntimeActivation.
+template <class Common, class Body>
+auto dispatch_common(ActivationFn common, int64_t activation, const Body& body) {
+  check(activation >= 0 && activation <= int64_t(ActivationFn::RELU),
+        "activation must be an ActivationFn");
+  if (activation == int64_t(common)) return body(Common());
+  return body(RuntimeActivation{activation});
+}
 
 // The rows of a weight that matches x's channels.
 template <class T>
@@ -75,37 +135,30 @@ Tensor linear_act(const Tensor& x, const Tensor& weight, const std::optional<Ten
   });
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return linear_act(x, weight, bias, {}, [](Floats v) { return v; });
-}
-Tensor linear_gelu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return linear_act(x, weight, bias, {}, [](Floats v) { return gelu(v); });
-}
-Tensor linear_gelu_tanh(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return linear_act(x, weight, bias, {}, [](Floats v) { return gelu_tanh(v); });
-}
-Tensor linear_silu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return linear_act(x, weight, bias, {}, [](Floats v) { return silu(v); });
-}
-Tensor linear_relu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return linear_act(x, weight, bias, {}, [](Floats v) { return relu(v); });
-}
-Tensor linear_residual(const Tensor& x, const Tensor& weight, const Tensor& residual,
-                       const std::optional<Tensor>& bias) {
-  return linear_act(x, weight, bias, residual, [](Floats v) { return v; });
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+              int64_t activation, const std::optional<Tensor>& residual) {
+  return dispatch_activation(
+      activation, [&](auto act) { return linear_act(x, weight, bias, residual, act); });
 }
 
-constexpr auto IDENTITY = [](int64_t, int64_t, auto& acc, auto...) { return acc[0]; };
-constexpr auto SWIGLU = [](int64_t, int64_t, auto& acc, auto...) {
-  return silu(acc[0]) * acc[1];
-};
+template <class Act>
+auto activated(Act act) {
+  return [act](int64_t, int64_t, auto& acc, auto...) { return act(acc[0]); };
+}
+template <class Act>
+auto gated(Act act) {
+  return [act](int64_t, int64_t, auto& acc, auto...) { return act(acc[0]) * acc[1]; };
+}
 
-Tensor linear_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight) {
-  return dispatch_dtype(x, [&](auto tag) {
-    using T = decltype(tag);
-    Rows<T> gate = weight_rows<T>(gate_weight, x), up = weight_rows<T>(up_weight, x);
-    check(gate.count == up.count, "gate_weight and up_weight must have the same shape");
-    return linear_epilogue<T, 2>(x, gate_weight, {gate, up}, SWIGLU);
+Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                    int64_t activation) {
+  return dispatch_common<Silu>(ActivationFn::SILU, activation, [&](auto act) {
+    return dispatch_dtype(x, [&](auto tag) {
+      using T = decltype(tag);
+      Rows<T> gate = weight_rows<T>(gate_weight, x), up = weight_rows<T>(up_weight, x);
+      check(gate.count == up.count, "gate_weight and up_weight must have the same shape");
+      return linear_epilogue<T, 2>(x, gate_weight, {gate, up}, gated(act));
+    });
   });
 }
 
@@ -147,12 +200,17 @@ Tensor grouped_linear_impl(const Tensor& x, const std::array<Tensor, NUM_WEIGHTS
   });
 }
 
-Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets) {
-  return grouped_linear_impl<1>(x, {weight}, offsets, IDENTITY);
+Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                      int64_t activation) {
+  return dispatch_common<Identity>(ActivationFn::IDENTITY, activation, [&](auto act) {
+    return grouped_linear_impl<1>(x, {weight}, offsets, activated(act));
+  });
 }
-Tensor grouped_swiglu(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                      const Tensor& offsets) {
-  return grouped_linear_impl<2>(x, {gate_weight, up_weight}, offsets, SWIGLU);
+Tensor grouped_gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
+                            const Tensor& offsets, int64_t activation) {
+  return dispatch_common<Silu>(ActivationFn::SILU, activation, [&](auto act) {
+    return grouped_linear_impl<2>(x, {gate_weight, up_weight}, offsets, gated(act));
+  });
 }
 
 // ---- Gradients of y = act(z), z = x W^T + bias, with dZ the gradient of z:
@@ -212,15 +270,15 @@ Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
 }
 
 // dZ: grad times the derivative of the activation at z, which is recomputed.
-template <class T, class ActGrad>
+template <class T, class Act>
 Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
-                    const std::optional<Vector<T>>& bias, const ActGrad& act_grad) {
+                    const std::optional<Vector<T>>& bias, const Act& act) {
   Tensor grad_z = allocate(std::array{x.count, w.count}, grad.owner.scalar_type());
   gemm_store<T, 1>(x, {w}, data<T>(grad_z),
                    [&](int64_t row, int64_t column, auto& acc, auto... tail) {
                      Floats value = acc[0];
                      if (bias) value += load(bias->first + column, tail...);
-                     return load(grad[row] + column, tail...) * act_grad(value);
+                     return load(grad[row] + column, tail...) * act.grad(value);
                    });
   return grad_z;
 }
@@ -246,10 +304,9 @@ Tensors linear_grads(const NeedsGrad& needs_grad, const Matrix<T>& grad, const L
   return result;
 }
 
-template <class ActGrad>
+template <class Act>
 Tensors linear_act_backward(const NeedsGrad& needs_grad, const Tensors& grads,
-                            const LinearArgs& args, const ActGrad& act_grad) {
-  check(needs_grad.size() == 3 && (args.bias || !needs_grad[2]), "expected one flag per argument");
+                            const LinearArgs& args, const Act& act) {
   const Tensor& grad = single_grad(grads);
   return dispatch_dtype(args.x, [&](auto tag) {
     using T = decltype(tag);
@@ -258,56 +315,32 @@ Tensors linear_act_backward(const NeedsGrad& needs_grad, const Tensors& grads,
     if (args.bias) check_same_dtype(*args.bias, args.x), b.emplace(*args.bias, w.count);
     check_output_like(grad, args.x, args.weight);
     Rows<T> g(grad);
-    if constexpr (std::is_same_v<ActGrad, std::nullptr_t>) {
+    if constexpr (std::is_same_v<Act, Identity>) {
       return linear_grads<T>(needs_grad, g, args);
     } else {
-      Tensor grad_z = act_backward<T>(g, x, w, b, act_grad);
+      Tensor grad_z = act_backward<T>(g, x, w, b, act);
       return linear_grads<T>(needs_grad, Rows<T>(grad_z), args);
     }
   });
 }
 
 Tensors linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& weight,
-                        const std::optional<Tensor>& bias) {
-  return linear_act_backward(needs_grad, grads, {x, weight, bias}, nullptr);
-}
-Tensors linear_gelu_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
-                             const Tensor& weight, const std::optional<Tensor>& bias) {
-  auto act_grad = [](Floats v) { return gelu_grad(v); };
-  return linear_act_backward(needs_grad, grads, {x, weight, bias}, act_grad);
-}
-Tensors linear_gelu_tanh_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
-                                  const Tensor& weight, const std::optional<Tensor>& bias) {
-  auto act_grad = [](Floats v) { return gelu_tanh_grad(v); };
-  return linear_act_backward(needs_grad, grads, {x, weight, bias}, act_grad);
-}
-Tensors linear_silu_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
-                             const Tensor& weight, const std::optional<Tensor>& bias) {
-  auto act_grad = [](Floats v) { return silu_grad(v); };
-  return linear_act_backward(needs_grad, grads, {x, weight, bias}, act_grad);
-}
-Tensors linear_relu_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
-                             const Tensor& weight, const std::optional<Tensor>& bias) {
-  auto act_grad = [](Floats v) { return relu_grad(v); };
-  return linear_act_backward(needs_grad, grads, {x, weight, bias}, act_grad);
-}
-
-Tensors linear_residual_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
-                                 const Tensor& weight,
-                                 const Tensor& residual, const std::optional<Tensor>& bias) {
-  check(needs_grad.size() == 4, "expected one flag per argument");
-  check_output_like(residual, x, weight);
-  Tensors result = linear_act_backward({needs_grad[0], needs_grad[1], needs_grad[3]}, grads,
-                                       {x, weight, bias}, nullptr);
+                        const std::optional<Tensor>& bias, int64_t activation,
+                        const std::optional<Tensor>& residual) {
+  check(needs_grad.size() == 5 && (bias || !needs_grad[2]) && (residual || !needs_grad[4]),
+        "expected one flag per argument");
+  if (residual) check_output_like(*residual, x, weight);
+  Tensors result = dispatch_activation(activation, [&](auto act) {
+    return linear_act_backward(needs_grad, grads, {x, weight, bias}, act);
+  });
   // The gradient of the residual is that of the output; autograd needs a copy.
-  if (needs_grad[2])
-    result.insert(result.begin() + needs_grad[0] + needs_grad[1], clone_tensor(grads[0]));
+  if (needs_grad[4]) result.push_back(clone_tensor(grads[0]));
   return result;
 }
 
-Tensors linear_swiglu_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
-                               const Tensor& gate_weight, const Tensor& up_weight) {
-  check(needs_grad.size() == 3, "expected one flag per argument");
+template <class Act>
+Tensors gated_act_backward(const NeedsGrad& needs_grad, const Tensors& grads, const Tensor& x,
+                           const Tensor& gate_weight, const Tensor& up_weight, const Act& act) {
   const Tensor& grad = single_grad(grads);
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
@@ -323,8 +356,8 @@ Tensors linear_swiglu_backward(NeedsGrad needs_grad, Tensors grads, const Tensor
                      [&](int64_t row, int64_t column, auto& acc, auto... tail) {
                        Floats grads = load(g[row] + column, tail...);
                        store(data<T>(grad_gate) + row * width + column,
-                             grads * acc[1] * silu_grad(acc[0]), tail...);
-                       return grads * silu(acc[0]);
+                             grads * acc[1] * act.grad(acc[0]), tail...);
+                       return grads * act(acc[0]);
                      });
     Rows<T> dg(grad_gate), du(grad_up);
     Tensors result;
@@ -336,22 +369,21 @@ Tensors linear_swiglu_backward(NeedsGrad needs_grad, Tensors grads, const Tensor
   });
 }
 
+Tensors gated_linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
+                              const Tensor& gate_weight, const Tensor& up_weight,
+                              int64_t activation) {
+  check(needs_grad.size() == 4, "expected one flag per argument");
+  return dispatch_common<Silu>(ActivationFn::SILU, activation, [&](auto act) {
+    return gated_act_backward(needs_grad, grads, x, gate_weight, up_weight, act);
+  });
+}
+
 }  // namespace ingot::kernels
 
 REGISTER_OP(linear)
-REGISTER_OP(linear_gelu)
-REGISTER_OP(linear_gelu_tanh)
-REGISTER_OP(linear_silu)
-REGISTER_OP(linear_relu)
-REGISTER_OP(linear_residual)
-REGISTER_OP(linear_swiglu)
+REGISTER_OP(gated_linear)
 REGISTER_OP(grouped_linear)
-REGISTER_OP(grouped_swiglu)
+REGISTER_OP(grouped_gated_linear)
 
 REGISTER_BACKWARD(linear)
-REGISTER_BACKWARD(linear_gelu)
-REGISTER_BACKWARD(linear_gelu_tanh)
-REGISTER_BACKWARD(linear_silu)
-REGISTER_BACKWARD(linear_relu)
-REGISTER_BACKWARD(linear_residual)
-REGISTER_BACKWARD(linear_swiglu)
+REGISTER_BACKWARD(gated_linear)

@@ -1,4 +1,4 @@
-"""Register the C++ kernels of `linear`, with gradients in bfloat16."""
+"""`linear` in C++. Gradients are C++ in bfloat16; in float32 they are MKL's GEMMs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from ingot import ops
 from ingot.kernels.cpu.build import cpu, in_bf16
 
 cpu(ops.linear, backward=in_bf16)
-cpu(ops.linear_gelu, backward=in_bf16)
-cpu(ops.linear_gelu_tanh, backward=in_bf16)
-cpu(ops.linear_silu, backward=in_bf16)
-cpu(ops.linear_relu, backward=in_bf16)
-cpu(ops.linear_residual, backward=in_bf16)
-cpu(ops.linear_swiglu, backward=in_bf16)
+cpu(ops.gated_linear, backward=in_bf16)
 cpu(ops.grouped_linear)
-cpu(ops.grouped_swiglu)
+cpu(ops.grouped_gated_linear)

@@ -21,6 +21,11 @@ struct Argument {
   double value = 0;
 };
 
+// Ops that read the weights of a layer.
+inline bool is_linear(const std::string& op) {
+  return op.starts_with("ingot::linear") || op == "ingot::gated_linear";
+}
+
 struct Step {
   std::string op, overload;  // empty for a view
   std::vector<Argument> arguments;
@@ -129,7 +134,7 @@ class Program {
     for (int pass = 0; pass < 2; pass++)
       for (auto step = steps_.rbegin(); step != steps_.rend(); step++) {
         step->next = next;
-        if (step->op.starts_with("ingot::linear")) next = weight_hints(*step);
+        if (is_linear(step->op)) next = weight_hints(*step);
       }
   }
 

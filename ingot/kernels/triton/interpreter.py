@@ -137,7 +137,7 @@ def batch_dependent_rows(op: str, sample: str, dtype: str) -> list[str]:
             if part.start == part.stop:
                 continue
             part_args = [
-                arg[part] if name in record.row_args else arg
+                arg[part] if name in record.row_args and arg is not None else arg
                 for name, arg in zip(names, args, strict=True)
             ]
             for result, expected in zip(as_tuple(record(*part_args)), whole, strict=True):

@@ -32,10 +32,10 @@ from ingot.kernels.triton.activation import activate, activation_grad
 from ingot.kernels.triton.kernel import kernel
 from ingot.kernels.triton.launch import KernelConfig
 from ingot.kernels.triton.packed import find_sequence, max_tiles
-from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
+from ingot.kernels.triton.provider import Example, ExampleInputs, as_rows, provide
 from ingot.kernels.triton.reduce import sum_rows
 from ingot.kernels.triton.target import TargetSpec
-from ingot.ops.gradient import Backward
+from ingot.ops.epilogue import IDENTITY, ActivationFn
 
 GROUP_M = 8
 
@@ -298,23 +298,28 @@ def _flatten(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _forward(activation: str) -> Any:
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y, _ = matmul(_flatten(x), weight, bias=bias, activation=activation)
-        return _unflatten(y, x)
-
-    return forward
+def _activation_name(activation: int) -> str:
+    return "none" if activation == ActivationFn.IDENTITY else ActivationFn(activation).name.lower()
 
 
-def linear_residual(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
-    """Launch one GEMM with the residual added in its epilogue."""
-    y, _ = matmul(_flatten(x), weight, bias=bias, residual=as_rows(residual))
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, residual: Tensor | None
+) -> Tensor:
+    """Launch one GEMM with its epilogue."""
+    y, _ = matmul(
+        _flatten(x),
+        weight,
+        bias=bias,
+        residual=None if residual is None else as_rows(residual),
+        activation=_activation_name(activation),
+    )
     return _unflatten(y, x)
 
 
-def linear_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
+def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int) -> Tensor:
     """Launch one kernel that computes both GEMMs."""
-    return _unflatten(matmul(_flatten(x), gate_weight, up=up_weight, activation="silu")[0], x)
+    name = _activation_name(activation)
+    return _unflatten(matmul(_flatten(x), gate_weight, up=up_weight, activation=name)[0], x)
 
 
 def _grads(
@@ -328,44 +333,40 @@ def _grads(
     ]
 
 
-def _backward(activation: str) -> Backward:
-    def backward(
-        needs: list[bool], grads: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> list[Tensor | None]:
-        grad_output = as_rows(grads[0])
-        if activation != "none":
-            grad_output, _ = matmul(
-                _flatten(x),
-                weight,
-                bias=bias,
-                grad_output=grad_output.contiguous(),
-                activation=activation,
-            )
-        return _grads(needs, grad_output, x, weight)
-
-    return backward
-
-
-def _residual_backward(
+def _backward(
     needs: list[bool],
     grads: list[Tensor],
     x: Tensor,
     weight: Tensor,
-    residual: Tensor,
     bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
 ) -> list[Tensor | None]:
-    linear_needs = [needs[0], needs[1], needs[3]]
-    grad_x, grad_weight, grad_bias = _grads(linear_needs, as_rows(grads[0]), x, weight)
-    return [grad_x, grad_weight, grads[0], grad_bias]
+    grad_output = as_rows(grads[0])
+    if activation != ActivationFn.IDENTITY:
+        grad_output, _ = matmul(
+            _flatten(x),
+            weight,
+            bias=bias,
+            grad_output=grad_output.contiguous(),
+            activation=_activation_name(activation),
+        )
+    grad_residual = grads[0] if needs[4] else None
+    return [*_grads(needs, grad_output, x, weight), None, grad_residual]
 
 
-def _swiglu_backward(
-    needs: list[bool], grads: list[Tensor], x: Tensor, gate_weight: Tensor, up_weight: Tensor
+def _gated_backward(
+    needs: list[bool],
+    grads: list[Tensor],
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    activation: int,
 ) -> list[Tensor | None]:
-    rows = _flatten(x)
+    rows, name = _flatten(x), _activation_name(activation)
     grad_output = as_rows(grads[0]).contiguous()
     grad_gate, grad_up = matmul(
-        rows, gate_weight, up=up_weight, grad_output=grad_output, activation="silu"
+        rows, gate_weight, up=up_weight, grad_output=grad_output, activation=name
     )
     grad_x = None
     if needs[0]:
@@ -375,18 +376,22 @@ def _swiglu_backward(
         grad_x,
         matmul(grad_gate.T, rows.T)[0] if needs[1] else None,
         matmul(grad_up.T, rows.T)[0] if needs[2] else None,
+        None,
     ]
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, activation: int) -> Tensor:
     """Launch one kernel for all groups."""
-    return matmul(x, weight, offsets=offsets.contiguous())[0]
+    name = _activation_name(activation)
+    return matmul(x, weight, offsets=offsets.contiguous(), activation=name)[0]
 
 
-def grouped_swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_gated_linear(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor, activation: int
+) -> Tensor:
     """Launch one kernel for both GEMMs of all groups."""
-    offsets = offsets.contiguous()
-    return matmul(x, gate_weight, up=up_weight, offsets=offsets, activation="silu")[0]
+    offsets, name = offsets.contiguous(), _activation_name(activation)
+    return matmul(x, gate_weight, up=up_weight, offsets=offsets, activation=name)[0]
 
 
 def _grouped_weight_grad(grad_output: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -409,23 +414,38 @@ def _grouped_weight_grad(grad_output: Tensor, x: Tensor, weight: Tensor, offsets
 
 
 def _grouped_backward(
-    needs: list[bool], grads: list[Tensor], x: Tensor, weight: Tensor, offsets: Tensor
+    needs: list[bool],
+    grads: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    activation: int,
 ) -> list[Tensor | None]:
     offsets, grad_output = offsets.contiguous(), grads[0]
+    if activation != ActivationFn.IDENTITY:
+        grad_output, _ = matmul(
+            x,
+            weight,
+            grad_output=grad_output.contiguous(),
+            offsets=offsets,
+            activation=_activation_name(activation),
+        )
     return [
         matmul(grad_output, weight.transpose(1, 2), offsets=offsets)[0] if needs[0] else None,
         _grouped_weight_grad(grad_output, x, weight, offsets) if needs[1] else None,
         None,
+        None,
     ]
 
 
-def _grouped_swiglu_backward(
+def _grouped_gated_backward(
     needs: list[bool],
     grads: list[Tensor],
     x: Tensor,
     gate_weight: Tensor,
     up_weight: Tensor,
     offsets: Tensor,
+    activation: int,
 ) -> list[Tensor | None]:
     offsets = offsets.contiguous()
     grad_gate, grad_up = matmul(
@@ -434,7 +454,7 @@ def _grouped_swiglu_backward(
         up=up_weight,
         grad_output=grads[0].contiguous(),
         offsets=offsets,
-        activation="silu",
+        activation=_activation_name(activation),
     )
     grad_x = None
     if needs[0]:
@@ -445,6 +465,7 @@ def _grouped_swiglu_backward(
         grad_x,
         _grouped_weight_grad(grad_gate, x, gate_weight, offsets) if needs[1] else None,
         _grouped_weight_grad(grad_up, x, up_weight, offsets) if needs[2] else None,
+        None,
         None,
     ]
 
@@ -458,10 +479,14 @@ def _example(make: ExampleInputs) -> tuple[Any, ...]:
 
 
 def _residual_example(make: ExampleInputs) -> tuple[Any, ...]:
-    return make(4096, 11008), make(4096, 11008), make(4096, 4096), None
+    return make(4096, 11008), make(4096, 11008), None, IDENTITY, make(4096, 4096)
 
 
-def _swiglu_example(make: ExampleInputs) -> tuple[Any, ...]:
+def _activation_example(activation: ActivationFn) -> Example:
+    return lambda make: (*_example(make), int(activation))
+
+
+def _gated_example(make: ExampleInputs) -> tuple[Any, ...]:
     return make(4096, 4096), make(11008, 4096), make(11008, 4096)
 
 
@@ -469,40 +494,30 @@ def _grouped_example(make: ExampleInputs) -> tuple[Any, ...]:
     return make(8192, 2048), make(64, 1408, 2048), make.offsets(64, 8192)
 
 
-def _grouped_swiglu_example(make: ExampleInputs) -> tuple[Any, ...]:
+def _grouped_gated_example(make: ExampleInputs) -> tuple[Any, ...]:
     x, weight, offsets = _grouped_example(make)
     return x, weight, weight, offsets
 
 
-for _op, _activation in (
-    (ops.linear, "none"),
-    (ops.linear_gelu, "gelu"),
-    (ops.linear_gelu_tanh, "gelu_tanh"),
-    (ops.linear_silu, "silu"),
-    (ops.linear_relu, "relu"),
-):
-    provide(
-        _op,
-        _forward(_activation),
-        example=_example,
-        supports=_supported,
-        backward=_backward(_activation),
-    )
 provide(
-    ops.linear_residual,
-    linear_residual,
-    example=_residual_example,
+    ops.linear,
+    linear,
+    example=_example,
+    epilogue_examples=(
+        *(_activation_example(fn) for fn in ActivationFn if fn != IDENTITY),
+        _residual_example,
+    ),
     supports=_supported,
-    backward=_residual_backward,
+    backward=_backward,
 )
 provide(
-    ops.linear_swiglu,
-    linear_swiglu,
-    example=_swiglu_example,
+    ops.gated_linear,
+    gated_linear,
+    example=_gated_example,
     supports=_supported,
-    backward=_swiglu_backward,
+    backward=_gated_backward,
 )
-# In the example every group has rows, so every weight is read.
+# All groups have rows in the example: every weight is read.
 _GROUPED_COST = 2 * (8192 * (2048 + 1408) + 64 * 1408 * 2048), 2 * 8192 * 1408 * 2048
 provide(
     ops.grouped_linear,
@@ -513,10 +528,10 @@ provide(
     cost=_GROUPED_COST,
 )
 provide(
-    ops.grouped_swiglu,
-    grouped_swiglu,
-    example=_grouped_swiglu_example,
+    ops.grouped_gated_linear,
+    grouped_gated_linear,
+    example=_grouped_gated_example,
     supports=_supported,
-    backward=_grouped_swiglu_backward,
+    backward=_grouped_gated_backward,
     cost=(_GROUPED_COST[0] + 2 * 64 * 1408 * 2048, 2 * _GROUPED_COST[1]),
 )

@@ -61,6 +61,8 @@ class TritonOp:
     example: Example
     extra_examples: tuple[Example, ...]
     """Forward calls that launch other kernels than `example`, such as decoding."""
+    epilogue_examples: tuple[Example, ...]
+    """Calls in both directions that launch the same kernels with another epilogue."""
     cost: tuple[int, int]
     """Bytes and FLOPs of the example."""
 
@@ -74,7 +76,7 @@ class TritonOp:
 
     def calls(self, direction: str, make: ExampleInputs) -> list[tuple[Any, ...]]:
         """Return the arguments of the representative calls in that direction."""
-        examples = [self.example]
+        examples = [self.example, *self.epilogue_examples]
         if direction == "forward":
             examples += self.extra_examples
         return [self.op.with_defaults(example(make)) for example in examples]
@@ -98,6 +100,7 @@ def provide(
     supports: Callable[..., bool] = always,
     backward: Backward | None = None,
     extra_examples: tuple[Example, ...] = (),
+    epilogue_examples: tuple[Example, ...] = (),
     cost: tuple[int, int] | None = None,
 ) -> None:
     """Register the functions that launch an op's kernels.
@@ -115,6 +118,7 @@ def provide(
         backward=backward,
         example=example,
         extra_examples=extra_examples,
+        epilogue_examples=epilogue_examples,
         cost=cost,
     )
 

@@ -16,7 +16,7 @@ with int32 accumulation. As in `linear.py`, K is not split and block sizes do no
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ingot.kernels.triton.linear import GROUP_M, gemm_space, input_precision, it
 from ingot.kernels.triton.provider import ExampleInputs, as_rows, provide
 from ingot.kernels.triton.reduce import sum_rows
 from ingot.kernels.triton.target import TargetSpec
+from ingot.ops.epilogue import ActivationFn
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.op import Op
 
@@ -284,6 +285,14 @@ def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    ActivationFn.GELU: ops.gelu,
+    ActivationFn.GELU_TANH: ops.gelu_tanh,
+    ActivationFn.SILU: ops.silu,
+    ActivationFn.RELU: torch.relu,
+}
+
+
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -296,8 +305,22 @@ def _grid(M: int, N: int) -> Any:
     return grid
 
 
-def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Launch one kernel."""
+def _apply_epilogue(y: Tensor, activation: int, residual: Tensor | None) -> Tensor:
+    """Apply what is not fused into these kernels yet: the activation and the residual."""
+    if activation != ActivationFn.IDENTITY:
+        y = _ACTIVATIONS[activation](y)
+    return y if residual is None else residual + y
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+) -> Tensor:
+    """Launch one kernel for the GEMM and its bias, then the rest of the epilogue."""
     rows, weight = as_rows(x), _with_unit_stride(weight)
     (M, K), N = rows.shape, len(weight)
     y = x.new_empty((*x.shape[:-1], N))
@@ -310,13 +333,19 @@ def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
         GROUP_M=GROUP_M,
         shape=(N, K),
     )
-    return y
+    return _apply_epilogue(y, activation, residual)
 
 
 def linear_int4(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
 ) -> Tensor:
-    """Launch one kernel."""
+    """Launch one kernel for the GEMM and its bias, then the rest of the epilogue."""
     rows, weight, scale = as_rows(x), _with_unit_stride(weight), scale.contiguous()
     (M, K), N = rows.shape, len(weight)
     y = x.new_empty((*x.shape[:-1], N))
@@ -329,7 +358,7 @@ def linear_int4(
         GROUP_M=GROUP_M,
         shape=(N, K),
     )
-    return y
+    return _apply_epilogue(y, activation, residual)
 
 
 def _grad_x(
@@ -353,27 +382,41 @@ def _grad_x(
 
 
 def _backward(op: Op[..., Any]) -> Backward:
-    """Build the backward: a kernel for x, a sum for the bias, the reference for scale and zero."""
+    """Build the backward: a kernel for x, a sum for the bias, the reference for the rest.
+
+    With an activation, all gradients are those of the reference.
+    """
+    reference = differentiate(op.fallback)
 
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
-        x, weight, scale, *_ = args
+        x, weight, scale, *zero, _, activation, _ = args
+        if activation != ActivationFn.IDENTITY:
+            return list(reference(needs, grads, *args))
         grad_output = as_rows(grads[0])
         input_grads: list[Tensor | None] = [None] * len(args)
-        reference_needs = [False, False, *needs[2:-1], False]
+        reference_needs = [False, False, *needs[2:-3], False, False, False]
         if any(reference_needs):
-            input_grads = list(differentiate(op.fallback)(reference_needs, grads, *args))
+            input_grads = list(reference(reference_needs, grads, *args))
         if needs[0]:
-            zero = args[3] if len(args) == 5 else None
-            input_grads[0] = _grad_x(grad_output, x, weight, scale, zero)
+            input_grads[0] = _grad_x(grad_output, x, weight, scale, *(zero or [None]))
+        if needs[-3]:
+            input_grads[-3] = sum_rows(grad_output, grad_output.dtype)
         if needs[-1]:
-            input_grads[-1] = sum_rows(grad_output, grad_output.dtype)
+            input_grads[-1] = grads[0]
         return input_grads
 
     return backward
 
 
-def linear_int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Launch two kernels: quantization of x, and the GEMM."""
+def linear_int8_dynamic(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+) -> Tensor:
+    """Launch two kernels, for the quantization of x and the GEMM, then the rest of the epilogue."""
     rows, weight = as_rows(x), _with_unit_stride(weight)
     (M, K), N = rows.shape, len(weight)
     q = x.new_empty((M, K), dtype=torch.int8)
@@ -391,7 +434,7 @@ def linear_int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor |
         GROUP_M=GROUP_M,
         shape=(N, K),
     )
-    return y
+    return _apply_epilogue(y, activation, residual)
 
 
 def _supported(x: Tensor, weight: Tensor, *_: object) -> bool:

@@ -82,7 +82,7 @@ def ceiling_rows() -> list[dict[str, Any]]:
     """Return the utilization bounds of GEMM main loops on sm_90, next to Triton's tutorials."""
     target = TARGETS["sm_90"]
     launches = tutorial_launches()
-    for op in ("linear", "linear_swiglu", "attention"):
+    for op in ("linear", "gated_linear", "attention"):
         launch = triton_ops()[op].launches("forward")[0]
         launches[op] = launch, config_store.default_config(launch, target.name)
 

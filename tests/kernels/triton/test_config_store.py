@@ -135,7 +135,7 @@ def test_prefill_and_decode_share_a_configuration() -> None:
 
 
 def test_launch_uses_the_best_default_of_its_own_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, gated = linear(64), triton_ops()["linear_swiglu"].launches("forward")[0]
+    plain, gated = linear(64), triton_ops()["gated_linear"].launches("forward")[0]
     spaces = [[str(c) for c in launch.configs(TARGETS["sm_90"])] for launch in (plain, gated)]
     only_plain = next(config for config in spaces[0] if config not in spaces[1])
     ranking = {"linear": {"sm_90": [only_plain, spaces[1][-1]]}}

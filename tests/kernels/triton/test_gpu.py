@@ -73,7 +73,8 @@ def test_rows_are_batch_invariant(op: Op[..., Any], dtype: str, sample: str) -> 
         for row in range(rows):
             part = slice(row, row + 1)
             taken = [
-                a[part] if name in op.row_args else a for name, a in zip(names, args, strict=True)
+                arg[part] if name in op.row_args and arg is not None else arg
+                for name, arg in zip(names, args, strict=True)
             ]
             for one, other in zip(as_tuple(op(*taken)), whole, strict=True):
                 torch.testing.assert_close(one, other[part], rtol=0, atol=0, equal_nan=True)

@@ -70,7 +70,7 @@ SELECTIONS = (
     "name(ops.grouped_linear, make(12, 64), make(3, 48, 64), make(4)) == 'aten'",
     "name(ops.grouped_linear, make(12, 64), make(3, 47, 64), make(4)) == 'triton'",
     "name(ops.grouped_linear, make(12, 60), make(3, 48, 60), make(4)) == 'triton'",
-    "name(ops.grouped_swiglu, make(8, 64), *[make(3, 48, 64)] * 2, make(4)) == 'aten'",
+    "name(ops.grouped_gated_linear, make(8, 64), *[make(3, 48, 64)] * 2, make(4)) == 'aten'",
     "name(ops.linear, make(12, 64), make(48, 64)) == 'triton'",
     "name(ops.linear_int8_dynamic, make(64, 64), make(8, 64), make(8)) == 'triton'",
     "name(ops.adamw, *[[make(4, dtype=torch.float32)]] * 4, [], 1, 0.1) == 'triton'",
@@ -240,8 +240,8 @@ def block(x: Tensor, p: dict[str, Tensor], starts: Tensor, targets: Tensor) -> T
     q, k, v = ops.linear(h, p["qkv"], p["qkv_bias"]).view(-1, 3, 4, 16).unbind(1)
     h = ops.linear(ops.attention(q, k, v, starts).flatten(1), p["out"])
     h, x = ops.add_layer_norm(h, x, p["norm"], p["shift"], 1e-5)
-    h = ops.linear_gelu_tanh(h, p["up"], p["up_bias"])
-    x = ops.linear_residual(h, p["down"], x)
+    h = ops.linear(h, p["up"], p["up_bias"], ops.ActivationFn.GELU_TANH)
+    x = ops.linear(h, p["down"], residual=x)
     return ops.linear_cross_entropy(x, p["head"], targets)
 
 
@@ -279,7 +279,7 @@ def test_gpt2_block_on_a_gpu_is_traced_without_graph_breaks() -> None:
     with FakeTensorMode(), torch.no_grad():
         loss, _, seen = trace_block("cuda", requires_grad=False)
         assert loss.device.type == "cuda"
-    names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
+    names = ["layer_norm", "linear", "attention", "linear_cross_entropy"]
     assert {f"ingot.{name}.default" for name in names} <= set(seen)
 
 
@@ -288,21 +288,20 @@ def test_gpt2_block_backward_is_traced_without_graph_breaks() -> None:
     loss, p, seen = trace_block("meta", requires_grad=True)
     loss.sum().backward()
     assert all(parameter.grad is not None for parameter in p.values())
-    names = ["layer_norm", "linear", "attention", "linear_gelu_tanh", "linear_cross_entropy"]
+    names = ["layer_norm", "linear", "attention", "linear_cross_entropy"]
     assert {f"ingot.{name}_backward.default" for name in names} <= set(seen)
 
 
 LLAMA = {"embedding": 1, "rms_norm": 5, "linear": 2, "rope": 4, "attention": 2}
 MODELS = {
     "gpt2-124m": {
-        **{"embedding": 2, "layer_norm": 5, "linear": 2, "attention": 2},
-        **{"linear_gelu_tanh": 2, "linear_residual": 4},
+        **{"embedding": 2, "layer_norm": 5, "linear": 8, "attention": 2},
     },
-    "smollm2-135m": {**LLAMA, "linear_swiglu": 2, "linear_residual": 4},
+    "smollm2-135m": {**LLAMA, "linear": 6, "gated_linear": 2},
     "tiny-moe": {
         **LLAMA,
-        **{"linear": 4, "linear_residual": 2, "softmax": 2},
-        **{"grouped_swiglu": 2, "grouped_linear": 2},
+        **{"linear": 6, "softmax": 2},
+        **{"grouped_gated_linear": 2, "grouped_linear": 2},
     },
 }
 
