@@ -20,6 +20,9 @@ from ingot.nn.linear import Linear
 M = TypeVar("M", bound=nn.Module)
 
 
+_GELU = int(ops.ActivationFn.GELU)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
     """Dense layers of these widths, with GELU between them."""
@@ -69,7 +72,7 @@ class Dense(nn.Module):
         x = x.flatten(1).to(self.layers[0].weight.dtype)  # pyright: ignore
         *hidden, last = self.layers
         for layer, dropout in zip(hidden, self.dropouts, strict=True):
-            x = dropout(layer(x, activation=ops.ActivationFn.GELU))  # pyright: ignore
+            x = dropout(layer(x, activation=_GELU))  # pyright: ignore
         return last(x)
 
 

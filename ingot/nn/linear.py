@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot import ops
+from ingot.ops.epilogue import IDENTITY
 
 STD = 0.02  # of initial weights, as in GPT-2 and Llama
 
@@ -45,7 +46,7 @@ class Linear(nn.Linear):
         self,
         input: Tensor,
         residual: Tensor | None = None,
-        activation: int = ops.ActivationFn.IDENTITY,
+        activation: int = IDENTITY,
     ) -> Tensor:
         """Compute `residual + activation(input @ weight.T + bias)`."""
         return ops.linear(input, self.weight, self.bias, activation, residual)

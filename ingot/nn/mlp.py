@@ -26,7 +26,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up = Linear(dim, ffn_dim, bias=bias)
         self.down = Linear(ffn_dim, dim, bias=bias)
-        self.activation = ops.ActivationFn[activation.name]
+        self.activation = int(ops.ActivationFn[activation.name])
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Apply the MLP; add `residual` if given."""

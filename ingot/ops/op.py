@@ -40,6 +40,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ingot.core.errors import OpError, UnknownName
 from ingot.ops.gradient import Backward, Gradient, as_tuple, differentiate, vjp
@@ -207,12 +208,17 @@ class Op(Generic[P, R]):
     # The torch ops. Plain attributes: Dynamo cannot trace the lock of a cached_property.
     overload: Any = field(init=False)
     backward_overload: Any = field(init=False)
+    # What `overload` calls, without its Python frame: saves 0.4 us of 4.5 us per call. Dynamo
+    # traces the overload only.
+    _eager_call: Any = field(init=False)
     _registered: dict[str, Provider] = field(default_factory=dict[str, Provider])
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Compute it, by the best provider that supports the call."""
         try:
-            return self.overload(*args, **kwargs)
+            if is_compiling():
+                return self.overload(*args, **kwargs)
+            return self._eager_call(*args, **kwargs)
         except RuntimeError as error:
             if not str(error).startswith(_INVALID_ARGUMENT):
                 raise
@@ -476,6 +482,7 @@ def _register(record: Op[..., Any]) -> None:
     object.__setattr__(record, "__doc__", record.reference.__doc__)
     object.__setattr__(record, "__signature__", record.signature)
     object.__setattr__(record, "overload", forward)
+    object.__setattr__(record, "_eager_call", forward._op)
     if not record.mutates:  # autograd takes no formula for an op that writes into its arguments
         _register_backward(record, schema)
     _REGISTRY[name] = record

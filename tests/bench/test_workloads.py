@@ -23,6 +23,8 @@ from ingot.ops import registry
 
 ARENA = new_arena(2**24)
 
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+
 
 def shapes(op: str, dtype: str) -> set[str]:
     return {
@@ -40,12 +42,14 @@ def test_linear_covers_all_projections_and_batch_sizes() -> None:
     rows = (1, 2, 4, 8, 16, 64, 128, 512, 2048)
     projections = ((1280, 768), (4096, 768), (768, 2048), (32000, 768), (1728, 576), (49152, 576))
     wanted = {f"{m}x{k}x{n}" for m, (n, k) in product(rows, projections)}
-    assert shapes("linear", "bf16") == wanted
+    epilogues = {f"{m}x768x2048 {act}" for m in (8, 512) for act in ACTIVATIONS}
+    epilogues |= {f"{m}x2048x768 residual" for m in (8, 512)}
+    assert shapes("linear", "bf16") == wanted | epilogues
 
 
 @pytest.mark.parametrize("op", sorted(set(registry()) - {"philox_uniform"}))
 def test_ops_are_timed_at_decode_and_training_sizes(op: str) -> None:
-    if not op.startswith(("linear", "grouped")):
+    if not op.startswith(("linear", "gated", "grouped")):
         assert shapes(op, "bf16") == shapes(op, "fp32")
     once = (
         "sample",

@@ -23,7 +23,7 @@ from ingot import ops
         (lambda x: ops.silu(x.long()), "x is torch.int64"),
         (lambda x: ops.softmax(x, 1.0, x), "mask is torch.float32"),
         (lambda x: ops.softmax(x, 1.0, x[:, :3] > 0), "x is (2, 4), mask is (2, 3)"),
-        (lambda x: ops.linear(x, torch.ones(3, 5)), "x has 4 channels, weight is (3, 5)"),
+        (lambda x: ops.linear(x, torch.ones(3, 5)), "(out, 4) for x of 4 channels, got (3, 5)"),
         (lambda x: ops.linear(x, x.bfloat16()), "x is torch.float32, weight is torch.bfloat16"),
         (lambda x: ops.linear(x, x, residual=x), "output's shape (2, 2), got (2, 4)"),
         (lambda x: ops.embedding(x, x), "tokens are torch.float32"),
