@@ -15,7 +15,7 @@ from ingot.core.errors import DataError
 from ingot.data.permutation import shuffled_indices
 from ingot.data.transfer import copy_to_device
 
-_SPLIT = 0x5EED  # one split for everybody, whatever seed they train with
+_SPLIT = 0x5EED  # the split does not depend on the seed of a run
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Loader(Generic[B]):
             # It stays at the head while we wait: an interrupted wait loses no batch.
             found = self._coming[0].result()
         except Exception:
-            self._forget()  # what failed is tried again, if anybody asks again
+            self._forget()  # the next call tries again
             raise
         finally:
             self.wait_seconds += time.perf_counter() - start

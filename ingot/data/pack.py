@@ -9,11 +9,11 @@ in exactly one sample, where it is has not to be stored, and a batch of samples 
     samples     aaaaaaaa | aabbbccc | ccccc
     lengths     8          2 3 3      5
 
-Each token's target is the one behind it in its document, even where that is in the next sample; the
+Each token's target is the next one in its document, even where that is in the next sample; the
 last token of a document has none, which is `IGNORE_INDEX`. The last sample is shorter.
 
-Putting pieces of many documents together so that fewer are cut ("best fit") would need an index of
-pieces in memory; with windows, a document of k tokens is cut about k / length times whatever one
+Combining parts of many documents so that fewer are cut ("best fit") would need an index of all
+parts in memory; with windows, a document of k tokens is cut about k / length times whatever one
 does.
 
 Legend: T tokens of a batch.

@@ -108,7 +108,7 @@ class Shard:
         return ends_D
 
     def _bytes(self, first: int, last: int) -> Iterator[bytes]:
-        """The bytes from first to last in pieces of whole tokens: all of them, or an error."""
+        """Yield the bytes from first to last in chunks of whole tokens, or raise an error."""
         try:
             with self.path.open("rb") as file:
                 file.seek(first)

@@ -8,7 +8,7 @@
 
 A document longer than `MAX_DOCUMENT` characters is cut into several, at an end of a line if there
 is one: no context reaches that far, and memory has an end. A file that is named has to be what its
-name says; in a folder, files that are not UTF-8 text are passed over, and so are hidden ones.
+name says; in a folder, files that are not UTF-8 text are skipped, and so are hidden ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Source:
     field: str = "text"
 
     def documents(self, skip: Skip = _raise) -> Iterator[str]:
-        """Each document, none of them empty; `skip` is told of files that are no text."""
+        """Yield the documents, none of them empty; `skip` is called for non-text files."""
         for path in self.files():
             with _readable(path):
                 yield from self._of_file(path, skip)
@@ -102,7 +102,7 @@ class Source:
             skip(path)
             return
         for text in texts:
-            yield from _pieces(text)
+            yield from _split_long(text)
 
 
 @contextmanager
@@ -136,10 +136,10 @@ def _raised(error: OSError) -> None:
     raise error
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_long(text: str) -> Iterator[str]:
     """Cut what is too long.
 
-    >>> list(_pieces("")), list(_pieces("a"))
+    >>> list(_split_long("")), list(_split_long("a"))
     ([], ['a'])
     """
     start = 0
@@ -166,7 +166,7 @@ def _of_text(path: Path) -> Iterator[str]:
     for chunk in _decoded(path):
         held += chunk
         if len(held) > MAX_DOCUMENT:
-            *whole, held = _pieces(held)
+            *whole, held = _split_long(held)
             yield from whole
     yield held
 
@@ -203,7 +203,7 @@ def _of_lines(path: Path, field: str) -> Iterator[str]:
             if not isinstance(text, str):
                 keys = list(cast(dict[str, Any], found))[:8] if isinstance(found, dict) else []
                 raise DataError(
-                    f"line {number:,} of {path} is no object with a text under '{field}'",
+                    f"line {number:,} of {path} is not an object with text in '{field}'",
                     hint=f"name its field by --field; there is: {', '.join(keys) or 'none'}",
                 )
             yield text

@@ -1,8 +1,9 @@
-"""Which documents are trained on and which are held out: a first reading of a source decides.
+"""The first pass over a source, which decides which documents are used for validation.
 
-A document is held out if the hash of its text falls below the wanted fraction: that does not change
-when other documents come and go, and the same text is never on both sides. Where that holds out
-nothing, or all, the document with the smallest hash is taken; of a single document, its end.
+A document is used for validation if the hash of its text is below the fraction: this does not
+change when documents are added or removed, and equal texts are never in both splits. If that
+selects no document, or all, the document with the smallest hash is taken; of a single document, its
+end.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class SourceScan:
     def of(cls, source: Source, fraction: float) -> SourceScan:
         """Read the source; at least one document is in it, or else it is an error."""
         if not 0 <= fraction <= 0.5:
-            raise ConfigError(f"{fraction} held out for validation", hint="give 0 to 0.5")
+            raise ConfigError(
+                f"validation fraction: must be from 0 to 0.5, got {fraction}", hint="give 0 to 0.5"
+            )
         found, skipped, whole = cls(source, fraction), list[Path](), hashlib.sha256()
         with log.progress("reading", source.size(), in_bytes=True) as bar:
             for text in source.documents(skipped.append):
@@ -63,7 +66,7 @@ class SourceScan:
                 bar.advance(len(content))
         if skipped:
             log.logger(__name__).warning(
-                "passed over %d files that are not UTF-8 text; the first is %s",
+                "skipped %d files that are not UTF-8 text; the first is %s",
                 len(skipped),
                 skipped[0],
             )
@@ -90,7 +93,7 @@ class SourceScan:
         if whole.hexdigest() != self.sha256:
             raise DataError(
                 f"{self.source.where} has changed while it was read",
-                hint="run it again when nobody writes there",
+                hint="run again when the source is no longer written to",
             )
 
     def _add(self, digest: bytes, num_bytes: int) -> None:
@@ -116,7 +119,7 @@ def _below(digest: bytes, share: float) -> bool:
 
 
 def _border(text: str, fraction: float) -> int:
-    """Where the end that is held out begins: at a line, if there is one.
+    """Return where the validation part of a single document begins: at a line, if there is one.
 
     >>> _border("one\\ntwo\\nthree\\n", 0.3), _border("word", 0.01)
     (8, 3)

@@ -36,7 +36,7 @@ from ingot.data.tokenizer import DocumentTokenizer
 
 NAME = "data.json"
 FORMAT = 1
-DEFAULT_VOCAB_SIZE = 4096  # tokens of a vocabulary, unless somebody says
+DEFAULT_VOCAB_SIZE = 4096  # of a trained tokenizer, by default
 MAX_INDEX = 1 << 26
 SHARD_TOKENS = 1 << 25  # tokens: 64 MB of two bytes each
 BATCH_BYTES = 1 << 21  # bytes of text that are tokenized at a time
@@ -114,7 +114,7 @@ def tokenize(
     """Make a corpus of the source in the directory, or open it if it is there.
 
     The vocabulary is that of the model directory `tokenizer`, or else one of `vocab` tokens that
-    is trained on the text, 4,096 by default. `validation` is the fraction that is held out.
+    is trained on the text, 4,096 by default. `validation_fraction` is of the documents.
     """
     wanted = _BuildRequest(source, vocab_size, tokenizer, validation_fraction)
     if (directory / NAME).exists():

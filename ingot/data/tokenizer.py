@@ -80,7 +80,7 @@ class DocumentTokenizer:
             inner = tokenizers.Tokenizer.from_buffer(content)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise _broken(path, str(error)[:500]) from error
         name = _end_token(directory / FILES[1])
         return cls(inner, None if name is None else inner.token_to_id(name))

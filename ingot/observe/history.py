@@ -4,8 +4,8 @@
     environment.json    on what
     metrics.jsonl       every step and evaluation
 
-A directory may be of a run that is being made, was killed, or was written by somebody else; what
-is no number is not taken for one. Where a run went back or was resumed, the last line of a step
+The run may still be in progress, may have been killed, or may come from an untrusted source: values
+that are not numbers are ignored. Where a run was rolled back or resumed, the last line of a step
 counts.
 """
 

@@ -1,7 +1,7 @@
-"""The figures of a run: one line of JSON for each step and evaluation, in `metrics.jsonl`.
+"""The metrics of a run: one line of JSON for each step and evaluation, in `metrics.jsonl`.
 
-A line is written when its step is made, so that the file tells of a run that was killed. When the
-run goes on from a checkpoint, the lines behind it are cut off and written once more.
+A line is written as soon as its step is done, so the file of a killed run is complete. When a run
+is resumed from a checkpoint, the lines after the checkpoint are removed and written again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Curves of a run, and of several beside each other, as PNG or SVG.
+"""Curves of a run, and comparisons of several, as PNG or SVG.
 
-A curve is drawn as its running mean; behind it, fainter, is what it is the mean of. Long runs are
-drawn in 400 pieces, of which the least and the most are shown. A scale is logarithmic where the
+A curve is drawn as its running mean over its raw values, which are fainter. Long runs are drawn in
+400 bins, of which the minimum and maximum are shown. A scale is logarithmic where the
 values differ by more than a factor of 50.
 """
 
@@ -53,7 +53,7 @@ def check(path: Path) -> None:
             f"cannot draw a '{path.suffix}' file", hint=f"choose one of {', '.join(SUFFIXES)}"
         )
     if not path.absolute().parent.is_dir():
-        raise IngotError(f"there is no directory {path.parent}", hint="make it first")
+        raise IngotError(f"{path.parent}: no such directory", hint="create it first")
 
 
 def draw(run: RunHistory, paths: Sequence[Path]) -> None:
@@ -102,8 +102,8 @@ def compare(runs: Sequence[RunHistory], path: Path) -> None:
         names = [f"{number}  {run.directory.name[:60]}" for number, run in enumerate(runs, 1)]
         legend = axes.legend(handles[:_NAMED], names[:_NAMED], loc="upper right")
         for text in legend.get_texts():
-            text.set_parse_math(False)  # a name is no formula
-        axes.set(xlabel="step", ylabel="loss", title="loss; circles are what was held out")
+            text.set_parse_math(False)  # names are not formulas
+        axes.set(xlabel="step", ylabel="loss", title="loss; circles: validation")
         _save(figure, path)
 
 
@@ -142,7 +142,7 @@ def _draw_loss(axes: Any, run: RunHistory) -> None:
     _draw_curve(axes, loss, "loss", label="training")
     _scale(axes, [loss, held])
     if len(held):
-        axes.plot(held.steps, held.values, "o-", color=_ACCENT, ms=4, lw=1.2, label="held out")
+        axes.plot(held.steps, held.values, "o-", color=_ACCENT, ms=4, lw=1.2, label="validation")
         axes.lines[-1].set_clip_on(False)  # the last one is at the edge
         axes.legend(loc="upper right")
 

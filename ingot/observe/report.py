@@ -1,7 +1,7 @@
-"""A run as one HTML page, `report.html`, beside `curves.png` and `curves.svg`.
+"""A run as one HTML page, `report.html`, next to `curves.png` and `curves.svg`.
 
-The page has everything in it and asks nobody for anything: its policy (Content-Security-Policy)
-forbids scripts and whatever is not in the file. What comes from the run is escaped.
+The page is self-contained: its Content-Security-Policy forbids scripts and everything that is not
+in the file. Values of the run are escaped.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ pre { padding: .9rem 1.1rem; border-radius: .5rem; background: var(--tile); over
 <pre>{{ commands }}</pre>
 {%- endif %}
 {%- if evaluations %}
-<h2>What was held out</h2>
+<h2>Validation</h2>
 <table>
 <tr>{% for heading in headings %}<th>{{ heading }}</th>{% endfor %}</tr>
 {%- for row in evaluations %}
@@ -82,7 +82,7 @@ pre { padding: .9rem 1.1rem; border-radius: .5rem; background: var(--tile); over
 </table>
 {%- endif %}
 {%- if skipped %}
-<h2>Steps that were refused</h2>
+<h2>Skipped steps</h2>
 <table>
 <tr><th>step</th><th>reason</th></tr>
 {%- for step, reason in skipped %}
@@ -162,14 +162,14 @@ def _tiles(run: RunHistory) -> list[tuple[str, str]]:
 
     tiles = [
         ("loss, last steps", shown("loss", ".4g")),
-        ("loss, held out", shown("validation_loss", ".4g")),
-        ("loss, held out, least", shown("best_validation_loss", ".4g")),
-        ("accuracy, held out", shown("accuracy", ".2%")),
+        ("validation loss", shown("validation_loss", ".4g")),
+        ("best validation loss", shown("best_validation_loss", ".4g")),
+        ("validation accuracy", shown("accuracy", ".2%")),
         ("steps", f"{run.step:,} / {run.steps:,}"),
         ("time of its steps", duration(found["seconds"])),
         (f"{run.unit} a second", shown("rows_per_s", ",.0f")),
         ("waited for data", shown("data_seconds", ".1%")),
-        ("steps refused", f"{found['skipped']:,}" if found["skipped"] else None),
+        ("skipped steps", f"{found['skipped']:,}" if found["skipped"] else None),
     ]
     return [(label, value) for label, value in tiles if value is not None]
 

@@ -1,7 +1,7 @@
 """A run on TensorBoard: `tensorboard --logdir RUN/tensorboard`.
 
 TensorBoard is an extra (`pip install 'ingot[train]'`). Without it, or when its files cannot be
-written, a message says so once and the run goes on: `metrics.jsonl` has all of it.
+written, a message is logged once and the run continues: `metrics.jsonl` has all of it.
 """
 
 # pyright: basic
@@ -28,7 +28,7 @@ _NAMES = {
 class TensorBoardLogger:
     """Takes the lines of a run's metrics; a context, at whose end all is written.
 
-    `step` is the one that the run goes on behind: what was written of later ones is not shown.
+    `step` is the one that the run resumes from; earlier events of later steps are hidden.
     """
 
     def __init__(self, directory: Path, step: int = 0) -> None:

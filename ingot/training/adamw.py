@@ -93,5 +93,5 @@ def _fresh(weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _fitting(grad: Tensor, weight: Tensor) -> Tensor:
-    """A gradient in a dtype that the op takes: one of float16 weights is not the masters'."""
+    """Return the gradient in a dtype that the op takes: float16 ones are converted to float32."""
     return grad if grad.dtype == weight.dtype else grad.float()

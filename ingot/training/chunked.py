@@ -22,7 +22,7 @@ def chunk_by_bytes(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The weights in lists of at most `CHUNK_BYTES` bytes; or one alone.
 
     >>> import torch
-    >>> [len(piece) for piece in chunk_by_bytes(torch.zeros(5, 2**21))]
+    >>> [len(chunk) for chunk in chunk_by_bytes(torch.zeros(5, 2**21))]
     [2, 2, 1]
     """
     held: list[Tensor] = []
@@ -38,7 +38,7 @@ def chunk_by_bytes(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class ChunkedOptimizer(Optimizer):
-    """An optimizer whose step is a move of some weights, piece by piece."""
+    """An optimizer that updates its weights chunk by chunk."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -6,7 +6,7 @@
     full       of each block only its input is kept: the least memory, one more forward
 
 For models with `blocks`, as the decoder has. The ops are exact, so what is computed again is the
-same to the bit, and so are the gradients.
+same bits, and so are the gradients.
 
 Both are done by autograd's hooks: what an op saves for its backward is replaced by how it is made.
 torch's own `checkpoint` would do it too, but it loads torch's compiler, 140 MB and a second.

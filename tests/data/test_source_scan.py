@@ -101,7 +101,7 @@ def test_files_that_were_passed_over_are_told_once(
     source(tmp_path, TEXTS)
     (tmp_path / "image").write_bytes(b"\xff\0")
     list(SourceScan.of(Source(tmp_path), 0.1).read())
-    assert caplog.text.count("passed over 1 files") == 1
+    assert caplog.text.count("skipped 1 files") == 1
 
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:

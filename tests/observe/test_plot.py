@@ -54,7 +54,9 @@ def test_smooth_is_a_mean_and_keeps_a_line() -> None:
     assert abs(smooth(Curve(steps, noise)).values[10:-10]).max() < 0.2
 
 
-@pytest.mark.parametrize(("name", "what"), [("a.jpg", "'.jpg'"), ("none/a.png", "no directory")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("a.jpg", "'.jpg'"), ("none/a.png", "no such directory")]
+)
 def test_a_plot_that_cannot_be_is_refused_before(tmp_path: Path, name: str, what: str) -> None:
     with pytest.raises(IngotError, match=what):
         check(tmp_path / name)
