@@ -155,18 +155,18 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCS = [path for path in DOCS if path.name not in ("log.md", "glossary.md")]
 
 CEILINGS: dict[str, tuple[int, Callable[[str], Iterator[prose.Passage]], Iterable[Path]]] = {
-    "documentation": (150, prose.markdown, DOCS),
-    "strings of the command line": (72, prose.strings, (PACKAGE / "cli").rglob("*.py")),
-    "errors, hints and logs": (44, prose.messages, FILES),
-    "strings in C++": (1, prose.cpp_strings, CPP),
-    "docstrings": (471, prose.docstrings, FILES),
-    "comments": (47, prose.comments, FILES),
-    "comments in C++": (39, prose.cpp_comments, CPP),
-    "names": (23, prose.names, FILES),
-    "docstrings of tests": (61, prose.docstrings, TESTS),
-    "comments in tests": (26, prose.comments, TESTS),
-    "names of tests": (143, prose.names, TESTS),
-    "docstrings of tools": (2, prose.docstrings, TOOLS),
+    "documentation": (54, prose.markdown, DOCS),
+    "strings of the command line": (0, prose.strings, (PACKAGE / "cli").rglob("*.py")),
+    "errors, hints and logs": (10, prose.messages, FILES),
+    "strings in C++": (0, prose.cpp_strings, CPP),
+    "docstrings": (93, prose.docstrings, FILES),
+    "comments": (14, prose.comments, FILES),
+    "comments in C++": (13, prose.cpp_comments, CPP),
+    "names": (6, prose.names, FILES),
+    "docstrings of tests": (45, prose.docstrings, TESTS),
+    "comments in tests": (22, prose.comments, TESTS),
+    "names of tests": (106, prose.names, TESTS),
+    "docstrings of tools": (0, prose.docstrings, TOOLS),
 }
 """The most words of the list that a kind of text may hold. These numbers only ever fall."""
 
@@ -185,7 +185,7 @@ def test_words_outside_the_vocabulary_do_not_come_back(kind: str) -> None:
 
 # Structure: `tools/structure.py`.
 
-MAX_DUPLICATE_CLASSES, MAX_LONG_FUNCTIONS, MAX_LONG_FILES = 23, 4, 4
+MAX_DUPLICATE_CLASSES, MAX_LONG_FUNCTIONS, MAX_LONG_FILES = 0, 0, 1
 """These numbers only ever fall."""
 
 

@@ -31,7 +31,7 @@ WORDS: dict[str, str] = {
     r"(?:kv|cache|memory|key|value|its|free|shared) pages?": "block",
     r"pages? of (?:the )?(?:kv|keys|cache|pool)|page[ _-](?:size|table)": "block",
     r"guess(?:es|ed|ing)?": "draft, estimate",
-    r"drawn|draws? (?:(?:a|the|one|its|each) )?(?:next |new )?(?:token|number)s?(?!/)": "sampled",
+    r"drawn|draws? (?:(?:a|the|one|its) )?(?:next |new )?(?:token|number)s?(?!/| per)": "sampled",
     r"(?<!dot )(?<!dot-)(?<!inner )(?<!outer )products?(?= of\b)|matrix products?": "matmul",
     r"powers(?! of)": "exponentials",
     r"pieces?": "micro-batch, chunk, tile, task, token (choose)",

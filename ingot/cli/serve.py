@@ -1,4 +1,7 @@
-"""`ingot serve`: a model behind OpenAI's API."""
+"""`ingot serve`: serve a model over OpenAI's API.
+
+Long because `serve` documents each option of the command in its docstring.
+"""
 
 from __future__ import annotations
 

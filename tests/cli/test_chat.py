@@ -103,7 +103,7 @@ def terminal(*command: str, env: dict[str, str]) -> Iterator[Terminal]:
 
 @pytest.mark.parametrize("leave", ["\x03", "\x04"])
 def test_on_a_terminal(smollm2: Path, environment: dict[str, str], leave: str) -> None:
-    """Ctrl-C stops an answer and the conversation goes on; at the prompt it leaves."""
+    """Ctrl-C stops an answer and the conversation continues; at the prompt it quits."""
     with terminal(COMMAND, "chat", str(smollm2), env=environment) as process:
         assert "loading" in process.until("> $")
         process.type("Write a long story.\n")
@@ -152,7 +152,7 @@ def says(*lines: str) -> Callable[[str], str]:
     return line
 
 
-def test_the_conversation_goes_on(
+def test_the_conversation_continues(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rendered: list[Any] = []

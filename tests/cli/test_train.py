@@ -70,7 +70,7 @@ def test_a_decoder_becomes_a_model_directory(tmp_path: Path, capsys: Any) -> Non
 
 
 def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
-    """The log-probabilities that training wrote, from the directory that it wrote, to the bit."""
+    """The log-probabilities that training wrote, from the directory that it wrote, bit for bit."""
     from safetensors.torch import load_file
 
     from ingot.nn.loss import token_logprobs
@@ -87,7 +87,7 @@ def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
 
 
 def served_logprobs(server: Served, tokens: list[int]) -> list[float]:
-    """What the server says of each token behind the first."""
+    """Return the server's log-probability of each token after the first."""
     body = {"prompt": tokens, "echo": True, "logprobs": 0, "max_tokens": 0}
     status, found, _ = server.call("/v1/completions", body)
     assert status == 200, found
@@ -95,7 +95,7 @@ def served_logprobs(server: Served, tokens: list[int]) -> list[float]:
 
 
 def test_what_was_trained_is_what_is_served(ready: Run, tmp_path: Path) -> None:
-    """The log-probabilities that training wrote, from a server, to the bit; and it is verified."""
+    """The log-probabilities that training wrote, from a server, bit for bit; and it is verified."""
     from safetensors.torch import load_file
 
     written(runs.text(tmp_path, precision=Precision.BF16), tmp_path)
@@ -122,7 +122,7 @@ def test_what_was_trained_is_what_is_served(ready: Run, tmp_path: Path) -> None:
     assert json.loads(found.stdout)["bitwise_equal"] is True
 
 
-def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
+def test_export_of_a_run_that_is_training(tmp_path: Path, capsys: Any) -> None:
     """From its newest whole checkpoint, in the middle; the run is left as it is."""
     recipe = runs.text(tmp_path, precision=Precision.BF16)
     written(recipe, tmp_path)
@@ -158,7 +158,7 @@ def test_export_of_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
         train(tmp_path / "recipe.toml", run=tmp_path / "run", export=tmp_path / "out")
 
 
-def test_export_of_what_is_no_decoder(tmp_path: Path) -> None:
+def test_only_decoders_are_exported(tmp_path: Path) -> None:
     path = written(runs.xor(steps=2), tmp_path)
     train(path, run=tmp_path / "run")
     with pytest.raises(IngotError, match="only decoders"):
@@ -224,7 +224,9 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
         train(path, run=tmp_path / "other", resume=True)
 
 
-def test_no_run_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_without_a_run_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with pytest.raises(IngotError, match="no run of 'xor'"):
         train(RECIPES / "xor.toml", resume=True)
@@ -259,7 +261,7 @@ def lines(tmp_path: Path) -> int:
 
 
 def until(process: subprocess.Popen[str], tmp_path: Path, count: int) -> None:
-    """Wait until the run has written so many lines, or has ended."""
+    """Wait until the run has written `count` lines, or has ended."""
     end = time.monotonic() + 300
     while process.poll() is None and lines(tmp_path) < count and time.monotonic() < end:
         time.sleep(0.002)
@@ -312,7 +314,7 @@ def test_sigkill_at_twenty_random_moments(tmp_path: Path, environment: dict[str,
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_signal_ends_it_behind_its_step(
+def test_a_signal_stops_the_run_after_its_step(
     tmp_path: Path, environment: dict[str, str], number: signal.Signals
 ) -> None:
     recipe = runs.text(tmp_path, steps=400, checkpoint_every=1000, eval_every=0)

@@ -31,14 +31,14 @@ def test_a_missing_model_is_an_error_before_anything_listens(tmp_path: Path) -> 
 
 def test_the_server_loads_its_model_and_stops(directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        control = probe.getsockname()[1]
-    server = build_server(directory, port=0, control_port=control)
+        admin = probe.getsockname()[1]
+    server = build_server(directory, port=0, admin_port=admin)
     started: list[bool] = []
 
     def stop() -> None:
         started.append(True)
-        server.leave()
+        server.drain()
 
-    server.started = stop
+    server.on_ready = stop
     run(asyncio.wait_for(server.run(), 300))
     assert started == [True]
