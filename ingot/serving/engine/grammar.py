@@ -1,14 +1,14 @@
-"""Text that keeps a grammar: which tokens may come next, by llguidance.
+"""Structured output: which tokens a grammar allows next, by llguidance.
 
-    future = GrammarCompiler(tokenizer, vocabulary).compile(Grammar(kind="regex", text="yes|no"))
+    future = GrammarCompiler(tokenizer, vocab_size).compile(Grammar(kind="regex", text="yes|no"))
     matcher = future.result()
-    matcher.mask()        # (V), true for tokens that may come
-    matcher.accept((5,))    # this one came
+    matcher.mask()          # (V), true for allowed tokens
+    matcher.accept((5,))    # token 5 was sampled
 
-A grammar comes from a client and may be hostile. Its length is bounded by `Grammar`; what compiling
-it and a step of it may cost by llguidance's fuel; beyond there is an error, for that request alone.
-64 KiB can take half a second to compile, so that is done in a thread beside the steps, and what was
-compiled is kept for the next with the same grammar.
+A grammar comes from a client and may be adversarial. `Grammar` limits its length, and the cost of
+compiling it and of each step is limited by llguidance's fuel; beyond that, only its request fails.
+64 KiB can take half a second to compile, so compilation runs in a thread, and compiled grammars are
+cached.
 """
 
 # pyright: basic
@@ -27,7 +27,7 @@ from ingot.serving.engine.sampling_params import Grammar
 if TYPE_CHECKING:
     from ingot.interop.tokenizer import Tokenizer
 
-KEPT = 64  # compiled grammars
+MAX_CACHED_GRAMMARS = 64
 # About 14,000 of fuel and 20,000 items are a millisecond of a step.
 _LIMITS = {
     "initial_lexer_fuel": 500_000,
@@ -40,7 +40,7 @@ _LIMITS = {
 
 
 class GrammarError(IngotError):
-    """A grammar that is none, or that costs too much."""
+    """Invalid or too expensive grammar."""
 
 
 class GrammarCompiler:
@@ -53,19 +53,19 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def compile(self, grammar: Grammar) -> Future[GrammarMatcher]:
-        """A matcher at the grammar's beginning, in time."""
+        """Return a future of a matcher at the start of the grammar."""
         return self._thread.submit(self._compile, grammar)
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         found = self._compiled.pop(grammar, None)
         if found is None:
-            found = self._made(grammar)
+            found = self._build(grammar)
         self._compiled[grammar] = found
-        if len(self._compiled) > KEPT:
+        if len(self._compiled) > MAX_CACHED_GRAMMARS:
             self._compiled.popitem(last=False)
         return GrammarMatcher(found.deep_copy(), self._vocabulary)
 
-    def _made(self, grammar: Grammar) -> Any:
+    def _build(self, grammar: Grammar) -> Any:
         llguidance = _llguidance()
         if self._tokens is None:  # a second or two
             size = max(self._vocabulary, self._tokenizer.vocab_size)
@@ -85,27 +85,27 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """How far a text is in its grammar."""
+    """State of a text in its grammar."""
 
     def __init__(self, inner: Any, vocabulary: int) -> None:
         self._inner, self._vocabulary = inner, vocabulary
         self.error: str | None = None
-        """What went wrong; then anything may come, and it should be ended."""
+        """Error message; all tokens are allowed then, and the request should be finished."""
         self.done = False
-        """Nothing more can come."""
+        """No token can follow."""
 
     def mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """The tokens that may come next, (V); all of them after an error."""
+        """Return the allowed tokens, (V); all of them after an error."""
         packed = self._ask(self._inner.compute_bitmask) if self.error is None else None
         allowed_V = np.unpackbits(np.frombuffer(packed or b"", np.uint8), bitorder="little")
         allowed_V = allowed_V[: self._vocabulary].view(np.bool_)
         if self.error is None and allowed_V.any():
             return allowed_V
-        self.error = self.error or "no token of the vocabulary keeps the grammar"
+        self.error = self.error or "no token of the vocabulary matches the grammar"
         return np.ones(self._vocabulary, np.bool_)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """These tokens came."""
+        """Advance by these tokens."""
         if self.error is None:
             self._ask(self._inner.consume_tokens, list(tokens))
 
@@ -118,7 +118,7 @@ class GrammarMatcher:
             return answer
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             self.error = _short(f"llguidance failed: {error}")
             return None
 
@@ -134,7 +134,7 @@ def _llguidance() -> Any:
 
 
 def _error(grammar: Grammar, why: str) -> GrammarError:
-    return GrammarError(f"no {grammar.kind} grammar: {_short(why)}", hint="give a simpler one")
+    return GrammarError(f"invalid {grammar.kind} grammar: {_short(why)}", hint="use a simpler one")
 
 
 def _short(text: str) -> str:

@@ -1,15 +1,15 @@
-"""From states to tokens: all requests of a step at once, each with params of its own.
+"""Sampler: from hidden states to tokens, for all requests of a step, each with its own parameters.
 
     logits ─> penalties ─> bias ─> grammar ─> temperature, top-k, top-p, min-p ─> token
-       └─> log-probabilities of the model       └─> those of the distribution drawn from
+       └─> log-probabilities of the model       └─> those of the distribution sampled from
 
 Most requests have neither penalties nor bias nor a grammar; their logits go straight to
-`ops.sample`. The others' rows are taken out, processed in float32 and drawn by themselves, so that
-nobody's draw depends on who else is there.
+`ops.sample`. The rows of the others are processed in float32 and sampled separately, so that no
+request's token depends on the rest of the batch.
 
-Reported log-probabilities are `Decoder.logprobs`: the bits that a packed forward gives.
+Reported log-probabilities are `Decoder.logprobs`: bitwise equal to those of a packed forward pass.
 
-Legend: R rows (one for each token to be drawn), V vocabulary, D channels, K likeliest tokens.
+Legend: R rows (one for each sampled token), V vocabulary, D channels, K most likely tokens.
 """
 
 # pyright: basic
@@ -33,7 +33,7 @@ CHUNK = 64  # rows whose logits are ranked at one time
 
 
 class SamplingState:
-    """A request as the sampler knows it: its params, and what they have to remember."""
+    """Sampling parameters of a request, and the state they need."""
 
     __slots__ = (
         "biases",
@@ -60,7 +60,7 @@ class SamplingState:
         self.needs_logit_processing = bool(self.penalized or params.logit_bias or matcher)
 
     def count_work(self, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens are in the prompt, and how often each was generated: (V), (V)."""
+        """Return which tokens are in the prompt, and how often each was generated: (V), (V)."""
         if self.counts is None:
             prompt_V = np.zeros(vocabulary, np.bool_)
             prompt_V[list(self.prompt)] = True
@@ -68,7 +68,7 @@ class SamplingState:
         return self.counts
 
     def append(self, tokens: Sequence[int]) -> None:
-        """These were drawn, and count."""
+        """Record sampled tokens."""
         if self.counts is not None:
             for token in tokens:
                 self.counts[1][token] += 1
@@ -77,7 +77,7 @@ class SamplingState:
 
 
 class Sampler:
-    """Draws for a decoder.
+    """Samples tokens for a decoder.
 
     >>> from ingot.nn import preset
     >>> sampler = Sampler(Decoder.from_config(preset("tiny"), seed=0))
@@ -100,9 +100,9 @@ class Sampler:
         positions: Sequence[int],
         drafts: Sequence[tuple[int, ...]] | None = None,
     ) -> tuple[list[int], dict[int, Logprob]]:
-        """A token for each row, and by row its log-probability where it is asked for.
+        """Return a token for each row, and log-probabilities by row where requested.
 
-        A row is of some request, for some position, with some drafts right before it.
+        A row belongs to a request, at a position, after some of its draft tokens.
         """
         batch = self._batch
         if states != batch.states:
@@ -111,7 +111,7 @@ class Sampler:
         logits_RV = self.decoder.logits(hidden_RD)
         if not (batch.needs_logit_processing or batch.logprob_rows):
             return ops.sample(logits_RV, *batch.params).tolist(), {}
-        drawn_R = ops.sample(logits_RV, *batch.params)
+        sampled_R = ops.sample(logits_RV, *batch.params)
         processed: dict[int, Tensor] = {}
         if batch.needs_logit_processing:
             some_S = torch.tensor(batch.needs_logit_processing)
@@ -121,15 +121,15 @@ class Sampler:
                 [states[row] for row in batch.needs_logit_processing],
                 before,
             )
-            drawn_R[some_S] = ops.sample(logits_SV, *(option[some_S] for option in batch.params))
+            sampled_R[some_S] = ops.sample(logits_SV, *(option[some_S] for option in batch.params))
             processed = dict(zip(batch.needs_logit_processing, logits_SV, strict=True))
-        tokens = drawn_R.tolist()
+        tokens = sampled_R.tolist()
         return tokens, self._collect_logprobs(batch, tokens, hidden_RD, logits_RV, processed)
 
     def _processed(
         self, logits_SV: Tensor, states: list[SamplingState], drafts: list[tuple[int, ...]]
     ) -> Tensor:
-        """The logits after penalties, bias and grammar."""
+        """Apply penalties, bias and grammar to the logits."""
         penalized = [row for row, one in enumerate(states) if one.penalized]
         if penalized:
             some = torch.tensor(penalized)
@@ -165,7 +165,7 @@ class Sampler:
             logits_SV, *(argument.to(self._device) for argument in arguments)
         )
 
-    # What is told
+    # Log-probabilities
 
     def _collect_logprobs(
         self,
@@ -181,14 +181,14 @@ class Sampler:
             if mode == "processed":
                 logits = torch.stack([processed.get(row, logits_RV[row]).float() for row in rows])
                 params = [option[some] for option in batch.params[:4]]
-                scored = _drawn(ops.sampling_logprobs(logits, *params), wanted, top)
+                scored = _processed_logprobs(ops.sampling_logprobs(logits, *params), wanted, top)
             else:
                 scored = self._scored(hidden_RD[some], logits_RV[some], wanted, top)
             found |= zip(rows, scored, strict=True)
         return found
 
     def score(self, hidden_RD: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
-        """The model's own log-probabilities of these tokens, and of so many likeliest ones."""
+        """Return raw log-probabilities of the tokens, and of the `top` most likely ones."""
         found: list[Logprob] = []
         for at in range(0, len(tokens), CHUNK):
             hidden = hidden_RD[at : at + CHUNK]
@@ -209,7 +209,7 @@ class Sampler:
 
 
 class _Batch:
-    """What does not change while the rows are of the same requests."""
+    """Tensors that stay the same while the rows belong to the same requests."""
 
     def __init__(self, states: list[SamplingState], vocabulary: int, device: torch.device) -> None:
         self.states = states
@@ -228,7 +228,7 @@ class _Batch:
                 self.logprob_rows.setdefault((o.logprobs, o.logprobs_mode), []).append(row)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """The positions to draw for, a row each."""
+        """Set the position of each row."""
         for row, position in enumerate(positions):
             self._positions[row] = position
         if self.params[-1] is not self._host:
@@ -237,7 +237,7 @@ class _Batch:
 
 def sampling_tensors(
     params: Sequence[SamplingParams], vocab_size: int, device: torch.device
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Temperature, top_k, top_p, min_p and seed as `ops.sample` takes them, (R) each."""
     columns = (
         torch.tensor([p.temperature for p in params], dtype=torch.float32),
@@ -246,18 +246,19 @@ def sampling_tensors(
         torch.tensor([p.min_p for p in params], dtype=torch.float32),
         torch.tensor([p.seed for p in params]),
     )
-    return columns if device.type == "cpu" else tuple([c.to(device) for c in columns])
+    t, k, p, m, s = (column.to(device) for column in columns)
+    return t, k, p, m, s
 
 
-def _drawn(logprobs_RV: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """The log-probabilities of tokens in the distributions they were drawn from."""
+def _processed_logprobs(logprobs_RV: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
+    """Return log-probabilities of tokens in the distributions they were sampled from."""
     wanted_RK = torch.tensor(tokens, device=logprobs_RV.device)[:, None]
     wanted_RK = torch.cat([wanted_RK, logprobs_RV.topk(top).indices], dim=1)
     return _logprobs(wanted_RK, logprobs_RV.gather(1, wanted_RK))
 
 
 def _logprobs(wanted_RK: Tensor, logprobs_RK: Tensor) -> list[Logprob]:
-    """The first of each row is the token, the others are the likeliest."""
+    """Build `Logprob`s; the first of each row is the token, the others are the most likely."""
     found: list[Logprob] = []
     for tokens, logprobs in zip(wanted_RK.tolist(), logprobs_RK.tolist(), strict=True):
         pairs = zip(tokens[1:], logprobs[1:], strict=True)

@@ -147,7 +147,7 @@ def test_a_grammar_is_compiled_once() -> None:
 
 
 def test_the_compiled_ones_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingot.serving.engine.grammar.KEPT", 2)
+    monkeypatch.setattr("ingot.serving.engine.grammar.MAX_CACHED_GRAMMARS", 2)
     grammars = GrammarCompiler(TOKENIZER, 256)
     for text in ("a", "b", "a", "c"):
         grammars.compile(Grammar(kind="regex", text=text)).result()

@@ -339,8 +339,8 @@ def test_requests_leave_their_figures(served: Served) -> None:
     assert 'vllm:cache_config_info{block_size="32"' in page
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
         assert f'vllm:{name}{{engine="0",model_name="small"}}' in page
-    row = [r for r in served.log.read_text().splitlines() if '"tokens": 11' in r][-1]
-    assert json.loads(row)["end"] == "length"
+    row = [r for r in served.log.read_text().splitlines() if '"generated_tokens": 11' in r][-1]
+    assert json.loads(row)["finish_reason"] == "length"
     assert "Hello" not in row
 
 
@@ -389,7 +389,7 @@ def test_keys_say_who_may_and_keep_caches_apart(directory: Path, tmp_path: Path)
         assert cached("c") > 0
         status, answer, headers = served.call("/v1/completions", body, "c")
         assert status == 429
-        assert "2 requests a minute" in answer["error"]["message"]
+        assert "2 requests per minute" in answer["error"]["message"]
         assert 20 <= int(headers["retry-after"]) <= 30
         assert cached("a") > 0, "another's bound is nobody else's"
         assert "Bearer" not in served.log.read_text()
