@@ -14,7 +14,7 @@ from tests.cli.conftest import Run
         (("ops", "rmsnorm"), "did you mean 'rms_norm'?"),
         (("ops", "silu", "--plot", "roofline.jpg"), "cannot draw a '.jpg' file"),
         (("opps",), "opps"),
-        (("compare", "there-is-none"), "there is no there-is-none"),
+        (("compare", "there-is-none"), "directory not found: there-is-none"),
         (("compare", ".", "vlm"), "did you mean 'vllm'?"),
         (
             ("compare", ".", "--batch-size", "0"),

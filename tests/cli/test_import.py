@@ -42,7 +42,7 @@ def test_gguf_file_is_imported_then_its_directory(
     [
         ("none", "error: none: no such file or directory"),
         ("text", "error: text is not a valid GGUF file"),
-        ("empty", "error: there is no config.json in empty"),
+        ("empty", "error: config.json not found in empty"),
     ],
 )
 def test_failed_import_has_a_hint(cli: Run, tmp_path: Path, source: str, error: str) -> None:
