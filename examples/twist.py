@@ -65,7 +65,7 @@ print(f"loss {loss:.3f}")
 
 with torch.inference_mode():
     expected = model.logits(model(text, BatchLayout.packed([len(text)])))
-    kv_cache = KVCache(KVSpec.of(model), num_blocks=40, block_size=4)
+    kv_cache = KVCache(KVSpec.of(model), num_blocks=40, block_size=4)  # pyright: ignore
     block_table = torch.randperm(40)[None]
     logits = []
     for position in range(len(text)):  # one token per step, keys and values in blocks anywhere

@@ -53,7 +53,7 @@ def documents(file: GgufFile, vocab_size: int) -> dict[str, Any]:
     """Return the content of the tokenizer files by name: text, or a JSON-serializable object."""
     tokens, kinds = _tokens(file, vocab_size)
     model = file.require("tokenizer.ggml.model", str)
-    build = {"gpt2": _byte_level, "llama": _sentence_piece}.get(model)
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
     if build is None:
         raise GgufError(
             f"{file.path.name}: unsupported vocabulary type '{model[:64]}'",
@@ -167,7 +167,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 
 
-def _sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
+def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
     scores: list[Any] = file.require("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens) or not all(
         isinstance(score, float) and math.isfinite(score) for score in scores

@@ -174,22 +174,22 @@ def test_templates_render_as_in_transformers(
     assert ours.encode_chat(messages, **arguments, date_string="15 Nov 2026") == ids
 
 
-def test_templates_know_the_date() -> None:
+def test_templates_can_format_the_date() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([]) == time.strftime("%Y")
 
 
-def test_what_a_template_refuses_is_said_in_its_words() -> None:
+def test_rejected_messages_raise_the_explanation_of_the_template() -> None:
     template = ChatTemplate(MISTRAL)
     twice = [SHORT[0], SHORT[0]]
     with pytest.raises(ChatError, match="rejects the messages: roles must alternate") as raised:
         template.render(twice, bos_token="", eos_token="")
-    assert raised.value.hint == "change the messages as it says"
+    assert raised.value.hint == "change the messages accordingly"
     renderer = template._renderer
     assert renderer is not None
     assert (
         template.render(SHORT, bos_token="<s>") == "<s>[INST] What is the capital of France?[/INST]"
     )
-    assert template._renderer is renderer  # and its process goes on
+    assert template._renderer is renderer  # and its process is still running
 
 
 HOSTILE = {
@@ -223,7 +223,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_in_an_error_soon(name: str) -> None:
+def test_adversarial_templates_raise_quickly(name: str) -> None:
     template = ChatTemplate(HOSTILE[name])
     start = time.perf_counter()
     with pytest.raises(ChatError, match="chat template is invalid") as raised:
@@ -233,24 +233,24 @@ def test_hostile_templates_end_in_an_error_soon(name: str) -> None:
     assert raised.value.hint
 
 
-def test_an_error_does_not_outlive_its_rendering() -> None:
+def test_rendering_works_after_an_error() -> None:
     template = ChatTemplate("{% if long %}{{ 'a' * 10**9 }}{% endif %}b")
     with pytest.raises(ChatError, match="too much memory"):
         template.render([], long=True)
     assert template.render([]) == "b"
 
 
-def test_too_much_is_refused_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_inputs_raise_before_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ChatError, match=r"300,000 characters, more than 262,144"):
         ChatTemplate("a" * 300_000)
     with pytest.raises(ChatError, match="not JSON-serializable"):
         ChatTemplate("a").render([{"role": object()}])
     monkeypatch.setattr(chat, "MAX_CHARACTERS", 100)
-    with pytest.raises(ChatError, match="shorten them"):
+    with pytest.raises(ChatError, match="shorten the messages"):
         ChatTemplate("a").render([{"role": "user", "content": "a" * 200}])
 
 
-def test_megabytes_pass(ours: Tokenizer) -> None:
+def test_megabytes_of_messages_render(ours: Tokenizer) -> None:
     content = "é" * 1_000_000
     text = ours.render_chat([{"role": "user", "content": content}])
     assert content in text
@@ -272,7 +272,7 @@ def test_threads_share_a_template() -> None:
     assert found == {number: str(number) for number in range(8)}
 
 
-def test_the_process_ends_with_the_template() -> None:
+def test_process_stops_with_the_template() -> None:
     def children() -> set[str]:
         return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
@@ -285,7 +285,7 @@ def test_the_process_ends_with_the_template() -> None:
     assert not children() - before
 
 
-def test_a_process_that_dies_is_started_again() -> None:
+def test_dead_process_is_restarted() -> None:
     template = ChatTemplate("a")
     template.render([])
     assert template._renderer is not None

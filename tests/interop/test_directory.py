@@ -50,7 +50,7 @@ def test_files_are_copied_and_hashed(source: Path, tmp_path: Path) -> None:
     assert directory.count_parameters(tmp_path / "out") == 11
 
 
-def test_code_pickles_and_strangers_stay_behind(source: Path, tmp_path: Path) -> None:
+def test_code_pickles_and_unknown_files_are_not_copied(source: Path, tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "modeling.py", "other.safetensors", "notes.txt", ".hidden"):
         (source / name).write_text("x")
     directory.copy_model(source, tmp_path / "out")
@@ -66,7 +66,7 @@ def test_shards_are_copied_with_their_index(source: Path, tmp_path: Path) -> Non
     assert directory.count_parameters(tmp_path / "out") == 11
 
 
-def test_links_are_followed_as_in_a_cache_of_the_hub(source: Path, tmp_path: Path) -> None:
+def test_symbolic_links_of_a_hub_cache_are_followed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes((source / "model.safetensors").read_bytes())
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").symlink_to(tmp_path / "blob")
@@ -75,7 +75,7 @@ def test_links_are_followed_as_in_a_cache_of_the_hub(source: Path, tmp_path: Pat
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], TENSORS["a"])
 
 
-def test_the_lineage_goes_on(source: Path, tmp_path: Path) -> None:
+def test_lineage_is_continued(source: Path, tmp_path: Path) -> None:
     directory.copy_model(source, tmp_path / "one")
     directory.copy_model(tmp_path / "one", tmp_path / "two")
     steps = lineage.read(tmp_path / "two").steps
@@ -96,7 +96,7 @@ def test_the_lineage_goes_on(source: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_an_index_that_lies_is_refused(
+def test_inconsistent_index_raises(
     source: Path, tmp_path: Path, weight_map: dict[str, Any], message: str
 ) -> None:
     shard(source, **weight_map)
@@ -105,7 +105,7 @@ def test_an_index_that_lies_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_missing_is_said(source: Path, tmp_path: Path) -> None:
+def test_missing_files_raise(source: Path, tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match=r"config\.json not found"):
         directory.copy_model(tmp_path / "none", tmp_path / "out")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
@@ -120,13 +120,13 @@ def test_what_is_missing_is_said(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"model_type": 5}', b"[" * 100_000])
-def test_a_config_that_is_none_is_refused(source: Path, tmp_path: Path, content: bytes) -> None:
+def test_malformed_config_raises(source: Path, tmp_path: Path, content: bytes) -> None:
     (source / "config.json").write_bytes(content)
     with pytest.raises(IngotError, match=r"config.json"):
         directory.copy_model(source, tmp_path / "out")
 
 
-def test_headers_that_lie_are_refused(source: Path, tmp_path: Path) -> None:
+def test_malformed_headers_raise(source: Path, tmp_path: Path) -> None:
     path = source / "model.safetensors"
     good = path.read_bytes()
     spans = b'{"a":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}'
@@ -148,7 +148,7 @@ def test_headers_that_lie_are_refused(source: Path, tmp_path: Path) -> None:
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=8)), max_size=3))
-def test_damaged_weights_are_errors_or_harmless(
+def test_damaged_weights_load_or_raise(
     source: Path, tmp_path: Path, changes: list[tuple[int, bytes]]
 ) -> None:
     content = bytearray((tmp_path / "good").read_bytes() if (tmp_path / "good").exists() else b"")

@@ -46,7 +46,7 @@ def logits(model: Any) -> torch.Tensor:
         ("qwen3", {"head_dim": 10}),
     ],
 )
-def test_transformers_computes_the_same_from_the_import(
+def test_imported_model_computes_the_same_in_transformers(
     small: Small, tmp_path: Path, family: str, shape: dict[str, Any], tied: bool
 ) -> None:
     shape = {**shape, "tie_word_embeddings": tied}
@@ -62,7 +62,7 @@ def test_transformers_computes_the_same_from_the_import(
         assert getattr(imported.config, name) == getattr(original.config, name), name
 
 
-def test_what_is_not_said_otherwise_is_loaded_as_bfloat16(small: Small, tmp_path: Path) -> None:
+def test_imported_model_loads_as_bfloat16_by_default(small: Small, tmp_path: Path) -> None:
     gguf.convert(small(), tmp_path / "out")
     assert load(tmp_path / "out").dtype == torch.bfloat16
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -76,7 +76,7 @@ def raw_blocks(kind: QUANTIZED, rows: int, columns: int, generator: np.random.Ge
 
 
 @pytest.mark.parametrize("name", sorted(gguf.TYPES))
-def test_every_type_is_dequantized_as_by_the_package(
+def test_every_type_dequantizes_as_in_the_gguf_package(
     small: Small, tmp_path: Path, name: str
 ) -> None:
     kind, generator = QUANTIZED[name], np.random.default_rng(3)
@@ -100,7 +100,7 @@ def test_every_type_is_dequantized_as_by_the_package(
     assert counted[name] == (12 if name == "F32" else 3)
 
 
-def test_rounding_is_that_of_torch() -> None:
+def test_bfloat16_rounding_matches_torch() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
     values = bits.view(np.float32)
     values = values[np.abs(values) < gguf.MAX_MAGNITUDE]
@@ -126,7 +126,7 @@ def test_large_models_are_written_in_shards_and_chunks(
     assert torch.equal(logits(load(tmp_path / "one")), logits(load(tmp_path / "many")))
 
 
-def test_the_factors_of_llama_3_are_recognised(small: Small, tmp_path: Path) -> None:
+def test_llama3_frequency_factors_are_recognized(small: Small, tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -161,7 +161,7 @@ def test_the_factors_of_llama_3_are_recognised(small: Small, tmp_path: Path) -> 
         {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 48},
     ],
 )
-def test_scaled_positions(small: Small, tmp_path: Path, scaling: dict[str, Any]) -> None:
+def test_rope_scaling_is_converted(small: Small, tmp_path: Path, scaling: dict[str, Any]) -> None:
     change = {
         "llama.rope.scaling.type": scaling["rope_type"],
         "llama.rope.scaling.factor": scaling["factor"],
@@ -208,7 +208,7 @@ def test_scaled_positions(small: Small, tmp_path: Path, scaling: dict[str, Any])
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_converted_is_said(
+def test_unsupported_files_raise(
     small: Small, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     path = small(**options)
@@ -218,7 +218,7 @@ def test_what_cannot_be_converted_is_said(
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
 
 
-def test_a_directory_with_something_in_it_is_left_alone(small: Small, tmp_path: Path) -> None:
+def test_existing_directory_is_not_modified(small: Small, tmp_path: Path) -> None:
     path = small()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
@@ -230,7 +230,7 @@ def test_a_directory_with_something_in_it_is_left_alone(small: Small, tmp_path: 
     assert (tmp_path / "empty" / "config.json").exists()
 
 
-def test_a_disk_that_fills_leaves_nothing_behind(small: Small, tmp_path: Path) -> None:
+def test_full_disk_leaves_no_files(small: Small, tmp_path: Path) -> None:
     path = small()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
@@ -243,7 +243,7 @@ def test_a_disk_that_fills_leaves_nothing_behind(small: Small, tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
 
 
-def test_too_little_room_is_seen_before_anything_is_written(
+def test_insufficient_disk_space_raises_before_writing(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = small()
@@ -254,7 +254,7 @@ def test_too_little_room_is_seen_before_anything_is_written(
     assert [entry.name for entry in tmp_path.iterdir()] == ["small.gguf"]
 
 
-def test_progress_advances_by_twice_the_file(small: Small, tmp_path: Path) -> None:
+def test_progress_advances_by_twice_the_file_size(small: Small, tmp_path: Path) -> None:
     class Count:
         total = 0.0
 
@@ -269,9 +269,7 @@ def test_progress_advances_by_twice_the_file(small: Small, tmp_path: Path) -> No
     assert count.total == 2 * path.stat().st_size
 
 
-def test_memory_is_bounded_whatever_the_size_of_the_model(
-    smollm2_gguf: Path, tmp_path: Path
-) -> None:
+def test_memory_does_not_depend_on_the_model_size(smollm2_gguf: Path, tmp_path: Path) -> None:
     """The largest tensor has 28 million elements: in float32 alone it would take 113 MB."""
     tracemalloc.start()
     gguf.convert(smollm2_gguf, tmp_path / "out")
@@ -280,7 +278,7 @@ def test_memory_is_bounded_whatever_the_size_of_the_model(
     assert peak < 80e6
 
 
-def test_smollm2_says_where_it_comes_from(smollm2: Path, smollm2_gguf: Path) -> None:
+def test_smollm2_has_a_lineage(smollm2: Path, smollm2_gguf: Path) -> None:
     (step,) = lineage.read(smollm2).steps
     assert step["step"] == "import"
     assert step["source"] == smollm2_gguf.name

@@ -93,7 +93,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_lies_are_found_at_once(tmp_path: Path, name: str) -> None:
+def test_malformed_headers_raise_quickly(tmp_path: Path, name: str) -> None:
     content, message = LIES[name]
     path = tmp_path / "lie.gguf"
     path.write_bytes(content)
@@ -108,20 +108,20 @@ def test_lies_are_found_at_once(tmp_path: Path, name: str) -> None:
     assert raised.value.hint
 
 
-def test_a_missing_file_and_a_directory_are_said(tmp_path: Path) -> None:
+def test_missing_file_or_directory_raises(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.gguf"):
         with pytest.raises(GgufError, match="cannot read"):
             gguf_file.read(path)
 
 
-def test_without_the_package_the_hint_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_package_hints_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf.quants", None)
     with pytest.raises(IngotError, match="package `gguf` is needed") as raised:
         gguf_file.package("quants")
     assert raised.value.hint == "pip install 'ingot[gguf]'"
 
 
-def test_it_reads_what_the_package_reads(small: Small) -> None:
+def test_header_matches_the_gguf_package(small: Small) -> None:
     change = {"x.bool": True, "x.float": -0.5, "x.string": "é", "x.empty": ""}
     path = small(change={**change, "x.array": [1.5, 2.5]})
     ours, theirs = gguf_file.read(path), package.GGUFReader(path)
@@ -135,7 +135,7 @@ def test_it_reads_what_the_package_reads(small: Small) -> None:
         assert (found.start, found.num_bytes) == (tensor.data_offset, tensor.n_bytes)
 
 
-def test_smollm2_is_read_as_the_package_reads_it(smollm2_gguf: Path) -> None:
+def test_smollm2_header_matches_the_gguf_package(smollm2_gguf: Path) -> None:
     ours, theirs = gguf_file.read(smollm2_gguf), package.GGUFReader(smollm2_gguf)
     for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "llama.rope.freq_base"):
         assert ours.metadata[name] == theirs.fields[name].contents()
@@ -174,7 +174,7 @@ CHANGES = st.lists(
 )
 @given(changes=CHANGES, keep=st.one_of(st.just(1.0), st.floats(0, 1)), in_header=st.booleans())
 @example(changes=[], keep=1.0, in_header=False)
-def test_any_damage_is_an_error_or_harmless(
+def test_damaged_files_load_or_raise(
     tiny: tuple[bytes, int],
     tmp_path: Path,
     changes: list[tuple[float, bytes]],

@@ -35,13 +35,13 @@ def imported(small: Small, tmp_path: Path, **change: Any) -> Tokenizer:
         ("tekken", "Don 't ĠDON 'T Ġ 1 2 3 4 5 Ġa ĊĊ b ĠĠ Ġ!?"),
     ],
 )
-def test_text_is_cut_as_the_rule_says(small: Small, tmp_path: Path, rule: str, words: str) -> None:
+def test_pre_tokenizers_split_text(small: Small, tmp_path: Path, rule: str, words: str) -> None:
     tokenizer = imported(small, tmp_path, pre=rule)
     cut = tokenizer.inner.pre_tokenizer.pre_tokenize_str("Don't DON'T 12345 a\n\nb   !?")
     assert " ".join(word for word, _ in cut) == words
 
 
-def test_every_rule_gives_the_text_back(small: Small, tmp_path: Path) -> None:
+def test_every_pre_tokenizer_round_trips_text(small: Small, tmp_path: Path) -> None:
     text = "hello  hello\r\n\t日本 é 'll 1234 <|end|>"
     for rule in gguf_vocabulary.PRE_TOKENIZERS:
         gguf.convert(small(change={"tokenizer.ggml.pre": rule}), tmp_path / rule)
@@ -62,7 +62,7 @@ def test_merges_and_special_tokens_apply(small: Small, tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == {1}
 
 
-def test_user_defined_tokens_are_found_and_kept_in_the_text(small: Small, tmp_path: Path) -> None:
+def test_user_defined_tokens_are_matched_and_decoded(small: Small, tmp_path: Path) -> None:
     kinds = [3, 3, 4] + [1] * (COUNT - 3)
     tokenizer = imported(small, tmp_path, token_type=kinds)
     ids = tokenizer.encode("a<|turn|>b<|end|>")
@@ -80,7 +80,7 @@ def test_user_defined_tokens_are_found_and_kept_in_the_text(small: Small, tmp_pa
         ("llama-bpe", False, None, ["h"]),
     ],
 )
-def test_what_begins_and_ends_a_text(
+def test_bos_and_eos_are_added_if_requested(
     small: Small, tmp_path: Path, rule: str, begin: Any, end: Any, expected: list[str]
 ) -> None:
     tokenizer = imported(small, tmp_path, pre=rule, add_bos_token=begin, add_eos_token=end)
@@ -90,7 +90,7 @@ def test_what_begins_and_ends_a_text(
     assert theirs("h").input_ids == tokenizer.encode("h")
 
 
-def test_several_tokens_may_end_an_answer(small: Small, tmp_path: Path) -> None:
+def test_eos_may_be_several_tokens(small: Small, tmp_path: Path) -> None:
     tokenizer = imported(small, tmp_path, eot_token_id=2, eom_token_id=1)
     assert tokenizer.eos_token_ids == {1, 2}
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -118,7 +118,7 @@ def test_several_tokens_may_end_an_answer(small: Small, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_vocabularies_that_cannot_be_right_are_refused(
+def test_invalid_vocabularies_raise(
     small: Small, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(GgufError, match=message):
@@ -126,7 +126,7 @@ def test_vocabularies_that_cannot_be_right_are_refused(
 
 
 @pytest.fixture(scope="module")
-def pieces() -> Any:
+def sentencepiece_model() -> Any:
     """A SentencePiece model as Llama 2's was made, of some of Python's own text."""
     text = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text()
     written = io.BytesIO()
@@ -146,19 +146,25 @@ def pieces() -> Any:
 
 
 def test_sentencepiece_vocabularies_encode_as_sentencepiece(
-    small: Small, tmp_path: Path, pieces: Any
+    small: Small, tmp_path: Path, sentencepiece_model: Any
 ) -> None:
-    count = pieces.vocab_size()
+    count = sentencepiece_model.vocab_size()
     kinds = [
-        2 if pieces.is_unknown(i) else 3 if pieces.is_control(i) else 6 if pieces.is_byte(i) else 1
+        2
+        if sentencepiece_model.is_unknown(i)
+        else 3
+        if sentencepiece_model.is_control(i)
+        else 6
+        if sentencepiece_model.is_byte(i)
+        else 1
         for i in range(count)
     ]
     change = {
         "model": "llama",
         "pre": None,
         "merges": None,
-        "tokens": [pieces.id_to_piece(i) for i in range(count)],
-        "scores": [pieces.get_score(i) for i in range(count)],
+        "tokens": [sentencepiece_model.id_to_piece(i) for i in range(count)],
+        "scores": [sentencepiece_model.get_score(i) for i in range(count)],
         "token_type": kinds,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -170,7 +176,7 @@ def test_sentencepiece_vocabularies_encode_as_sentencepiece(
     lines = [line for line in Path(json.encoder.__file__).read_text().splitlines() if line]
     for text in [*lines, "日本語 → é 😀", "  two  spaces  ", "x" * 100, "def f(): return 1234"]:
         ids = tokenizer.encode(text)
-        assert ids == [1, *pieces.encode(text)], text
+        assert ids == [1, *sentencepiece_model.encode(text)], text
         assert tokenizer.decode(ids) == text
         stream = tokenizer.decode_stream()
         assert "".join(map(stream.feed, ids)) + stream.finish() == text

@@ -22,7 +22,7 @@ def answers(*requests: Any) -> list[dict[str, Any]]:
 
 
 class Once:
-    """A connection whose other side closes after so many messages."""
+    """A connection whose other side closes after `count` messages."""
 
     def __init__(self, inner: Any, count: int) -> None:
         self.inner, self.left = inner, count
@@ -45,7 +45,7 @@ def test_the_first_message_is_the_template() -> None:
     ]
 
 
-def test_errors_are_answers() -> None:
+def test_errors_are_answered() -> None:
     source = "{{ raise_exception('no') if refuse else 1 / 0 }}"
     ready, refused, broken = answers(source, {"refuse": True}, {})
     assert ready == {"text": ""}
@@ -69,6 +69,6 @@ def test_output_is_bounded() -> None:
         ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
     ],
 )
-def test_what_transformers_gives_templates(source: str, text: str | None) -> None:
+def test_templates_have_the_functions_of_transformers(source: str, text: str | None) -> None:
     expected = '{"a":[1],"b":"é"}' if text is None else text
     assert answers(source, {})[1] == {"text": expected}

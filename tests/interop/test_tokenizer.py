@@ -32,7 +32,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
     return "".join([*map(stream.feed, ids), stream.finish()])
 
 
-def test_real_text_comes_back_whole_and_in_pieces(tokenizer: Tokenizer) -> None:
+def test_real_text_round_trips_whole_and_streamed(tokenizer: Tokenizer) -> None:
     for name in ("argparse.py", "typing.py", "test/test_unicodedata.py", "this.py"):
         text = (LIBRARY / name).read_text() if (LIBRARY / name).exists() else name
         ids = tokenizer.encode(text)
@@ -41,7 +41,7 @@ def test_real_text_comes_back_whole_and_in_pieces(tokenizer: Tokenizer) -> None:
 
 
 @given(st.text())
-def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     """But for bytes that never occurred where SmolLM2's vocabulary was made, 21 of the 256."""
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     clean = text.encode("utf-8", "replace").decode()
@@ -53,11 +53,11 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 49151), max_size=30))
-def test_any_tokens_stream_to_what_they_decode_to(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_streamed_text_equals_decoded_text(tokenizer: Tokenizer, ids: list[int]) -> None:
     assert streamed(tokenizer, ids) == tokenizer.decode(ids)
 
 
-def test_a_stream_never_gives_half_a_character(tokenizer: Tokenizer) -> None:
+def test_stream_yields_whole_characters(tokenizer: Tokenizer) -> None:
     text = "日本語 😀👨‍👩‍👧 né"
     ids = tokenizer.encode(text)
     stream = tokenizer.decode_stream()
@@ -68,7 +68,7 @@ def test_a_stream_never_gives_half_a_character(tokenizer: Tokenizer) -> None:
     assert stream.finish() == ""
 
 
-def test_what_is_cut_in_the_middle_is_given_at_the_end(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_is_returned_by_finish(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a😀")[:-1]
     stream = tokenizer.decode_stream()
     assert "".join(map(stream.feed, ids)) == "a"
@@ -76,7 +76,7 @@ def test_what_is_cut_in_the_middle_is_given_at_the_end(tokenizer: Tokenizer) -> 
     assert tokenizer.decode_stream().finish() == ""
 
 
-def test_endless_broken_tokens_are_given_and_cost_no_more(tokenizer: Tokenizer) -> None:
+def test_endless_invalid_tokens_are_returned_at_constant_cost(tokenizer: Tokenizer) -> None:
     broken = tokenizer.inner.token_to_id("Ģ")  # the byte 0x80, which begins no character
     assert broken is not None
     stream = tokenizer.decode_stream()
@@ -108,7 +108,7 @@ def test_lone_surrogates_are_replaced(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
 
 
-def test_facts(tokenizer: Tokenizer) -> None:
+def test_properties_of_smollm2(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_token_ids == {2}
     assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
@@ -138,7 +138,7 @@ def copied(smollm2: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 7}}, {7}),
     ],
 )
-def test_what_ends_an_answer_is_found(
+def test_eos_token_ids_are_read(
     smollm2: Path, tmp_path: Path, changes: dict[str, Any], ends: set[int]
 ) -> None:
     assert Tokenizer.load(copied(smollm2, tmp_path, **changes)).eos_token_ids == ends
@@ -159,7 +159,7 @@ def test_what_ends_an_answer_is_found(
     ],
     ids=str,
 )
-def test_broken_files_are_said_with_a_hint(
+def test_malformed_files_raise_with_a_hint(
     smollm2: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=message) as raised:
@@ -167,12 +167,12 @@ def test_broken_files_are_said_with_a_hint(
     assert raised.value.hint
 
 
-def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_directory_raises(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="directory not found"):
         Tokenizer.load(tmp_path / "nowhere")
 
 
-def test_a_file_too_large_is_not_read(
+def test_oversized_file_raises(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_TOKENIZER_BYTES", 1000)
@@ -180,7 +180,7 @@ def test_a_file_too_large_is_not_read(
         Tokenizer.load(copied(smollm2, tmp_path))
 
 
-def test_damaged_tokenizers_are_errors_or_harmless(smollm2: Path, tmp_path: Path) -> None:
+def test_damaged_tokenizers_load_or_raise(smollm2: Path, tmp_path: Path) -> None:
     """The head of the file holds everything but the vocabulary."""
     small = json.loads((smollm2 / "tokenizer.json").read_text())
     small["model"]["vocab"] = dict(list(small["model"]["vocab"].items())[:300])
@@ -196,7 +196,7 @@ def test_damaged_tokenizers_are_errors_or_harmless(smollm2: Path, tmp_path: Path
             Tokenizer.load(tmp_path).encode("hello 123")
 
 
-def test_templates_are_found_where_they_may_be(smollm2: Path, tmp_path: Path) -> None:
+def test_chat_template_is_read_from_either_file(smollm2: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     settings = {"chat_template": [{"name": "default", "template": "{{ eos_token }}!"}]}
     directory = copied(smollm2, tmp_path, tokenizer_config=settings)
@@ -205,7 +205,7 @@ def test_templates_are_found_where_they_may_be(smollm2: Path, tmp_path: Path) ->
     assert Tokenizer.load(directory).render_chat(messages) == "Hi"
 
 
-def test_a_model_without_a_template_does_not_chat(smollm2: Path, tmp_path: Path) -> None:
+def test_chat_without_a_template_raises(smollm2: Path, tmp_path: Path) -> None:
     directory = copied(smollm2, tmp_path, tokenizer_config={"chat_template": None})
     with pytest.raises(ChatError, match="no chat template"):
         Tokenizer.load(directory).encode_chat([])
