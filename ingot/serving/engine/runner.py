@@ -1,14 +1,14 @@
-"""One forward of the decoder for all of a step's work, over the paged pool.
+"""Runner: one forward pass of the decoder for all scheduled sequences, over the paged KV cache.
 
     runner = Runner(decoder, config)
-    hidden_TD = runner.run(plan.scheduled)    # the state of every token, in the order of the work
+    hidden_TD = runner.run(output.scheduled)    # hidden states, in the order of the sequences
 
-Nothing is made anew for a step: the plan's tensors stay where they are and get new values. So a
-step of few tokens can be recorded when its shape (tokens, requests) comes for the second time, and
-replayed without Python from then on: at batch 1 Python between the kernels takes as long as they
-do. A request's row of the block table is written only when its blocks have changed.
+The input tensors are allocated once and overwritten in every step. So a small step can be captured
+when its shape (tokens, requests) occurs for the second time, and replayed without Python from then
+on: at batch 1 the Python code between the kernels takes as long as they do. A request's row of the
+block table is written only when its blocks have changed.
 
-A decoder on a GPU gets copies of these tensors at each step, and nothing is recorded.
+On devices other than the CPU the inputs are copied in every step, and nothing is captured.
 
 Legend: T tokens of a step, B requests of a step, M blocks of the longest, D channels.
 """
