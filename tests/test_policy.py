@@ -119,6 +119,8 @@ def public_definitions(tree: ast.Module) -> list[ast.AST]:
     while queue:
         node = queue.pop()
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list):
+                continue  # the implementation has the docstring
             found.append(node)
             queue += node.body if isinstance(node, ast.ClassDef) else []
     return found

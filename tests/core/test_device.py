@@ -368,7 +368,7 @@ def test_an_accelerator_without_properties_is_known_by_its_type(
     assert device.detect_gpus() == (expected, expected)
 
 
-def test_no_accelerator_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_accelerator_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert device.detect_gpus() == ()
 
@@ -390,7 +390,7 @@ def test_compilers_are_known_by_their_macros(macros: str, name: str, version: st
 
 
 @pytest.mark.parametrize("command", ["/bin/true", "/bin/false", "/bin/ls"])
-def test_what_defines_no_macros_is_no_compiler(
+def test_a_program_without_macros_is_not_a_compiler(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
