@@ -220,14 +220,14 @@ def rope(
 
 def _write_samples(make: TensorMaker) -> Iterator[SampleInput]:
     def sample(
-        name: str, t: int, n: int, g: int, h: int, turned: int, page: int, *rest: object
+        name: str, t: int, n: int, g: int, h: int, turned: int, block_size: int, *rest: object
     ) -> SampleInput:
         freqs = rope_frequencies(turned)[0].to(make.device) if turned else make.floats([])
-        pages = -(-t // page) + 2
+        num_blocks = -(-t // block_size) + 2
         q, k, v = make(t, n + 2 * g, h).split([n, g, g], dim=1)
-        pools = make(pages, page, g, h), make(pages, page, g, h)
-        slots = make.tensor(list(range(pages * page))[::-1][:t])
-        return SampleInput(name, (q, k, v, make.ints(100, t), freqs, *pools, slots, *rest))
+        caches = [make(num_blocks, block_size, g, h) for _ in range(2)]
+        slot_mapping = make.tensor(list(range(num_blocks * block_size))[::-1][:t])
+        return SampleInput(name, (q, k, v, make.ints(100, t), freqs, *caches, slot_mapping, *rest))
 
     yield sample("typical", 6, 4, 2, 16, 16, 4, False, 1.0)
     yield sample("large", 67, 5, 5, 66, 66, 16, False, 1.0)
@@ -237,12 +237,14 @@ def _write_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield sample("nothing_turns", 3, 2, 2, 7, 0, 2)
     freqs = rope_frequencies(8)[0].to(make.device)
     q, k, v = make(5, 4, 24)[..., ::3], make(5, 2, 16)[..., ::2], make(2, 5, 8).transpose(0, 1)
-    pools = make(3, 2, 4, 8).transpose(1, 2), make(3, 4, 2, 16)[..., 3:11]
-    slots = make.tensor([11, 0, 4, 5, 1], torch.int32)
-    yield SampleInput("strided", (q, k, v, make.ints(9, 5), freqs, *pools, slots))
+    caches = make(3, 2, 4, 8).transpose(1, 2), make(3, 4, 2, 16)[..., 3:11]
+    slot_mapping = make.tensor([11, 0, 4, 5, 1], torch.int32)
+    yield SampleInput("strided", (q, k, v, make.ints(9, 5), freqs, *caches, slot_mapping))
     q, k, v = make.spread(4, 2, 8), make.spread(4, 2, 8), make.spread(4, 2, 8)
-    pools, slots = (make(1, 4, 2, 8), make(1, 4, 2, 8)), make.tensor([3, 2, 1, 0])
-    yield SampleInput("extreme", (q, k, v, make.tensor([0, 1, 131071, 7]), freqs, *pools, slots))
+    caches, slot_mapping = (make(1, 4, 2, 8), make(1, 4, 2, 8)), make.tensor([3, 2, 1, 0])
+    yield SampleInput(
+        "extreme", (q, k, v, make.tensor([0, 1, 131071, 7]), freqs, *caches, slot_mapping)
+    )
 
 
 def _write_check(
@@ -251,31 +253,33 @@ def _write_check(
     v: Tensor,
     positions: Tensor,
     freqs: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
     interleaved: bool,
     scale: float,
 ) -> None:
     _check(q, positions, freqs, interleaved, scale)
-    check_same_dtype("rope_and_cache", q=q, k=k, v=v, k_pool=k_pool, v_pool=v_pool)
+    check_same_dtype("rope_and_cache", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     check_same_shape("rope_and_cache", k=k, v=v)
-    check_same_shape("rope_and_cache", k_pool=k_pool, v_pool=v_pool)
+    check_same_shape("rope_and_cache", k_cache=k_cache, v_cache=v_cache)
     if k.dim() != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
         raise OpError(
             f"rope_and_cache: q is {tuple(q.shape)}, k {tuple(k.shape)}",
             hint="give (tokens, heads, channels), as many tokens and channels for both",
         )
-    fits = k_pool.dim() == 4 and k_pool.shape[2:] == k.shape[1:]
-    if not fits or k_pool.stride(3) != 1 or v_pool.stride(3) != 1:
+    fits = k_cache.dim() == 4 and k_cache.shape[2:] == k.shape[1:]
+    if not fits or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise OpError(
-            f"rope_and_cache: k is {tuple(k.shape)}, its pool {tuple(k_pool.shape)}",
-            hint="give pools of (pages, slots, key-value heads, channels), channels side by side",
+            f"rope_and_cache: k is {tuple(k.shape)}, k_cache {tuple(k_cache.shape)}",
+            hint="pass caches of (blocks, block size, key-value heads, channels), "
+            "contiguous in the channels",
         )
-    if slots.shape != positions.shape or not is_integral(slots):
+    if slot_mapping.shape != positions.shape or not is_integral(slot_mapping):
         raise OpError(
-            f"rope_and_cache: {q.shape[0]} tokens, but slots {slots.dtype} {tuple(slots.shape)}",
-            hint="give one integer for each token: page * slots of a page + place in the page",
+            f"rope_and_cache: {q.shape[0]} tokens, but slot_mapping is {slot_mapping.dtype} "
+            f"{tuple(slot_mapping.shape)}",
+            hint="pass one integer per token: block * block size + offset in the block",
         )
 
 
@@ -285,15 +289,16 @@ def _write_cost(
     v: Tensor,
     positions: Tensor,
     freqs: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
     interleaved: bool = False,
     scale: float = 1.0,
 ) -> Cost:
     turned = (q[..., 0].numel() + k[..., 0].numel()) * 2 * freqs.numel()
     moved = 2 * (q.nbytes + k.nbytes + v.nbytes)
-    return Cost(bytes=moved + positions.nbytes + slots.nbytes + freqs.nbytes, flops=3 * turned)
+    indices = positions.nbytes + slot_mapping.nbytes
+    return Cost(bytes=moved + indices + freqs.nbytes, flops=3 * turned)
 
 
 @op(
@@ -303,7 +308,7 @@ def _write_cost(
     tolerance=Tolerance(),
     cost=_write_cost,
     row_args=(),
-    mutates=("k_pool", "v_pool"),
+    mutates=("k_cache", "v_cache"),
 )
 def rope_and_cache(
     q: Tensor,
@@ -311,31 +316,34 @@ def rope_and_cache(
     v: Tensor,
     positions: Tensor,
     freqs: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
     interleaved: bool = False,
     scale: float = 1.0,
 ) -> Tensor:
-    """Turn `q` (T, N, H) and `k` (T, G, H), write `k` and `v` into the `slots` (T) of their pools
-    (P, S, G, H), and return `q`.
+    """Rotate `q` (T, N, H) and `k` (T, G, H), write `k` and `v` to the slots `slot_mapping` (T) of
+    their caches (B, S, G, H), and return the rotated `q`.
 
     >>> freqs, _ = rope_frequencies(4)
     >>> q = k = v = torch.ones(1, 1, 4)
-    >>> k_pool, v_pool = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)
-    >>> slots = torch.tensor([3])
-    >>> rope_and_cache(q, k, v, torch.tensor([0]), freqs, k_pool, v_pool, slots).shape
+    >>> k_cache, v_cache = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)
+    >>> slot_mapping = torch.tensor([3])
+    >>> rope_and_cache(q, k, v, torch.tensor([0]), freqs, k_cache, v_cache, slot_mapping).shape
     torch.Size([1, 1, 4])
-    >>> k_pool[1, 1]
+    >>> k_cache[1, 1]
     tensor([[1., 1., 1., 1.]])
     """
-    num_pages, page = k_pool.shape[:2]
-    if len(slots) and not (0 <= int(slots.min()) <= int(slots.max()) < num_pages * page):
-        raise OpError(
-            f"rope_and_cache: slots from {int(slots.min())} to {int(slots.max())}",
-            hint=f"name slots of the pool: 0 to {num_pages * page - 1}",
-        )
-    where = (slots // page).long(), (slots % page).long()
-    k_pool[where] = rope.reference(k, positions, freqs, interleaved, scale)
-    v_pool[where] = v
+    num_blocks, block_size = k_cache.shape[:2]
+    num_slots = num_blocks * block_size
+    if len(slot_mapping):
+        first, last = int(slot_mapping.min()), int(slot_mapping.max())
+        if first < 0 or last >= num_slots:
+            raise OpError(
+                f"rope_and_cache: slot_mapping has slots from {first} to {last}",
+                hint=f"pass slots of the cache: 0 to {num_slots - 1}",
+            )
+    slots = (slot_mapping // block_size).long(), (slot_mapping % block_size).long()
+    k_cache[slots] = rope.reference(k, positions, freqs, interleaved, scale)
+    v_cache[slots] = v
     return rope.reference(q, positions, freqs, interleaved, scale)

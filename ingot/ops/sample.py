@@ -89,10 +89,10 @@ def _options(
 def _penalties_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, logits in _logits(make):
         rows = len(logits)
-        prompt = make.bools(*logits.shape)
-        counts = make.ints(3, *logits.shape, dtype=torch.int32)
+        prompt_mask = make.bools(*logits.shape)
+        output_counts = make.ints(3, *logits.shape, dtype=torch.int32)
         options = (make.floats([value] * rows) for value in (1.3, 0.5, 0.2))
-        yield SampleInput(name, (logits, prompt, counts, *options))
+        yield SampleInput(name, (logits, prompt_mask, output_counts, *options))
 
 
 def _logprobs_samples(make: TensorMaker) -> Iterator[SampleInput]:
@@ -129,14 +129,17 @@ def _check(logits: Tensor, *options: Tensor) -> None:
             )
 
 
-def _check_penalties(logits: Tensor, prompt: Tensor, counts: Tensor, *options: Tensor) -> None:
+def _check_penalties(
+    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, *options: Tensor
+) -> None:
     _check(logits, *options)
-    fits = prompt.shape == counts.shape == logits.shape
-    if not fits or prompt.dtype != torch.bool or counts.is_complex():
+    fits = prompt_mask.shape == output_counts.shape == logits.shape
+    if not fits or prompt_mask.dtype != torch.bool or output_counts.is_complex():
         raise OpError(
-            f"apply_penalties: logits are {tuple(logits.shape)}, prompt {prompt.dtype} "
-            f"{tuple(prompt.shape)}, counts {counts.dtype} {tuple(counts.shape)}",
-            hint="give prompt as bools and counts as integers, both shaped as the logits",
+            f"apply_penalties: logits are {tuple(logits.shape)}, prompt_mask {prompt_mask.dtype} "
+            f"{tuple(prompt_mask.shape)}, output_counts {output_counts.dtype} "
+            f"{tuple(output_counts.shape)}",
+            hint="pass a bool prompt_mask and integer output_counts in the shape of the logits",
         )
 
 
@@ -166,8 +169,9 @@ def _sample_fake(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-def _penalties_cost(logits: Tensor, prompt: Tensor, counts: Tensor, *_: object) -> Cost:
-    return Cost(bytes=2 * logits.nbytes + prompt.nbytes + counts.nbytes, flops=4 * logits.numel())
+def _penalties_cost(logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, *_: object) -> Cost:
+    moved = 2 * logits.nbytes + prompt_mask.nbytes + output_counts.nbytes
+    return Cost(bytes=moved, flops=4 * logits.numel())
 
 
 def _uniform_cost(seeds: Tensor, positions: Tensor) -> Cost:
@@ -188,32 +192,40 @@ def _sample_cost(logits: Tensor, *_: object) -> Cost:
     samples=_penalties_samples,
     tolerance=Tolerance(),
     cost=_penalties_cost,
-    row_args=("logits", "prompt", "counts", "repetition", "presence", "frequency"),
+    row_args=(
+        "logits",
+        "prompt_mask",
+        "output_counts",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
 )
 def apply_penalties(
     logits: Tensor,
-    prompt: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition_penalty: Tensor,
+    presence_penalty: Tensor,
+    frequency_penalty: Tensor,
 ) -> Tensor:
-    """Lower the logits (T, V) of tokens in the prompt or generated before.
+    """Lower the logits (T, V) of tokens that are in the prompt or were generated before.
 
-    `prompt` (T, V) is true for tokens of the prompt, `counts` (T, V) says how often each was
-    generated. `repetition` divides positive and multiplies negative logits of both kinds;
-    `presence` is taken off once for each generated token, `frequency` as often as it came.
+    `prompt_mask` (T, V) is True for tokens of the prompt, `output_counts` (T, V) is how often each
+    token was generated. `repetition_penalty` divides positive and multiplies negative logits of
+    both; `presence_penalty` is subtracted once for each generated token, `frequency_penalty` once
+    per occurrence.
 
     >>> one = torch.ones(1)
     >>> seen = torch.tensor([[2, 0]], dtype=torch.int32)
     >>> apply_penalties(torch.zeros(1, 2), seen > 9, seen, one, one * 0.5, one * 0.1)
     tensor([[-0.7000,  0.0000]])
     """
-    generated = counts > 0
-    factor = repetition[:, None].to(logits.dtype)
+    generated = output_counts > 0
+    factor = repetition_penalty[:, None].to(logits.dtype)
     repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where(prompt | generated, repeated, logits)
-    penalty = presence[:, None] * generated + frequency[:, None] * counts
+    logits = torch.where(prompt_mask | generated, repeated, logits)
+    penalty = presence_penalty[:, None] * generated + frequency_penalty[:, None] * output_counts
     return logits - penalty.to(logits.dtype)
 
 

@@ -66,11 +66,11 @@ def test_any_chunks_and_any_pages_give_what_the_whole_prompt_gives(
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set())))
     num_pages = -(-length // page)
     table = data.draw(st.permutations(range(num_pages + 2)))[:num_pages]
-    k_pool = torch.full((num_pages + 2, page, KV_HEADS, WIDTH), torch.nan).double()
-    v_pool = k_pool.clone()
+    k_cache = torch.full((num_pages + 2, page, KV_HEADS, WIDTH), torch.nan).double()
+    v_cache = k_cache.clone()
     for position in range(length):
         slot = table[position // page], position % page
-        k_pool[slot], v_pool[slot] = k[position], v[position]
+        k_cache[slot], v_cache[slot] = k[position], v[position]
 
     plain: list[Tensor] = []
     paged: list[Tensor] = []
@@ -79,7 +79,7 @@ def test_any_chunks_and_any_pages_give_what_the_whole_prompt_gives(
         plain.append(ops.attention(q[start:end], k[:end], v[:end], starts, lens, window=window))
         block_table = torch.tensor([table], dtype=torch.int32)
         paged.append(
-            ops.attention(q[start:end], k_pool, v_pool, starts, lens, block_table, window=window)
+            ops.attention(q[start:end], k_cache, v_cache, starts, lens, block_table, window=window)
         )
     torch.testing.assert_close(torch.cat(plain), whole(q, k, v, window))
     assert torch.equal(torch.cat(paged), torch.cat(plain))
@@ -109,10 +109,10 @@ def test_metadata_that_does_not_fit_is_an_error(metadata: dict[str, Any], compla
 @pytest.mark.parametrize("table", [[[0]], [[0, -1]], [[0, 2]]])
 def test_pages_that_do_not_exist_are_an_error(table: list[list[int]]) -> None:
     q, k, v = qkv(4)
-    k_pool, v_pool = k.view(2, 2, KV_HEADS, WIDTH), v.view(2, 2, KV_HEADS, WIDTH)
+    k_cache, v_cache = k.view(2, 2, KV_HEADS, WIDTH), v.view(2, 2, KV_HEADS, WIDTH)
     block_table = torch.tensor(table, dtype=torch.int32)
     with pytest.raises(OpError, match="are not in pages"):
-        ops.attention(q, k_pool, v_pool, int32(0, 4), int32(4), block_table)
+        ops.attention(q, k_cache, v_cache, int32(0, 4), int32(4), block_table)
 
 
 def test_no_tokens_give_no_result() -> None:

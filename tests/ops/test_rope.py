@@ -139,7 +139,7 @@ def test_an_odd_width_is_refused(width: int) -> None:
     tokens=st.integers(1, 40),
     heads=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     width=st.integers(4, 70),
-    page=st.integers(1, 9),
+    block_size=st.integers(1, 9),
     interleaved=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
@@ -148,7 +148,7 @@ def test_what_is_written_has_the_bits_of_rope(
     tokens: int,
     heads: tuple[int, int],
     width: int,
-    page: int,
+    block_size: int,
     interleaved: bool,
     dtype: torch.dtype,
     seed: int,
@@ -157,25 +157,28 @@ def test_what_is_written_has_the_bits_of_rope(
     q, k, v = make(tokens, n + 2 * g, width).split([n, g, g], dim=1)
     turn = make.ints(5000, tokens), rope_frequencies(max(4, width // 4 * 2))[0]
     options = interleaved, 1.25
-    pages = tokens // page + 2
-    k_pool, v_pool = make(pages, page, g, width), make(pages, page, g, width)
+    num_blocks = tokens // block_size + 2
+    k_cache, v_cache = (
+        make(num_blocks, block_size, g, width),
+        make(num_blocks, block_size, g, width),
+    )
     random = torch.Generator().manual_seed(seed)
-    slots = torch.randperm(pages * page, generator=random)[:tokens]
-    expected = [k_pool.clone(), v_pool.clone()]
-    expected[0].flatten(0, 1)[slots] = ops.rope(k, *turn, *options)
-    expected[1].flatten(0, 1)[slots] = v
-    turned_q = ops.rope_and_cache(q, k, v, *turn, k_pool, v_pool, slots, *options)
+    slot_mapping = torch.randperm(num_blocks * block_size, generator=random)[:tokens]
+    expected = [k_cache.clone(), v_cache.clone()]
+    expected[0].flatten(0, 1)[slot_mapping] = ops.rope(k, *turn, *options)
+    expected[1].flatten(0, 1)[slot_mapping] = v
+    turned_q = ops.rope_and_cache(q, k, v, *turn, k_cache, v_cache, slot_mapping, *options)
     assert torch.equal(turned_q, ops.rope(q, *turn, *options))
-    assert torch.equal(k_pool, expected[0])
-    assert torch.equal(v_pool, expected[1])
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
 
 
 @pytest.mark.parametrize("slot", [-1, 4])
 @pytest.mark.parametrize("provider", ["cpu", "reference"])
-def test_a_slot_outside_of_the_pool_is_refused(slot: int, provider: str) -> None:
+def test_a_slot_outside_the_cache_is_refused(slot: int, provider: str) -> None:
     k = torch.ones(1, 1, 4)
-    pool = torch.zeros(2, 2, 1, 4)
-    freqs, slots = rope_frequencies(4)[0], torch.tensor([slot])
-    with ops.prefer(provider), pytest.raises(OpError, match="slots of the pool: 0 to 3"):
-        ops.rope_and_cache(k, k, k, torch.tensor([0]), freqs, pool, pool.clone(), slots)
-    assert not pool.any()
+    cache = torch.zeros(2, 2, 1, 4)
+    freqs, slot_mapping = rope_frequencies(4)[0], torch.tensor([slot])
+    with ops.prefer(provider), pytest.raises(OpError, match="slots of the cache: 0 to 3"):
+        ops.rope_and_cache(k, k, k, torch.tensor([0]), freqs, cache, cache.clone(), slot_mapping)
+    assert not cache.any()

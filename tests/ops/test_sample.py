@@ -107,9 +107,9 @@ def test_options_out_of_range_leave_the_likeliest(options: dict[str, Any]) -> No
 
 def test_penalties_in_their_signs() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, 2.0]])
-    prompt = torch.tensor([[True, True, False, False]])
-    counts = torch.tensor([[0, 0, 3, 0]], dtype=torch.int32)
-    result = ops.apply_penalties(logits, prompt, counts, row(2.0), row(0.5), row(0.1))
+    prompt_mask = torch.tensor([[True, True, False, False]])
+    output_counts = torch.tensor([[0, 0, 3, 0]], dtype=torch.int32)
+    result = ops.apply_penalties(logits, prompt_mask, output_counts, row(2.0), row(0.5), row(0.1))
     torch.testing.assert_close(result, torch.tensor([[1.0, -4.0, 1.0 - 0.5 - 0.3, 2.0]]))
 
 

@@ -353,33 +353,35 @@ Tensor penalize_rows(const Tensor& logits, const Tensor& prompt, const Tensor& c
   return y;
 }
 
-Tensor apply_penalties(const Tensor& logits, const Tensor& prompt, const Tensor& counts,
-                       const Tensor& repetition, const Tensor& presence, const Tensor& frequency) {
+Tensor apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Tensor& output_counts,
+                       const Tensor& repetition_penalty, const Tensor& presence_penalty,
+                       const Tensor& frequency_penalty) {
   return dispatch_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
     check(logits.dim() == 2, "logits must be (T, V)");
-    check(prompt.is_cpu() && prompt.scalar_type() == ScalarType::Bool,
-          "prompt must be bool on the CPU");
-    check(std::ranges::equal(prompt.sizes(), logits.sizes()),
+    check(prompt_mask.is_cpu() && prompt_mask.scalar_type() == ScalarType::Bool,
+          "prompt_mask must be bool on the CPU");
+    check(std::ranges::equal(prompt_mask.sizes(), logits.sizes()),
           "all inputs must have the same shape");
-    check(std::ranges::equal(counts.sizes(), logits.sizes()),
+    check(std::ranges::equal(output_counts.sizes(), logits.sizes()),
           "all inputs must have the same shape");
     int64_t rows = logits.size(0);
-    RowOption times(repetition, rows), presence_penalty(presence, rows),
-        frequency_penalty(frequency, rows);
-    check(counts.is_cpu(), "counts must be on the CPU");
-    switch (counts.scalar_type()) {
+    RowOption repetition(repetition_penalty, rows), presence(presence_penalty, rows),
+        frequency(frequency_penalty, rows);
+    check(output_counts.is_cpu(), "output_counts must be on the CPU");
+    switch (output_counts.scalar_type()) {
       case ScalarType::Half:
       case ScalarType::Double: throw Unsupported();
       case ScalarType::ComplexHalf:
       case ScalarType::ComplexFloat:
-      case ScalarType::ComplexDouble: throw InvalidArgument("counts must be real");
+      case ScalarType::ComplexDouble: throw InvalidArgument("output_counts must be real");
       case ScalarType::Int:
-        return penalize_rows<T, int32_t>(logits, prompt, counts, times, presence_penalty,
-                                         frequency_penalty);
+        return penalize_rows<T, int32_t>(logits, prompt_mask, output_counts, repetition, presence,
+                                         frequency);
       default:
-        return penalize_rows<T, float>(logits, prompt, torch::stable::to(counts, ScalarType::Float),
-                                       times, presence_penalty, frequency_penalty);
+        return penalize_rows<T, float>(logits, prompt_mask,
+                                       torch::stable::to(output_counts, ScalarType::Float),
+                                       repetition, presence, frequency);
     }
   });
 }

@@ -229,9 +229,9 @@ def rope_and_cache(
     v: Tensor,
     positions: Tensor,
     freqs: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
     interleaved: bool,
     scale: float,
 ) -> Tensor:
@@ -243,12 +243,12 @@ def rope_and_cache(
     num_head_blocks = triton.cdiv(num_heads, blocks["BLOCK_H"]) + 2 * triton.cdiv(
         num_kv_heads, blocks["BLOCK_H"]
     )
-    num_blocks, block_size = k_pool.shape[:2]
+    num_blocks, block_size = k_cache.shape[:2]
     _rope_and_cache.launch(
         (num_tokens, num_head_blocks),
-        *(q, k, v, positions.contiguous(), freqs.contiguous(), k_pool, v_pool),
+        *(q, k, v, positions.contiguous(), freqs.contiguous(), k_cache, v_cache),
         *(
-            slots.contiguous(),
+            slot_mapping.contiguous(),
             y,
             num_heads,
             num_kv_heads,
@@ -258,7 +258,7 @@ def rope_and_cache(
             block_size,
         ),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
-        *(*k_pool.stride()[:3], *v_pool.stride()[:3], scale),
+        *(*k_cache.stride()[:3], *v_cache.stride()[:3], scale),
         INTERLEAVED=interleaved,
         BLOCK_D=triton.next_power_of_2(head_dim),
         **blocks,
@@ -277,9 +277,9 @@ def _example(make: ExampleInputs) -> tuple[Any, ...]:
 
 def _cache_example(make: ExampleInputs) -> tuple[Any, ...]:
     q, k, v = make(256, 32, 128), make(256, 8, 128), make(256, 8, 128)
-    pools = make(4096, 16, 8, 128), make(4096, 16, 8, 128)
+    caches = make(4096, 16, 8, 128), make(4096, 16, 8, 128)
     freqs, tokens = make(64, dtype=torch.float32), torch.arange(256, device=make.device)
-    return q, k, v, tokens, freqs, *pools, tokens, False, 1.0
+    return q, k, v, tokens, freqs, *caches, tokens, False, 1.0
 
 
 provide(ops.rope, rope, example=_example, supports=_supported, backward=_backward)

@@ -244,22 +244,29 @@ def _sample(
 
 def apply_penalties(
     logits: Tensor,
-    prompt: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition_penalty: Tensor,
+    presence_penalty: Tensor,
+    frequency_penalty: Tensor,
 ) -> Tensor:
     """Launch one kernel."""
     y = logits.new_empty(logits.shape)
-    logits, prompt, counts = as_rows(logits), as_rows(prompt), as_rows(counts)
+    logits, prompt_mask, output_counts = (
+        as_rows(logits),
+        as_rows(prompt_mask),
+        as_rows(output_counts),
+    )
     vocab_size = logits.shape[1]
     block_v = min(_MAX_BLOCK_V, triton.next_power_of_2(vocab_size))
     _apply_penalties.launch(
         (len(logits), triton.cdiv(vocab_size, block_v)),
-        *(logits, prompt, counts),
-        *(option.contiguous() for option in (repetition, presence, frequency)),
-        *(y, vocab_size, logits.stride(0), prompt.stride(0), counts.stride(0)),
+        *(logits, prompt_mask, output_counts),
+        *(
+            option.contiguous()
+            for option in (repetition_penalty, presence_penalty, frequency_penalty)
+        ),
+        *(y, vocab_size, logits.stride(0), prompt_mask.stride(0), output_counts.stride(0)),
         BLOCK_V=block_v,
     )
     return y
@@ -317,9 +324,12 @@ def _supported(x: Tensor, *_: object) -> bool:
 
 def _penalties_example(make: ExampleInputs) -> tuple[Any, ...]:
     logits = make(256, 131072)
-    seen, counts = make.ints(256, 131072).bool(), make.ints(256, 131072, dtype=torch.int32)
+    prompt_mask, output_counts = (
+        make.ints(256, 131072).bool(),
+        make.ints(256, 131072, dtype=torch.int32),
+    )
     option = make(256, dtype=torch.float32).sigmoid()
-    return logits, seen, counts, option, option, option
+    return logits, prompt_mask, output_counts, option, option, option
 
 
 def _logprobs_example(make: ExampleInputs) -> tuple[Any, ...]:
