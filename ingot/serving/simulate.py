@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-import numpy as np
-
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.request import Abort, FinishReason, Request
@@ -251,13 +249,15 @@ def percentiles(values: Any, counts: Any = None) -> dict[str, float]:
     >>> percentiles([])
     {}
     """
+    import numpy as np  # here: the scheduler's simulator starts without it
+
     if not len(values):
         return {}
     if counts is None:
-        found = np.percentile(values, PERCENTILES)
+        levels = np.percentile(values, PERCENTILES)
     else:
-        found = np.percentile(values, PERCENTILES, weights=counts, method="inverted_cdf")
-    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, found, strict=True)}
+        levels = np.percentile(values, PERCENTILES, weights=counts, method="inverted_cdf")
+    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, levels, strict=True)}
 
 
 def simulate(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.core.config import check_bounds
+from ingot.core.device import FUSED_OPTIMIZER_DEVICES
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn import Embedding
 from ingot.training import adamw, lamb, lars, lion, soap
@@ -39,7 +40,6 @@ _LR = (0.0, 1e3)
 _FRACTION = (0.0, 1.0)
 # Rounding to bfloat16 moves a number by up to 2^-8 of it; 1 - beta has to be larger than that.
 _MAX_BETA_IN_BF16 = 0.99
-_FUSED_SGD = ("cpu", "cuda", "xpu", "mps")
 
 OptimizerLike = torch.optim.Optimizer | adamw.AdamW
 Groups = list[dict[str, Any]]
@@ -129,7 +129,7 @@ class SGDConfig(_Base):
 
     def build(self, groups: Groups, low_bits: Mapping[Tensor, Tensor]) -> OptimizerLike:
         """Build the optimizer of these parameter groups."""
-        fused = groups[0]["params"][0].device.type in _FUSED_SGD
+        fused = groups[0]["params"][0].device.type in FUSED_OPTIMIZER_DEVICES
         return torch.optim.SGD(groups, fused=fused, **self.options())
 
 

@@ -1,4 +1,4 @@
-"""An answer in the making, with a front that is a list."""
+"""Completions in progress, with a fake engine client."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ingot.serving.server.openai import GenerationJob
 from tests.serving.engine.test_detokenizer import TOKENIZER
 
 
-class CommonParams:
-    """What the front was asked and told."""
+class FakeEngine:
+    """An engine client that records requests and aborts."""
 
     def __init__(self) -> None:
         self.ids = 0
         self.requests: list[Request] = []
-        self.ends: list[tuple[int, FinishReason]] = []
+        self.aborts: list[tuple[int, FinishReason]] = []
 
     def new_id(self) -> int:
         self.ids += 1
@@ -35,11 +35,11 @@ class CommonParams:
         self.requests.append(request)
 
     def abort(self, id: int, reason: FinishReason) -> None:
-        self.ends.append((id, reason))
+        self.aborts.append((id, reason))
 
 
-def made(**changes: Any) -> tuple[CompletionStream, CommonParams]:
-    engine = CommonParams()
+def new_completion(**changes: Any) -> tuple[CompletionStream, FakeEngine]:
+    engine = FakeEngine()
     fields = {
         "chat": False,
         "model": "m",
@@ -82,7 +82,7 @@ def events(data: bytes) -> list[Any]:
 
 def test_other_choices_are_asked_for_when_the_first_has_a_token() -> None:
     async def test() -> None:
-        completion, engine = made(
+        completion, engine = new_completion(
             n=3, prompts=[(1, 2), (3,)], sampling_params=SamplingParams(seed=7)
         )
         completion.submit()
@@ -99,14 +99,14 @@ def test_other_choices_are_asked_for_when_the_first_has_a_token() -> None:
         )
         assert completion.num_cached_tokens == 32
         completion.cancel()
-        assert len(engine.ends) == 6
+        assert len(engine.aborts) == 6
 
     run(test)
 
 
 def test_a_stream_is_one_write_a_step_and_ends_once() -> None:
     async def test() -> None:
-        completion, _ = made(stream=True, include_usage=True)
+        completion, _ = new_completion(stream=True, include_usage=True)
         completion.submit()
         written: list[bytes] = []
         (choice,) = completion.choices
@@ -134,16 +134,16 @@ def test_a_stream_is_one_write_a_step_and_ends_once() -> None:
 
 def test_a_stop_string_ends_the_engines_request_too() -> None:
     async def test() -> None:
-        completion, engine = made(stop=("bc",))
+        completion, engine = new_completion(stop=("bc",))
         completion.submit()
         (choice,) = completion.choices
         choice.on_output(Output(choice.id, ids("ab")), 1.0)
         assert not completion.done.done()
         choice.on_output(Output(choice.id, ids("cd")), 1.0)
-        assert engine.ends == [(choice.id, FinishReason.STOP)]
+        assert engine.aborts == [(choice.id, FinishReason.STOP)]
         assert json.loads(completion.body())["choices"][0]["text"] == "a"
         completion.cancel()
-        assert len(engine.ends) == 1
+        assert len(engine.aborts) == 1
 
     run(test)
 
@@ -163,7 +163,7 @@ def test_whatever_goes_wrong_is_one_clean_failure(
     output: Output, status: int, stream: bool
 ) -> None:
     async def test() -> None:
-        completion, engine = made(n=2, stream=stream)
+        completion, engine = new_completion(n=2, stream=stream)
         completion.submit()
         first, second = completion.choices
         first.on_output(Output(first.id, ids("a")), 1.0)
@@ -174,14 +174,16 @@ def test_whatever_goes_wrong_is_one_clean_failure(
         assert "secret" not in completion.error.message
         assert completion.done.done()
         assert b"".join(completion.out).count(b'"error"') == stream
-        assert (second.id, FinishReason.CANCELLED) in engine.ends
+        assert (second.id, FinishReason.CANCELLED) in engine.aborts
 
     run(test)
 
 
 def test_logprobs_of_half_characters_have_their_bytes() -> None:
     async def test() -> None:
-        completion, _ = made(sampling_params=SamplingParams(logprobs=1, stop_token_ids=(0,)))
+        completion, _ = new_completion(
+            sampling_params=SamplingParams(logprobs=1, stop_token_ids=(0,))
+        )
         completion.submit()
         (choice,) = completion.choices
         halves = ids("é")
