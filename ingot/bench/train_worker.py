@@ -140,7 +140,6 @@ def ingot(task: dict[str, Any], clock: StepClock) -> str:
     from ingot.interop import hf
     from ingot.training.clip import ClipNormConfig, Clipper
     from ingot.training.precision import MasterWeights, Precision
-    from ingot.training.recompute import recompute
     from ingot.training.step import LossConfig, TrainStep, TrainStepHooks
 
     class Timer(TrainStepHooks):
@@ -153,7 +152,7 @@ def ingot(task: dict[str, Any], clock: StepClock) -> str:
     optimizers = Optimizers(config, model, masters.weights, masters.low_bits)
     clipper = Clipper(ClipNormConfig(), len(masters.weights))
     step = TrainStep(model, masters, optimizers, clipper, LossConfig(), Timer())
-    recompute(model, task["recompute"])
+    model.set_recompute(task["recompute"])
     for number, (tokens_BL, targets_BL) in enumerate(_batches(task, model.config.vocab_size)):
         lengths = [task["seq_len"]] * task["batch_size"]
         packed = TokenBatch(tokens_BL.flatten(), targets_BL.flatten(), lengths, [])

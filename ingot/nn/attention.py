@@ -22,6 +22,7 @@ from ingot.nn.config import QkNorm, Rope
 from ingot.nn.layout import BatchLayout, KVSpec
 from ingot.nn.linear import Linear
 from ingot.nn.norm import RMSNorm
+from ingot.nn.recompute import recomputable
 
 
 class Attention(nn.Module):
@@ -79,7 +80,8 @@ class Attention(nn.Module):
         """Attend to the preceding tokens; add `residual` if given."""
         q_TNH, k, v = self._project(x_TD)
         if layout.kv_cache is None:
-            q_TNH, k = self.rotary(q_TNH, layout.positions), self.rotary(k, layout.positions)
+            q_TNH = recomputable(self.rotary, q_TNH, layout.positions)
+            k = recomputable(self.rotary, k, layout.positions)
         else:
             cache = layout.kv_cache.k[self.layer], layout.kv_cache.v[self.layer]
             q_TNH = self.rotary.apply_and_cache(
@@ -110,8 +112,8 @@ class Attention(nn.Module):
 
     def _normalize(self, norm: RMSNorm, x_TXH: Tensor) -> Tensor:
         if self.qk_norm is QkNorm.PER_HEAD:
-            return norm(x_TXH)
-        return norm(x_TXH.flatten(1)).view(x_TXH.shape)
+            return recomputable(norm, x_TXH)
+        return recomputable(norm, x_TXH.flatten(1)).view(x_TXH.shape)
 
 
 class Rotary(nn.Module):

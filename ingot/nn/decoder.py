@@ -29,6 +29,7 @@ from ingot.nn.layout import BatchLayout, KVSpec
 from ingot.nn.linear import STD, Embedding, Linear
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
+from ingot.nn.recompute import RecomputePolicy, recomputable, run
 
 
 def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
@@ -67,16 +68,22 @@ class Block(nn.Module):
         self.mlp = _mlp(config, layer)
         self.mlp_norm = _norm(config)
         self.residual_dropouts: nn.ModuleList | None = None
+        self.recompute: RecomputePolicy = "none"
+        """Which activations to discard in the forward and recompute in the backward."""
 
     def forward(self, x_TD: Tensor, layout: BatchLayout) -> Tensor:
         """Return the residual stream after this layer, (T, D)."""
+        return run(self.recompute, self._forward, x_TD, layout)
+
+    def _forward(self, x_TD: Tensor, layout: BatchLayout) -> Tensor:
         if self.residual_dropouts is not None and self.training:
             return self._forward_dropout(x_TD, layout, *self.residual_dropouts)
         if self.post_norm:
             x_TD = x_TD + self.attention_norm(self.attention(x_TD, layout))
             return x_TD + self.mlp_norm(self.mlp(x_TD))
-        x_TD = self.attention(self.attention_norm(x_TD), layout, residual=x_TD)
-        return self.mlp(self.mlp_norm(x_TD), residual=x_TD)
+        h_TD = recomputable(self.attention_norm, x_TD)
+        x_TD = self.attention(h_TD, layout, residual=x_TD)
+        return self.mlp(recomputable(self.mlp_norm, x_TD), residual=x_TD)
 
     def _forward_dropout(
         self, x_TD: Tensor, layout: BatchLayout, first: nn.Module, second: nn.Module
@@ -85,8 +92,9 @@ class Block(nn.Module):
         if self.post_norm:
             x_TD = x_TD + first(self.attention_norm(self.attention(x_TD, layout)))
             return x_TD + second(self.mlp_norm(self.mlp(x_TD)))
-        x_TD = x_TD + first(self.attention(self.attention_norm(x_TD), layout))
-        return x_TD + second(self.mlp(self.mlp_norm(x_TD)))
+        h_TD = recomputable(self.attention_norm, x_TD)
+        x_TD = x_TD + first(self.attention(h_TD, layout))
+        return x_TD + second(self.mlp(recomputable(self.mlp_norm, x_TD)))
 
 
 class Decoder(nn.Module):
@@ -152,6 +160,11 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             pair = (Dropout(p, 2 * layer), Dropout(p, 2 * layer + 1))
             block.residual_dropouts = nn.ModuleList(pair) if p else None  # pyright: ignore
+
+    def set_recompute(self, policy: RecomputePolicy) -> None:
+        """Set which activations the blocks discard in training: see `ingot.nn.recompute`."""
+        for block in self.blocks:
+            block.recompute = policy  # pyright: ignore
 
     @property
     def device(self) -> torch.device:

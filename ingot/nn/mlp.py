@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ingot import ops
 from ingot.nn.config import Activation, MoEConfig
 from ingot.nn.linear import STD, Linear
+from ingot.nn.recompute import recomputable
 
 
 class MLP(nn.Module):
@@ -30,7 +31,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Apply the MLP; add `residual` if given."""
-        return self.down(self.hidden(x), residual)
+        return self.down(recomputable(self.hidden, x), residual)
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the activations between the two layers."""
@@ -52,7 +53,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Apply the MLP; add `residual` if given."""
-        return self.down(self.hidden(x), residual)
+        return self.down(recomputable(self.hidden, x), residual)
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the gated activations before the last layer."""
@@ -86,7 +87,7 @@ class MoE(nn.Module):
         experts_A, order_A = selected_TR.flatten().sort(stable=True)  # by expert, then by token
         # Not bincount: the size of its result is data-dependent, which torch.compile cannot trace.
         offsets = torch.searchsorted(experts_A, torch.arange(self.num_experts + 1, device=x.device))
-        h_AF = self.hidden(x[order_A // self.top_k], offsets)
+        h_AF = recomputable(self.hidden, x[order_A // self.top_k], offsets)
         y_AD = ops.grouped_linear(h_AF, self.down, offsets)
         y_TRD = y_AD[order_A.argsort()].unflatten(0, (-1, self.top_k)).to(weights_TR.dtype)
         total = weights_TR[:, 0, None] * y_TRD[:, 0]

@@ -47,11 +47,11 @@ from ingot.nn import (
     ResNet,
     ResNetConfig,
 )
+from ingot.nn.recompute import RecomputePolicy
 from ingot.training import clip, optimizer
 from ingot.training.guard import SpikeGuardConfig
 from ingot.training.mixup import MixupConfig
 from ingot.training.precision import Precision
-from ingot.training.recompute import RecomputePolicy
 from ingot.training.schedule import LRSchedule
 
 MODELS: dict[type, Any] = {
@@ -262,6 +262,8 @@ class Recipe:
             )
         if self.dropout and not hasattr(MODELS[type(model)], "set_dropout"):
             raise ConfigError("dropout: only applies to decoders", hint="set model.dropout instead")
+        if self.recompute != "none" and not hasattr(MODELS[type(model)], "set_recompute"):
+            raise ConfigError("recompute: only applies to decoders", hint="remove recompute")
         if is_text and self.mixup:
             raise ConfigError("mixup: does not apply to text", hint="remove mixup")
 

@@ -49,7 +49,6 @@ from ingot.training.guard import Diverged, SpikeDetector, dump_bad_batch
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
 from ingot.training.recipe import Recipe, TextData, build_model, load_datasets
-from ingot.training.recompute import recompute
 from ingot.training.step import Batch, LossConfig, StepStats, TrainStep
 
 RECIPE = "recipe.toml"
@@ -87,7 +86,6 @@ class Trainer:
             seed=recipe.seed,
         )
         self.train_step = TrainStep(self.model, masters, optimizers, clipper, losses)
-        recompute(self.model, recipe.recompute)
         self.ema: EMA | None = None
         if recipe.ema_decay:
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
@@ -114,6 +112,8 @@ class Trainer:
             )
         if self.recipe.dropout:
             self.model.set_dropout(self.recipe.dropout)  # pyright: ignore
+        if self.recipe.recompute != "none":
+            self.model.set_recompute(self.recipe.recompute)  # pyright: ignore
 
     def resume(self) -> bool:
         """Continue from the latest intact checkpoint; return False if there is none."""
