@@ -158,20 +158,20 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 CPP = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".h", ".cpp"))
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-DOCS = [path for path in DOCS if path.name not in ("log.md", "glossary.md")]
+DOCS = [path for path in DOCS if path.name != "glossary.md"]
 
 CEILINGS: dict[str, tuple[int, Callable[[str], Iterator[prose.Passage]], Iterable[Path]]] = {
-    "documentation": (54, prose.markdown, DOCS),
+    "documentation": (5, prose.markdown, DOCS),  # all in docs/record.md
     "strings of the command line": (0, prose.strings, (PACKAGE / "cli").rglob("*.py")),
-    "errors, hints and logs": (10, prose.messages, FILES),
+    "errors, hints and logs": (0, prose.messages, FILES),
     "strings in C++": (0, prose.cpp_strings, CPP),
-    "docstrings": (93, prose.docstrings, FILES),
-    "comments": (14, prose.comments, FILES),
-    "comments in C++": (13, prose.cpp_comments, CPP),
-    "names": (6, prose.names, FILES),
-    "docstrings of tests": (45, prose.docstrings, TESTS),
-    "comments in tests": (22, prose.comments, TESTS),
-    "names of tests": (106, prose.names, TESTS),
+    "docstrings": (49, prose.docstrings, FILES),
+    "comments": (4, prose.comments, FILES),
+    "comments in C++": (2, prose.cpp_comments, CPP),
+    "names": (3, prose.names, FILES),
+    "docstrings of tests": (42, prose.docstrings, TESTS),
+    "comments in tests": (21, prose.comments, TESTS),
+    "names of tests": (97, prose.names, TESTS),
     "docstrings of tools": (0, prose.docstrings, TOOLS),
 }
 """The most words of the list that a kind of text may hold. These numbers only ever fall."""

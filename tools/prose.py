@@ -49,7 +49,7 @@ _PATTERNS = [
     for word, use in WORDS.items()
 ]
 _LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
-_MESSAGE_NAMES = {"what", "message", "hint", "why", "reason", "detail"}
+_MESSAGE_NAMES = {"what", "error", "message", "hint", "why", "reason", "detail"}
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _CPP_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')

@@ -209,7 +209,7 @@ class GenerationRuns:
 def find_systems(folder: Path, names: Iterable[str] = ()) -> list[GenerationSystem]:
     """Return ingot and the systems with a requirements file in `folder`; only `names` if given."""
     script = folder / f"{OURS}.py"
-    error = None if script.exists() else f"there is no {script.name} in {folder}"
+    error = None if script.exists() else f"{folder}: {script.name} not found"
     systems = [GenerationSystem(name=OURS, python=Path(sys.executable), folder=folder, error=error)]
     for pins in sorted(folder.glob("*.txt")):
         home = Environment(pins.stem, pins)

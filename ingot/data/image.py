@@ -103,7 +103,7 @@ def _found(folder: Path, name: str) -> Path:
     for path in [folder / f"{n}{suffix}" for n in names for suffix in ("", ".gz")]:
         if path.is_file():
             return path
-    raise DataError(f"there is no {name} in {folder}", hint="put the files of MNIST there")
+    raise DataError(f"{folder}: {name} not found", hint="put the files of MNIST there")
 
 
 def _broken(path: Path, why: str) -> DataError:

@@ -77,7 +77,7 @@ class Source:
                 return _below(root, lambda name: not name.startswith(".") and name != "__pycache__")
             if not root.exists():
                 raise DataError(
-                    f"there is no file or folder {root}",
+                    f"{root}: no such file or directory",
                     hint="name a text, .jsonl, .parquet or .arrow file, a folder, or stdlib",
                 )
         return [root]

@@ -72,7 +72,7 @@ class SourceScan:
             )
         if not found.documents:
             raise DataError(
-                f"there is no text in {source.where}", hint="name a source with documents in it"
+                f"{source.where}: contains no text", hint="name a source with documents in it"
             )
         found.sha256 = whole.hexdigest()
         return found

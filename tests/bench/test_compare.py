@@ -182,7 +182,7 @@ def test_find_systems_returns_each_with_its_error(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text("")
     systems = find_systems(tmp_path)
     assert [system.name for system in systems] == ["ingot", "llamacpp", "vllm"]
-    assert systems[0].error == f"there is no ingot.py in {tmp_path}"
+    assert systems[0].error == f"{tmp_path}: ingot.py not found"
     assert "install_peers.py llamacpp" in str(systems[1].error)
     (tmp_path / "ingot.py").write_text("")
     assert find_systems(tmp_path)[0].error is None

@@ -93,7 +93,7 @@ def test_links_and_pipes_are_no_trap(tmp_path: Path) -> None:
 
 
 def test_nothing_there_has_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file or folder") as caught:
+    with pytest.raises(DataError, match="no such file or directory") as caught:
         Source(tmp_path / "missing").files()
     assert "stdlib" in caught.value.hint
     with pytest.raises(DataError, match="no files below"):

@@ -105,7 +105,7 @@ def test_files_that_were_passed_over_are_told_once(
 
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no text in"):
+    with pytest.raises(DataError, match="contains no text"):
         SourceScan.of(source(tmp_path, [""]), 0.1)
 
 

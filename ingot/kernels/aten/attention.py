@@ -59,7 +59,7 @@ def _varlen(
     preferred_for=Override(
         when=flash,
         reason="packed sequences in half precision: FlashAttention (`torch.nn.attention.varlen`) "
-        "holds one result in registers where the exact kernel holds two",
+        "keeps one accumulator in registers where the batch-invariant kernel keeps two",
     ),
 )
 def attention(
