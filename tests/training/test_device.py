@@ -32,6 +32,10 @@ recipes = [
                              **more),
     lambda **more: runs.digits(cnn, optimizer=SGDConfig(), **more),
     lambda **more: runs.digits(cnn, optimizer=LionConfig(), **more),
+    lambda **more: runs.text(path, steps=3, dropout=0.0, **more),
+    lambda **more: runs.text(path, steps=3, dropout=0.0, recompute="selective", **more),
+    lambda **more: runs.text(path, steps=3, dropout=0.0, recompute="full",
+                             precision=Precision.BF16, grad_accum_steps=2, **more),
 ]
 recipe = recipes[number]
 
@@ -97,4 +101,18 @@ print(json.dumps(counts[-1]))
 def test_a_step_reads_one_tensor_from_the_device(tmp_path: Path, number: int) -> None:
     """Images and labels go to the device, losses and gradient norms come back in one tensor."""
     counts = count_step(tmp_path, number)
+    assert counts["to_host"] == counts["syncs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "micro_batches", "masks"),
+    [(1, 1, 4), (2, 2, 4), (6, 1, 0), (7, 1, 0), (8, 2, 0)],
+    ids=["dropout", "bf16, dropout", "plain", "recompute selective", "bf16, recompute full"],
+)
+def test_a_decoder_step_copies_its_inputs_and_reads_one_tensor(
+    tmp_path: Path, number: int, micro_batches: int, masks: int
+) -> None:
+    """A micro-batch is tokens, targets, positions and cu_seqlens, and a mask for each dropout."""
+    counts = count_step(tmp_path, number)
+    assert counts["to_device"] == micro_batches * (4 + masks)
     assert counts["to_host"] == counts["syncs"] == 1
