@@ -43,6 +43,8 @@ DeviceType: TypeAlias = Literal["cpu", "cuda"]
 """Device types with kernels of ingot's own; torch calls ROCm's GPUs "cuda", too."""
 FUSED_OPTIMIZER_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types for which torch has fused optimizers."""
+PINNED_MEMORY_DEVICES = frozenset({"cuda", "xpu"})
+"""Device types to which copies from page-locked memory are asynchronous."""
 
 # CPU flags that each tier needs in addition to the previous one; "portable" needs none.
 _TIERS: dict[str, frozenset[str]] = {

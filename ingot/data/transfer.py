@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PINNED = ("cuda", "xpu")  # devices whose copies from page-locked memory are asynchronous
+from ingot.core.device import PINNED_MEMORY_DEVICES
 
 
 def copy_to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -19,6 +19,6 @@ def copy_to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]
     """
     if device.type == "cpu":
         return tensors
-    if device.type in _PINNED:
+    if device.type in PINNED_MEMORY_DEVICES:
         tensors = tuple(tensor.pin_memory() for tensor in tensors)
     return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
