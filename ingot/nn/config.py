@@ -117,7 +117,9 @@ class Rope:
     """
 
     theta: float = 10000.0
+    """Base of the frequencies."""
     scaling: Scaling | None = None
+    """Context extension by scaled frequencies; None for none."""
 
     def __post_init__(self) -> None:
         _check_positive("theta", self.theta, 1e15)
@@ -153,7 +155,9 @@ class MoEConfig:
     """
 
     num_experts: int
+    """Number of experts in a layer."""
     top_k: int
+    """Number of experts that process a token."""
     ffn_dim: int
     """Hidden width of an expert."""
     norm_topk_prob: bool = True
@@ -184,11 +188,17 @@ class DecoderConfig:
     """
 
     vocab_size: int
+    """Number of token ids."""
     dim: int
+    """Width of the residual stream."""
     layers: int
+    """Number of blocks."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key-value heads; must divide `heads`."""
     head_dim: int
+    """Width of a head."""
     ffn_dim: int
     """Hidden width of the MLP."""
     max_seq_len: int
@@ -196,14 +206,21 @@ class DecoderConfig:
     rope: Rope | None = None
     """RoPE; None for learned position embeddings."""
     norm: NormKind = NormKind.RMS
+    """Type of the norms: RMSNorm or LayerNorm."""
     norm_position: NormPosition = NormPosition.PRE
+    """Whether norms are applied to the input or the output of a sublayer."""
     norm_eps: float = 1e-5
+    """Epsilon of the norms."""
     qk_norm: QkNorm | None = None
+    """RMSNorm of queries and keys, of each head or of all together; None for none."""
     activation: Activation = Activation.SWIGLU
+    """Activation of the MLP."""
     qkv_bias: bool = False
+    """Bias of the query, key and value projections."""
     o_bias: bool = False
     """Bias of the attention output projection."""
     mlp_bias: bool = False
+    """Bias of the MLP layers; not supported with SwiGLU."""
     tie_embeddings: bool = False
     """Whether the LM head shares the weight of the token embedding."""
     sliding_window: int | None = None
@@ -211,6 +228,7 @@ class DecoderConfig:
     sliding_window_layers: tuple[int, ...] | None = None
     """Layers with a sliding window; None for all."""
     moe: MoEConfig | None = None
+    """Mixture of experts; None for an MLP in every layer."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim")

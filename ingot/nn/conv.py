@@ -39,9 +39,13 @@ class CNNConfig:
 
     kind: Literal["cnn"] = "cnn"
     in_channels: int = 1
+    """Number of input channels."""
     widths: tuple[int, ...]
+    """Number of channels of each stage."""
     num_classes: int
+    """Number of classes."""
     dropout: float = 0.0
+    """Dropout probability in training."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -57,10 +61,15 @@ class ResNetConfig:
 
     kind: Literal["resnet"] = "resnet"
     in_channels: int = 1
+    """Number of input channels."""
     widths: tuple[int, ...]
+    """Number of channels of each stage."""
     blocks_per_stage: int = 2
+    """Number of residual blocks of each stage."""
     num_classes: int
+    """Number of classes."""
     dropout: float = 0.0
+    """Dropout probability in training."""
 
     def __post_init__(self) -> None:
         _check(self)

@@ -29,9 +29,13 @@ class DenseConfig:
 
     kind: Literal["dense"] = "dense"
     in_features: int
+    """Number of input features."""
     hidden_dims: tuple[int, ...]
+    """Widths of the hidden layers; may be empty."""
     out_features: int
+    """Number of output features."""
     dropout: float = 0.0
+    """Dropout probability in training."""
 
     def __post_init__(self) -> None:
         check_bounds(self, in_features=(1, 2**24), out_features=(1, 2**22), dropout=(0.0, 0.99))

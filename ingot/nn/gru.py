@@ -31,8 +31,11 @@ class GRUConfig:
 
     kind: Literal["gru"] = "gru"
     vocab_size: int
+    """Number of token ids."""
     dim: int
+    """Width of the embeddings and of the recurrent state."""
     layers: int = 1
+    """Number of recurrent layers."""
     max_seq_len: int = 2**20
     """Maximum sequence length; the recurrence itself has none."""
 

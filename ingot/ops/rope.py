@@ -42,6 +42,7 @@ class LinearScaling:
     """Positions divided by `factor` (Chen et al. 2023)."""
 
     factor: float
+    """Factor by which positions are divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class NtkScaling:
     earlier tokens computed."""
 
     factor: float
+    """Factor by which the lowest frequency is divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,13 @@ class Llama3Scaling:
     """Slow pairs divided by `factor`, fast ones left, a ramp in between (Llama 3.1)."""
 
     factor: float
+    """Factor by which the low frequencies are divided."""
     low_freq_factor: float
+    """Frequencies with fewer rotations than this over the original context are scaled fully."""
     high_freq_factor: float
+    """Frequencies with more rotations than this over the original context are unchanged."""
     original_max_position_embeddings: int
+    """Context length that the model was trained with before the extension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +75,13 @@ class YarnScaling:
     (Peng et al. 2023)."""
 
     factor: float
+    """Factor by which the low frequencies are divided."""
     original_max_position_embeddings: int
+    """Context length that the model was trained with before the extension."""
     beta_fast: float = 32.0
+    """Frequencies with more rotations than this over the original context are unchanged."""
     beta_slow: float = 1.0
+    """Frequencies with fewer rotations than this over the original context are scaled fully."""
 
 
 RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
