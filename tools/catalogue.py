@@ -10,7 +10,7 @@ from typing import Any
 
 from ingot.ops.description import family_doc
 from ingot.ops.description import page as page_of
-from ingot.ops.op import registry
+from ingot.ops.record import registry
 
 PLACE = "<!-- catalogue -->"
 

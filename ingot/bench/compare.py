@@ -60,7 +60,7 @@ from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError, UnknownName
 from ingot.interop import hf
 from ingot.nn.weights import SafetensorsDir
-from ingot.ops.op import Cost
+from ingot.ops.record import Cost
 
 OURS = "ingot"
 

@@ -49,7 +49,7 @@ from ingot.bench.timing import Run, Timing, round_measurement, slice_timer, time
 from ingot.bench.workloads import Args, Workload, arena_size, argument_sets, new_arena
 from ingot.core.device import detect
 from ingot.core.log import logger
-from ingot.ops.op import Cost, Op, registry
+from ingot.ops.record import Cost, Op, registry
 
 _MIN_READ_BYTES = 4 * 2**20
 

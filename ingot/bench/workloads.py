@@ -32,7 +32,7 @@ from torch import Tensor
 from ingot.core.device import Device
 from ingot.core.errors import UnknownName
 from ingot.ops.epilogue import ActivationFn
-from ingot.ops.op import registry
+from ingot.ops.record import registry
 from ingot.ops.rope import rope_frequencies
 
 Args: TypeAlias = tuple[Any, ...]

@@ -27,7 +27,7 @@ def ops(
         json: Print JSON instead of a table.
     """
     from ingot.ops.description import page, row, rows
-    from ingot.ops.op import registry
+    from ingot.ops.record import registry
 
     name = name and name.lower()
     shown = [row for row in rows() if name in (None, row["op"], row["family"])]

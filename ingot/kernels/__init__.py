@@ -1,4 +1,6 @@
-"""HOW ops are computed: a folder for each provider, in it a file for each family of ops.
+"""Kernels: a package for each provider of ops, with a module for each family of ops.
 
-`ops` never imports this package; the record of an op loads its providers at the first call.
+A provider declares its `PRIORITY`, an integer: of the providers that support a call, the one with
+the highest computes it (`ingot.ops.dispatch`). `ingot.ops` does not import this package; an op
+imports its providers at its first call.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 from ingot.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, relu_squared, silu, swiglu
 from ingot.ops.adamw import adamw
 from ingot.ops.attention import attention
+from ingot.ops.dispatch import Override, Provider, batch_invariant, prefer
 from ingot.ops.embedding import embedding
 from ingot.ops.epilogue import ActivationFn
 from ingot.ops.linear import gated_linear, grouped_gated_linear, grouped_linear, linear
@@ -24,8 +25,8 @@ from ingot.ops.loss import (
     token_logprobs,
 )
 from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ingot.ops.op import Cost, Op, Override, Provider, Tolerance, batch_invariant, prefer, registry
 from ingot.ops.quantized import linear_int4, linear_int8, linear_int8_dynamic
+from ingot.ops.record import Cost, Op, Tolerance, registry
 from ingot.ops.rope import (
     LinearScaling,
     Llama3Scaling,

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.ops.gradient import as_tuple, differentiate
-from ingot.ops.op import Op, accum_dtype, map_tensors, prefer
+from ingot.ops.arguments import accum_dtype, as_tuple, map_tensors
+from ingot.ops.dispatch import prefer
+from ingot.ops.gradient import differentiate
+from ingot.ops.record import Op
 
 _MAX_BASELINE_ERROR = 0.25  # a baseline off by more than this measures nothing
 

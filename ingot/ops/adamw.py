@@ -33,8 +33,10 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.arguments import accum_dtype
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, accum_dtype, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
-from ingot.ops.op import Op, registry
+from ingot.ops.record import Op, registry
 
 
 def rows() -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 from ingot.core.errors import OpError
 from ingot.ops.check import is_integral
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 
 
 def _samples(make: TensorMaker) -> Iterator[SampleInput]:

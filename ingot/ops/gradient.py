@@ -7,12 +7,14 @@ This is the backward of every op that has no better one. It runs inside the kern
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ingot.ops.arguments import as_tuple
 
 # backward(needs, grads, *args): a gradient per argument, None where it is not needed or zero.
 Backward = Callable[..., Sequence[Tensor | None]]
@@ -66,10 +68,3 @@ def vjp(
     )
     rest = iter(found)
     return [next(rest) if needed else None for needed in needs]
-
-
-def as_tuple(value: Tensor | Iterable[Tensor] | None) -> tuple[Tensor, ...]:
-    """The outputs of an op: one, several or, where it only writes into its arguments, none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, Tensor) else tuple(value)

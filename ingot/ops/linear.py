@@ -35,7 +35,8 @@ from ingot.ops.epilogue import (
     with_activations,
 )
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 
 
 def _biased_samples(make: TensorMaker) -> Iterator[SampleInput]:

@@ -27,10 +27,12 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.arguments import accum_dtype
 from ingot.ops.check import check_same_dtype, is_integral
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, accum_dtype, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 
 CHUNK = 256  # tokens whose logits exist at one time
 

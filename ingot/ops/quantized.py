@@ -42,7 +42,8 @@ from ingot.ops.epilogue import (
     epilogue_bytes,
 )
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 
 GROUP_SIZES = (32, 64, 128)
 # Max K for which a dot product of int8 vectors fits int32.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple
 
 _ARGUMENT_CODES = {
     "Tensor": "t",

@@ -32,9 +32,11 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.arguments import accum_dtype, fake_like
 from ingot.ops.check import check_same_dtype, check_same_shape, is_integral
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, accum_dtype, fake_like, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 
 
 @dataclass(frozen=True, kw_only=True)

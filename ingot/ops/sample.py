@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.arguments import accum_dtype, fake_like
 from ingot.ops.check import check_same_dtype, is_integral
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, accum_dtype, fake_like, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 from ingot.ops.softmax import log_softmax
 
 _WORD = 0xFFFFFFFF

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.arguments import fake_like
 from ingot.ops.check import check_same_dtype
 from ingot.ops.inputs import SampleInput, TensorMaker
-from ingot.ops.op import Cost, Tolerance, fake_like, op
+from ingot.ops.op import op
+from ingot.ops.record import Cost, Tolerance
 
 
 def _samples(make: TensorMaker) -> Iterator[SampleInput]:

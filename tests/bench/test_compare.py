@@ -24,7 +24,7 @@ from ingot.bench.subprocess_system import Generation, SystemReady
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
-from ingot.ops.op import Cost
+from ingot.ops.record import Cost
 from tests.bench.row import PEAKS
 
 from .conftest import Make

@@ -33,9 +33,10 @@ from torch import Tensor
 from ingot import ops
 from ingot.core import paths
 from ingot.core.device import detect
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple, map_tensors
+from ingot.ops.dispatch import prefer
 from ingot.ops.inputs import TensorMaker
-from ingot.ops.op import Op, map_tensors, prefer
+from ingot.ops.record import Op
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 OPTIONS = {

@@ -13,7 +13,8 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.adamw import join, split
-from ingot.ops.op import map_tensors, prefer
+from ingot.ops.arguments import map_tensors
+from ingot.ops.dispatch import prefer
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.device import detect
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple
 from ingot.ops.inputs import TensorMaker
-from ingot.ops.op import Op
+from ingot.ops.record import Op
 
 KIND = "schedules"
 OPS = [op for op in ops.registry().values() if op.row_args and "cpu" in op.providers]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.device import detect
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple
+from ingot.ops.dispatch import prefer
 from ingot.ops.inputs import TensorMaker
-from ingot.ops.op import Op, prefer
+from ingot.ops.record import Op
 
 KIND = "strange calls"
 OPS = [op for op in ops.registry().values() if "cpu" in op.providers]

@@ -18,9 +18,9 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.accuracy import backward_errors
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple
 from ingot.ops.inputs import TensorMaker
-from ingot.ops.op import Op
+from ingot.ops.record import Op
 
 KIND = "gradients"
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")

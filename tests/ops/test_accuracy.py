@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors, relative_error
-from ingot.ops.op import Provider
+from ingot.ops.dispatch import Provider
 
 ARGS = (torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), torch.ones(64), 1e-6)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.errors import OpError
 from ingot.ops.adamw import join, split
-from ingot.ops.op import prefer
+from ingot.ops.dispatch import prefer
 from tests.training import papers
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.errors import OpError
-from ingot.ops.op import prefer
+from ingot.ops.dispatch import prefer
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

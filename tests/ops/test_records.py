@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple, map_tensors, tensors
+from ingot.ops.dispatch import prefer
 from ingot.ops.inputs import REQUIRED_SAMPLES, TensorMaker
-from ingot.ops.op import Op, map_tensors, prefer, tensors
+from ingot.ops.record import Op
 
 DTYPES = {
     "fp64": torch.float64,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ingot import ops
-from ingot.ops.op import Op
+from ingot.ops.record import Op
 
 X = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
 MASK = torch.rand(4, 9, generator=torch.Generator().manual_seed(1)) > 0.3

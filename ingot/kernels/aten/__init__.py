@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ingot.ops.dispatch import Override, always
 from ingot.ops.gradient import Backward, differentiate
-from ingot.ops.op import Op, Override, always
+from ingot.ops.record import Op
 
+PRIORITY = 10
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.aten import aten
-from ingot.ops.op import tensors
+from ingot.ops.arguments import tensors
 
 
 def _fits(*args: object) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.kernels.aten import aten, on_gpu
 from ingot.ops.attention import sequences, visible
-from ingot.ops.op import Override
+from ingot.ops.dispatch import Override
 
 
 def flash(

@@ -16,9 +16,9 @@ from torch import Tensor
 from ingot import ops
 from ingot.kernels.aten import aten, on_gpu
 from ingot.kernels.aten.activation import apply_activation
+from ingot.ops.dispatch import Override
 from ingot.ops.epilogue import ActivationFn
 from ingot.ops.gradient import differentiate
-from ingot.ops.op import Override
 
 
 def linear(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.aten import aten
-from ingot.ops.op import accum_dtype
+from ingot.ops.arguments import accum_dtype
 
 
 def _supports(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.kernels.aten import aten
 from ingot.ops.gradient import Backward, differentiate
-from ingot.ops.op import Op
+from ingot.ops.record import Op
 
 
 @aten(ops.rms_norm)

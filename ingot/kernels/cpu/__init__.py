@@ -8,3 +8,7 @@ Batch invariance: each element is computed in a fixed order that depends only on
 tier. Kernels are parallel over rows, columns and heads, never over the reduction dimension, and the
 tail of a row goes through the same vector arithmetic as its middle, padded with zeros.
 """
+
+from __future__ import annotations
+
+PRIORITY = 30

@@ -49,8 +49,10 @@ from ingot.core import paths
 from ingot.core.device import Compiler, Device, detect
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
+from ingot.ops.arguments import tensors
+from ingot.ops.dispatch import PREFER_DEPTH
 from ingot.ops.gradient import Backward
-from ingot.ops.op import PREFER_DEPTH, Op, tensors
+from ingot.ops.record import Op
 
 HERE = Path(__file__).parent
 FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))

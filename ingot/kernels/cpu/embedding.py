@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ingot import ops
 from ingot.kernels.cpu.build import cpu
-from ingot.ops.op import always
+from ingot.ops.dispatch import always
 
 cpu(ops.embedding, backward=always)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ingot import ops
 from ingot.kernels.cpu.build import cpu
-from ingot.ops.op import always
+from ingot.ops.dispatch import always
 
 for _op in (ops.rms_norm, ops.layer_norm):
     cpu(_op, backward=always)

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 
 from ingot.core.errors import IngotError
 
+PRIORITY = 20
 GPU = "cuda"  # torch's device type for ROCm as well
 MIN_CAPABILITY = 80  # the oldest NVIDIA compute capability that Triton compiles for
 

@@ -122,7 +122,7 @@ def errors(op: str, sample: str, dtype: str) -> dict[str, float]:
 def batch_dependent_rows(op: str, sample: str, dtype: str) -> list[str]:
     """Return the slices whose bits differ when computed alone instead of in the whole batch."""
     from ingot import ops
-    from ingot.ops.gradient import as_tuple
+    from ingot.ops.arguments import as_tuple
 
     record, args = _arguments(op, sample, dtype)
     names = list(record.signature.parameters)
@@ -206,7 +206,7 @@ def traffic(op: str) -> dict[str, float]:
     """
     from ingot import ops
     from ingot.kernels.triton import norm
-    from ingot.ops.op import registry
+    from ingot.ops.record import registry
 
     record, args = registry()[op], _small_example(op)
     num_programs = norm.MAX_PARTIALS * len(args[0]) // 8192
@@ -225,7 +225,7 @@ def _small_example(op: str) -> tuple[Any, ...]:
     import torch
 
     from ingot.kernels.triton.provider import ExampleInputs, triton_ops
-    from ingot.ops.op import map_tensors, tensors
+    from ingot.ops.arguments import map_tensors, tensors
 
     triton_op = triton_ops()[op]
     args = triton_op.op.with_defaults(triton_op.example(ExampleInputs(torch.float16)))
@@ -274,7 +274,7 @@ def _arguments(op: str, sample: str, dtype: str) -> tuple[Any, tuple[Any, ...]]:
     import torch
 
     from ingot.ops.inputs import TensorMaker
-    from ingot.ops.op import registry
+    from ingot.ops.record import registry
 
     record = registry()[op]
     samples = record.samples(TensorMaker(getattr(torch, dtype)))

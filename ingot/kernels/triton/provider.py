@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ingot.kernels.triton import config_store, interpreting, supported
 from ingot.kernels.triton.launch import Launch, record_launches
-from ingot.ops.gradient import Backward, as_tuple
-from ingot.ops.op import Op, always, tensors
+from ingot.ops.arguments import as_tuple, tensors
+from ingot.ops.dispatch import always
+from ingot.ops.gradient import Backward
+from ingot.ops.record import Op
 
 HERE = Path(__file__).parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

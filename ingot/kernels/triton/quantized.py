@@ -33,7 +33,7 @@ from ingot.kernels.triton.reduce import sum_rows
 from ingot.kernels.triton.target import TargetSpec
 from ingot.ops.epilogue import ActivationFn
 from ingot.ops.gradient import Backward, differentiate
-from ingot.ops.op import Op
+from ingot.ops.record import Op
 
 _MAX_BLOCK = 4096  # channels quantized at a time
 _MIN_ABS_MAX = tl.constexpr(2.0**-100)  # as in the reference

@@ -17,7 +17,7 @@ from ingot.kernels.triton.launch import KernelConfig, Launch
 from ingot.kernels.triton.provider import Example, ExampleInputs, triton_ops
 from ingot.kernels.triton.target import CHIPS, TARGETS
 from ingot.kernels.triton.tutorial_kernels import tutorial_launches
-from ingot.ops.op import tensors
+from ingot.ops.arguments import tensors
 
 Accuracy = dict[str, dict[str, Any]]
 """By op: the number of compared tensors, and the largest forward and backward error."""

@@ -17,7 +17,7 @@ import ingot.kernels.triton as package
 from ingot.kernels.triton import config_store
 from ingot.kernels.triton import interpreter as served
 from ingot.kernels.triton.provider import HERE, triton_ops
-from ingot.ops.op import registry
+from ingot.ops.record import registry
 
 _files: list[Any] = []
 

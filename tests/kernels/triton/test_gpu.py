@@ -19,9 +19,9 @@ from ingot.bench.workloads import WORKLOADS
 from ingot.kernels.triton.autotune import time_on_gpu, tune, tuning_tasks
 from ingot.nn import Decoder, preset
 from ingot.ops.accuracy import backward_errors, forward_errors
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple, map_tensors
 from ingot.ops.inputs import TensorMaker
-from ingot.ops.op import Op, map_tensors
+from ingot.ops.record import Op
 from ingot.serving.verify import verify
 
 pytestmark = [

@@ -25,9 +25,8 @@ from ingot.nn.decoder import Decoder
 from ingot.nn.layout import BatchLayout
 from ingot.nn.presets import preset
 from ingot.ops.accuracy import backward_errors, forward_errors
-from ingot.ops.gradient import as_tuple
+from ingot.ops.arguments import as_tuple, map_tensors, tensors
 from ingot.ops.inputs import TensorMaker
-from ingot.ops.op import map_tensors, tensors
 
 
 def test_triton_is_not_imported_without_a_gpu() -> None:
