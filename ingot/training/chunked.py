@@ -1,8 +1,9 @@
-"""The weights of a model, a few megabytes at a time.
+"""Optimizers that update the weights of a model a few megabytes at a time.
 
-An update by `torch._foreach_*` makes temporaries as large as what it is given. For a whole model
-these are new pages at every step, which the kernel has to clear, and nothing of one pass is in a
-cache for the next. `ChunkedOptimizer` is what our optimizers that work so have in common.
+An update by `torch._foreach_*` allocates temporaries as large as its inputs. For a whole model
+these are fresh memory in every step, which the operating system has to clear, and no pass finds in
+the cache what the pass before it wrote. `ChunkedOptimizer` is the base class of optimizers that use
+these functions.
 """
 
 # pyright: basic
@@ -15,26 +16,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-CHUNK_BYTES = 2**24  # bytes
+CHUNK_BYTES = 2**24
 
 
 def chunk_by_bytes(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The weights in lists of at most `CHUNK_BYTES` bytes; or one alone.
+    """Yield lists of weights of at most `CHUNK_BYTES` in total; a larger weight is alone.
 
     >>> import torch
     >>> [len(chunk) for chunk in chunk_by_bytes(torch.zeros(5, 2**21))]
     [2, 2, 1]
     """
-    held: list[Tensor] = []
+    chunk: list[Tensor] = []
     size = 0
     for weight in weights:
-        if held and size + weight.nbytes > CHUNK_BYTES:
-            yield held
-            held, size = [], 0
-        held.append(weight)
+        if chunk and size + weight.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(weight)
         size += weight.nbytes
-    if held:
-        yield held
+    if chunk:
+        yield chunk
 
 
 class ChunkedOptimizer(Optimizer):
@@ -42,17 +43,17 @@ class ChunkedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move the weights by their gradients."""
+        """Update the weights by their gradients."""
         for group in self.param_groups:
             for weights in chunk_by_bytes(w for w in group["params"] if w.grad is not None):
                 self.apply_update(group, weights, [weight.grad for weight in weights])
 
     def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
-        """Move these weights of a group."""
+        """Update these weights of a group in place."""
         raise NotImplementedError
 
     def states(self, weights: list[Tensor], key: str) -> list[Tensor]:
-        """The state of this name of each weight, 0 at first."""
+        """Return this state of each weight; it is initialized to zeros."""
         for weight in weights:
             if key not in self.state[weight]:
                 self.state[weight][key] = torch.zeros_like(weight)

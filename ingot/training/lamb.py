@@ -1,15 +1,15 @@
-"""LAMB: Adam whose step a layer is as long as its weights (You et al. 2019, Large Batch
-Optimization for Deep Learning: Training BERT in 76 minutes).
+"""LAMB: Adam with the update of each layer scaled to the norm of its weights (You et al. 2019,
+Large Batch Optimization for Deep Learning: Training BERT in 76 minutes).
 
-With g the gradient, t the step from 1 on, d the weight decay and |.| the norm of a whole tensor:
+With g the gradient, t the step counted from 1, d the weight decay and |.| the norm of a tensor:
 
     m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
     r = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     u = r + d w
     w = w - lr |w| / |u| u
 
-Where |w| or |u| is 0 the ratio is 1. So it is in groups with `use_trust_ratio=False`, as
-biases and norms are in, which the paper's own code leaves out too.
+The trust ratio |w| / |u| is 1 where either norm is 0, and in groups with `use_trust_ratio=False`:
+biases and the weights of norms, which the authors' code also excludes.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -25,19 +25,19 @@ from torch import Tensor
 from ingot.training.chunked import ChunkedOptimizer
 
 
-def trust_ratios(weights: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
-    """|w| / |u| of each tensor; 1 where one of them is 0.
+def trust_ratios(weights: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    """Return |w| / |u| of each tensor; 1 where one of them is 0.
 
     >>> trust_ratios([torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 2.0])])
     [tensor(2.5000)]
     """
     w = torch.stack(list(torch._foreach_norm(weights)))
-    u = torch.stack(list(torch._foreach_norm(moves)))
+    u = torch.stack(list(torch._foreach_norm(updates)))
     return list(torch.where((w > 0) & (u > 0), w / u, 1.0).unbind())
 
 
 class LAMB(ChunkedOptimizer):
-    """LAMB over groups of parameters, each with its `lr`, `weight_decay` and `use_trust_ratio`.
+    """LAMB for parameter groups, each with its `lr`, `weight_decay` and `use_trust_ratio`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LAMB([weight], lr=0.1)
@@ -62,13 +62,13 @@ class LAMB(ChunkedOptimizer):
         )
 
     def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
-        """Move these weights of a group."""
-        moves = self._moves(group, weights, grads)
+        """Update these weights of a group in place."""
+        updates = self._updates(group, weights, grads)
         if group["use_trust_ratio"]:
-            torch._foreach_mul_(moves, trust_ratios(weights, moves))
-        torch._foreach_add_(weights, moves, alpha=-group["lr"])
+            torch._foreach_mul_(updates, trust_ratios(weights, updates))
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
-    def _moves(
+    def _updates(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]
     ) -> list[Tensor]:
         means, squares = self.states(weights, "exp_avg"), self.states(weights, "exp_avg_sq")
@@ -82,7 +82,7 @@ class LAMB(ChunkedOptimizer):
         scales = torch._foreach_div(squares, [1 - b2**t for t in counts])
         torch._foreach_sqrt_(scales)
         torch._foreach_add_(scales, eps)
-        moves = torch._foreach_div(means, [1 - b1**t for t in counts])
-        torch._foreach_div_(moves, scales)
-        torch._foreach_add_(moves, weights, alpha=group["weight_decay"])
-        return list(moves)
+        updates = torch._foreach_div(means, [1 - b1**t for t in counts])
+        torch._foreach_div_(updates, scales)
+        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        return list(updates)

@@ -1,5 +1,5 @@
-"""LARS: momentum whose step a layer is as long as its weights (You et al. 2017, Large Batch
-Training of Convolutional Networks).
+"""LARS: momentum with the update of each layer scaled to the norm of its weights (You et al. 2017,
+Large Batch Training of Convolutional Networks).
 
 With g the gradient, d the weight decay, q the trust coefficient and |.| the norm of a tensor:
 
@@ -24,7 +24,7 @@ from ingot.training.chunked import ChunkedOptimizer
 
 
 class LARS(ChunkedOptimizer):
-    """LARS over groups of parameters, each with its `lr`, `weight_decay` and `use_trust_ratio`.
+    """LARS for parameter groups, each with its `lr`, `weight_decay` and `use_trust_ratio`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1)
@@ -49,17 +49,17 @@ class LARS(ChunkedOptimizer):
         )
 
     def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
-        """Move these weights of a group."""
+        """Update these weights of a group in place."""
         velocities = self.states(weights, "momentum_buffer")
-        moves = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
+        updates = torch._foreach_add(grads, weights, alpha=group["weight_decay"])
         if group["use_trust_ratio"]:
-            torch._foreach_mul_(moves, _ratios(group, weights, grads))
+            torch._foreach_mul_(updates, _trust_ratios(group, weights, grads))
         torch._foreach_mul_(velocities, group["momentum"])
-        torch._foreach_add_(velocities, moves, alpha=group["lr"])
+        torch._foreach_add_(velocities, updates, alpha=group["lr"])
         torch._foreach_sub_(weights, velocities)
 
 
-def _ratios(group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> list[Tensor]:
+def _trust_ratios(group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> list[Tensor]:
     w = torch.stack(list(torch._foreach_norm(weights)))
     g = torch.stack(list(torch._foreach_norm(grads)))
     ratios = group["trust_coefficient"] * w / (g + group["weight_decay"] * w)

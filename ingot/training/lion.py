@@ -1,4 +1,5 @@
-"""Lion: the sign of a momentum (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms).
+"""Lion: update by the sign of the momentum (Chen et al. 2023, Symbolic Discovery of Optimization
+Algorithms).
 
 With g the gradient, m the momentum (0 at first), lr the learning rate and d the weight decay:
 
@@ -6,8 +7,8 @@ With g the gradient, m the momentum (0 at first), lr the learning rate and d the
     w = w - lr (sign(c) + d w)
     m = b2 m + (1 - b2) g
 
-One state a weight, half of Adam's. Every weight moves by lr, so lr is 3 to 10 times smaller than
-Adam's, and the decay as much larger.
+It keeps one state per weight, half of Adam's. Every weight changes by lr, so choose lr 3 to 10
+times smaller than for Adam, and the weight decay larger by the same factor.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -24,7 +25,7 @@ from ingot.training.chunked import ChunkedOptimizer
 
 
 class Lion(ChunkedOptimizer):
-    """Lion over groups of parameters, each with its `lr` and `weight_decay`.
+    """Lion for parameter groups, each with its `lr` and `weight_decay`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
     >>> optimizer = Lion([weight], lr=0.1)
@@ -44,10 +45,10 @@ class Lion(ChunkedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def apply_update(self, group: dict[str, Any], weights: list[Tensor], grads: list[Any]) -> None:
-        """Move these weights of a group."""
+        """Update these weights of a group in place."""
         momenta, (b1, b2) = self.states(weights, "exp_avg"), group["betas"]
-        moves = torch._foreach_lerp(momenta, grads, 1 - b1)
-        torch._foreach_sign_(moves)
+        updates = torch._foreach_lerp(momenta, grads, 1 - b1)
+        torch._foreach_sign_(updates)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, moves, alpha=-group["lr"])
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])
         torch._foreach_lerp_(momenta, grads, 1 - b2)

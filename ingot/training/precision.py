@@ -55,13 +55,13 @@ class MasterWeights:
     """The weights that the optimizer updates, and their gradients, on the model's device.
 
     Converts the model. `weights` are its parameters themselves in float32, and with `split` in
-    bfloat16: then `low_bits` has the lower half of each master. `grads` are those of all backwards
-    since they were cleared, by the same names.
+    bfloat16: then `low_bits` has the low 16 bits of each master weight. `grads` are those of all
+    backwards since they were cleared, by the same names.
 
     >>> model = nn.Linear(2, 1)
-    >>> masters = MasterWeights(model, Precision.BF16)
+    >>> master_weights = MasterWeights(model, Precision.BF16)
     >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-    >>> masters.grads["weight"], model.weight.grad
+    >>> master_weights.grads["weight"], model.weight.grad
     (tensor([[1., 1.]], dtype=torch.bfloat16), None)
     """
 

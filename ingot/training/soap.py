@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo (Vyas et al. 2024, SOAP: Improving and Stabilizing
 Shampoo using Adam), for weights that are matrices.
 
-With G the gradient, t the step from 1 on, A the basis of the rows and B that of the columns:
+With G the gradient, t the step counted from 1, A the basis of the rows and B of the columns:
 
     M = b1 M + (1 - b1) G
     V = b2 V + (1 - b2) (A' G B)^2
@@ -10,13 +10,13 @@ With G the gradient, t the step from 1 on, A the basis of the rows and B that of
     L = b L + (1 - b) G G'           R = b R + (1 - b) G' G
     every f steps:  A = Q of the QR of (L A),  B = Q of the QR of (R B)
 
-b is b2 if `shampoo_beta` is not given. The very first gradient moves nothing: it gives L and R, and
-A and B as their eigenvectors (as the authors' code does, since a gradient in its own basis is
-diagonal, and Adam would blow up the off-diagonal entries). A side longer than
-`max_precond_dim` is not rotated.
+b is b2 if `shampoo_beta` is not given. The first gradient does not update the weights: it
+initializes L and R, and A and B as their eigenvectors. The authors' code does the same, because a
+gradient is diagonal in its own basis, and Adam would amplify the off-diagonal entries. A dimension
+larger than `max_precond_dim` is not preconditioned.
 
-Where L or R have equal eigenvalues (L of a tall matrix at first), the basis is not unique, and
-neither is what follows from it.
+If L or R has repeated eigenvalues (as L of a tall matrix has at first), the basis is not unique,
+and the updates depend on the choice of the eigensolver.
 """
 
 # pyright: basic
@@ -33,7 +33,7 @@ from ingot.core.errors import ConfigError
 
 
 class SOAP(Optimizer):
-    """SOAP over groups of matrices, each with its `lr` and `weight_decay`.
+    """SOAP for parameter groups of matrices, each with its `lr` and `weight_decay`.
 
     >>> weight = torch.nn.Parameter(torch.eye(2))
     >>> optimizer = SOAP([weight], lr=0.1)
@@ -58,34 +58,34 @@ class SOAP(Optimizer):
     ) -> None:
         beta = betas[1] if shampoo_beta is None else shampoo_beta
         options = {"lr": lr, "betas": betas, "shampoo_beta": beta, "eps": eps}
-        turning = {
+        preconditioning = {
             "weight_decay": weight_decay,
             "precondition_frequency": precondition_frequency,
             "max_precond_dim": max_precond_dim,
         }
-        super().__init__(params, {**options, **turning})
+        super().__init__(params, {**options, **preconditioning})
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.dim() != 2:
                 raise ConfigError(
-                    f"SOAP of a tensor of shape {tuple(p.shape)}",
-                    hint="give it the matrices, and another optimizer the rest",
+                    f"SOAP: parameters must be matrices, got shape {tuple(p.shape)}",
+                    hint="use another optimizer for the other parameters",
                 )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move the weights by their gradients."""
+        """Update the weights by their gradients."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 if state:
-                    self._move(group, p, state)
-                    self._turn(group, p.grad, state)
+                    self._update(group, p, state)
+                    self._update_basis(group, p.grad, state)
                 else:
-                    self._begin(group, p, state)
+                    self._init_state(group, p, state)
 
-    def _begin(self, group: dict[str, Any], p: Tensor, state: dict[str, Tensor]) -> None:
+    def _init_state(self, group: dict[str, Any], p: Tensor, state: dict[str, Tensor]) -> None:
         grad = p.grad
         assert grad is not None
         state["step"] = torch.zeros(())
@@ -93,23 +93,23 @@ class SOAP(Optimizer):
         for side, moments in (("left", grad @ grad.T), ("right", grad.T @ grad)):
             if len(moments) <= group["max_precond_dim"]:
                 state[f"{side}_moments"] = moments.mul_(1 - group["shampoo_beta"])
-                # By falling eigenvalue, as the QRs that follow keep them.
+                # In descending order of eigenvalues, which the QR steps preserve.
                 state[f"{side}_basis"] = torch.linalg.eigh(moments)[1].flip(1).contiguous()
 
-    def _move(self, group: dict[str, Any], p: Tensor, state: dict[str, Tensor]) -> None:
+    def _update(self, group: dict[str, Any], p: Tensor, state: dict[str, Tensor]) -> None:
         grad, (b1, b2) = p.grad, group["betas"]
         assert grad is not None
         state["step"] += 1
         t = float(state["step"])
-        turned = _to_basis(state, grad)
+        rotated = _to_basis(state, grad)
         state["exp_avg"].lerp_(grad, 1 - b1)
-        state["exp_avg_sq"].mul_(b2).addcmul_(turned, turned, value=1 - b2)
+        state["exp_avg_sq"].mul_(b2).addcmul_(rotated, rotated, value=1 - b2)
         scale = (state["exp_avg_sq"] / (1 - b2**t)).sqrt_().add_(group["eps"])
-        move = _from_basis(state, _to_basis(state, state["exp_avg"]).div_(scale))
+        update = _from_basis(state, _to_basis(state, state["exp_avg"]).div_(scale))
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(move, alpha=-group["lr"] / (1 - b1**t))
+        p.add_(update, alpha=-group["lr"] / (1 - b1**t))
 
-    def _turn(self, group: dict[str, Any], grad: Tensor, state: dict[str, Tensor]) -> None:
+    def _update_basis(self, group: dict[str, Any], grad: Tensor, state: dict[str, Tensor]) -> None:
         weight = 1 - group["shampoo_beta"]
         for side, g in (("left", grad), ("right", grad.T)):
             if (moments := state.get(f"{side}_moments")) is None:

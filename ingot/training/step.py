@@ -96,10 +96,10 @@ class TrainStep:
     >>> from ingot.training.precision import Precision
     >>> config = DenseConfig(in_features=2, hidden_dims=(8,), out_features=2)
     >>> model = Dense.from_config(config, seed=0)
-    >>> masters = MasterWeights(model, Precision.FP32)
-    >>> optimizers = Optimizers(AdamWConfig(lr=0.1), model, masters.weights)
-    >>> clipper = Clipper(ClipNormConfig(), len(masters.weights))
-    >>> step = TrainStep(model, masters, optimizers, clipper, LossConfig())
+    >>> master_weights = MasterWeights(model, Precision.FP32)
+    >>> optimizers = Optimizers(AdamWConfig(lr=0.1), model, master_weights.weights)
+    >>> clipper = Clipper(ClipNormConfig(), len(master_weights.weights))
+    >>> step = TrainStep(model, master_weights, optimizers, clipper, LossConfig())
     >>> batch = [xor().batch(range(4))]
     >>> first = step.forward_backward(batch, step=0).loss
     >>> for number in range(20):

@@ -52,7 +52,7 @@ from ingot.training.recipe import Recipe, TextData, build_model, load_datasets
 from ingot.training.step import Batch, LossConfig, StepStats, TrainStep
 
 RECIPE = "recipe.toml"
-_LOG_EVERY_S = 10.0  # between log lines where there is no progress bar
+_LOG_EVERY_S = 10.0  # between log lines without a progress bar
 
 
 class Trainer:

@@ -9,7 +9,7 @@ from ingot.core.errors import ConfigError
 from ingot.training.soap import SOAP
 
 
-def test_the_first_gradient_moves_nothing() -> None:
+def test_the_first_gradient_does_not_update_the_weights() -> None:
     weight, unused = (torch.nn.Parameter(torch.eye(3)) for _ in range(2))
     weight.grad = torch.randn(3, 3)
     SOAP([weight, unused], lr=1.0).step()
