@@ -309,8 +309,9 @@ def _write_cost(
 ) -> Cost:
     turned = (q[..., 0].numel() + k[..., 0].numel()) * 2 * freqs.numel()
     moved = 2 * (q.nbytes + k.nbytes + v.nbytes)
-    indices = positions.nbytes + slot_mapping.nbytes
-    return Cost(bytes=moved + indices + freqs.nbytes, flops=3 * turned)
+    return Cost(
+        bytes=moved + positions.nbytes + slot_mapping.nbytes + freqs.nbytes, flops=3 * turned
+    )
 
 
 @op(

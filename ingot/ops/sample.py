@@ -172,8 +172,10 @@ def _sample_fake(logits: Tensor, *_: object) -> Tensor:
 
 
 def _penalties_cost(logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, *_: object) -> Cost:
-    moved = 2 * logits.nbytes + prompt_mask.nbytes + output_counts.nbytes
-    return Cost(bytes=moved, flops=4 * logits.numel())
+    return Cost(
+        bytes=2 * logits.nbytes + prompt_mask.nbytes + output_counts.nbytes,
+        flops=4 * logits.numel(),
+    )
 
 
 def _uniform_cost(seeds: Tensor, positions: Tensor) -> Cost:
