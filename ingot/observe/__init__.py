@@ -1,1 +1,1 @@
-"""What a person sees of a run: its figures, curves and report."""
+"""Metrics, curves and reports of training runs."""

@@ -1,8 +1,8 @@
-"""What became of a run, read from its directory.
+"""The history of a run, read from its directory.
 
-    recipe.toml         what was to be done
-    environment.json    on what
-    metrics.jsonl       every step and evaluation
+    recipe.toml         the configuration
+    environment.json    hardware and versions
+    metrics.jsonl       a line for every step and evaluation
 
 The run may still be in progress, may have been killed, or may come from an untrusted source: values
 that are not numbers are ignored. Where a run was rolled back or resumed, the last line of a step
@@ -27,12 +27,12 @@ from ingot.observe import metrics
 
 RECIPE, ENVIRONMENT = "recipe.toml", "environment.json"
 _TAIL = 20
-_MOST = 2**30  # bytes of metrics: 5 million steps
+_MAX_BYTES = 2**30  # of metrics: 5 million steps
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Numbers by step."""
+    """Values of a metric by step."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -48,87 +48,89 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """One run."""
+    """Recipe, environment and metrics of one run."""
 
     directory: Path
     recipe: dict[str, Any]
     environment: dict[str, Any]
     lines: list[dict[str, Any]]
     updated: float
-    """When its last line was written, in seconds since 1970."""
+    """Time at which the last line was written, in seconds since 1970."""
 
     @classmethod
     def read(cls, directory: Path) -> RunHistory:
-        """The run in a directory."""
+        """Read the run in a directory."""
         path = directory / metrics.NAME
         try:
             recipe = tomllib.loads((directory / RECIPE).read_text())
-            environment = _table(directory / ENVIRONMENT)
+            environment = _read_json(directory / ENVIRONMENT)
             status = path.stat() if path.exists() else None
-            if status and status.st_size > _MOST:
-                raise ValueError(f"{path} has {status.st_size / 1e9:.1f} GB")
+            if status and status.st_size > _MAX_BYTES:
+                raise ValueError(
+                    f"{path}: must be at most {_MAX_BYTES:,} bytes, got {status.st_size:,}"
+                )
             lines = metrics.read(directory) if status else []
         except (OSError, ValueError) as error:
             raise DataError(
-                f"the run in {directory} cannot be read: {error}"[:300],
-                hint="name the directory of a run that `ingot train` made",
+                f"{directory}: the run cannot be read: {error}"[:300],
+                hint="name a directory that `ingot train` created",
             ) from error
-        good = [line for line in lines if isinstance(line, dict) and _whole(line.get("step"))]
+        valid = [line for line in lines if isinstance(line, dict) and _is_step(line.get("step"))]
         updated = status.st_mtime if status else directory.stat().st_mtime
-        return cls(directory, recipe, environment, good, updated)
+        return cls(directory, recipe, environment, valid, updated)
 
     @property
     def name(self) -> str:
-        """What its recipe is called."""
+        """Name of the recipe."""
         return str(self.recipe.get("name", self.directory.name))
 
     @property
     def step(self) -> int:
-        """The last step that was made."""
+        """Number of steps done."""
         return max((line["step"] for line in self.lines), default=0)
 
     @property
     def steps(self) -> int:
-        """How many were to be made."""
-        wanted: Any = self.recipe.get("steps")
-        return wanted if _whole(wanted) else 0
+        """Number of steps of the recipe."""
+        steps: Any = self.recipe.get("steps")
+        return steps if _is_step(steps) else 0
 
     @property
     def unit(self) -> str:
-        """What a row is."""
+        """Unit of a row: tokens or samples."""
         data = self.recipe.get("data")
         text = isinstance(data, dict) and data.get("kind") == "text"
         return "tokens" if text else "samples"
 
     def curve(self, key: str) -> Curve:
-        """The numbers of this name; those that are not finite are left out."""
-        found = {line["step"]: line[key] for line in self.lines if _number(line.get(key))}
-        return _curve(found)
+        """Return the values of a metric; those that are not finite are left out."""
+        return _curve({line["step"]: line[key] for line in self.lines if _is_number(line.get(key))})
 
     def rates(self) -> Curve:
-        """Rows a second."""
+        """Return the rows per second."""
         return _curve(
             {
                 line["step"]: line["num_rows"] / line["seconds"]
                 for line in self.lines
-                if _number(line.get("num_rows"))
-                and _number(line.get("seconds"))
+                if _is_number(line.get("num_rows"))
+                and _is_number(line.get("seconds"))
                 and line["seconds"]
             }
         )
 
     def skipped_steps(self) -> list[tuple[int, str]]:
-        """Steps whose update was not made, and why."""
+        """Return the steps whose update was skipped, with the reasons."""
         return [(line["step"], str(line["skipped"])) for line in self.lines if "skipped" in line]
 
     def summary(self) -> dict[str, Any]:
-        """The run in a few numbers: None is what it has not.
+        """Return the main numbers of the run; None for those it does not have.
 
-        `loss` is the median of the last 20 steps; `seconds` is of its steps alone.
+        `loss` is the median of the last 20 steps, `seconds` the total time of the steps and
+        `data_wait_fraction` the fraction of it that was spent waiting for data.
         """
         loss, validation = self.curve("loss"), self.curve("validation_loss")
         rates, seconds = self.rates(), self.curve("seconds")
-        waited = self.curve("data_seconds").values.sum() / max(seconds.values.sum(), 1e-9)
+        data_wait = self.curve("data_seconds").values.sum() / max(seconds.values.sum(), 1e-9)
         return {
             "step": self.step,
             "steps": self.steps,
@@ -138,58 +140,58 @@ class RunHistory:
             "accuracy": self.curve("accuracy").last,
             "rows_per_s": float(np.median(rates.values)) if len(rates) else None,
             "seconds": float(seconds.values.sum()),
-            "data_seconds": float(waited),
+            "data_wait_fraction": float(data_wait),
             "skipped": len(self.skipped_steps()),
         }
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
-    """The runs among these directories and right below them, by when they were last begun."""
-    found: set[Path] = set()
+    """List the runs among these directories and their children, by the time of their last start."""
+    runs: set[Path] = set()
     for place in places:
         if (place / RECIPE).is_file():
-            found.add(place)
+            runs.add(place)
         elif place.is_dir():
-            found |= {path for path in place.iterdir() if (path / RECIPE).is_file()}
-    return sorted(found, key=lambda path: ((path / RECIPE).stat().st_mtime, path.name))
+            runs |= {path for path in place.iterdir() if (path / RECIPE).is_file()}
+    return sorted(runs, key=lambda path: ((path / RECIPE).stat().st_mtime, path.name))
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe by dotted keys.
+    """Return a recipe with dotted keys.
 
     >>> flatten({"steps": 3, "optimizer": {"lr": 0.1}})
     {'steps': 3, 'optimizer.lr': 0.1}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            found |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def differences(runs: Iterable[RunHistory]) -> dict[str, list[Any]]:
-    """The keys of their recipes that are not the same in all runs, and each run's value."""
+    """Return the keys whose values differ between the recipes, with the value of each run."""
     tables = [flatten(run.recipe) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     values = {key: [table.get(key) for table in tables] for key in keys}
-    return {key: of for key, of in values.items() if any(value != of[0] for value in of)}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _curve(found: dict[int, Any]) -> Curve:
-    steps = sorted(found)
-    return Curve(np.array(steps, dtype=np.int64), np.array([float(found[s]) for s in steps]))
+def _curve(values: dict[int, Any]) -> Curve:
+    steps = sorted(values)
+    return Curve(np.array(steps, dtype=np.int64), np.array([float(values[s]) for s in steps]))
 
 
-def _table(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return found if isinstance(found, dict) else {}
+def _read_json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
 
 
-def _whole(value: Any) -> bool:
+def _is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**62

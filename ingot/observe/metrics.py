@@ -16,7 +16,7 @@ NAME = "metrics.jsonl"
 
 
 class MetricsLog:
-    """The lines of one run; `lines` of them are kept of a file that is there already.
+    """Writes the metrics of one run; of an existing file the first `lines` lines are kept.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp())
@@ -34,19 +34,19 @@ class MetricsLog:
         write_atomic(self._path, "".join(f"{line}\n" for line in kept))
         self.lines = len(kept)
 
-    def add(self, figures: dict[str, Any]) -> None:
-        """Write a line."""
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Append a line."""
         with self._path.open("a") as file:
-            file.write(json.dumps(figures) + "\n")
+            file.write(json.dumps(metrics) + "\n")
         self.lines += 1
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run; a last one that was cut off is left out."""
-    found: list[dict[str, Any]] = []
+    """Read the metrics of a run; an incomplete last line is left out."""
+    lines: list[dict[str, Any]] = []
     for line in (directory / NAME).read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return lines

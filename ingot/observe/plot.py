@@ -1,8 +1,8 @@
-"""Curves of a run, and comparisons of several, as PNG or SVG.
+"""Plots of the curves of a run, and comparisons of several runs, as PNG or SVG.
 
-A curve is drawn as its running mean over its raw values, which are fainter. Long runs are drawn in
-400 bins, of which the minimum and maximum are shown. A scale is logarithmic where the
-values differ by more than a factor of 50.
+A plot shows the running mean of a curve on top of its raw values, which are fainter. Of long runs
+the minimum and the maximum of each of 400 bins are shown. A scale is logarithmic if the values
+differ by more than a factor of 50.
 """
 
 # pyright: basic
@@ -21,10 +21,10 @@ from ingot.core.errors import IngotError
 from ingot.core.paths import atomic_file
 from ingot.observe.history import Curve, RunHistory
 
-PIECES = 400
+MAX_BINS = 400
 SUFFIXES = (".png", ".svg")
 _SPAN = 50.0
-_NAMED = 20  # the others have no room
+_MAX_LEGEND = 20  # more do not fit into the figure
 _INK, _ACCENT, _ALARM = "#1f5fa8", "#d9622b", "#b91c1c"
 _STYLE = {
     "axes.edgecolor": "#9ca3af",
@@ -40,24 +40,27 @@ _STYLE = {
 
 
 def available() -> bool:
-    """Whether there is something to draw with."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check(path: Path) -> None:
-    """Say what would keep a plot from being drawn, before there is anything to draw."""
+    """Raise an error if a plot could not be written to this path, before anything is computed."""
     if not available():
-        raise IngotError("a plot needs matplotlib", hint="pip install 'ingot[plot]'")
+        raise IngotError(
+            "plots need matplotlib, which is not installed", hint="pip install 'ingot[plot]'"
+        )
     if path.suffix not in SUFFIXES:
         raise IngotError(
-            f"cannot draw a '{path.suffix}' file", hint=f"choose one of {', '.join(SUFFIXES)}"
+            f"{path}: the suffix must be one of {', '.join(SUFFIXES)}, got '{path.suffix}'",
+            hint=f"name a {SUFFIXES[0]} or {SUFFIXES[1]} file",
         )
     if not path.absolute().parent.is_dir():
         raise IngotError(f"{path.parent}: no such directory", hint="create it first")
 
 
 def draw(run: RunHistory, paths: Sequence[Path]) -> None:
-    """Loss, learning rate, gradient norm and throughput of a run, into each of the files."""
+    """Plot loss, learning rate, gradient norm and throughput of a run to each of the files."""
     with _styled():
         from matplotlib.figure import Figure
 
@@ -68,7 +71,7 @@ def draw(run: RunHistory, paths: Sequence[Path]) -> None:
         lr = run.curve("lr")
         axes[1, 0].plot(lr.steps, lr.values, color=_INK, lw=1.6)
         axes[1, 0].set(title="learning rate", ylim=(0, None))
-        _draw_curve(axes[1, 1], run.rates(), f"{run.unit} a second")
+        _draw_curve(axes[1, 1], run.rates(), f"{run.unit}/s")
         axes[1, 1].set_ylim(bottom=0)
         for panel in axes.flat:
             panel.set_xlabel("step")
@@ -79,7 +82,7 @@ def draw(run: RunHistory, paths: Sequence[Path]) -> None:
 
 
 def compare(runs: Sequence[RunHistory], path: Path) -> None:
-    """The losses of several runs in one plot, numbered as in a list from 1 on."""
+    """Plot the losses of several runs, numbered from 1 in the given order."""
     with _styled():
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -93,43 +96,43 @@ def compare(runs: Sequence[RunHistory], path: Path) -> None:
             style = ("-", "--", ":", "-.")[number // len(palette) % 4]
             loss = run.curve("loss")
             if len(loss) > 1:
-                _behind(axes, loss, colour, 0.12)
+                _draw_range(axes, loss, colour, 0.12)
             line = smooth(loss)
             handles += axes.plot(line.steps, line.values, style, color=colour, lw=1.6)
-            held = run.curve("validation_loss")
-            axes.plot(held.steps, held.values, "o", ms=4, mfc="white", mec=colour)
+            validation = run.curve("validation_loss")
+            axes.plot(validation.steps, validation.values, "o", ms=4, mfc="white", mec=colour)
         _scale(axes, [run.curve("loss") for run in runs])
         names = [f"{number}  {run.directory.name[:60]}" for number, run in enumerate(runs, 1)]
-        legend = axes.legend(handles[:_NAMED], names[:_NAMED], loc="upper right")
+        legend = axes.legend(handles[:_MAX_LEGEND], names[:_MAX_LEGEND], loc="upper right")
         for text in legend.get_texts():
             text.set_parse_math(False)  # names are not formulas
         axes.set(xlabel="step", ylabel="loss", title="loss; circles: validation")
         _save(figure, path)
 
 
-def pieces(curve: Curve, most: int = PIECES) -> tuple[Curve, Curve, Curve]:
-    """The means, the least and the most of so many pieces at most; all points if there are fewer.
+def bin_curve(curve: Curve, max_bins: int = MAX_BINS) -> tuple[Curve, Curve, Curve]:
+    """Return mean, minimum and maximum of each bin; every point is a bin if there are few.
 
-    Pieces are of one length, but for the last: a piece of one point is a band of no width.
+    All bins but the last have the same size: a bin of one point would be a gap in a band.
 
     >>> curve = Curve(np.arange(1, 5), np.array([1.0, 3.0, 5.0, 9.0]))
-    >>> [c.values.tolist() for c in pieces(curve, most=2)]
+    >>> [c.values.tolist() for c in bin_curve(curve, max_bins=2)]
     [[2.0, 7.0], [1.0, 5.0], [3.0, 9.0]]
     """
-    size = max(1, -(-len(curve) // most))
-    parts = [np.arange(len(curve))[at : at + size] for at in range(0, len(curve), size)]
-    steps = np.array([curve.steps[p].mean() for p in parts])
-    of = [curve.values[p] for p in parts]
-    return tuple(Curve(steps, np.array([f(v) for v in of])) for f in (np.mean, np.min, np.max))  # pyright: ignore
+    size = max(1, -(-len(curve) // max_bins))
+    bins = [np.arange(len(curve))[at : at + size] for at in range(0, len(curve), size)]
+    steps = np.array([curve.steps[p].mean() for p in bins])
+    values = [curve.values[p] for p in bins]
+    return tuple(Curve(steps, np.array([f(v) for v in values])) for f in (np.mean, np.min, np.max))  # pyright: ignore
 
 
 def smooth(curve: Curve) -> Curve:
-    """The running mean over a fiftieth of it, on at most 400 points; its ends are its ends.
+    """Return the running mean over 2% of the curve, of at most 400 points; its ends are unchanged.
 
     >>> smooth(Curve(np.arange(1, 4), np.array([1.0, 2.0, 4.0]))).values.tolist()
     [1.0, 2.0, 4.0]
     """
-    means = pieces(curve)[0]
+    means = bin_curve(curve)[0]
     reach = len(means) // 100
     sums = np.concatenate([[0.0], np.cumsum(means.values)])
     at = np.arange(len(means))
@@ -138,12 +141,13 @@ def smooth(curve: Curve) -> Curve:
 
 
 def _draw_loss(axes: Any, run: RunHistory) -> None:
-    loss, held = run.curve("loss"), run.curve("validation_loss")
+    loss, validation = run.curve("loss"), run.curve("validation_loss")
     _draw_curve(axes, loss, "loss", label="training")
-    _scale(axes, [loss, held])
-    if len(held):
-        axes.plot(held.steps, held.values, "o-", color=_ACCENT, ms=4, lw=1.2, label="validation")
-        axes.lines[-1].set_clip_on(False)  # the last one is at the edge
+    _scale(axes, [loss, validation])
+    if len(validation):
+        style: Any = {"color": _ACCENT, "ms": 4, "lw": 1.2, "label": "validation"}
+        axes.plot(validation.steps, validation.values, "o-", **style)
+        axes.lines[-1].set_clip_on(False)  # the last point is at the edge
         axes.legend(loc="upper right")
 
 
@@ -151,21 +155,22 @@ def _draw_curve(axes: Any, curve: Curve, title: str, label: str | None = None) -
     axes.set_title(title)
     if not len(curve):
         return
-    _behind(axes, curve, _INK, 0.25)
+    _draw_range(axes, curve, _INK, 0.25)
     line = smooth(curve)
     axes.plot(line.steps, line.values, color=_INK, lw=1.6, label=label)
     _scale(axes, [curve])
 
 
-def _behind(axes: Any, curve: Curve, colour: Any, alpha: float) -> None:
-    if len(curve) <= PIECES:
+def _draw_range(axes: Any, curve: Curve, colour: Any, alpha: float) -> None:
+    """Draw the raw values, or their range in each bin."""
+    if len(curve) <= MAX_BINS:
         axes.plot(curve.steps, curve.values, color=colour, lw=0.8, alpha=alpha)
         return
-    _, least, most = pieces(curve)
-    # A logarithmic scale has no place for 0, and a polygon with such a corner goes astray.
-    drawn = (least.values > 0) | bool((curve.values < 0).any())
-    band = (least.steps, least.values, most.values)
-    axes.fill_between(*band, where=drawn, color=colour, alpha=alpha, lw=0)
+    _, low, high = bin_curve(curve)
+    # A logarithmic scale cannot show 0, and distorts a polygon with such a corner.
+    visible = (low.values > 0) | bool((curve.values < 0).any())
+    band = (low.steps, low.values, high.values)
+    axes.fill_between(*band, where=visible, color=colour, alpha=alpha, lw=0)
 
 
 def _scale(axes: Any, curves: Sequence[Curve]) -> None:
@@ -176,9 +181,9 @@ def _scale(axes: Any, curves: Sequence[Curve]) -> None:
 
 
 def _mark(axes: Any, skipped: Sequence[tuple[int, str]]) -> None:
-    """Steps that were not made, at the upper edge."""
+    """Mark skipped steps at the upper edge."""
     if skipped:
-        places = [step for step, _ in skipped][-PIECES:]
+        places = [step for step, _ in skipped][-MAX_BINS:]
         across = axes.get_xaxis_transform()
         axes.plot(places, [0.98] * len(places), "x", color=_ALARM, ms=5, transform=across)
 

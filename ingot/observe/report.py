@@ -19,7 +19,7 @@ from ingot.observe.history import RECIPE, RunHistory
 
 NAME = "report.html"
 CURVES = "curves"
-_MOST = 50
+_MAX_ROWS = 50  # of a table
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -66,7 +66,7 @@ pre { padding: .9rem 1.1rem; border-radius: .5rem; background: var(--tile); over
 {%- if image %}
 <img alt="loss, gradient norm, learning rate and throughput by step" src="{{ image }}">
 {%- else %}
-<p>There are no curves, as matplotlib is not installed: pip install 'ingot[train]'</p>
+<p>No curves: matplotlib is not installed (pip install 'ingot[train]')</p>
 {%- endif %}
 {%- if commands %}
 <h2>Next</h2>
@@ -104,7 +104,7 @@ pre { padding: .9rem 1.1rem; border-radius: .5rem; background: var(--tile); over
 
 
 def write(directory: Path, ended: str) -> Path:
-    """Draw the curves of a run and write its page; `ended` says how it came to its end."""
+    """Plot the curves of a run and write its report; `ended` says how the run ended."""
     run = RunHistory.read(directory)
     image = None
     if plot.available():
@@ -114,15 +114,15 @@ def write(directory: Path, ended: str) -> Path:
         image = f"data:image/svg+xml;base64,{code}"
     else:
         log.logger(__name__).info(
-            "without curves, as matplotlib is not installed: pip install 'ingot[train]'"
+            "the report has no curves: matplotlib is not installed (pip install 'ingot[train]')"
         )
     path = directory / NAME
-    write_atomic(path, page(run, ended, image))
+    write_atomic(path, render(run, ended, image))
     return path
 
 
-def page(run: RunHistory, ended: str, image: str | None) -> str:
-    """The page of a run; `image` is the address of its curves."""
+def render(run: RunHistory, ended: str, image: str | None) -> str:
+    """Render the report as HTML; `image` is the URL of the curves."""
     from jinja2 import Environment
 
     template = Environment(autoescape=True).from_string(_PAGE)
@@ -136,14 +136,14 @@ def page(run: RunHistory, ended: str, image: str | None) -> str:
         commands=_commands(run),
         headings=("step", "loss", "accuracy")[: 3 if len(run.curve("accuracy")) else 2],
         evaluations=_evaluations(run),
-        skipped=run.skipped_steps()[-_MOST:],
+        skipped=run.skipped_steps()[-_MAX_ROWS:],
         recipe=(run.directory / RECIPE).read_text(),
         environment=run.environment,
     )
 
 
 def duration(seconds: float) -> str:
-    """So much time, as one says it.
+    """Format a duration.
 
     >>> duration(7.26), duration(312), duration(8000)
     ('7.3 s', '5 min 12 s', '2 h 13 min')
@@ -155,35 +155,36 @@ def duration(seconds: float) -> str:
 
 
 def _tiles(run: RunHistory) -> list[tuple[str, str]]:
-    found = run.summary()
+    summary = run.summary()
 
-    def shown(name: str, form: str) -> str | None:
-        return None if found[name] is None else format(found[name], form)
+    def show(name: str, form: str) -> str | None:
+        return None if summary[name] is None else format(summary[name], form)
 
     tiles = [
-        ("loss, last steps", shown("loss", ".4g")),
-        ("validation loss", shown("validation_loss", ".4g")),
-        ("best validation loss", shown("best_validation_loss", ".4g")),
-        ("validation accuracy", shown("accuracy", ".2%")),
+        ("loss, last steps", show("loss", ".4g")),
+        ("validation loss", show("validation_loss", ".4g")),
+        ("best validation loss", show("best_validation_loss", ".4g")),
+        ("validation accuracy", show("accuracy", ".2%")),
         ("steps", f"{run.step:,} / {run.steps:,}"),
-        ("time of its steps", duration(found["seconds"])),
-        (f"{run.unit} a second", shown("rows_per_s", ",.0f")),
-        ("waited for data", shown("data_seconds", ".1%")),
-        ("skipped steps", f"{found['skipped']:,}" if found["skipped"] else None),
+        ("time of all steps", duration(summary["seconds"])),
+        (f"{run.unit}/s", show("rows_per_s", ",.0f")),
+        ("time waiting for data", show("data_wait_fraction", ".1%")),
+        ("skipped steps", f"{summary['skipped']:,}" if summary["skipped"] else None),
     ]
     return [(label, value) for label, value in tiles if value is not None]
 
 
 def _evaluations(run: RunHistory) -> list[tuple[str, ...]]:
     accuracies = run.curve("accuracy")
-    right: dict[int, float] = dict(
+    accuracy_at: dict[int, float] = dict(
         zip(accuracies.steps.tolist(), accuracies.values.tolist(), strict=True)
     )
-    held = run.curve("validation_loss")
+    validation = run.curve("validation_loss")
     rows: list[tuple[str, ...]] = []
-    for step, loss in list(zip(held.steps.tolist(), held.values.tolist(), strict=True))[-_MOST:]:
+    pairs = zip(validation.steps.tolist(), validation.values.tolist(), strict=True)
+    for step, loss in list(pairs)[-_MAX_ROWS:]:
         cells: list[Any] = [f"{step:,}", f"{loss:.5g}"]
-        rows.append((*cells, f"{right[step]:.2%}") if step in right else tuple(cells))
+        rows.append((*cells, f"{accuracy_at[step]:.2%}") if step in accuracy_at else tuple(cells))
     return rows
 
 

@@ -12,7 +12,7 @@ from tests.cli.conftest import Run
     ("arguments", "what"),
     [
         (("ops", "rmsnorm"), "did you mean 'rms_norm'?"),
-        (("ops", "silu", "--plot", "roofline.jpg"), "cannot draw a '.jpg' file"),
+        (("ops", "silu", "--plot", "roofline.jpg"), "got '.jpg'"),
         (("opps",), "opps"),
         (("compare", "there-is-none"), "directory not found: there-is-none"),
         (("compare", ".", "vlm"), "did you mean 'vllm'?"),

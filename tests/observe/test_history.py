@@ -23,7 +23,7 @@ def test_a_run_in_numbers(tmp_path: Path) -> None:
         "accuracy": 0.5,
         "rows_per_s": 16.0,
         "seconds": 2.0,
-        "data_seconds": 0.25,
+        "data_wait_fraction": 0.25,
         "skipped": 1,
     }
     assert found.curve("loss").steps.tolist() == [1, 2, 4]

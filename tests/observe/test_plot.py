@@ -9,7 +9,7 @@ import pytest
 
 from ingot.core.errors import IngotError
 from ingot.observe.history import Curve, RunHistory
-from ingot.observe.plot import PIECES, check, compare, draw, pieces, smooth
+from ingot.observe.plot import MAX_BINS, bin_curve, check, compare, draw, smooth
 from tests.observe.fake_runs import LINES, run, step
 
 MANY = [step(i, 3.0 / i + 0.2 * (i % 7)) for i in range(1, 1300)]
@@ -18,7 +18,7 @@ MANY = [step(i, 3.0 / i + 0.2 * (i % 7)) for i in range(1, 1300)]
 @pytest.mark.parametrize(
     "lines", [LINES, MANY, [], LINES[:1], [step(i, 10.0 ** (1 - i)) for i in range(1, 9)]]
 )
-def test_curves_are_drawn(tmp_path: Path, lines: list[object]) -> None:
+def test_curves_are_written_as_png_and_svg(tmp_path: Path, lines: list[object]) -> None:
     directory = run(tmp_path / "run", lines)
     files = [tmp_path / "curves.png", tmp_path / "curves.svg"]
     draw(RunHistory.read(directory), files)
@@ -28,7 +28,7 @@ def test_curves_are_drawn(tmp_path: Path, lines: list[object]) -> None:
     assert files[1].read_text().rstrip().endswith("</svg>")
 
 
-def test_strange_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+def test_unusual_names_are_shown_literally(tmp_path: Path) -> None:
     names = ("_hidden", "$x^{", "名前", "a</text><script>")
     names = tuple(name.replace("/", "-") for name in names)
     runs = [RunHistory.read(run(tmp_path / name, LINES)) for name in names]
@@ -37,13 +37,13 @@ def test_strange_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     compare([], tmp_path / "none.png")
 
 
-def test_pieces_have_all_of_a_long_curve() -> None:
+def test_bins_cover_a_long_curve() -> None:
     curve = Curve(np.arange(1, 1301), np.arange(1300.0))
-    mean, least, most = pieces(curve)
-    assert PIECES * 0.75 < len(mean) <= PIECES
-    assert (least.values[0], most.values[-1]) == (0.0, 1299.0)
-    assert (least.values <= mean.values).all()
-    assert (mean.values <= most.values).all()
+    mean, low, high = bin_curve(curve)
+    assert MAX_BINS * 0.75 < len(mean) <= MAX_BINS
+    assert (low.values[0], high.values[-1]) == (0.0, 1299.0)
+    assert (low.values <= mean.values).all()
+    assert (mean.values <= high.values).all()
 
 
 def test_smooth_is_a_mean_and_keeps_a_line() -> None:
@@ -57,19 +57,21 @@ def test_smooth_is_a_mean_and_keeps_a_line() -> None:
 @pytest.mark.parametrize(
     ("name", "what"), [("a.jpg", "'.jpg'"), ("none/a.png", "no such directory")]
 )
-def test_a_plot_that_cannot_be_is_refused_before(tmp_path: Path, name: str, what: str) -> None:
+def test_a_path_that_cannot_be_written_is_rejected_early(
+    tmp_path: Path, name: str, what: str
+) -> None:
     with pytest.raises(IngotError, match=what):
         check(tmp_path / name)
 
 
-def test_a_missing_matplotlib_has_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_reported_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(IngotError, match=r"pip install 'ingot\[plot\]'"):
         check(Path("roofline.png"))
 
 
-def test_pieces_are_of_one_length() -> None:
+def test_bins_have_the_same_size() -> None:
     values = np.tile([0.0, 1.0], 350)
-    _, least, most = pieces(Curve(np.arange(700), values), most=400)
-    assert len(least) == 350
-    assert (most.values - least.values == 1.0).all()  # the band behind a curve has no gap
+    _, low, high = bin_curve(Curve(np.arange(700), values), max_bins=400)
+    assert len(low) == 350
+    assert (high.values - low.values == 1.0).all()  # the band has no gap

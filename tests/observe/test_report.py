@@ -1,4 +1,4 @@
-"""The page of a run: all of it is there, nothing is asked of anybody, nothing is believed."""
+"""The report of a run: complete, self-contained, and safe for untrusted content."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from ingot.observe import plot
 from ingot.observe.history import RunHistory
-from ingot.observe.report import NAME, page, write
+from ingot.observe.report import NAME, render, write
 from tests.observe.fake_runs import LINES, run
 
 
-class Parsed(HTMLParser):
-    """The tags of a page with their attributes, and its text."""
+class ParsedHtml(HTMLParser):
+    """Tags of a page with their attributes, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -30,38 +30,38 @@ class Parsed(HTMLParser):
         self.text += data
 
 
-def test_a_page_of_everything(tmp_path: Path) -> None:
+def test_a_report_has_all_parts(tmp_path: Path) -> None:
     path = write(run(tmp_path / "run", LINES, steps=9), "stopped")
     assert path == tmp_path / "run" / NAME
-    found = Parsed(path.read_text())
-    for said in ("made", "stopped", "4 / 9", "50.00%", "2.5", "a loss of nan", "16", "25.0%"):
-        assert said in found.text, said
+    found = ParsedHtml(path.read_text())
+    for text in ("made", "stopped", "4 / 9", "50.00%", "2.5", "a loss of nan", "16", "25.0%"):
+        assert text in found.text, text
     assert "--resume" in found.text
     assert {"curves.png", "curves.svg"} <= {file.name for file in path.parent.iterdir()}
 
 
-def test_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
+def test_a_report_loads_nothing(tmp_path: Path) -> None:
     text = write(run(tmp_path, LINES), "finished").read_text()
-    tags = Parsed(text).tags
+    tags = ParsedHtml(text).tags
     assert {"script", "link", "iframe", "object"}.isdisjoint(tag for tag, _ in tags)
     addresses = [a[key] for _, a in tags for key in ("src", "href") if key in a]
     assert [str(address)[:26] for address in addresses] == ["data:image/svg+xml;base64,"]
     assert not re.search(r"url\(|@import|https?:", text)
 
 
-def test_what_a_run_says_is_text(tmp_path: Path) -> None:
+def test_values_of_a_run_are_escaped(tmp_path: Path) -> None:
     attack = "</pre><script>alert(1)</script><img src=x onerror=y>'\"{{ 7 * 7 }}"
     lines = [*LINES, {"step": 4, "skipped": attack}]
     history = RunHistory.read(run(tmp_path, lines, name=attack))
-    text = page(history, attack, None)
-    found = Parsed(text)
+    text = render(history, attack, None)
+    found = ParsedHtml(text)
     assert "script" not in {tag for tag, _ in found.tags}
     assert "img" not in {tag for tag, _ in found.tags}
     assert found.text.count(attack) >= 3
     assert "<b>some</b>" in found.text
 
 
-def test_without_matplotlib_there_is_a_page(
+def test_a_report_without_matplotlib_has_no_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plot, "available", lambda: False)
@@ -72,5 +72,5 @@ def test_without_matplotlib_there_is_a_page(
 
 
 @pytest.mark.parametrize("lines", [[], LINES[:1]])
-def test_a_run_that_ended_at_once(tmp_path: Path, lines: list[object]) -> None:
+def test_a_report_of_a_run_without_steps(tmp_path: Path, lines: list[object]) -> None:
     assert "<h1>made</h1>" in write(run(tmp_path, lines), "OSError").read_text()

@@ -1,4 +1,4 @@
-"""TensorBoard gets what metrics.jsonl gets; without it, or on a full disk, the run goes on."""
+"""TensorBoard events; without TensorBoard, or on a full disk, the run continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from ingot.observe.tensorboard import NAME, TensorBoardLogger
 
 
-def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
+def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(directory / NAME)).Reload()
@@ -24,34 +24,34 @@ def line(step: int, loss: float) -> dict[str, Any]:
     return {"step": step, "loss": loss, "num_rows": 8, "seconds": 0.5, "data_seconds": 0.125}
 
 
-def test_lines_become_scalars(tmp_path: Path) -> None:
+def test_metrics_are_written_as_scalars(tmp_path: Path) -> None:
     with TensorBoardLogger(tmp_path) as board:
         board.add(line(1, 2.0))
         board.add({"step": 1, "validation_loss": 3.0, "accuracy": 0.5})
         board.add(line(2, 1.0))
-    assert shown(tmp_path) == {
+    assert read_scalars(tmp_path) == {
         "train/loss": [(1, 2.0), (2, 1.0)],
         "speed/rows per second": [(1, 16.0), (2, 16.0)],
-        "speed/share waited for data": [(1, 0.25), (2, 0.25)],
+        "speed/fraction waiting for data": [(1, 0.25), (2, 0.25)],
         "validation/loss": [(1, 3.0)],
         "validation/accuracy": [(1, 0.5)],
     }
 
 
-def test_a_run_that_goes_on_forgets_what_was_behind_its_checkpoint(
+def test_a_resumed_run_hides_events_after_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TensorBoardLogger(tmp_path) as board:
         for step in (1, 2, 3):
             board.add(line(step, 9.0))
-    # Files are read in the order of their names, which begin with the second of their making.
+    # Files are read in the order of their names, which begin with the time of their creation.
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time.time", lambda: 4e9)
     with TensorBoardLogger(tmp_path, step=1) as board:
         board.add(line(2, 5.0))
-    assert shown(tmp_path)["train/loss"] == [(1, 9.0), (2, 5.0)]
+    assert read_scalars(tmp_path)["train/loss"] == [(1, 9.0), (2, 5.0)]
 
 
-def test_without_tensorboard_it_is_said_once(
+def test_a_missing_tensorboard_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = builtins.__import__
@@ -70,7 +70,7 @@ def test_without_tensorboard_it_is_said_once(
     assert not (tmp_path / NAME).exists()
 
 
-def test_a_full_disk_ends_the_board_and_not_the_run(
+def test_a_full_disk_stops_the_events_but_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TensorBoardLogger(tmp_path) as board:
@@ -84,8 +84,10 @@ def test_a_full_disk_ends_the_board_and_not_the_run(
     assert caplog.text.count("No space left on device") == 1
 
 
-def test_a_place_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_created_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / NAME).write_text("a file")
     with TensorBoardLogger(tmp_path) as board:
         board.add(line(1, 2.0))
-    assert "gets no more of this run" in caplog.text
+    assert "no further TensorBoard events" in caplog.text
