@@ -4,7 +4,7 @@
 
 A tensor on it wraps a CPU tensor, which does the computing. A call that mixes the two devices,
 reads a device tensor as if it were on the host, or creates a tensor without naming the device fails
-as it would on a GPU. Index tensors may be on the CPU, as with CUDA.
+as it would on a GPU. Index tensors may be on the CPU; as with CUDA, they are copied.
 
 `COUNTS` counts the transfers between host and device and the points at which CUDA would make the
 host wait:
@@ -28,7 +28,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _setup_privateuseone_for_python_backend("fake")
 DEVICE = torch.device("fake:0")
-_MIXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::copy_", "aten::_to_copy"}
+_CONVERTING = {"aten::_to_copy", "aten::to"}  # under inference mode `to` is not decomposed
+_MIXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::copy_", *_CONVERTING}
 # Ops whose result depends on values on the device: its shape, or a number on the host.
 _SYNCHRONIZING = {
     "aten::_local_scalar_dense",
@@ -122,12 +123,13 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
             on_host.append(value)
         return torch.device("cpu") if value == DEVICE else value
 
-    device = torch.device(kwargs.get("device") or DEVICE)
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    device = torch.device(given.get("device") or DEVICE)
     inputs, options = tree_map(to_host, args), tree_map(to_host, kwargs)
     name = func._schema.name
     if on_host and name not in _MIXING:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device")
-    _count(name, args, kwargs, device)
+    _count(name, args, given, device)
     destination = args[0] if name == "aten::copy_" else None
     result = func(*inputs, **options)
     if destination is not None:
@@ -139,17 +141,18 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _count(name: str, args: Any, kwargs: Any, device: torch.device) -> None:
+def _count(name: str, args: Any, given: dict[str, Any], device: torch.device) -> None:
     """Count a transfer between devices, and whether the host waits."""
-    if name == "aten::_to_copy":
-        source, blocking = args[0], not kwargs.get("non_blocking")
-        to_device = device.type != "cpu"
+    blocking = not given.get("non_blocking")
+    if name in _CONVERTING:
+        source, to_device = args[0], device.type != "cpu"
     elif name == "aten::copy_":
-        source, blocking = args[1], not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        to_device = isinstance(args[0], DeviceTensor)
+        source, to_device = args[1], isinstance(args[0], DeviceTensor)
     else:
         waits = name in _SYNCHRONIZING or _has_mask(name, args)
-        COUNTS.syncs += waits
+        copies = _count_host_indices(name, args)
+        COUNTS.to_device += copies
+        COUNTS.syncs += waits + copies
         COUNTS.to_host += waits
         return
     if to_device is isinstance(source, DeviceTensor):
@@ -159,11 +162,17 @@ def _count(name: str, args: Any, kwargs: Any, device: torch.device) -> None:
     COUNTS.syncs += blocking
 
 
+def _indices(name: str, args: Any) -> list[Tensor]:
+    indexing = name.startswith("aten::index") and isinstance(args[1], list | tuple)
+    return [index for index in args[1] if isinstance(index, Tensor)] if indexing else []
+
+
 def _has_mask(name: str, args: Any) -> bool:
-    if not name.startswith("aten::index"):
-        return False
-    indices = args[1] if isinstance(args[1], list | tuple) else ()
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    return any(index.dtype in (torch.bool, torch.uint8) for index in _indices(name, args))
+
+
+def _count_host_indices(name: str, args: Any) -> int:
+    return sum(not isinstance(index, DeviceTensor) for index in _indices(name, args))
 
 
 _LIBRARY = torch.library.Library("_", "IMPL")

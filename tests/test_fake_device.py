@@ -57,6 +57,11 @@ counted(lambda: host.to(fake_device.DEVICE, non_blocking=True))
 counted(lambda: x.copy_(host, non_blocking=True))
 counted(lambda: x[x > 2])
 counted(lambda: x.copy_(x.float()))
+counted(lambda: x[host])
+with torch.inference_mode():
+    counted(lambda: x.cpu())
+    counted(lambda: x.to("cpu", non_blocking=True))
+    counted(lambda: x.float())
 """
     counts = [tuple(map(int, line.split())) for line in run_script(code).splitlines()]
     assert counts == [
@@ -69,6 +74,10 @@ counted(lambda: x.copy_(x.float()))
         (1, 0, 0),
         (1, 0, 0),
         (0, 1, 1),
+        (0, 0, 0),
+        (1, 0, 1),
+        (0, 1, 1),
+        (0, 1, 0),
         (0, 0, 0),
     ]
 

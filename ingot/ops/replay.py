@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.ops.arguments import as_tuple
 
+_CPU = torch.device("cpu")
 _ARGUMENT_CODES = {
     "Tensor": "t",
     "Optional[Tensor]": "T",
@@ -42,8 +44,12 @@ _ARGUMENT_CODES = {
 }
 
 
-def capture(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Run a function, and return its result and what does the same again, quicker if possible.
+def capture(
+    function: Callable[[], Tensor], device: torch.device = _CPU
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Run a function; return its result and a callable that runs it again, faster if possible.
+
+    On the CPU that is a list of calls, on a GPU a CUDA graph: `CudaGraphReplay`.
 
     >>> from ingot import ops
     >>> x = torch.zeros(1, 4)
@@ -53,6 +59,8 @@ def capture(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor
     ...     bool((again() > 0.7).all())
     True
     """
+    if device.type == "cuda":
+        return _capture_cuda_graph(function, device)
     recorder = _Recorder()
     with recorder:
         result = function()
@@ -60,6 +68,51 @@ def capture(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor
         return result, Replay(recorder.calls, result)
     except _NotCapturable:
         return result, function
+
+
+def _capture_cuda_graph(
+    function: Callable[[], Tensor], device: torch.device
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    try:
+        replay = CudaGraphReplay(function, device)
+    except RuntimeError:  # a call waited for the device, which cannot be captured
+        return function(), function
+    return replay(), replay
+
+
+class CudaGraphReplay:
+    """A function captured as a CUDA graph; call it to launch the graph.
+
+    The function must have run before, so that its kernels are compiled, and must read its inputs
+    from tensors that stay where they are. Its result is one tensor, which every launch overwrites.
+    All graphs of a device share a memory pool, since they run one after the other.
+
+    This class has not run on a GPU.
+    """
+
+    def __init__(self, function: Callable[[], Tensor], device: torch.device) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(
+                self._graph,
+                pool=_graph_pool(device),
+                stream=torch.cuda.Stream(device),
+                capture_error_mode="thread_local",
+            ),
+        ):
+            self._result = function()
+
+    def __call__(self) -> Tensor:
+        """Launch the graph on the current stream; return its result."""
+        self._graph.replay()
+        return self._result
+
+
+@cache
+def _graph_pool(device: torch.device) -> Any:
+    """Return the memory pool of all graphs of a device."""
+    return torch.cuda.graph_pool_handle()
 
 
 class _NotCapturable(Exception):

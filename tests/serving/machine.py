@@ -295,7 +295,7 @@ class Machine(RuleBasedStateMachine):
         if not self.live:
             assert not plan.scheduled
             return
-        first = min(self.live.values(), key=lambda book: book.context)
+        first = min(self.live.values(), key=lambda book: book.place)
         assert first.request.id in {work.id for work in plan.scheduled}
         running = [live for live in self.scheduler._states.values() if live.block_table]
         lacking = sum(len(live.tokens) - live.num_computed for live in running)

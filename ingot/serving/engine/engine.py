@@ -287,35 +287,31 @@ class Engine:
                 return self._compute(scheduled)
         hidden_TD = self.runner.run(scheduled)
         sequences = self._sequences
+        drafts: list[tuple[int, ...]] | None = None
         if sum([len(s.tokens) for s in scheduled]) == sum([s.needs_sampling for s in scheduled]):
             states = [sequences[s.id].sampling_state for s in scheduled]
-            positions = [s.start + 1 for s in scheduled]
-            tokens, logprobs = self.sampler.sample(hidden_TD, states, positions)
         else:
-            tokens, logprobs = self._sample_some(scheduled, hidden_TD)
+            states, drafts = self._sampling_states(scheduled)
+        tokens, logprobs = [], {}
+        if states:
+            hidden_RD, positions_R = self.runner.select_sampled(hidden_TD)
+            tokens, logprobs = self.sampler.sample(hidden_RD, states, positions_R, drafts)
         return self._results(scheduled, hidden_TD, tokens, logprobs)
 
-    def _sample_some(
-        self, scheduled: Sequence[ScheduledSeq], hidden_TD: Tensor
-    ) -> tuple[list[int], dict[int, Logprob]]:
-        """Sample after the last known token of each request, and after each of its drafts."""
+    def _sampling_states(
+        self, scheduled: Sequence[ScheduledSeq]
+    ) -> tuple[list[SamplingState], list[tuple[int, ...]]]:
+        """Return the state of each token to sample, and the draft tokens before it: one after the
+        last known token of each request, and one after each of its drafts."""
         states: list[SamplingState] = []
-        positions: list[int] = []
         before: list[tuple[int, ...]] = []
-        index: list[int] = []
-        at = 0
         for seq in scheduled:
-            known = len(seq.tokens) - seq.num_draft_tokens
             if seq.needs_sampling:
-                drafts = seq.tokens[known:]
-                states += [self._sequences[seq.id].sampling_state] * (seq.num_draft_tokens + 1)
-                positions += range(seq.start + known, seq.start + len(seq.tokens) + 1)
-                before += [drafts[:ahead] for ahead in range(seq.num_draft_tokens + 1)]
-                index += range(at + known - 1, at + len(seq.tokens))
-            at += len(seq.tokens)
-        if not index:
-            return [], {}
-        return self.sampler.sample(hidden_TD[torch.tensor(index)], states, positions, before)
+                count = seq.num_draft_tokens
+                drafts = seq.tokens[len(seq.tokens) - count :]
+                states += [self._sequences[seq.id].sampling_state] * (count + 1)
+                before += [drafts[:ahead] for ahead in range(count + 1)]
+        return states, before
 
     def _results(
         self,

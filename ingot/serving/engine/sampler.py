@@ -9,7 +9,11 @@ request's token depends on the rest of the batch.
 
 Reported log-probabilities are `Decoder.logprobs`: bitwise equal to those of a packed forward pass.
 
-Legend: R rows (one for each sampled token), V vocabulary, D channels, K most likely tokens.
+Everything is computed on the decoder's device. Parameters are copied there when the rows change,
+counts and grammar masks in every step; tokens and log-probabilities come back in one copy.
+
+Legend: R rows (one for each sampled token), S rows whose logits are processed, P of them with
+penalties, M with a grammar, G rows of a group, V vocabulary, D channels, K most likely tokens.
 """
 
 # pyright: basic
@@ -28,6 +32,7 @@ from ingot.serving.engine.grammar import GrammarMatcher
 from ingot.serving.engine.output import Logprob
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.staging import copy_to_device, copy_to_host
 
 CHUNK = 64  # rows whose logits are ranked at one time
 
@@ -48,10 +53,7 @@ class SamplingState:
     def __init__(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
         params = self.params = request.sampling_params
         self.matcher = matcher
-        self.biases = (
-            np.array([token for token, _ in params.logit_bias], np.int64),
-            np.array([value for _, value in params.logit_bias], np.float32),
-        )
+        self.biases = _split_biases(params.logit_bias)
         self.penalized = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
@@ -82,8 +84,9 @@ class Sampler:
     >>> from ingot.nn import preset
     >>> sampler = Sampler(Decoder.from_config(preset("tiny"), seed=0))
     >>> one = SamplingState(Request(id=1, prompt=(5,), max_tokens=1))
+    >>> positions = torch.tensor([1, 2])
     >>> with torch.inference_mode():
-    ...     tokens, logprobs = sampler.sample(torch.zeros(2, 64), [one, one], [1, 2])
+    ...     tokens, logprobs = sampler.sample(torch.zeros(2, 64), [one, one], positions)
     >>> len(tokens), logprobs
     (2, {})
     """
@@ -97,7 +100,7 @@ class Sampler:
         self,
         hidden_RD: Tensor,
         states: list[SamplingState],
-        positions: Sequence[int],
+        positions_R: Tensor,
         drafts: Sequence[tuple[int, ...]] | None = None,
     ) -> tuple[list[int], dict[int, Logprob]]:
         """Return a token for each row, and log-probabilities by row where requested.
@@ -107,105 +110,71 @@ class Sampler:
         batch = self._batch
         if states != batch.states:
             batch = self._batch = _Batch(states, self.vocabulary, self._device)
-        batch.set_positions(positions)
         logits_RV = self.decoder.logits(hidden_RD)
-        if not (batch.needs_logit_processing or batch.logprob_rows):
-            return ops.sample(logits_RV, *batch.params).tolist(), {}
-        sampled_R = ops.sample(logits_RV, *batch.params)
-        processed: dict[int, Tensor] = {}
-        if batch.needs_logit_processing:
-            some_S = torch.tensor(batch.needs_logit_processing)
-            before = [drafts[row] if drafts else () for row in batch.needs_logit_processing]
-            logits_SV = self._processed(
-                logits_RV[some_S].float(),
-                [states[row] for row in batch.needs_logit_processing],
-                before,
-            )
-            sampled_R[some_S] = ops.sample(logits_SV, *(option[some_S] for option in batch.params))
-            processed = dict(zip(batch.needs_logit_processing, logits_SV, strict=True))
-        tokens = sampled_R.tolist()
-        return tokens, self._collect_logprobs(batch, tokens, hidden_RD, logits_RV, processed)
-
-    def _processed(
-        self, logits_SV: Tensor, states: list[SamplingState], drafts: list[tuple[int, ...]]
-    ) -> Tensor:
-        """Apply penalties, bias and grammar to the logits."""
-        penalized = [row for row, one in enumerate(states) if one.penalized]
-        if penalized:
-            some = torch.tensor(penalized)
-            logits_SV[some] = self._penalized(
-                logits_SV[some],
-                [states[row] for row in penalized],
-                [drafts[row] for row in penalized],
-            )
-        here_SV = logits_SV.cpu()
-        for logits_V, one in zip(here_SV.numpy(), states, strict=True):
-            np.add.at(logits_V, *one.biases)
-            if one.matcher is not None:
-                logits_V[~one.matcher.mask()] = -np.inf
-        return here_SV.to(self._device)
-
-    def _penalized(
-        self, logits_SV: Tensor, states: list[SamplingState], drafts: list[tuple[int, ...]]
-    ) -> Tensor:
-        counted = [one.count_work(self.vocabulary) for one in states]
-        counts_SV = np.stack([counts_V for _, counts_V in counted])
-        for counts_V, before in zip(counts_SV, drafts, strict=True):
-            for token in before:
-                counts_V[token] += 1
-        params = [one.params for one in states]
-        arguments = (
-            torch.from_numpy(np.stack([prompt_V for prompt_V, _ in counted])),
-            torch.from_numpy(counts_SV),
-            torch.tensor([o.repetition_penalty for o in params]),
-            torch.tensor([o.presence_penalty for o in params]),
-            torch.tensor([o.frequency_penalty for o in params]),
-        )
-        return ops.apply_penalties(
-            logits_SV, *(argument.to(self._device) for argument in arguments)
-        )
+        sampled_R = ops.sample(logits_RV, *batch.params, positions_R)
+        processing, logits_SV = batch.processing, None
+        if processing is not None:
+            logits_SV = processing.apply(logits_RV, drafts)
+            positions_S = positions_R.index_select(0, processing.rows_S)
+            sampled_S = ops.sample(logits_SV, *processing.params, positions_S)
+            sampled_R.index_copy_(0, processing.rows_S, sampled_S)
+        if not batch.logprob_groups:
+            return sampled_R.tolist(), {}
+        scored: list[Tensor] = []
+        for group in batch.logprob_groups:
+            scored += self._score_group(group, sampled_R, hidden_RD, logits_RV, logits_SV)
+        tokens, *lists = copy_to_host(sampled_R, *scored)
+        found: dict[int, Logprob] = {}
+        for index, group in enumerate(batch.logprob_groups):
+            found |= zip(group.rows, _logprobs(*lists[2 * index : 2 * index + 2]), strict=True)
+        return tokens, found
 
     # Log-probabilities
 
-    def _collect_logprobs(
+    def _score_group(
         self,
-        batch: _Batch,
-        tokens: list[int],
+        group: _LogprobGroup,
+        sampled_R: Tensor,
         hidden_RD: Tensor,
         logits_RV: Tensor,
-        processed: dict[int, Tensor],
-    ) -> dict[int, Logprob]:
-        found: dict[int, Logprob] = {}
-        for (top, mode), rows in batch.logprob_rows.items():
-            wanted, some = [tokens[row] for row in rows], torch.tensor(rows)
-            if mode == "processed":
-                logits = torch.stack([processed.get(row, logits_RV[row]).float() for row in rows])
-                params = [option[some] for option in batch.params[:4]]
-                scored = _processed_logprobs(ops.sampling_logprobs(logits, *params), wanted, top)
-            else:
-                scored = self._scored(hidden_RD[some], logits_RV[some], wanted, top)
-            found |= zip(rows, scored, strict=True)
-        return found
+        logits_SV: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sampled and the most likely tokens of a group, and their log-probabilities."""
+        rows_G, top = group.rows_G, group.top
+        tokens_G = sampled_R.index_select(0, rows_G)
+        if group.mode == "processed":
+            logits_GV = logits_RV.index_select(0, rows_G).float()
+            if logits_SV is not None:
+                processed = logits_SV.index_select(0, group.processed_from)
+                logits_GV.index_copy_(0, group.processed_to, processed)
+            logprobs_GV = ops.sampling_logprobs(logits_GV, *group.params)
+            tokens_GK = torch.cat([tokens_G[:, None], logprobs_GV.topk(top).indices], dim=1)
+            return tokens_GK, logprobs_GV.gather(1, tokens_GK)
+        logits_GV = logits_RV.index_select(0, rows_G) if top else None
+        return self._score(hidden_RD.index_select(0, rows_G), logits_GV, tokens_G, top)
 
     def score(self, hidden_RD: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
         """Return raw log-probabilities of the tokens, and of the `top` most likely ones."""
-        found: list[Logprob] = []
+        (tokens_R,) = copy_to_device([np.array(tokens, np.int64)], self._device)
+        scored: list[Tensor] = []
         for at in range(0, len(tokens), CHUNK):
             hidden = hidden_RD[at : at + CHUNK]
             logits = self.decoder.logits(hidden) if top else None
-            found += self._scored(hidden, logits, tokens[at : at + CHUNK], top)
-        return found
+            scored += self._score(hidden, logits, tokens_R[at : at + CHUNK], top)
+        lists = copy_to_host(*scored)
+        chunks = zip(lists[::2], lists[1::2], strict=True)
+        return [logprob for chunk in chunks for logprob in _logprobs(*chunk)]
 
-    def _scored(
-        self, hidden_RD: Tensor, logits_RV: Tensor | None, tokens: Sequence[int], top: int
-    ) -> list[Logprob]:
-        wanted_RK = torch.tensor(tokens, device=self._device)[:, None]
+    def _score(
+        self, hidden_RD: Tensor, logits_RV: Tensor | None, tokens_R: Tensor, top: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and the most likely ones, (R, K), and their raw log-probabilities."""
+        wanted_RK = tokens_R[:, None]
         if logits_RV is not None and top:
             wanted_RK = torch.cat([wanted_RK, logits_RV.topk(top).indices], dim=1)
         each = wanted_RK.shape[1]
         hidden = hidden_RD.repeat_interleave(each, 0) if each > 1 else hidden_RD
-        logprobs_RK = self.decoder.logprobs(hidden, wanted_RK.flatten()).view(-1, each)
-        return _logprobs(wanted_RK, logprobs_RK)
+        return wanted_RK, self.decoder.logprobs(hidden, wanted_RK.flatten()).view(-1, each)
 
 
 class _Batch:
@@ -214,53 +183,175 @@ class _Batch:
     def __init__(self, states: list[SamplingState], vocabulary: int, device: torch.device) -> None:
         self.states = states
         params = [one.params for one in states]
-        positions = np.zeros(len(states), np.int64)
-        self._positions, self._host = positions.data, torch.from_numpy(positions)
-        self.params = (*sampling_tensors(params, vocabulary, device), self._host.to(device))
-        self.needs_logit_processing = [
-            row for row, one in enumerate(states) if one.needs_logit_processing
+        arrays = _sampling_arrays(params, vocabulary)
+        self.params = copy_to_device(arrays, device)
+        # Rows with penalties come first and those with a grammar are adjacent, so that both are
+        # slices of the processed logits.
+        rows = [row for row, one in enumerate(states) if one.needs_logit_processing]
+        rows.sort(key=lambda row: _processing_order(states[row]))
+        self.processing = _Processing(rows, states, arrays, vocabulary, device) if rows else None
+        # The number of most likely tokens is part of the key: where logits are equal, it may
+        # change which of them are among the most likely.
+        groups: dict[tuple[int, str], list[int]] = {}
+        for row, one in enumerate(params):
+            if one.logprobs is not None:
+                groups.setdefault((one.logprobs, one.logprobs_mode), []).append(row)
+        self.logprob_groups = [
+            _LogprobGroup(*key, members, rows, arrays, device) for key, members in groups.items()
         ]
-        # By how many likeliest tokens and of which kind. Each number by itself: which tokens are
-        # among the likeliest may depend on it where some are equal.
-        self.logprob_rows: dict[tuple[int, str], list[int]] = {}
-        for row, o in enumerate(params):
-            if o.logprobs is not None:
-                self.logprob_rows.setdefault((o.logprobs, o.logprobs_mode), []).append(row)
 
-    def set_positions(self, positions: Sequence[int]) -> None:
-        """Set the position of each row."""
-        for row, position in enumerate(positions):
-            self._positions[row] = position
-        if self.params[-1] is not self._host:
-            self.params[-1].copy_(self._host)
+
+class _LogprobGroup:
+    """Rows whose requests ask for the same log-probabilities."""
+
+    def __init__(
+        self,
+        top: int,
+        mode: str,
+        rows: list[int],
+        processed_rows: list[int],
+        arrays: list[np.ndarray],
+        device: torch.device,
+    ) -> None:
+        self.top, self.mode, self.rows = top, mode, rows
+        both = [(processed_rows.index(r), i) for i, r in enumerate(rows) if r in processed_rows]
+        self.rows_G, self.processed_from, self.processed_to, *self.params = copy_to_device(
+            [
+                np.array(rows, np.int64),
+                np.array([source for source, _ in both], np.int64),
+                np.array([target for _, target in both], np.int64),
+                *(array[rows] for array in arrays[:4]),
+            ],
+            device,
+        )
+
+
+class _Processing:
+    """Penalties, biases and grammars of the rows that have any."""
+
+    def __init__(
+        self,
+        rows: list[int],
+        states: list[SamplingState],
+        arrays: list[np.ndarray],
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        self._rows, self._vocabulary, self._device = rows, vocabulary, device
+        chosen = [states[row] for row in rows]
+        self._penalized = [one for one in chosen if one.penalized]
+        self._matchers = [one.matcher for one in chosen if one.matcher is not None]
+        self._first_matcher = next((i for i, one in enumerate(chosen) if one.matcher), 0)
+        params = [one.params for one in self._penalized]
+        prompts = [one.count_work(vocabulary)[0] for one in self._penalized]
+        tensors = copy_to_device(
+            [
+                np.array(rows, np.int64),
+                *(array[rows] for array in arrays),
+                np.stack(prompts) if prompts else np.zeros((0, vocabulary), np.bool_),
+                np.array([one.repetition_penalty for one in params], np.float32),
+                np.array([one.presence_penalty for one in params], np.float32),
+                np.array([one.frequency_penalty for one in params], np.float32),
+                *_flat_biases(chosen, vocabulary),
+            ],
+            device,
+        )
+        self.rows_S, self.params = tensors[0], tensors[1:6]
+        self._prompt_PV, self._penalties = tensors[6], tensors[7:10]
+        self._biases = list(zip(tensors[10::2], tensors[11::2], strict=True))
+
+    def apply(self, logits_RV: Tensor, drafts: Sequence[tuple[int, ...]] | None) -> Tensor:
+        """Return the logits of the rows after penalties, biases and grammars, (S, V), float32."""
+        logits_SV = logits_RV.index_select(0, self.rows_S).float()
+        count, first = len(self._penalized), self._first_matcher
+        counts_PV, forbidden_MV = self._copy_counts_and_masks(drafts)
+        if counts_PV is not None:
+            logits_PV = ops.apply_penalties(
+                logits_SV[:count], self._prompt_PV, counts_PV, *self._penalties
+            )
+            logits_SV[:count].copy_(logits_PV)
+        for index, values in self._biases:
+            logits_SV.view(-1).index_add_(0, index, values)
+        if forbidden_MV is not None:
+            logits_SV[first : first + len(forbidden_MV)].masked_fill_(forbidden_MV, -math.inf)
+        return logits_SV
+
+    def _copy_counts_and_masks(
+        self, drafts: Sequence[tuple[int, ...]] | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Build what changes with every step, and copy it to the device."""
+        arrays: list[np.ndarray] = []
+        if self._penalized:
+            counts_PV = np.stack([one.count_work(self._vocabulary)[1] for one in self._penalized])
+            for counts_V, row in zip(counts_PV, self._rows, strict=False):
+                for token in drafts[row] if drafts else ():
+                    counts_V[token] += 1
+            arrays.append(counts_PV)
+        if self._matchers:
+            arrays.append(~np.stack([matcher.mask() for matcher in self._matchers]))
+        tensors = copy_to_device(arrays, self._device) if arrays else []
+        return tensors[0] if self._penalized else None, tensors[-1] if self._matchers else None
+
+
+def _processing_order(state: SamplingState) -> int:
+    """Return the place of a row among those whose logits are processed."""
+    if state.penalized:
+        return 0 if state.matcher is None else 1
+    return 3 if state.matcher is None else 2
+
+
+def _flat_biases(states: list[SamplingState], vocabulary: int) -> list[np.ndarray]:
+    """Return indices into the logits of all states, and what to add; several of both if a request
+    has more than one bias for a token, so that no index occurs twice in an array."""
+    arrays: list[np.ndarray] = []
+    for layer in range(max(len(one.biases) for one in states)):
+        some = [
+            (row, one.biases[layer]) for row, one in enumerate(states) if layer < len(one.biases)
+        ]
+        arrays.append(np.concatenate([row * vocabulary + tokens for row, (tokens, _) in some]))
+        arrays.append(np.concatenate([values for _, (_, values) in some]))
+    return arrays
+
+
+def _split_biases(logit_bias: Sequence[tuple[int, float]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return tokens and biases, in several arrays if a token has several: each with its first bias,
+    its second bias, ...
+
+    >>> [tokens.tolist() for tokens, _ in _split_biases([(7, 1.0), (8, 1.0), (7, 0.5)])]
+    [[7, 8], [7]]
+    """
+    layers: list[dict[int, float]] = []
+    for token, value in logit_bias:
+        layer = next((one for one in layers if token not in one), None)
+        if layer is None:
+            layers.append(layer := {})
+        layer[token] = value
+    return [
+        (np.array(list(one), np.int64), np.array(list(one.values()), np.float32)) for one in layers
+    ]
 
 
 def sampling_tensors(
     params: Sequence[SamplingParams], vocab_size: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """Temperature, top_k, top_p, min_p and seed as `ops.sample` takes them, (R) each."""
-    columns = (
-        torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params]),
-        torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        torch.tensor([p.seed for p in params]),
-    )
-    t, k, p, m, s = (column.to(device) for column in columns)
-    return t, k, p, m, s
+    return copy_to_device(_sampling_arrays(params, vocab_size), device)
 
 
-def _processed_logprobs(logprobs_RV: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return log-probabilities of tokens in the distributions they were sampled from."""
-    wanted_RK = torch.tensor(tokens, device=logprobs_RV.device)[:, None]
-    wanted_RK = torch.cat([wanted_RK, logprobs_RV.topk(top).indices], dim=1)
-    return _logprobs(wanted_RK, logprobs_RV.gather(1, wanted_RK))
+def _sampling_arrays(params: Sequence[SamplingParams], vocab_size: int) -> list[np.ndarray]:
+    return [
+        np.array([p.temperature for p in params], np.float32),
+        np.array([min(p.top_k or vocab_size, vocab_size) for p in params], np.int64),
+        np.array([p.top_p for p in params], np.float32),
+        np.array([p.min_p for p in params], np.float32),
+        np.array([p.seed for p in params], np.int64),
+    ]
 
 
-def _logprobs(wanted_RK: Tensor, logprobs_RK: Tensor) -> list[Logprob]:
+def _logprobs(wanted: list[list[int]], scores: list[list[float]]) -> list[Logprob]:
     """Build `Logprob`s; the first of each row is the token, the others are the most likely."""
     found: list[Logprob] = []
-    for tokens, logprobs in zip(wanted_RK.tolist(), logprobs_RK.tolist(), strict=True):
+    for tokens, logprobs in zip(wanted, scores, strict=True):
         pairs = zip(tokens[1:], logprobs[1:], strict=True)
         top = sorted((p for p in pairs if p[1] > -math.inf), key=lambda pair: -pair[1])
         found.append(Logprob(tokens[0], logprobs[0], tuple(top)))

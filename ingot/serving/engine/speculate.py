@@ -195,14 +195,13 @@ class DraftModelProposer:
     def _sample(self, scheduled: list[ScheduledSeq]) -> dict[int, tuple[int, int]]:
         """Run one forward pass; return position and next token by request."""
         hidden_TD = self.runner.run(scheduled)
-        last = torch.tensor([len(seq.tokens) for seq in scheduled]).cumsum(0) - 1
-        ready = [index for index, seq in enumerate(scheduled) if seq.needs_sampling]
-        if not ready:
+        seqs = [seq for seq in scheduled if seq.needs_sampling]
+        if not seqs:
             return {}
-        seqs = [scheduled[index] for index in ready]
         states = [self._states[seq.id].sampling_state for seq in seqs]
         positions = [seq.start + len(seq.tokens) for seq in seqs]
-        sampled, _ = self.sampler.sample(hidden_TD[last[ready]], states, positions)
+        hidden_RD, positions_R = self.runner.select_sampled(hidden_TD)
+        sampled, _ = self.sampler.sample(hidden_RD, states, positions_R)
         ids = [seq.id for seq in seqs]
         return dict(zip(ids, zip(positions, sampled, strict=True), strict=True))
 

@@ -26,7 +26,7 @@ def sampled(**options: Any) -> SamplingState:
 @torch.inference_mode()
 def draw(of: list[SamplingState], drafts: Any = None) -> tuple[list[int], dict[int, Any]]:
     hidden = HIDDEN[: len(of)] if len(of) > 1 else HIDDEN[:1]
-    return Sampler(DECODER).sample(hidden, of, [4] * len(of), drafts)
+    return Sampler(DECODER).sample(hidden, of, torch.tensor([4] * len(of)), drafts)
 
 
 MANY: list[dict[str, Any]] = [
@@ -50,7 +50,9 @@ def test_a_draw_does_not_depend_on_the_others() -> None:
     tokens, logprobs = draw([sampled(**options) for options in MANY])
     for row, options in enumerate(MANY):
         with torch.inference_mode():
-            alone = Sampler(DECODER).sample(HIDDEN[row : row + 1], [sampled(**options)], [4])
+            alone = Sampler(DECODER).sample(
+                HIDDEN[row : row + 1], [sampled(**options)], torch.tensor([4])
+            )
         assert alone[0] == [tokens[row]]
         assert alone[1].get(0) == logprobs.get(row)
     assert sorted(logprobs) == [1, 3, 4, 6]
@@ -113,18 +115,18 @@ def test_drafts_count_as_generated_for_those_behind_them() -> None:
         best = int(DECODER.logits(HIDDEN[:1]).argmax())
         one = sampled(temperature=0.0, presence_penalty=100.0)
         hidden = HIDDEN[:1].expand(2, -1).contiguous()
-        tokens, _ = Sampler(DECODER).sample(hidden, [one, one], [4, 5], [(), (best,)])
+        tokens, _ = Sampler(DECODER).sample(hidden, [one, one], torch.tensor([4, 5]), [(), (best,)])
         assert tokens[0] == best != tokens[1]
-        again, _ = Sampler(DECODER).sample(HIDDEN[:1], [one], [4])
+        again, _ = Sampler(DECODER).sample(HIDDEN[:1], [one], torch.tensor([4]))
     assert again == [best]  # it was only a guess
 
 
 def test_options_are_read_anew_when_the_rows_change() -> None:
-    sampler = Sampler(DECODER)
+    sampler, positions = Sampler(DECODER), torch.tensor([1, 1])
     greedy, biased = sampled(temperature=0.0), sampled(temperature=0.0, logit_bias=((7, 1000.0),))
     with torch.inference_mode():
         for of in ([greedy, biased], [biased, greedy], [biased, biased]):
-            tokens, _ = sampler.sample(HIDDEN[:1].expand(2, -1).contiguous(), of, [1, 1])
+            tokens, _ = sampler.sample(HIDDEN[:1].expand(2, -1).contiguous(), of, positions)
             assert [token == 7 for token in tokens] == [one is biased for one in of]
 
 
