@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_PINNED = ("cuda", "xpu")  # devices whose copies from page-locked memory are asynchronous
+from ingot.core.device import PINNED_MEMORY_DEVICES
+
 _ALIGNMENT = 8
 
 
@@ -43,7 +44,7 @@ class StagingBuffer:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._on_host, self._copied = device.type == "cpu", None
-        if device.type in _PINNED:
+        if device.type in PINNED_MEMORY_DEVICES:
             self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
             self._copied = torch.Event(device)
         else:
@@ -94,7 +95,9 @@ def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[T
     for tensor in tensors:
         offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
     # Torch's caching allocator keeps page-locked memory until the copy is done.
-    host = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type in _PINNED)
+    host = torch.empty(
+        offsets[-1], dtype=torch.uint8, pin_memory=device.type in PINNED_MEMORY_DEVICES
+    )
     for offset, tensor in zip(offsets, tensors, strict=False):
         _part(host, offset, tensor).copy_(tensor)
     packed = host.to(device, non_blocking=True)
