@@ -1,10 +1,9 @@
-"""`ingot verify`: does serving this model compute what training computes, bit for bit?"""
+"""`ingot verify`: check that serving a model computes what training computes, bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
 import json as json_format
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -18,31 +17,33 @@ if TYPE_CHECKING:
 
 
 def verify(
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     schedules: int = 1000,
     seed: int = 0,
     device: DeviceType = "cpu",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Serve a model under many random schedules, and compare every bit of every log-probability
-    with that of a plain packed forward, which is what training runs.
+    """Serve a model under random schedules and compare every bit of every log-probability with
+    the packed forward pass that training runs.
 
-    The certificate is written into the directory's ingot.json. A difference is an exit code of 1.
+    The certificate is added to the model's ingot.json. The exit status is 1 if a bit differs.
 
-    Examples: `ingot verify smollm2`, `ingot verify smollm2 --schedules 50` for a first look,
-    `ingot verify smollm2 --json` for machines.
+    Examples: `ingot verify smollm2`, `ingot verify smollm2 --schedules 50` for a quick check,
+    `ingot verify smollm2 --json` for scripts.
 
     Args:
-        directory: A model directory, as `ingot import` makes.
-        schedules: How many to try.
-        seed: Draws the texts and the schedules.
-        device: Where to compute; the certificate holds for that kind of processor.
-        json: Print JSON instead of lines.
+        model: A model directory, or ORG/NAME on the Hugging Face hub.
+        schedules: Number of random schedules.
+        seed: Seed of the texts and the schedules.
+        device: Device to verify on; the certificate is valid for processors of that kind.
+        json: Print JSON instead of text.
     """
     from ingot.cli.generate import load
+    from ingot.interop import hub
     from ingot.serving import verify as serving
 
     resolve(device)
+    directory = hub.model_path(model)
     decoder = load(directory, device).decoder
     with log.progress("verifying", schedules) as bar:
         certificate = serving.verify(
@@ -59,7 +60,7 @@ def verify(
 
 
 def as_facts(certificate: Certificate, device: DeviceType = "cpu") -> dict[str, Any]:
-    """The certificate, as it is kept: with the processor and versions it holds for."""
+    """Return the certificate as it is stored: with the processor and versions it is valid for."""
     import torch
 
     return {
@@ -77,7 +78,7 @@ def as_facts(certificate: Certificate, device: DeviceType = "cpu") -> dict[str, 
 
 
 def _processor(device: DeviceType) -> dict[str, str | None]:
-    """What computed: the bits are another processor's otherwise."""
+    """Return the names of the processor: on another one the bits may differ."""
     if device == "cpu":
         cpu = detect().cpu
         return {"cpu": cpu.name, "isa": cpu.isa[0]}
@@ -86,17 +87,24 @@ def _processor(device: DeviceType) -> dict[str, str | None]:
 
 
 def _print_lines(certificate: Certificate) -> None:
-    console, found = log.stdout(), certificate
+    console = log.stdout()
     console.print(
-        f"{found.logprobs:,} log-probabilities in {found.schedules:,} schedules: "
-        + ("every bit equal" if found.bitwise_equal else f"{found.mismatches:,} schedules differ"),
+        f"{certificate.logprobs:,} log-probabilities in {certificate.schedules:,} schedules: "
+        + (
+            "bitwise equal"
+            if certificate.bitwise_equal
+            else f"{certificate.mismatches:,} schedules differ"
+        ),
         highlight=False,
     )
     console.print(
-        f"{found.steps:,} steps, {found.preemptions:,} preemptions, {found.cached_tokens:,} tokens "
-        f"found in the cache, {found.accepted_tokens:,} of {found.draft_tokens:,} drafts right; "
-        f"{found.dtype}, {' and '.join(map(str, found.threads))} threads",
+        f"{certificate.steps:,} steps, {certificate.preemptions:,} preemptions, "
+        f"{certificate.cached_tokens:,} cached tokens, {certificate.accepted_tokens:,} of "
+        f"{certificate.draft_tokens:,} draft tokens accepted; "
+        f"{certificate.dtype}, {' and '.join(map(str, certificate.threads))} threads",
         highlight=False,
     )
-    if found.difference:
-        console.print(f"[bold red]first difference:[/] {escape_markup(found.difference[:2000])}")
+    if certificate.difference:
+        console.print(
+            f"[bold red]first difference:[/] {escape_markup(certificate.difference[:2000])}"
+        )

@@ -72,7 +72,8 @@ def draw(run: RunHistory, paths: Sequence[Path]) -> None:
         axes[1, 0].plot(lr.steps, lr.values, color=_INK, lw=1.6)
         axes[1, 0].set(title="learning rate", ylim=(0, None))
         _draw_curve(axes[1, 1], run.rates(), f"{run.unit}/s")
-        axes[1, 1].set_ylim(bottom=0)
+        if axes[1, 1].get_yscale() == "linear":
+            axes[1, 1].set_ylim(bottom=0)
         for panel in axes.flat:
             panel.set_xlabel("step")
             panel.set_xlim(0, max(run.step, 1))

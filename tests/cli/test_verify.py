@@ -10,23 +10,24 @@ import torch
 from ingot.cli.verify import verify
 from ingot.core import lineage
 from ingot.core.errors import IngotError
+from ingot.interop import hub
 from ingot.serving import verify as serving
 
 
-def test_a_certificate_is_printed_and_kept(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verify(tiny, schedules=3, json=True)
+def test_certificate_is_printed_and_stored(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verify(str(tiny), schedules=3, json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["schedules"], found["mismatches"], found["bitwise_equal"]) == (3, 0, True)
     (step,) = lineage.read(tiny).steps
     assert step["step"] == "verify"
     assert {name: step[name] for name in found} == found
-    verify(tiny, schedules=1)
+    verify(str(tiny), schedules=1)
     lines = capsys.readouterr().out
-    assert "every bit equal" in lines
+    assert "bitwise equal" in lines
     assert len(lineage.read(tiny).steps) == 2
 
 
-def test_a_difference_is_an_exit_code_and_is_kept(
+def test_difference_sets_the_exit_code_and_is_stored(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other(some: Any, all: Any) -> bool:
@@ -34,7 +35,7 @@ def test_a_difference_is_an_exit_code_and_is_kept(
 
     monkeypatch.setattr(serving, "_same_bits", other)
     with pytest.raises(SystemExit) as exit:
-        verify(tiny, schedules=2)
+        verify(str(tiny), schedules=2)
     assert exit.value.code == 1
     out = capsys.readouterr().out
     assert "2 schedules differ" in out
@@ -43,7 +44,7 @@ def test_a_difference_is_an_exit_code_and_is_kept(
     assert (step["mismatches"], step["bitwise_equal"]) == (2, False)
 
 
-def test_the_command(ready: Any, tiny: Path) -> None:
+def test_command_verifies_a_directory(ready: Any, tiny: Path) -> None:
     run = ready("verify", str(tiny), "--schedules", "1", "--json")
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["bitwise_equal"] is True
@@ -51,6 +52,16 @@ def test_the_command(ready: Any, tiny: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_an_error(tiny: Path) -> None:
+def test_missing_gpu_is_an_error(tiny: Path) -> None:
     with pytest.raises(IngotError, match="GPU"):
-        verify(tiny, schedules=1, device="cuda")
+        verify(str(tiny), schedules=1, device="cuda")
+
+
+def test_hub_name_is_resolved(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is stored in the directory of the downloaded model."""
+    monkeypatch.setattr(hub, "model_path", lambda name: {"org/name": tiny}.get(str(name), name))
+    verify("org/name", schedules=1)
+    assert "bitwise equal" in capsys.readouterr().out
+    assert len(lineage.read(tiny).steps) == 1

@@ -12,12 +12,11 @@ from ingot.observe.history import Curve, RunHistory
 from ingot.observe.plot import MAX_BINS, bin_curve, check, compare, draw, smooth
 from tests.observe.fake_runs import LINES, run, step
 
+LOG_SCALE = [step(i, 10.0 ** (1 - i), seconds=10.0**-i) for i in range(1, 9)]
 MANY = [step(i, 3.0 / i + 0.2 * (i % 7)) for i in range(1, 1300)]
 
 
-@pytest.mark.parametrize(
-    "lines", [LINES, MANY, [], LINES[:1], [step(i, 10.0 ** (1 - i)) for i in range(1, 9)]]
-)
+@pytest.mark.parametrize("lines", [LINES, MANY, [], LINES[:1], LOG_SCALE])
 def test_curves_are_written_as_png_and_svg(tmp_path: Path, lines: list[object]) -> None:
     directory = run(tmp_path / "run", lines)
     files = [tmp_path / "curves.png", tmp_path / "curves.svg"]
