@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,15 @@ from ingot.cli import SUMMARIES
 from ingot.training.recipe import Recipe
 from tools import reference
 
-DOCS = reference.PACKAGE.parent / "docs"
+ROOT = reference.PACKAGE.parent
+DOCS = ROOT / "docs"
+WRITTEN = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+_PATH = re.compile(
+    r"(?<![\w/])(?:benchmarks|docs|examples|ingot|recipes|tests|tools)/[\w/-]+\.[a-z]+\b"
+)
+_CODE = re.compile(r"^```(?:bash|console)\n(.*?)^```|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^(?:\$ )?ingot ([a-z][^#\n]*)", re.MULTILINE)
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*")
 
 
 def test_every_variable_of_the_package_is_documented() -> None:
@@ -42,6 +51,38 @@ def test_the_command_page_has_every_command_and_its_options() -> None:
         assert f"## ingot {verb}" in text
     assert "--max-tokens" in text
     assert "### ingot bench ops" in text
+
+
+def undocumented_options(text: str, commands: str) -> list[str]:
+    """List the commands of a text with an option that `commands`, their help, does not have."""
+    sections = dict(re.findall(r"^##+ ingot ([^\n]+)\n(.*?)(?=^##|\Z)", commands, re.M | re.S))
+    unknown: list[str] = []
+    code = "\n".join(block or inline for block, inline in _CODE.findall(text))
+    for line in map(str.strip, _COMMAND.findall(code)):
+        names = [n for n in sections if f"{line} ".startswith(f"{n} ")]
+        known = _OPTION.findall(sections[max(names, key=len)]) if names else []
+        unknown += [f"ingot {line}"] * (not names or not set(_OPTION.findall(line)) <= set(known))
+    return unknown
+
+
+def test_undocumented_options_are_found() -> None:
+    commands = "## ingot info\n--json\n\n## ingot bench\n\n### ingot bench ops\n--plot FILE\n"
+    good = "```bash\ningot info DIR --json  # --x\n```\nand `ingot bench ops --plot a.png`"
+    assert undocumented_options(good, commands) == []
+    bad = "```bash\ningot info --plot\n$ ingot inspect\n```"
+    assert undocumented_options(bad, commands) == ["ingot info --plot", "ingot inspect"]
+
+
+def test_pages_name_existing_commands_and_options() -> None:
+    commands = reference.render_commands()
+    for path in WRITTEN:
+        assert undocumented_options(path.read_text(), commands) == [], path
+
+
+def test_pages_name_existing_files() -> None:
+    for path in WRITTEN:
+        named = set(_PATH.findall(path.read_text()))
+        assert not {name for name in named if not (ROOT / name).exists()}, path
 
 
 def test_the_metrics_page_has_vllm_and_ingot_metrics() -> None:
