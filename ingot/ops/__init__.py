@@ -1,4 +1,4 @@
-"""WHAT is computed: every op of ingot, each one record.
+"""Ops: what is computed. Each op is declared by one record; `ingot.kernels` has the kernels.
 
 >>> import torch
 >>> from ingot import ops

@@ -1,14 +1,14 @@
-"""How wrong is a result, and how wrong may it be.
+"""The error of a result, and its bound.
 
-The oracle is an op's reference in float64. The error of a row is its largest deviation from
-the oracle over its largest magnitude, and the error of a result that of its worst row. The
-gradient of an argument that has no row for each token, such as a weight, is measured whole.
+The oracle is an op's reference in float64. The error of a row is its largest deviation from the
+oracle divided by its largest magnitude; the error of a result is that of its worst row. The
+gradient of an argument without a row per token, such as a weight, is measured as a whole.
 
-The baseline is plain PyTorch at the same precision: the same reference, run in the dtype of
-the result with every step rounded. A provider may err `Tolerance.forward` times as much, a
-gradient `Tolerance.backward` times (the rule of FlashAttention's tests). Where the baseline
-happens to be nearly right, or is lost (it overflowed, or cancelled to nothing), rounding is the
-measure: the one rounding of the result where it is narrower than the arithmetic, else a handful.
+The baseline is plain PyTorch at the same precision: the same reference in the dtype of the result,
+with every step rounded. The error of a provider may be `Tolerance.forward` times the baseline's,
+that of a gradient `Tolerance.backward` times (the rule of FlashAttention's tests). If the baseline
+is nearly correct by chance, or unusable because it overflowed or cancelled, the bound is a number
+of roundings: one if the result is narrower than the arithmetic, four otherwise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ingot.ops.dispatch import prefer
 from ingot.ops.gradient import differentiate
 from ingot.ops.record import Op
 
-_MAX_BASELINE_ERROR = 0.25  # a baseline off by more than this measures nothing
+_MAX_BASELINE_ERROR = 0.25  # a baseline with a larger error is not used
 
 
 def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> list[float]:
-    """Each output's error as a share of its bound: at most 1 where the provider is right.
+    """Return each output's error divided by its bound: at most 1 if the provider is correct.
 
     >>> from ingot import ops
     >>> args = torch.randn(4, 8), torch.ones(8), 1e-6
@@ -47,7 +47,7 @@ def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> li
 
 
 def backward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> dict[str, float]:
-    """The same for the gradient of each argument that has one, by name."""
+    """Return the error divided by its bound for the gradient of each argument that has one."""
     cotangents = _cotangents(op, args)
     with prefer(provider):
         results = _compute_gradients(op, op, args, cotangents)
@@ -67,7 +67,7 @@ def backward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> d
 def run_and_collect(
     op: Op[..., Any], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """What a call returns and then what it has written into; the arguments themselves stay.
+    """Return the outputs of a call, then the tensors it mutates; these are copies of the arguments.
 
     >>> from ingot import ops
     >>> run_and_collect(ops.silu, ops.silu, (torch.zeros(1),))
@@ -83,8 +83,9 @@ def run_and_collect(
 
 
 def relative_error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float:
-    """The worst row's largest deviation over its largest magnitude; inf where a value is NaN
-    or infinite and should not be, or the other way round, or an integer differs.
+    """Return the worst row's largest deviation divided by its largest magnitude.
+
+    It is inf if a value is non-finite in only one of the two, or if an integer differs.
 
     >>> relative_error(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
     0.25
@@ -101,7 +102,7 @@ def relative_error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float
     magnitude = oracle.double().abs().where(finite, 0)
     if not by_row:
         deviation, magnitude = deviation.flatten(), magnitude.flatten()
-    # Below the smallest normal number the spacing of floats is absolute.
+    # Below the smallest normal number, the spacing of floats is constant.
     floor = torch.finfo(actual.dtype).tiny
     shares = deviation.amax(-1) / magnitude.amax(-1).clamp_min(floor)
     return float(shares.nan_to_num(torch.inf).max())
@@ -116,7 +117,7 @@ def _error_bound(result: Tensor, baseline: float, factor: float) -> float:
 
 
 def _cotangents(op: Op[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
-    """Gradients of the outputs, rounded as the outputs are."""
+    """Return gradients of the outputs, in the dtypes of the outputs."""
     random = torch.Generator().manual_seed(0)
     outputs = as_tuple(op.fake(*args))
     return [torch.randn(o.shape, generator=random).to(o.device, o.dtype) for o in outputs]
@@ -131,11 +132,11 @@ def _compute_gradients(
     needs = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
     outputs = as_tuple(function(*args))
     grads = [grad.to(out.dtype) for grad, out in zip(cotangents, outputs, strict=True)]
-    found = differentiate(function)(needs, grads, *args)
+    gradients = differentiate(function)(needs, grads, *args)
     return {
         name: torch.zeros_like(arg) if gradient is None else gradient
         for name, arg, gradient, needed in zip(
-            op.signature.parameters, args, found, needs, strict=True
+            op.signature.parameters, args, gradients, needs, strict=True
         )
         if needed
     }

@@ -1,14 +1,14 @@
 """Activations, alone and gated.
 
-    gelu(x)          = x * Phi(x), normally distributed   Hendrycks & Gimpel 2016
-    gelu_tanh(x)     = its tanh approximation (GPT-2's)
+    gelu(x)          = x * Phi(x), the normal CDF         Hendrycks & Gimpel 2016
+    gelu_tanh(x)     = its tanh approximation             in GPT-2
     silu(x)          = x * sigmoid(x)                     Elfwing et al. 2017
     relu_squared(x)  = max(x, 0)**2                       So et al. 2021
     swiglu(gate, up) = silu(gate) * up                    Shazeer 2020
-    geglu(gate, up)  = gelu(gate) * up                    likewise
+    geglu(gate, up)  = gelu(gate) * up                    Shazeer 2020
 
-The gated forms take gate and up as two tensors. Where one GEMM made both, they are views of
-its output: strided inputs, no copy.
+The gated forms take gate and up as two tensors. If one GEMM computes both, they are strided views
+of its output, without a copy.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _gated = op(
 
 @_unary
 def gelu(x: Tensor) -> Tensor:
-    """The Gaussian error linear unit, exact.
+    """Apply the Gaussian error linear unit, computed with erf.
 
     >>> gelu(torch.tensor([[-1.0, 0.0, 1.0]]))
     tensor([[-0.1587,  0.0000,  0.8413]])
@@ -91,7 +91,7 @@ def gelu(x: Tensor) -> Tensor:
 
 @_unary
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of `gelu`.
+    """Apply the tanh approximation of `gelu`.
 
     >>> gelu_tanh(torch.tensor([[-1.0, 0.0, 1.0]]))
     tensor([[-0.1588,  0.0000,  0.8412]])
@@ -102,7 +102,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 @_unary
 def silu(x: Tensor) -> Tensor:
-    """The sigmoid linear unit, also called swish.
+    """Apply the sigmoid linear unit, also called swish.
 
     >>> silu(torch.tensor([[-1.0, 0.0, 1.0]]))
     tensor([[-0.2689,  0.0000,  0.7311]])
@@ -112,7 +112,7 @@ def silu(x: Tensor) -> Tensor:
 
 @_unary
 def relu_squared(x: Tensor) -> Tensor:
-    """The square of the positive part.
+    """Return the square of the positive part.
 
     >>> relu_squared(torch.tensor([[-1.0, 0.0, 3.0]]))
     tensor([[0., 0., 9.]])
@@ -122,7 +122,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 @_gated
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`.
+    """Return `silu(gate) * up`.
 
     >>> swiglu(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
     tensor([[1.4621]])
@@ -132,7 +132,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @_gated
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up`.
+    """Return `gelu(gate) * up`.
 
     >>> geglu(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
     tensor([[1.6827]])
@@ -142,7 +142,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @_gated
 def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu_tanh(gate) * up`.
+    """Return `gelu_tanh(gate) * up`.
 
     >>> geglu_tanh(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
     tensor([[1.6824]])

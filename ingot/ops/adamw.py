@@ -1,27 +1,27 @@
-"""The update of AdamW (Loshchilov & Hutter 2017) of many tensors at once.
+"""The AdamW update (Loshchilov & Hutter 2017) of many tensors in one call.
 
     g = grad_scale g
     m = b1 m + (1 - b1) g               v = b2 v + (1 - b2) g^2
     p = p - lr ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p)
 
-Tensors are written into: parameters, first and second moments. `step` is t, and counts from 1. A
-gradient has the dtype of its parameter or is in float32, and is multiplied by `grad_scale`: what
-clipping and the scale of a loss come to. The arithmetic is in float32 (float64 of float64), and so
-are the moments; or all of these are in bfloat16, rounded to nearest at each step, as DeepSeek-V3
-was trained.
+Parameters, first and second moments are updated in place. `step` is t, counted from 1. A gradient
+has the dtype of its parameter or float32, and is multiplied by `grad_scale`, which combines the
+factors of gradient clipping and loss scaling. The arithmetic is in float32 (float64 for float64).
+Moments are in float32 too, or all in bfloat16, rounded to nearest at each step, as in the training
+of DeepSeek-V3.
 
-A step is often smaller than half a unit of a bfloat16 parameter, and would be lost. So it has a
-master in float32: 32 bits, of which the parameter has the upper 16, rounded. `master_lo` holds
-the missing 16 bits as int16:
+An update is often smaller than half a unit in the last place of a bfloat16 parameter and would be
+lost. Therefore such a parameter has a master weight in float32. The parameter is its upper 16 bits,
+rounded, and `master_lo` stores the lower 16 bits as int16:
 
     bits = high * 65536 + low,    high = (bits + 0x8000) >> 16,    low = int16(bits)
 
-The parameter is the master rounded to nearest, ties away from 0. The two parts together are
-bitwise the master weight, and the master weight is what is updated. Without `master_lo`, a
-bfloat16 parameter is rounded at each step.
+The parameter is the master weight rounded to nearest, ties away from 0. The two parts together are
+bitwise equal to the master weight, and the update is applied to the master weight. Without
+`master_lo`, a bfloat16 parameter is rounded at each step.
 
-A model has hundreds of tensors, most of them small. A kernel for each would take longer to launch
-than to run, so one call takes them all.
+A model has hundreds of tensors, most of them small. One kernel per tensor would take longer to
+launch than to run, so one call updates all of them.
 """
 
 # pyright: basic
@@ -40,7 +40,7 @@ from ingot.ops.record import Cost, Tolerance
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as one in bfloat16 and what that lacks of it, in int16.
+    """Split a float32 tensor into its bfloat16 rounding and the lower 16 bits in int16.
 
     >>> high, low = split(torch.tensor([1.0, 1.001, 1.999]))
     >>> high, low
@@ -52,7 +52,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 tensor that was split into these.
+    """Return the float32 tensor that was split into these two.
 
     >>> join(*split(torch.tensor([1.001, -0.0])))
     tensor([1.0010, -0.0000])
@@ -62,7 +62,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     def state(params: list[Tensor], scale: float = 1.0) -> tuple[list[Tensor], ...]:
-        """Gradients and moments: second ones are not negative."""
+        """Return gradients and moments; second moments are not negative."""
         grads = [make(*p.shape, scale=scale) for p in params]
         dtype = accum_dtype(make.dtype)
         exp_avgs = [make(*p.shape, scale=scale).to(dtype) for p in params]
@@ -94,7 +94,7 @@ def _samples(make: TensorMaker) -> Iterator[SampleInput]:
 def _split_samples(
     make: TensorMaker, state: Callable[..., tuple[list[Tensor], ...]]
 ) -> Iterator[SampleInput]:
-    """What there is in bfloat16 only: masters in two parts, and moments of 16 bits."""
+    """Yield samples for bfloat16 only: split master weights and 16-bit moments."""
 
     def bits(*shape: int) -> Tensor:
         return make.ints(2**16, *shape).sub(2**15).to(torch.int16)
@@ -145,9 +145,9 @@ def _check(
     ):
         if any(other.shape != p.shape for other in others):
             raise OpError(
-                f"adamw: parameter {index} is {tuple(p.shape)}, what belongs to it "
+                f"adamw: parameter {index} is {tuple(p.shape)}, its gradient and state "
                 f"{[tuple(other.shape) for other in others]}",
-                hint="give them one shape",
+                hint="pass tensors of the same shape",
             )
     _check_dtypes(params, grads, [*exp_avgs, *exp_avg_sqs], master_lo)
     devices = {t.device for t in (*params, *grads, *exp_avgs, *exp_avg_sqs, *master_lo)}
@@ -159,7 +159,7 @@ def _check(
     if step < 1 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise OpError(
             f"adamw: step {step}, betas {beta1} and {beta2}",
-            hint="count steps from 1; give betas from 0 to below 1",
+            hint="count steps from 1; pass betas from 0 to below 1",
         )
 
 
@@ -170,22 +170,22 @@ def _check_dtypes(
     if {p.dtype for p in params} != {dtype} or not dtype.is_floating_point:
         raise OpError(
             f"adamw: parameters are {_dtypes(params)}",
-            hint="give one floating dtype, or call it once for each",
+            hint="pass one floating dtype, or call it once for each",
         )
     if not {g.dtype for g in grads} <= {dtype, torch.float32}:
         raise OpError(
             f"adamw: gradients are {_dtypes(grads)}",
-            hint=f"give each in {dtype}, as parameters are, or in torch.float32",
+            hint=f"pass each in {dtype}, as parameters are, or in torch.float32",
         )
     if {m.dtype for m in moments} not in ({accum_dtype(dtype)}, {torch.bfloat16}):
         raise OpError(
             f"adamw: moments are {_dtypes(moments)}",
-            hint=f"give all of them in {accum_dtype(dtype)}, or all in torch.bfloat16",
+            hint=f"pass all of them in {accum_dtype(dtype)}, or all in torch.bfloat16",
         )
     if master_lo and (dtype != torch.bfloat16 or {t.dtype for t in master_lo} != {torch.int16}):
         raise OpError(
-            f"adamw: `master_lo` is {_dtypes(master_lo)}, of parameters in {dtype}",
-            hint="give torch.int16 with parameters in torch.bfloat16, else an empty list",
+            f"adamw: `master_lo` is {_dtypes(master_lo)}, with parameters in {dtype}",
+            hint="pass torch.int16 with parameters in torch.bfloat16, else an empty list",
         )
 
 
@@ -219,7 +219,7 @@ def _masters(
     master_lo: list[Tensor],
     *_: object,
 ) -> tuple[Tensor, ...]:
-    """What is written: of a parameter in two parts, the number that they are."""
+    """Return the mutated tensors, with split parameters joined to master weights."""
     masters = map(join, (p.bfloat16() for p in params), master_lo) if master_lo else params
     return *masters, *exp_avgs, *exp_avg_sqs
 

@@ -1,21 +1,20 @@
 """Attention over packed sequences: one op for training, prefill and decode.
 
-Queries of all sequences lie one after another, (T, N, H); `cu_seqlens` (B+1) says where
-each begins. What a sequence's queries look at depends on where its keys are:
+The queries of all sequences are packed, (T, N, H); `cu_seqlens` (B+1) holds the start of each. Keys
+and values have one of three layouts:
 
 - training: `k`, `v` are packed like the queries, (T, G, H), and `context_lens` is None;
-- plain KV: `k`, `v` are packed (S, G, H) with `context_lens` (B) keys a sequence;
-- paged KV: `k`, `v` are pools (P, page, G, H); row b of `block_table` (B, M) names the pages
-  of sequence b in order, of which the first `context_lens[b]` slots hold keys.
+- contiguous KV cache: `k`, `v` are packed (S, G, H) with `context_lens` (B) keys per sequence;
+- paged KV cache: `k`, `v` are (blocks, block size, G, H). Row b of `block_table` (B, M) lists the
+  blocks of sequence b in order; their first `context_lens[b]` slots hold its keys.
 
-The last query of a sequence stands at its last key. So with as many queries as keys this is
-a whole prompt, with fewer a chunk of one, with one query a decode step: nothing else tells
-them apart. Causal queries see the keys up to their own; a `window` of W leaves the keys less
-than W away. N query heads share G key heads in groups of N/G (GQA). `scale` is H**-0.5 unless
-given.
+The last query of a sequence is at the position of its last key. With as many queries as keys, a
+call is a whole prompt; with fewer, a chunk of one; with one query, a decode step. Causal queries
+attend to keys up to their own position; a `window` of W restricts them to keys less than W away. N
+query heads share G key-value heads in groups of N/G (GQA). `scale` defaults to H**-0.5.
 
-Legend: T queries, S keys, N query heads, G key-value heads, H channels, B sequences, P pages;
-Q and K the queries and keys of one sequence.
+Legend: T queries, S keys, N query heads, G key-value heads, H channels, B sequences; Q and K the
+queries and keys of one sequence.
 """
 
 # pyright: basic
@@ -43,7 +42,7 @@ def sequences(
     context_lens: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The queries, keys and values of each sequence: (Q, N, H), (K, G, H), (K, G, H).
+    """Yield the queries, keys and values of each sequence: (Q, N, H), (K, G, H), (K, G, H).
 
     >>> q, kv = torch.zeros(3, 2, 4), torch.zeros(3, 1, 4)
     >>> [len(q_b) for q_b, _, _ in sequences(q, kv, kv, torch.tensor([0, 2, 3]))]
@@ -53,18 +52,18 @@ def sequences(
     if not (starts[:1] == [0] and starts[-1] == len(q) and starts == sorted(starts)):
         raise OpError(
             f"attention: cu_seqlens is {starts[:8]} for {len(q)} queries",
-            hint="give the running total of the lengths: 0 first, the number of queries last",
+            hint="pass the cumulative lengths, from 0 to the number of queries",
         )
     counts = cu_seqlens.diff().tolist() if context_lens is None else context_lens.tolist()
     if len(counts) != len(starts) - 1:
         raise OpError(
             f"attention: {len(starts) - 1} sequences, but {len(counts)} context_lens",
-            hint="give one for each sequence",
+            hint="pass one per sequence",
         )
     if block_table is None and sum(counts) != len(k):
         raise OpError(
-            f"attention: {len(k)} keys, where the sequences have {sum(counts)}",
-            hint="give the number of keys of each sequence as context_lens",
+            f"attention: {len(k)} keys, but the sequences have {sum(counts)}",
+            hint="pass the number of keys of each sequence as context_lens",
         )
     first_key = 0
     for b, num_keys in enumerate(counts):
@@ -79,20 +78,21 @@ def sequences(
             yield q_b, k[keys], v[keys]
             first_key += num_keys
         else:
-            pages = block_table[b, : -(-num_keys // k.shape[1])]
+            blocks = block_table[b, : -(-num_keys // k.shape[1])]
             if not (
-                len(pages) * k.shape[1] >= num_keys
-                and (num_keys == 0 or 0 <= int(pages.min()) <= int(pages.max()) < len(k))
+                len(blocks) * k.shape[1] >= num_keys
+                and (num_keys == 0 or 0 <= int(blocks.min()) <= int(blocks.max()) < len(k))
             ):
                 raise OpError(
-                    f"attention: {num_keys} keys of sequence {b} are not in pages {pages.tolist()}",
-                    hint=f"name as many pages as the keys fill, each from 0 to {len(k) - 1}",
+                    f"attention: {num_keys} keys of sequence {b} do not fit in blocks "
+                    f"{blocks.tolist()}",
+                    hint=f"list as many blocks as the keys fill, each from 0 to {len(k) - 1}",
                 )
-            yield q_b, k[pages].flatten(0, 1)[:num_keys], v[pages].flatten(0, 1)[:num_keys]
+            yield q_b, k[blocks].flatten(0, 1)[:num_keys], v[blocks].flatten(0, 1)[:num_keys]
 
 
 def visible(num_queries: int, num_keys: int, causal: bool, window: int | None) -> Tensor:
-    """Which keys each query of a sequence sees: (Q, K), true where it does.
+    """Return the attention mask of a sequence, (Q, K): True where the query attends to the key.
 
     >>> visible(2, 3, causal=True, window=2).int()
     tensor([[1, 1, 0],
@@ -160,20 +160,20 @@ def _check(
     if q.dim() != 3 or k.dim() != 3 + paged:
         raise OpError(
             f"attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",
-            hint="give q as (tokens, heads, channels), k and v likewise or as pools of pages",
+            hint="pass q as (tokens, heads, channels), k and v as packed tokens or blocks of them",
         )
     if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2] != 0:
         raise OpError(
             f"attention: q has heads x channels {tuple(q.shape[-2:])}, k {tuple(k.shape[-2:])}",
-            hint="give as many channels, and query heads that are a multiple of the key heads",
+            hint="use the same number of channels, and a multiple of the key heads as query heads",
         )
     if paged and context_lens is None:
         raise OpError(
             "attention: a block_table without context_lens",
-            hint="give the number of keys of each sequence",
+            hint="pass the number of keys of each sequence",
         )
     if window is not None and window <= 0:
-        raise OpError(f"attention: window is {window}", hint="None sees all")
+        raise OpError(f"attention: window is {window}", hint="pass a positive window, or None")
 
 
 def _cost(
@@ -213,7 +213,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Each query's mean of the values it sees, weighted by softmax of query times key.
+    """Return softmax(scale * q k^T) v for each query, over the keys of its sequence.
 
     >>> q = k = v = torch.ones(3, 1, 4)
     >>> attention(q, k, v, cu_seqlens=torch.tensor([0, 3])).shape

@@ -1,7 +1,7 @@
-"""What ops demand of their arguments; the error names the one that does not fit.
+"""Checks of the arguments of ops; errors name the argument.
 
-Ops neither broadcast nor promote: a mistake that PyTorch would make into a larger tensor, or a
-wider dtype, is an error here, in eager mode and while tracing.
+Ops neither broadcast nor promote: where PyTorch would return a larger tensor or a wider dtype, ops
+raise an error, in eager mode and while tracing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ingot.core.errors import OpError
 
 
 def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
-    """Require that the tensors that are given have one floating dtype.
+    """Require that the tensors that are not None have the same floating dtype.
 
     >>> check_same_dtype("linear", x=Tensor([1.0]), bias=None)
     """
@@ -20,12 +20,12 @@ def check_same_dtype(op: str, **tensors: Tensor | None) -> None:
     if not (len(dtypes) == 1 and next(iter(dtypes)).is_floating_point):
         raise OpError(
             f"{op}: " + _listing({n: t.dtype for n, t in tensors.items() if t is not None}),
-            hint="give floats of one dtype; ops do not promote",
+            hint="pass floating tensors of one dtype; ops do not promote",
         )
 
 
 def check_same_shape(op: str, **tensors: Tensor) -> None:
-    """Require that the tensors have one shape and one floating dtype.
+    """Require that the tensors have the same shape and the same floating dtype.
 
     >>> check_same_shape("swiglu", gate=Tensor([1.0]), up=Tensor([2.0]))
     """
@@ -34,12 +34,12 @@ def check_same_shape(op: str, **tensors: Tensor) -> None:
     if not (all(first.shape == tensor.shape for tensor in rest)):
         raise OpError(
             f"{op}: " + _listing({n: tuple(t.shape) for n, t in tensors.items()}),
-            hint="give them one shape; ops do not broadcast",
+            hint="pass tensors of one shape; ops do not broadcast",
         )
 
 
 def is_integral(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers: ids, positions, seeds. Bools are 0 and 1.
+    """Return whether a tensor holds integers. Bools count as integers.
 
     >>> is_integral(Tensor([3.0])), is_integral(Tensor([3.0]).int())
     (False, True)

@@ -1,4 +1,4 @@
-"""The catalogue in words: what `ingot ops` prints and what the docs page is made of."""
+"""Descriptions of ops, for `ingot ops` and for the page of all ops in the documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ingot.ops.record import Op, registry
 
 
 def rows() -> list[dict[str, Any]]:
-    """One row an op, by family, as `ingot ops --json` prints it.
+    """Return a row per op, sorted by family, as `ingot ops --json` prints it.
 
     >>> next(row for row in rows() if row["op"] == "silu")["tolerance"]
     {'forward': 2.0, 'backward': 3.0, 'reason': ''}
@@ -21,7 +21,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def row(op: Op[..., Any]) -> dict[str, Any]:
-    """What the catalogue says of one op."""
+    """Return the row of one op."""
     tolerance = op.tolerance
     return {
         "op": op.name,
@@ -47,7 +47,7 @@ def row(op: Op[..., Any]) -> dict[str, Any]:
 
 
 def cost_formula(op: Op[..., Any]) -> dict[str, str]:
-    """The expressions for bytes and FLOPs, read from the cost function itself.
+    """Return the expressions for bytes and FLOPs, read from the source of the cost function.
 
     >>> cost_formula(registry()["rms_norm"])
     {'bytes': '2 * x.nbytes + weight.nbytes', 'flops': '4 * x.numel()'}
@@ -59,7 +59,7 @@ def cost_formula(op: Op[..., Any]) -> dict[str, str]:
 
 
 def source(function: Any) -> str:
-    """The source of a reference or a cost, without its decorator and docstring.
+    """Return the source of a reference or a cost, without its decorator and docstring.
 
     >>> print(source(registry()["silu"].reference))
     def silu(x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def source(function: Any) -> str:
 
 
 def page(op: Op[..., Any], with_family: bool = False) -> str:
-    """One op as Markdown, for the terminal and for the docs; if asked, with what its family is.
+    """Return one op as Markdown, for the terminal and the docs; optionally with its family.
 
     >>> page(registry()["silu"]).splitlines()[0]
     '### silu'
@@ -89,7 +89,7 @@ def page(op: Op[..., Any], with_family: bool = False) -> str:
         for p in facts["providers"]
     )
     backward = f", backward {tolerance['backward']:g}x" if op.gradient else ""
-    ahead = [
+    overrides = [
         f"- **on a GPU**: {p['name']} is preferred for {p['preferred_for']}"
         "; not in `ops.batch_invariant()`"
         for p in facts["providers"]
@@ -97,7 +97,7 @@ def page(op: Op[..., Any], with_family: bool = False) -> str:
     ]
     bullets = (
         f"- **providers**: {providers}",
-        *ahead,
+        *overrides,
         f"- **error**: at most {tolerance['forward']:g}x plain PyTorch's{backward}"
         + (f"; {tolerance['reason']}" if tolerance["reason"] else ""),
         f"- **gradient**: {'yes' if op.gradient else 'none'}",
@@ -119,7 +119,7 @@ def page(op: Op[..., Any], with_family: bool = False) -> str:
 
 
 def family_doc(op: Op[..., Any]) -> str:
-    """What the op's family is: formulas, shapes, papers.
+    """Return the description of the op's family: formulas, shapes, papers.
 
     >>> family_doc(registry()["silu"]).splitlines()[0]
     'Activations, alone and gated.'

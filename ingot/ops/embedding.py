@@ -1,4 +1,4 @@
-"""Embedding: a row of a table for each token."""
+"""Embedding: look up a row of the weight for each token."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _check(tokens: Tensor, weight: Tensor) -> None:
     if not is_integral(tokens) or tokens.dtype == torch.bool:
         raise OpError(
             f"embedding: tokens are {tokens.dtype}",
-            hint="give token ids, int32 or int64; the table comes second",
+            hint="pass token ids in int32 or int64; the weight is the second argument",
         )
     if weight.dim() != 2:
-        raise OpError(f"embedding: weight is {tuple(weight.shape)}", hint="give (V, D)")
+        raise OpError(f"embedding: weight is {tuple(weight.shape)}", hint="pass (V, D)")
 
 
 def _fake(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -54,11 +54,11 @@ def _cost(tokens: Tensor, weight: Tensor) -> Cost:
     row_args=("tokens",),
 )
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The row of `weight` for each token.
+    """Return the row of `weight` for each token.
 
     >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[3., 4.],
             [1., 2.]])
     """
-    rows = weight.index_select(0, tokens.flatten())  # unlike weight[tokens], no negative ones
+    rows = weight.index_select(0, tokens.flatten())  # unlike weight[tokens], rejects negative ids
     return rows.view(*tokens.shape, weight.shape[1])

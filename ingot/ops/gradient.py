@@ -1,7 +1,7 @@
-"""Gradients derived from a forward: run it again, and ask autograd.
+"""Gradients derived from a forward: recompute it and differentiate it with autograd.
 
-This is the backward of every op that has no better one. It runs inside the kernel of
-`ingot::<op>_backward`, and there lies the difficulty: see `_TOP_OF_DISPATCH`.
+This is the backward of every op whose providers have none. It runs inside the kernel of
+`ingot::<op>_backward`, where autograd is off: see `_TOP_OF_DISPATCH`.
 """
 
 # pyright: basic
@@ -18,14 +18,14 @@ from ingot.ops.arguments import as_tuple
 
 # backward(needs, grads, *args): a gradient per argument, None where it is not needed or zero.
 Backward = Callable[..., Sequence[Tensor | None]]
-# What makes a backward out of a forward.
+# Derives a backward from a forward.
 Gradient = Callable[[Callable[..., Any]], Backward]
 
-# A kernel runs where the dispatcher has passed autograd already, and under a TorchDispatchMode
-# (selective checkpointing, FLOP counters, opcheck) autograd stays switched off in it. This is
-# the dispatcher's state at the top of a call, which a derived backward needs to record its
-# graph: that of a new thread, whatever modes this module is imported under. No public call
-# does it; torch's own `invoke_leaf_function` uses the same guard.
+# In a kernel, the dispatcher is already below autograd, and under a TorchDispatchMode (selective
+# checkpointing, FLOP counters, opcheck) autograd stays off. To record its graph, a derived backward
+# needs the dispatcher's state at the top of a call. A new thread has that state, whatever modes are
+# active while this module is imported. There is no public API for it; torch's own
+# `invoke_leaf_function` uses the same guard.
 with ThreadPoolExecutor(1) as _thread:
     _TOP_OF_DISPATCH = (
         _thread.submit(torch._C._dispatch_tls_local_include_set).result(),
@@ -34,8 +34,7 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def differentiate(forward: Callable[..., Any]) -> Backward:
-    """The backward of a function made of differentiable torch calls: run it again, and ask
-    autograd."""
+    """Return the backward of a function of differentiable torch calls, which recomputes it."""
 
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
         with torch._C._ForceDispatchKeyGuard(*_TOP_OF_DISPATCH), torch.enable_grad():
@@ -55,16 +54,16 @@ def vjp(
     needs: Sequence[bool],
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Autograd's gradient of each argument that needs one; `again` if it will be differentiated."""
-    # An output may have nothing to do with what is needed: the sum of add_rms_norm with its weight.
+    """Return autograd's gradient of each argument that needs one, None for the others."""
+    # An output may not depend on what is needed: the sum of add_rms_norm does not on its weight.
     pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
     wanted = [arg for arg, needed in zip(args, needs, strict=True) if needed]
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [output for output, _ in pairs],
         wanted,
         [grad for _, grad in pairs],
         create_graph=create_graph,
         allow_unused=True,
     )
-    rest = iter(found)
-    return [next(rest) if needed else None for needed in needs]
+    remaining = iter(gradients)
+    return [next(remaining) if needed else None for needed in needs]

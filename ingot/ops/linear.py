@@ -51,7 +51,7 @@ def _biased_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("extreme", (make.spread(4, 33), weight(9, 33), make(9)))
     yield SampleInput("batched", (make(2, 3, 16), weight(8, 16), None))
     yield SampleInput("vector", (make(16), weight(8, 16), make(8)))
-    # Positive: a single result that cancelled would have no row to be small against.
+    # Positive, because the error of a row with a single value that cancels has no meaning.
     yield SampleInput("one_column", (make(3, 8).abs(), weight(1, 8).abs(), make(1).abs()))
 
 
@@ -226,7 +226,7 @@ def linear(
     activation: int = IDENTITY,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`residual + activation(x @ weight.T + bias)`; the activation is an `ActivationFn`.
+    """Return `residual + activation(x @ weight.T + bias)`; `activation` is an `ActivationFn`.
 
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
@@ -248,7 +248,7 @@ def linear(
 def gated_linear(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int = SILU
 ) -> Tensor:
-    """`activation(x @ gate_weight.T) * (x @ up_weight.T)`: SwiGLU with silu, the default.
+    """Return `activation(x @ gate_weight.T) * (x @ up_weight.T)`: SwiGLU by default.
 
     >>> gated_linear(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
     tensor([[0.7311]])
@@ -288,7 +288,7 @@ def grouped_linear(
 def grouped_gated_linear(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, offsets: Tensor, activation: int = SILU
 ) -> Tensor:
-    """`gated_linear` with the gate and up weights of each row's group.
+    """Apply `gated_linear` with the gate and up weights of each row's group.
 
     >>> weight, offsets = torch.ones(2, 1, 1), torch.tensor([0, 1, 1])
     >>> grouped_gated_linear(torch.ones(1, 1), weight, weight, offsets)

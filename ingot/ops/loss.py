@@ -1,4 +1,4 @@
-"""Losses over a vocabulary, one number a token.
+"""Losses over a vocabulary, one value per token.
 
 With z the logits of a token, t its target and lse = log sum exp z:
 
@@ -6,12 +6,12 @@ With z the logits of a token, t its target and lse = log sum exp z:
     cross_entropy  = lse - (1 - e) z_t - e mean(z) + c lse**2
 
 e is label smoothing and c the weight of the z-loss that keeps lse near 0 (Chowdhery et al.
-2022). Tokens whose target is `ignore_index` lose 0. Nothing is averaged: a per-token loss is
-what masks, weights and reports need, and a mean is one call away.
+2022). Tokens whose target is `ignore_index` have a loss of 0. Losses are not averaged: masks,
+weights and metrics need them per token.
 
-The `linear_` forms take the hidden states and the vocabulary's weight instead of logits and
-work through the tokens in chunks: at 4096 tokens and a vocabulary of 49152 the logits of a
-batch would take 805 MB in float32, those of a chunk 50 MB.
+The `linear_` forms take the hidden states and the weight of the LM head instead of logits and
+process the tokens in chunks: with 4096 tokens and a vocabulary of 49152, the logits of a batch
+would take 805 MB in float32, those of a chunk 50 MB.
 
 Results are in float32 (float64 for float64 inputs): in bfloat16 a loss of 8 has steps of 1/32.
 """
@@ -34,11 +34,11 @@ from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
 
-CHUNK = 256  # tokens whose logits exist at one time
+CHUNK = 256  # tokens whose logits are in memory at a time
 
 
 def by_chunks(forward: Callable[..., Any]) -> Backward:
-    """The backward of a `linear_` loss: that of each chunk, the weight's parts added up."""
+    """Return the backward of a `linear_` loss, which processes the tokens in chunks."""
     backward = differentiate(forward)
 
     def chunked(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
@@ -59,7 +59,7 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
 
 
-# Samples that are about options of the loss: ignore_index, label_smoothing, z_loss.
+# Samples of options of the loss: ignore_index, label_smoothing, z_loss.
 _LOSS_ONLY = {
     "ignored": (-100, 0.0, 0.0),
     "other_ignored": (7, 0.0, 0.0),
@@ -69,7 +69,7 @@ _LOSS_ONLY = {
 
 
 def _rows(make: TensorMaker) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, rows and targets; the rows are logits or hidden states."""
+    """Yield name, rows and targets; the rows are logits or hidden states."""
     yield "typical", make(6, 64), make.ints(11, 6)
     yield "large", make(67, 1031), make.ints(11, 67)
     yield "odd", make(5, 37), make.ints(11, 5)
@@ -116,7 +116,7 @@ def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
     if targets.shape != logits.shape[:-1] or not is_integral(targets):
         raise OpError(
             f"loss: rows are {tuple(logits.shape)}, targets {targets.dtype} {tuple(targets.shape)}",
-            hint="give one token id for each row",
+            hint="pass one token id for each row",
         )
 
 
@@ -126,7 +126,7 @@ def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -
     if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
         raise OpError(
             f"loss: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
-            hint="give hidden as (tokens, channels) and weight as (vocabulary, channels)",
+            hint="pass hidden as (tokens, channels) and weight as (vocabulary, channels)",
         )
 
 
@@ -160,7 +160,7 @@ def _linear_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) ->
     row_args=("logits", "targets"),
 )
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """The log-probability of each token's target, from logits (T, V) and targets (T).
+    """Return the log-probability (T) of each target, from logits (T, V) and targets (T).
 
     >>> token_logprobs(torch.zeros(1, 2), torch.tensor([0]))
     tensor([-0.6931])
@@ -184,7 +184,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The loss of each token, from logits (T, V) and targets (T).
+    """Return the loss (T) of each token, from logits (T, V) and targets (T).
 
     >>> cross_entropy(torch.zeros(2, 2), torch.tensor([0, -100]))
     tensor([0.6931, 0.0000])
@@ -193,7 +193,7 @@ def cross_entropy(
     lse = logits.logsumexp(-1)
     chosen = logits.gather(-1, targets.long().masked_fill(ignored, 0)[..., None]).squeeze(-1)
     likely = chosen
-    if label_smoothing:  # not 0 times the mean, which is NaN where a logit is -inf
+    if label_smoothing:  # 0 times the mean would be NaN if a logit is -inf
         likely = (1 - label_smoothing) * chosen + label_smoothing * logits.mean(-1)
     return (lse - likely + z_loss * lse.square()).masked_fill(ignored, 0.0)
 
@@ -208,7 +208,7 @@ def cross_entropy(
     gradient=by_chunks,
 )
 def linear_token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """`token_logprobs` of `hidden @ weight.T`, without all of the logits at once.
+    """Return `token_logprobs` of `hidden @ weight.T`, computing the logits in chunks.
 
     >>> linear_token_logprobs(torch.ones(1, 4), torch.zeros(2, 4), torch.tensor([0]))
     tensor([-0.6931])
@@ -235,7 +235,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`cross_entropy` of `hidden @ weight.T`, without all of the logits at once.
+    """Return `cross_entropy` of `hidden @ weight.T`, computing the logits in chunks.
 
     >>> linear_cross_entropy(torch.ones(1, 4), torch.zeros(2, 4), torch.tensor([0]))
     tensor([0.6931])
@@ -260,8 +260,8 @@ def _fwd_bwd_samples(make: TensorMaker) -> Iterator[SampleInput]:
 
 def _fwd_bwd_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Cost:
     once = _linear_cost(hidden, weight, targets)
-    products = 4 * targets.numel() * weight.numel()
-    return Cost(bytes=once.bytes + hidden.nbytes + weight.nbytes, flops=once.flops + products)
+    backward_flops = 4 * targets.numel() * weight.numel()
+    return Cost(bytes=once.bytes + hidden.nbytes + weight.nbytes, flops=once.flops + backward_flops)
 
 
 @op(
@@ -270,7 +270,7 @@ def _fwd_bwd_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -
     samples=_fwd_bwd_samples,
     tolerance=Tolerance(
         forward=4.0,
-        reason="gradients: the yardstick is in float32, as losses are, and each word is measured",
+        reason="gradients are measured per row, against a baseline in float32 like the losses",
     ),
     cost=_fwd_bwd_cost,
     row_args=(),
@@ -285,10 +285,10 @@ def linear_cross_entropy_fwd_bwd(
     z_loss: float = 0.0,
     grad_output: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_cross_entropy`, and the gradients of `grad_output` times the sum of all losses.
+    """Return `linear_cross_entropy` and the gradients of `grad_output` times the sum of all losses.
 
-    What a step of training needs of its loss, in three products: computed one after the other,
-    loss and gradients take four, as the second begins with the logits again.
+    A training step takes three GEMMs this way. Computed separately, loss and gradients take four,
+    since the backward recomputes the logits.
 
     >>> ones, zeros = torch.ones(1, 4), torch.zeros(2, 4)
     >>> _, _, weight_grad = linear_cross_entropy_fwd_bwd(ones, zeros, torch.tensor([0]))

@@ -1,13 +1,13 @@
-"""Normalization of each row to unit scale, then a learned scale (and shift).
+"""Normalization of each row, followed by a learned scale and shift.
 
     layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
     rms_norm(x)   = x / sqrt(mean(x**2) + eps) * weight
 
 by Ba et al. 2016 and Zhang & Sennrich 2019.
 
-A transformer block adds its branch to the residual stream and normalizes the sum for the
-next one. The `add_` forms do both in one pass over memory and return the normalized sum and
-the sum itself, which is the new residual stream.
+A transformer block adds its branch to the residual stream, and the next block normalizes the sum.
+The `add_` forms do both in one pass over memory and return the normalized sum and the sum itself,
+which is the new residual stream.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def _add_layer_samples(make: TensorMaker) -> Iterator[SampleInput]:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     if not eps >= 0:
-        raise OpError(f"norm: eps is {eps}", hint="give 0 or more, 1e-5 as a rule")
+        raise OpError(f"norm: eps is {eps}", hint="pass 0 or more, usually 1e-5")
     check_same_dtype("norm", x=x, weight=weight, bias=bias)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and vector.shape != x.shape[-1:]:
             raise OpError(
                 f"norm: x has {x.shape[-1]} channels, {name} is {tuple(vector.shape)}",
-                hint=f"give a {name} with one value for each channel",
+                hint=f"pass a {name} with one value for each channel",
             )
 
 
@@ -147,8 +147,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), eps=0.0)
     tensor([[-1.,  1.]])
     """
-    centred = x - x.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    centered = x - x.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight
     return y if bias is None else y + bias
 
 
@@ -163,7 +163,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of `x + residual`, and the sum.
+    """Return `rms_norm` of `x + residual`, and the sum.
 
     >>> y, total = add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), eps=0.0)
     >>> y, total
@@ -184,7 +184,7 @@ def add_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm` of `x + residual`, and the sum.
+    """Return `layer_norm` of `x + residual`, and the sum.
 
     >>> y, total = add_layer_norm(torch.eye(2), torch.eye(2), torch.ones(2), eps=0.0)
     >>> y

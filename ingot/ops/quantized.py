@@ -53,7 +53,7 @@ _MIN_MAGNITUDE = 2.0**-100
 
 
 def pack_int4(weight: Tensor) -> Tensor:
-    """Integers from 0 to 15, (out, in), as bytes, (out, in / 2).
+    """Pack integers from 0 to 15, (out, in), into bytes, (out, in / 2).
 
     >>> pack_int4(torch.tensor([[1, 2, 3, 15]]))
     tensor([[ 33, 243]], dtype=torch.uint8)
@@ -62,7 +62,7 @@ def pack_int4(weight: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """Bytes as the integers from 0 to 15 that are in them, (out, in).
+    """Unpack bytes, (out, in / 2), into integers from 0 to 15, (out, in).
 
     >>> unpack_int4(torch.tensor([[33, 243]], dtype=torch.uint8))
     tensor([[ 1,  2,  3, 15]], dtype=torch.uint8)
@@ -71,18 +71,18 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row as int8 and its step in float32: `x` is about `q * step[..., None]`.
+    """Quantize each row to int8 with a scale in float32: `x` is about `q * scale[..., None]`.
 
     >>> quantize_rows(torch.tensor([[1.0, -127.0]]))
     (tensor([[   1, -127]], dtype=torch.int8), tensor([1.]))
     """
     wide = x.float()
-    step = wide.abs().amax(-1).clamp_min(_MIN_MAGNITUDE) / 127
-    return (wide / step[..., None]).round().to(torch.int8), step
+    scale = wide.abs().amax(-1).clamp_min(_MIN_MAGNITUDE) / 127
+    return (wide / scale[..., None]).round().to(torch.int8), scale
 
 
 def _int8(make: TensorMaker, out: int, width: int) -> tuple[Tensor, Tensor]:
-    """A weight that stands for one of the usual size, and its scales."""
+    """Return a weight whose dequantized values have a typical magnitude, and its scales."""
     weight = (make.ints(256, out, width) - 128).to(torch.int8)
     return weight, (make(out).float().abs() + 0.5) / (90 * width**0.5)
 
@@ -160,13 +160,13 @@ def _check_int8(
         raise OpError(
             f"linear_int8: x has {x.shape[-1]} channels, weight is {weight.dtype} "
             f"{tuple(weight.shape)}",
-            hint="give a weight of (out, in) in int8, in being x's channels",
+            hint="pass a weight of (out, in) in int8, in being x's channels",
         )
     if scale.shape != weight.shape[:1] or not scale.is_floating_point():
         raise OpError(
             f"linear_int8: weight is {tuple(weight.shape)}, scale {scale.dtype} "
             f"{tuple(scale.shape)}",
-            hint="give floats, one for each row of the weight",
+            hint="pass floats, one per row of the weight",
         )
     check_epilogue("linear_int8", x, weight.shape[0], bias, activation, residual)
 
@@ -176,7 +176,7 @@ def _check_dynamic(x: Tensor, *args: Any) -> None:
     if not 0 < x.shape[-1] <= MAX_INT8_K:
         raise OpError(
             f"linear_int8_dynamic: x has {x.shape[-1]} channels",
-            hint=f"give 1 to {MAX_INT8_K}: sums are in int32",
+            hint=f"pass 1 to {MAX_INT8_K}: sums are in int32",
         )
 
 
@@ -194,20 +194,20 @@ def _check_int4(
         raise OpError(
             f"linear_int4: x has {x.shape[-1]} channels, weight is {weight.dtype} "
             f"{tuple(weight.shape)}",
-            hint="give a weight of (out, in / 2) bytes, in being x's channels",
+            hint="pass a weight of (out, in / 2) bytes, in being x's channels",
         )
     fits = scale.dim() == 2 and scale.shape[0] == weight.shape[0] and scale.shape[1] > 0
     if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUP_SIZES]:
         raise OpError(
             f"linear_int4: {weight.shape[0]} rows of {x.shape[-1]} channels, scale is "
             f"{tuple(scale.shape)}",
-            hint="give a scale for each row and 32, 64 or 128 channels",
+            hint="pass one scale per row and group of 32, 64 or 128 channels",
         )
     check_same_dtype("linear_int4", scale=scale, zero_point=zero_point)
     if zero_point is not None and zero_point.shape != scale.shape:
         raise OpError(
             f"linear_int4: scale is {tuple(scale.shape)}, zero_point {tuple(zero_point.shape)}",
-            hint="give them one shape",
+            hint="pass both in the same shape",
         )
     check_epilogue("linear_int4", x, weight.shape[0], bias, activation, residual)
 
@@ -262,7 +262,7 @@ def linear_int8(
     activation: int = IDENTITY,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear` with a weight of int8 and a scale for each of its rows (W8A16).
+    """Apply `linear` with an int8 weight and a scale per row of it (W8A16).
 
     >>> weight = torch.tensor([[3, 4]], dtype=torch.int8)
     >>> linear_int8(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([0.5]))
@@ -289,7 +289,7 @@ def linear_int8_dynamic(
     activation: int = IDENTITY,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear_int8` with each row of x rounded to int8 as well (W8A8): products of integers.
+    """Apply `linear_int8` with each row of x quantized to int8 too, in an integer GEMM (W8A8).
 
     >>> weight = torch.tensor([[3, 4]], dtype=torch.int8)
     >>> linear_int8_dynamic(torch.tensor([[63.6, 127.0]]), weight, torch.tensor([0.5]))
@@ -318,7 +318,7 @@ def linear_int4(
     activation: int = IDENTITY,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear` with a weight of 4 bits and a scale for each group of channels (W4A16).
+    """Apply `linear` with a 4-bit weight and a scale per group of channels (W4A16).
 
     >>> weight = torch.full((1, 16), 0x9A, dtype=torch.uint8)  # 10 and 9, which are 2 and 1
     >>> linear_int4(torch.ones(1, 32), weight, torch.tensor([[0.5]]))

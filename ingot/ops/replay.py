@@ -1,20 +1,18 @@
-"""Calls of ops, recorded once and run again without Python.
+"""Capture and replay of op calls, without Python, like a CUDA graph on the CPU.
 
 A decode step of a small model is hundreds of calls that take microseconds each, and half of its
-time would be Python between them: modules, attributes, views. So a step is recorded as it runs,
-and C++ repeats the list (`kernels/cpu/replay.cpp`):
+time would be Python between them: modules, attributes, views. Therefore the calls of a step are
+captured while it runs, and C++ repeats them (`kernels/cpu/replay.cpp`):
 
-    token, step = capture(lambda: one_step())     # runs it, and says what it did
-    token = step()                               # the same calls on the same tensors
+    token, step = capture(lambda: one_step())     # runs the function and captures its calls
+    token = step()                               # repeats the calls on the same tensors
 
-What was a tensor in the function is the same tensor again: its inputs are those that somebody
-writes new values into. What follows from values in Python (an `if`, a shape) is as it was when
-recorded, so only what has no such thing may be recorded; a call that reads a value out of a tensor
-is noticed, and nothing is recorded. The same goes for calls with arguments that the list cannot
-hold. Then, and where there is no compiler, `step` is the function itself.
+A replay uses the same tensors: to change its inputs, the caller writes new values into them. Values
+that Python computed (an `if`, a shape) stay as they were during the capture, so the function must
+not depend on such values. If a call reads a value from a tensor or has arguments of a type that
+cannot be captured, or if there is no compiler, `step` is the function itself.
 
-Ops compute what they always do. Between them there are only views, which are taken by their sizes,
-strides and offset.
+Ops are the same as in eager mode. Views are repeated with their sizes, strides and offset.
 """
 
 # pyright: basic
@@ -126,7 +124,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to hide a frame from it, torch would import it: a second
+        return False  # if True, torch imports Dynamo, which takes a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -135,13 +133,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def _with_defaults(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments in the order of the schema."""
+    """Return all arguments in the order of the schema."""
     rest = func._schema.arguments[len(args) :]
     return (*args, *(kwargs.get(a.name, a.default_value) for a in rest))
 
 
 class Replay:
-    """A recorded list of calls; call it to run them again."""
+    """A captured list of calls; call it to repeat them."""
 
     def __init__(self, calls: list[tuple[Any, tuple[Any, ...], Any]], result: Tensor) -> None:
         if not importlib.import_module("ingot.kernels.cpu.replay").available:
@@ -153,12 +151,12 @@ class Replay:
         weakref.finalize(self, ops.drop, self._number).atexit = False
 
     def __call__(self) -> Tensor:
-        """Run the calls on what their tensors hold now."""
+        """Repeat the calls on the current values of their tensors."""
         return self._run(self._number)
 
 
 class _Program:
-    """The calls as text, and the tensors they begin with."""
+    """The calls as text, and the tensors that exist before them."""
 
     def __init__(self, calls: list[tuple[Any, tuple[Any, ...], Any]], result: Tensor) -> None:
         made = {id(out) for _, _, results in calls for out in _tensors(results)}
@@ -195,11 +193,10 @@ class _Program:
         ]
 
     def _base(self, out: Tensor, args: tuple[Any, ...]) -> Tensor | None:
-        """The argument that this is a view of, if any."""
+        """Return the argument that an output is a view of, if any."""
         storage = out.untyped_storage().data_ptr()
         tensors = (arg for arg in args if isinstance(arg, Tensor) and storage)
-        found = (t for t in tensors if t.untyped_storage().data_ptr() == storage)
-        return next(found, None)
+        return next((t for t in tensors if t.untyped_storage().data_ptr() == storage), None)
 
     def _view(self, out: Tensor, base: Tensor) -> str:
         offset = out.storage_offset() - base.storage_offset()
@@ -219,34 +216,34 @@ class _Program:
 
     def _new(self, out: Tensor) -> int:
         self._count += 1
-        self._register[id(out)] = self._count - 1  # a view may be the very tensor it views
+        self._register[id(out)] = self._count - 1  # an op may return its argument itself
         return self._register[id(out)]
 
 
 def _tensors(results: Any) -> tuple[Tensor, ...]:
-    """The tensors a call returned; anything else was read out of one."""
-    found = as_tuple(results) if isinstance(results, Tensor | tuple | list) else (results,)
-    if not all(isinstance(out, Tensor) for out in found):
+    """Return the tensors that a call returned; other results were read from a tensor."""
+    outputs = as_tuple(results) if isinstance(results, Tensor | tuple | list) else (results,)
+    if not all(isinstance(out, Tensor) for out in outputs):
         raise _NotCapturable
-    return found
+    return outputs
 
 
 def _with_frees(lines: list[str], constants: int) -> list[str]:
-    """Behind each step, the registers that no later one needs: their memory is used again."""
-    found: list[str] = []
+    """Free each register after the last line that uses it, so that its memory is reused."""
+    reversed_lines: list[str] = []
     needed: set[int] = set()
     for line in reversed(lines):
         used = _used(line)
         last = sorted(reg for reg in used - needed if reg >= constants)
         if last and not line.startswith("give"):
-            found.append(f"free {len(last)} {' '.join(map(str, last))}")
+            reversed_lines.append(f"free {len(last)} {' '.join(map(str, last))}")
         needed |= used
-        found.append(line)
-    return found[::-1]
+        reversed_lines.append(line)
+    return reversed_lines[::-1]
 
 
 def _used(line: str) -> set[int]:
-    """The registers that a step reads or makes."""
+    """Return the registers that a line reads or writes."""
     words = line.split()
     if words[0] == "give":
         return {int(words[1])}

@@ -8,16 +8,16 @@ Channels (a, b) of pair i at position p become
 so that the dot product of a query and a key depends on the distance between them. Which
 channels make a pair is a convention of the weights: `rope` pairs i with i + F (Llama as
 Hugging Face stores it, GPT-NeoX), with `interleaved` 2i with 2i + 1 (GPT-J, Meta's Llama).
-With F frequencies the first 2F channels turn and the rest pass through (partial rotary).
+With F frequencies, the first 2F channels are rotated and the rest is copied (partial rotary).
 
-The frequencies are data, made once by `rope_frequencies`. Models that stretch their context
-change only them, and some scale the rotated result; each scaling is a class here.
+The frequencies are an input, computed once by `rope_frequencies`. Methods that extend the context
+of a model change the frequencies, and some scale the rotated result; each is a class here.
 
-When serving, keys and values go into a pool of pages and stay there. `rope_and_cache` turns queries
-and keys and writes keys and values where they belong, in one pass. What it writes has the bits of
-what `rope` returns.
+In serving, keys and values are stored in a KV cache of blocks. `rope_and_cache` rotates queries and
+keys and writes keys and values to the cache in one pass. The cached keys are bitwise equal to the
+result of `rope`.
 
-Legend: T tokens, N heads, G key-value heads, H channels of a head, F frequencies, P pages of S
+Legend: T tokens, N heads, G key-value heads, H channels of a head, F frequencies, B blocks of S
 slots.
 """
 
@@ -41,7 +41,7 @@ from ingot.ops.record import Cost, Tolerance
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by `factor` (Chen et al. 2023)."""
+    """Divide positions by `factor` (Chen et al. 2023)."""
 
     factor: float
     """Factor by which positions are divided."""
@@ -49,9 +49,11 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NtkScaling:
-    """The base raised so that the slowest pair is stretched by `factor` and the fastest not
-    (bloc97 2023), at a fixed factor: one that grew with the sequence would change what
-    earlier tokens computed."""
+    """Increase the base so that the lowest frequency is divided by `factor` and the highest is
+    unchanged (bloc97 2023).
+
+    The factor is fixed: if it grew with the sequence, cached keys would become invalid.
+    """
 
     factor: float
     """Factor by which the lowest frequency is divided."""
@@ -59,7 +61,7 @@ class NtkScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Slow pairs divided by `factor`, fast ones left, a ramp in between (Llama 3.1)."""
+    """Divide low frequencies by `factor`, keep high ones, interpolate in between (Llama 3.1)."""
 
     factor: float
     """Factor by which the low frequencies are divided."""
@@ -73,7 +75,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """As Llama 3 with the ramp over pairs instead of wavelengths, and the result scaled
+    """Scale like Llama 3, but interpolate over pairs instead of wavelengths, and scale the result
     (Peng et al. 2023)."""
 
     factor: float
@@ -92,13 +94,15 @@ RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
 def rope_frequencies(
     width: int, theta: float = 10000.0, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, float]:
-    """The frequencies for `width` rotated channels, and the scale of the result.
+    """Return the frequencies for `width` rotated channels, and the scale of the result.
 
     >>> rope_frequencies(4, theta=100.0)
     (tensor([1.0000, 0.1000]), 1.0)
     """
     if width < 4 or width % 2:
-        raise OpError(f"rope cannot turn {width} channels", hint="give an even number, 4 or more")
+        raise OpError(
+            f"rope: cannot rotate {width} channels", hint="pass an even number, 4 or more"
+        )
     plain = _plain(width, theta)
     match scaling:
         case None:
@@ -130,15 +134,15 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 def _yarn(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     width = 2 * len(plain)
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_rotations(times: float) -> float:
         return (
             width
             * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi))
             / (2 * math.log(theta))
         )
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), width - 1)
+    first = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with_rotations(scaling.beta_slow)), width - 1)
     pairs = torch.arange(len(plain), dtype=torch.float64)
     stretch = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return (1 - stretch) * plain + stretch * plain / scaling.factor
@@ -168,22 +172,22 @@ def _samples(make: TensorMaker) -> Iterator[SampleInput]:
 def _check(x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, scale: float) -> None:
     check_same_dtype("rope", x=x)
     if x.dim() != 3:
-        raise OpError(f"rope: x is {tuple(x.shape)}", hint="give (tokens, heads, channels)")
+        raise OpError(f"rope: x is {tuple(x.shape)}", hint="pass (tokens, heads, channels)")
     if positions.shape != x.shape[:1] or not is_integral(positions):
         raise OpError(
             f"rope: {x.shape[0]} tokens, but positions {positions.dtype} {tuple(positions.shape)}",
-            hint="give one integer for each token",
+            hint="pass one integer for each token",
         )
     check_same_dtype("rope", freqs=freqs)
     if freqs.dtype != accum_dtype(freqs.dtype):
         raise OpError(
-            f"rope: frequencies are {freqs.dtype}, too coarse for a position of hundreds",
-            hint="keep them in float32, out of the reach of `module.to(torch.bfloat16)`",
+            f"rope: frequencies are {freqs.dtype}, too coarse for positions above 100",
+            hint="keep them in float32, also in `module.to(torch.bfloat16)`",
         )
     if not (freqs.dim() == 1 and 2 * freqs.shape[0] <= x.shape[-1]):
         raise OpError(
             f"rope: {tuple(freqs.shape)} frequencies for {x.shape[-1]} channels",
-            hint="give one frequency for each pair of channels that turns",
+            hint="pass one frequency per rotated pair of channels",
         )
 
 
@@ -209,7 +213,7 @@ def _cost(
 def rope(
     x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool = False, scale: float = 1.0
 ) -> Tensor:
-    """Turn `x` (T, N, H) by its tokens' positions (T) at the given frequencies (F).
+    """Rotate `x` (T, N, H) by its tokens' positions (T) at the frequencies `freqs` (F).
 
     >>> freqs, scale = rope_frequencies(4)
     >>> rope(torch.tensor([[[1.0, 1.0, 0.0, 0.0]]]), torch.tensor([1]), freqs, scale=scale)
@@ -278,7 +282,7 @@ def _write_check(
     if k.dim() != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
         raise OpError(
             f"rope_and_cache: q is {tuple(q.shape)}, k {tuple(k.shape)}",
-            hint="give (tokens, heads, channels), as many tokens and channels for both",
+            hint="pass (tokens, heads, channels) with the same tokens and channels for both",
         )
     fits = k_cache.dim() == 4 and k_cache.shape[2:] == k.shape[1:]
     if not fits or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:

@@ -1,18 +1,18 @@
-"""From logits to the next token.
+"""Sampling: from logits to the next token.
 
-A draw must not depend on who else is in the batch, nor on how often the engine was
-restarted. So the random number is a pure function of the request's seed and the token's
-position: Philox4x32-10 (Salmon et al. 2011), the counter-based generator that CUDA, Triton
-and PyTorch use too, with the seed as its key and the position as its counter.
+A sampled token must not depend on the other requests of the batch or on restarts of the engine.
+Therefore its random number is a pure function of the request's seed and the token's position:
+Philox4x32-10 (Salmon et al. 2011), the counter-based generator that CUDA, Triton and PyTorch use,
+with the seed as its key and the position as its counter.
 
     apply_penalties    lower the logits of tokens that occurred before
-    sampling_logprobs  temperature, then top-k, top-p and min-p: log-probabilities, -inf if cut
-    philox_uniform     the random number of a (seed, position)
-    sample             the first token whose cumulative probability exceeds that number
+    sampling_logprobs  apply temperature, top-k, top-p and min-p; -inf for excluded tokens
+    philox_uniform     compute the random number of a (seed, position)
+    sample             choose the first token whose cumulative probability exceeds that number
 
-Options are per token (T), since a batch mixes requests. An option that does nothing is the
-natural one: temperature 1, top_k of the vocabulary's size or more, top_p 1, min_p 0. At
-temperature 0 all probability is on the largest logit, the first if there are several.
+Options are per token (T), since a batch mixes requests. Options that have no effect: temperature 1,
+top_k of at least the vocabulary size, top_p 1, min_p 0. At temperature 0, the largest logit has
+probability 1, the first if there are several.
 
 Legend: T tokens, V vocabulary.
 """
@@ -39,7 +39,7 @@ _ROUNDS = 10
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four random 32-bit words of a four-word counter and a two-word key, all as int64.
+    """Return four random 32-bit words for a four-word counter and a two-word key, all as int64.
 
     >>> zero = torch.tensor([0])
     >>> [f"{int(word):08x}" for word in philox((zero,) * 4, (zero, zero))]
@@ -56,7 +56,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def _multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a product of two 32-bit words, in int64 without overflow."""
+    """Multiply 32-bit words in int64 without overflow; return the high and the low word."""
     low = (word & 0xFFFF) * by
     high = (word >> 16) * by + (low >> 16)
     return (high >> 16) & _WORD, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -75,7 +75,7 @@ def _logits(make: TensorMaker) -> Iterator[tuple[str, Tensor]]:
 def _options(
     make: TensorMaker, rows: int, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Every row another mix: all off, each alone, all on, greedy."""
+    """Return options that differ by row: none, each alone, all, greedy."""
 
     def cycle(*values: float) -> list[float]:
         return [values[row % len(values)] for row in range(rows)]
@@ -115,19 +115,20 @@ def _uniform_samples(make: TensorMaker) -> Iterator[SampleInput]:
 def _sample_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, logits in _logits(make):
         rows = len(logits)
-        draw = make.ints(1 << 40, rows), make.ints(1 << 20, rows)
-        yield SampleInput(name, (logits, *_options(make, *logits.shape), *draw))
+        options = _options(make, *logits.shape)
+        seeds, positions = make.ints(1 << 40, rows), make.ints(1 << 20, rows)
+        yield SampleInput(name, (logits, *options, seeds, positions))
 
 
 def _check(logits: Tensor, *options: Tensor) -> None:
     check_same_dtype("sampling", logits=logits)
     if logits.dim() != 2:
-        raise OpError(f"sampling: logits are {tuple(logits.shape)}", hint="give (T, V)")
+        raise OpError(f"sampling: logits are {tuple(logits.shape)}", hint="pass (T, V)")
     for option in options:
         if not (option.shape == logits.shape[:1]):
             raise OpError(
                 f"sampling: {logits.shape[0]} rows of logits, an option is {tuple(option.shape)}",
-                hint="give one value of each option for each row",
+                hint="pass one value of each option per row",
             )
 
 
@@ -155,7 +156,7 @@ def _check_uniform(seeds: Tensor, positions: Tensor) -> None:
         raise OpError(
             f"philox_uniform: seeds are {seeds.dtype} {tuple(seeds.shape)}, "
             f"positions {positions.dtype} {tuple(positions.shape)}",
-            hint="give an integer seed and an integer position for each number",
+            hint="pass an integer seed and an integer position per number",
         )
 
 
@@ -245,17 +246,17 @@ def apply_penalties(
 def sampling_logprobs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """The log-probabilities (T, V) a token is drawn from; -inf where it can't be.
+    """Return the log-probabilities (T, V) that tokens are sampled from; -inf for excluded tokens.
 
-    top-k keeps the k likeliest; top-p the fewest of these whose probability reaches p; min-p
-    those at least p times as likely as the likeliest. Of equals the first comes first.
+    top-k keeps the k most likely tokens; top-p the fewest of these whose total probability reaches
+    p; min-p those at least p times as likely as the most likely one. Ties keep the first token.
 
     >>> one, zero = torch.ones(1), torch.zeros(1)
     >>> sampling_logprobs(torch.tensor([[2.0, 1.0, 0.0]]), one, torch.tensor([2]), one, zero).exp()
     tensor([[0.7311, 0.2689, 0.0000]])
     """
     greedy = (temperature <= 0)[:, None]
-    # Relative to the largest first, so that no temperature overflows it.
+    # Subtract the maximum first, so that no temperature causes an overflow.
     relative = logits - logits.amax(-1, keepdim=True)
     scaled = relative / temperature.where(temperature > 0, 1)[:, None].to(logits.dtype)
     ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -263,10 +264,10 @@ def sampling_logprobs(
     keep = rank < top_k[:, None].where(~greedy, 1)
     p = log_softmax.reference(ranked, 1.0, keep).exp()
     before = p.cumsum(-1) - p
-    # The sum may round to 1 early: a top_p of 1 keeps all.
+    # The sum may round to 1 before the last token: a top_p of 1 keeps all.
     keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)
     keep &= p >= min_p[:, None] * p[:, :1]
-    keep |= rank == 0  # whatever the options, one is left
+    keep |= rank == 0  # keep at least one token, whatever the options
     keep = torch.zeros_like(keep).scatter(-1, order, keep)
     return log_softmax.reference(scaled, 1.0, keep)
 
@@ -281,7 +282,7 @@ def sampling_logprobs(
     gradient=None,
 )
 def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A random number in [0, 1) for each seed and position: 24 bits, exact in float32.
+    """Return a random number in [0, 1) per seed and position, with 24 bits: a float32.
 
     >>> philox_uniform(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0]))
     tensor([0.9546, 0.4070, 0.5105])
@@ -311,7 +312,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """Draw a token (T) from each row of logits (T, V).
+    """Sample a token (T) from each row of logits (T, V).
 
     >>> one, zero = torch.ones(1), torch.zeros(1)
     >>> seed, position, top_k = torch.tensor([7]), torch.tensor([0]), torch.tensor([3])
@@ -322,6 +323,6 @@ def sample(
     cumulative = p.cumsum(-1)
     threshold = philox_uniform.reference(seeds, positions).to(p.dtype) * cumulative[:, -1]
     reached = cumulative > threshold[:, None]
-    # Rounding may leave nothing above the threshold: then it is the last token with any chance.
+    # Due to rounding, no sum may exceed the threshold: then choose the last possible token.
     last = p.shape[-1] - 1 - (p > 0).int().flip(-1).argmax(-1)
     return torch.where(reached.any(-1), reached.int().argmax(-1), last)

@@ -3,10 +3,9 @@
     softmax(x)_i     = exp(s_i - max s) / sum_j exp(s_j - max s),   s = scale * x
     log_softmax(x)_i = s_i - max s - log sum_j exp(s_j - max s)
 
-`mask` is true where an entry takes part. The others get probability 0 (log-probability
--inf), and so does every entry of a row that has none: attention over nothing is nothing,
-not NaN. An entry that takes part and is -inf is no masked one: where all that take part are, they
-have no softmax and get NaN, as in PyTorch.
+`mask` is True for the entries to include. The others get probability 0 (log-probability -inf), even
+if a row includes none: attention over no keys is 0, not NaN. An included entry of -inf is different
+from an excluded one: if all included entries of a row are -inf, they get NaN, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("odd", (make(5, 37), 0.125, None))
     yield SampleInput("one_row", (make(1, 48), 1.0, None))
     yield SampleInput("strided", (make.strided(4, 24), 2.0, None))
-    # Not so large that a row is one-hot: its gradient is what is left of a cancellation.
+    # Not so large that a row is one-hot: its gradient would be the remainder of a cancellation.
     yield SampleInput("extreme", (make.spread(4, 33, low=-8, high=1), 1.0, None))
     yield SampleInput("one_column", (make(3, 1), 1.0, None))
     yield SampleInput("masked", (make(5, 19), 0.5, make.bools(5, 19)))
@@ -45,12 +44,12 @@ def _check(x: Tensor, scale: float, mask: Tensor | None) -> None:
     if mask is None:
         return
     if mask.dtype != torch.bool:
-        raise OpError(f"softmax: mask is {mask.dtype}", hint="give a mask of bools")
+        raise OpError(f"softmax: mask is {mask.dtype}", hint="pass a bool mask")
     dims = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     if not (mask.dim() <= x.dim() and all(m in (1, size) for m, size in dims)):
         raise OpError(
             f"softmax: x is {tuple(x.shape)}, mask is {tuple(mask.shape)}",
-            hint="give a mask that broadcasts to x",
+            hint="pass a mask that broadcasts to x",
         )
 
 
@@ -78,7 +77,7 @@ def _shifted_scores(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
 
 @_op
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
-    """Probabilities of each row.
+    """Return the probabilities of each row.
 
     >>> softmax(torch.zeros(1, 4), mask=torch.tensor([True, True, False, False]))
     tensor([[0.5000, 0.5000, 0.0000, 0.0000]])
@@ -90,7 +89,7 @@ def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor
 
 @_op
 def log_softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
-    """Log-probabilities of each row.
+    """Return the log-probabilities of each row.
 
     >>> log_softmax(torch.zeros(1, 2))
     tensor([[-0.6931, -0.6931]])

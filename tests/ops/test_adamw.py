@@ -188,7 +188,7 @@ def test_without_a_lower_half_small_steps_are_lost() -> None:
         ({"exp_avg_sqs": [torch.ones(3).double()]}, "moments are torch.float32, torch.float64"),
         (
             {"master_lo": [torch.ones(3).short()]},
-            "`master_lo` is torch.int16, of parameters in torch.float32",
+            "`master_lo` is torch.int16, with parameters in torch.float32",
         ),
         (
             {"master_lo": [torch.ones(3)], "params": [torch.ones(3).bfloat16()]},

@@ -96,7 +96,7 @@ def test_a_window_of_one_sees_itself() -> None:
         ({"cu_seqlens": int32(4, 4)}, "cu_seqlens is [4, 4] for 4 queries"),
         ({"cu_seqlens": int32(0, 3)}, "cu_seqlens is [0, 3] for 4 queries"),
         ({"cu_seqlens": int32(0, 3, 2, 4)}, "cu_seqlens is [0, 3, 2, 4]"),
-        ({"cu_seqlens": int32(0, 4), "context_lens": int32(9)}, "4 keys, where the sequences have"),
+        ({"cu_seqlens": int32(0, 4), "context_lens": int32(9)}, "4 keys, but the sequences have"),
         ({"cu_seqlens": int32(0, 2, 4), "context_lens": int32(4)}, "2 sequences, but 1 context"),
         ({"cu_seqlens": int32(0, 4), "window": 0}, "window is 0"),
     ],
@@ -111,7 +111,7 @@ def test_pages_that_do_not_exist_are_an_error(table: list[list[int]]) -> None:
     q, k, v = qkv(4)
     k_cache, v_cache = k.view(2, 2, KV_HEADS, WIDTH), v.view(2, 2, KV_HEADS, WIDTH)
     block_table = torch.tensor(table, dtype=torch.int32)
-    with pytest.raises(OpError, match="are not in pages"):
+    with pytest.raises(OpError, match="do not fit in blocks"):
         ops.attention(q, k_cache, v_cache, int32(0, 4), int32(4), block_table)
 
 

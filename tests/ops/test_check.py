@@ -40,7 +40,7 @@ from ingot import ops
         (lambda x: ops.rope(x[None], x[:1, 0].cfloat(), x[0, :2]), "positions torch.complex64"),
         (
             lambda x: ops.rope(x[:, None], torch.tensor([0, 1]), x[0, :2].bfloat16()),
-            "too coarse for a position of hundreds",
+            "too coarse for positions above 100",
         ),
         (
             lambda x: ops.attention(x, x, x, torch.tensor([0, 2])),

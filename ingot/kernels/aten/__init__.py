@@ -1,11 +1,11 @@
-"""The `aten` provider: the functions PyTorch itself has for an op.
+"""The `aten` provider: PyTorch's own functions.
 
-Fast nearly everywhere and available everywhere, but not exact: the bits of a row may depend
-on the size of the batch (`F.linear` picks another blocking for it, vectorised loops end in
-scalar code). An op for which PyTorch has nothing better than the reference has no file here.
+They are available everywhere and nearly always fast, but not batch-invariant: the bits of a row may
+depend on the size of the batch (`F.linear` chooses its blocking by it, vectorized loops end in
+scalar code). Ops for which PyTorch has nothing faster than the reference have no module here.
 
-On a GPU, Triton's kernels come before these, save for calls that PyTorch has a kernel of its
-vendor's or FlashAttention's for: those are registered with `ahead`, and why.
+On a GPU, Triton's kernels have priority, except for calls that PyTorch computes with a kernel of
+the vendor or with FlashAttention: those are registered with `preferred_for` and a reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU that PyTorch's newer kernels are for.
+    """Return whether a tensor is on a GPU that PyTorch's newer kernels support.
 
     >>> on_gpu(torch.zeros(1))
     False
@@ -36,7 +36,7 @@ def on_gpu(x: Tensor) -> bool:
 
 @cache
 def capable(index: int | None) -> bool:
-    """Whether a GPU is NVIDIA's, of Ampere or later."""
+    """Return whether a GPU is from NVIDIA, of the Ampere generation or later."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
@@ -50,7 +50,7 @@ def aten(
 ) -> Callable[[F], F]:
     """Register the decorated function for an op: `@aten(ops.silu)`.
 
-    Its backward is asked of autograd unless given.
+    Without `backward`, autograd differentiates the function.
     """
 
     def register(forward: F) -> F:

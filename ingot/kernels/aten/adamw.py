@@ -1,4 +1,4 @@
-"""`adamw` by PyTorch's own fused kernel, where all tensors have one dtype and nothing is scaled."""
+"""`adamw` with PyTorch's fused kernel, if all tensors have one dtype and `grad_scale` is 1."""
 
 # pyright: basic
 from __future__ import annotations
@@ -11,13 +11,13 @@ from ingot.kernels.aten import aten
 from ingot.ops.arguments import tensors
 
 
-def _fits(*args: object) -> bool:
-    found, grad_scale = tensors(args), args[-1]
-    one_dtype = len({t.dtype for t in found}) == 1  # and so there is no `master_lo`
-    return grad_scale == 1.0 and one_dtype and all(t.is_contiguous() for t in found)
+def _supports(*args: object) -> bool:
+    values, grad_scale = tensors(args), args[-1]
+    one_dtype = len({t.dtype for t in values}) == 1  # which excludes `master_lo`
+    return grad_scale == 1.0 and one_dtype and all(t.is_contiguous() for t in values)
 
 
-@aten(ops.adamw, supports=_fits)
+@aten(ops.adamw, supports=_supports)
 def adamw(
     params: list[Tensor],
     grads: list[Tensor],
@@ -32,7 +32,7 @@ def adamw(
     weight_decay: float,
     grad_scale: float,
 ) -> None:
-    """One call; each tensor has its own count of steps there, which is read only."""
+    """Make one fused call. It takes a step count per tensor, which it only reads."""
     count = torch.tensor(float(step), device=params[0].device)
     torch.ops.aten._fused_adamw_(
         params,

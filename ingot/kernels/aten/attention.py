@@ -1,5 +1,6 @@
-"""`attention` by `scaled_dot_product_attention`, a sequence at a time; on a GPU, without pages and
-in half precision, by FlashAttention over all sequences at once.
+"""`attention` with `scaled_dot_product_attention`, one sequence at a time.
+
+On a GPU, packed sequences in half precision are computed by FlashAttention in one call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ingot.ops.attention import sequences, visible
 from ingot.ops.dispatch import Override
 
 
-def flash(
+def supports_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -23,7 +24,7 @@ def flash(
     block_table: Tensor | None = None,
     *_: object,
 ) -> bool:
-    """Whether FlashAttention takes the call: packed sequences, as in training."""
+    """Return whether FlashAttention supports the call: packed sequences, as in training."""
     packed = context_lens is None and block_table is None and len(q) > 0
     fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     return packed and fits and q.shape[-1] <= 256 and on_gpu(q)
@@ -40,10 +41,10 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention import varlen
 
-    reach = -1 if window is None else window - 1  # -1 sees all
+    reach = -1 if window is None else window - 1  # -1 is unlimited
     starts = cu_seqlens.int()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    # No sequence is longer than all of them: so nobody waits for their lengths.
+    # The number of all queries bounds the longest sequence without a device synchronization.
     out = varlen.varlen_attn(
         *(q, k, v, starts, starts, len(q), len(q)),
         scale=scale,
@@ -57,7 +58,7 @@ def _varlen(
 @aten(
     ops.attention,
     preferred_for=Override(
-        when=flash,
+        when=supports_flash,
         reason="packed sequences in half precision: FlashAttention (`torch.nn.attention.varlen`) "
         "keeps one accumulator in registers where the batch-invariant kernel keeps two",
     ),
@@ -73,14 +74,14 @@ def attention(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Pages are gathered, sequences looped over; the mask is left out where none is needed."""
-    if flash(q, k, v, cu_seqlens, context_lens, block_table):
+    """Gather the blocks and loop over the sequences; use a mask only if necessary."""
+    if supports_flash(q, k, v, cu_seqlens, context_lens, block_table):
         return _varlen(q, k, v, cu_seqlens, causal, window, scale)
     outputs = [q[:0]]
     for q_b, k_b, v_b in sequences(q, k, v, cu_seqlens, context_lens, block_table):
         square = len(q_b) == len(k_b)
-        flag_says_all = window is None and (square or not causal)
-        mask = None if flag_says_all else visible(len(q_b), len(k_b), causal, window).to(q.device)
+        flag_suffices = window is None and (square or not causal)
+        mask = None if flag_suffices else visible(len(q_b), len(k_b), causal, window).to(q.device)
         # With a batch dimension: without one, SDPA takes its slow path.
         q_1NQH, k_1GKH, v_1GKH = (t.transpose(0, 1)[None] for t in (q_b, k_b, v_b))
         out_1NQH = F.scaled_dot_product_attention(
@@ -88,7 +89,7 @@ def attention(
             k_1GKH,
             v_1GKH,
             attn_mask=mask,
-            is_causal=causal and flag_says_all,
+            is_causal=causal and flag_suffices,
             scale=scale,
             enable_gqa=True,
         )

@@ -1,4 +1,4 @@
-"""`embedding` by `torch.nn.functional`. A copy of rows, so it is exact."""
+"""`embedding` with `torch.nn.functional`. It copies rows, so it is batch-invariant."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from ingot.kernels.aten import aten
 
 @aten(ops.embedding, batch_invariant=True)
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """One fused call."""
+    """Make one fused call."""
     return F.embedding(tokens, weight)

@@ -1,6 +1,6 @@
-"""`linear` by `torch.nn.functional`: a GEMM of oneDNN or MKL, then the epilogue on its own.
+"""Linear layers with `torch.nn.functional`: a GEMM of oneDNN or MKL, then a separate epilogue.
 
-Groups are `grouped_mm`. Gradients of them are left to the next provider: on Blackwell, PyTorch's
+Groups use `grouped_mm`, without a backward (the next provider's is used): on Blackwell, PyTorch's
 gradient of the weight of a group without rows is not 0 (pytorch issue 172439, open in 2026-11).
 """
 
@@ -99,8 +99,8 @@ def _on_gpu(x: Tensor, *_: object) -> bool:
 
 _PREFERRED = Override(
     when=_on_gpu,
-    reason="bfloat16, sizes in multiples of 8: `grouped_mm` is CUTLASS's, written for each "
-    "generation; gradients are Triton's",
+    reason="bfloat16, sizes in multiples of 8: `grouped_mm` uses CUTLASS kernels for each "
+    "GPU generation; gradients use Triton",
 )
 for _op, _forward, _supports in (
     (ops.grouped_linear, grouped_linear, _supports_grouped),

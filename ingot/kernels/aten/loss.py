@@ -1,4 +1,4 @@
-"""`loss` by `torch.nn.functional`, in float32."""
+"""Losses with `torch.nn.functional`, in float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _supports(
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """One fused call."""
+    """Make one fused call."""
     return F.cross_entropy(
         logits.to(accum_dtype(logits.dtype)),
         targets,

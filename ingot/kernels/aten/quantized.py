@@ -1,10 +1,10 @@
-"""`quantized` by PyTorch's products of integers.
+"""Quantized linear layers with PyTorch's integer GEMMs.
 
-`torch._int_mm` (oneDNN, cuBLASLt) adds up in int32, where no order matters: exact.
-`torch._weight_int8pack_mm` has scales in x's own dtype, so it is for those that are, and in half
-precision: in float32 its error over 4,100 products was 1.9 times what the record allows. PyTorch's
-product with 4 bits (`_weight_int4pack_mm`) has a layout of its own for each device, and `scaled_mm`
-is for float8: neither takes these weights as they are.
+`torch._int_mm` (oneDNN, cuBLASLt) accumulates in int32, where the order does not matter, so it is
+batch-invariant. `torch._weight_int8pack_mm` requires scales in the dtype of x. It is used in half
+precision only: in float32, its error with K = 4,100 was 1.9 times the bound. The 4-bit GEMM
+(`_weight_int4pack_mm`) has a different weight layout on each device, and `scaled_mm` is for float8:
+neither supports these weights.
 """
 
 # pyright: basic

@@ -1,4 +1,4 @@
-"""`softmax` by `torch.nn.functional`, where there is no mask."""
+"""Softmax with `torch.nn.functional`, for calls without mask and scale."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def _unmasked(x: Tensor, scale: float, mask: Tensor | None) -> bool:
 
 @aten(ops.softmax, supports=_unmasked)
 def softmax(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """One fused call."""
+    """Make one fused call."""
     return F.softmax(x, dim=-1).contiguous()
 
 
 @aten(ops.log_softmax, supports=_unmasked)
 def log_softmax(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """One fused call."""
+    """Make one fused call."""
     return F.log_softmax(x, dim=-1).contiguous()
