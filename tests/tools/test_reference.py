@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -83,6 +84,22 @@ def test_pages_name_existing_files() -> None:
     for path in WRITTEN:
         named = set(_PATH.findall(path.read_text()))
         assert not {name for name in named if not (ROOT / name).exists()}, path
+
+
+_MODULE = re.compile(
+    r"^::: ([\w.]+)\n(?:    options:\n(?:      .*\n)*?      members: \[(.*?)\])?", re.M
+)
+
+
+def test_pages_document_existing_names() -> None:
+    """mkdocs omits a name that is missing or imported from another module without a warning."""
+    for path in WRITTEN:
+        for module, members in _MODULE.findall(path.read_text()):
+            source = importlib.import_module(module)
+            for name in members.split(", ") if members else ():
+                assert hasattr(source, name), f"{path}: {module}.{name}"
+                home = getattr(getattr(source, name), "__module__", module)
+                assert home == module, f"{path}: {name} is in {home}, not in {module}"
 
 
 def test_the_metrics_page_has_vllm_and_ingot_metrics() -> None:
