@@ -1,16 +1,16 @@
-"""Tokens on disk, in files of about 64 MB.
+"""Shards: files of about 64 MB with the tokens of documents.
 
-A shard is the ends of its documents and then their tokens, raw and little-endian:
+A shard has the end offsets of its documents and then their tokens, raw and little-endian:
 
-    ends_D     uint64, where each document ends, counted in tokens from the shard's own start
+    ends_D     uint64, the end of each document, in tokens from the start of the shard
     tokens_N   uint16, or uint32 for vocabularies that need it
 
-How many of either, and the SHA-256 of the file, stands in the index of the corpus. A shard is read
-whole and checked when it is first touched; from then on only what is asked for is read. It is read
-and not mapped into memory: under a map, a file that is cut or a disk that fails ends the process
-by SIGBUS, without a word; a read that fails is an error with a hint.
+The index of the dataset holds both counts and the SHA-256 of the file. The first access reads and
+verifies the whole shard; later ones read only the requested tokens. The file is read and not
+memory-mapped: if a mapped file is truncated or its disk fails, SIGBUS kills the process without a
+message, whereas a failed read raises an error with a hint.
 
-Legend: D documents, N tokens of a shard, T tokens that are asked for.
+Legend: D documents, N tokens of a shard, T requested tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from ingot.core.errors import DataError
 
 MAX_TOKENS = 1 << 48
-_CHUNK = 1 << 22  # bytes
+_CHUNK_BYTES = 1 << 22
 
 Ints = NDArray[np.int64]
 
 
 class ShardInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the index says about a shard."""
+    """Entry of a shard in the index."""
 
     documents: int
     tokens: int
@@ -43,7 +43,7 @@ class ShardInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def write(path: Path, documents: Sequence[NDArray[Any]], itemsize: int) -> ShardInfo:
-    """Write these documents as a shard; none of them may be empty.
+    """Write documents to a shard; none of them may be empty.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "shard")
@@ -61,69 +61,69 @@ def write(path: Path, documents: Sequence[NDArray[Any]], itemsize: int) -> Shard
 
 
 class Shard:
-    """One file of tokens, each below `size`. BuildInputs by looking at the file's length alone."""
+    """One file of tokens below `vocab_size`. The constructor checks only the size of the file."""
 
-    def __init__(self, path: Path, info: ShardInfo, itemsize: int, size: int) -> None:
+    def __init__(self, path: Path, info: ShardInfo, itemsize: int, vocab_size: int) -> None:
         self.path, self.info = path, info
-        self._itemsize, self._size = itemsize, size
+        self._itemsize, self._vocab_size = itemsize, vocab_size
         self._ends_D: Ints | None = None
         try:
-            found = path.stat().st_size
+            actual = path.stat().st_size
         except OSError as error:
-            raise _broken(path, error.strerror or str(error)) from error
-        expected = self._place(info.tokens)
-        if not 0 < info.documents <= info.tokens <= MAX_TOKENS or found != expected:
-            raise _broken(path, f"it has {found:,} bytes instead of {expected:,}")
+            raise _read_error(path, error.strerror or str(error)) from error
+        expected = self._offset(info.tokens)
+        if not 0 < info.documents <= info.tokens <= MAX_TOKENS or actual != expected:
+            raise _read_error(path, f"must have {expected:,} bytes, got {actual:,}")
 
     @property
     def ends_D(self) -> Ints:
-        """Where each document ends; the first call reads and checks the whole file."""
+        """End offset of each document; the first access reads and verifies the whole file."""
         if self._ends_D is None:
-            self._ends_D = self._checked()
+            self._ends_D = self._verify()
         return self._ends_D
 
     def read(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """The tokens from start to stop, and which of those places are ends of documents."""
+        """Return the tokens from start to stop, and the document ends among these positions."""
         ends_D = self.ends_D
-        content = b"".join(self._bytes(self._place(start), self._place(stop)))
+        content = b"".join(self._read_chunks(self._offset(start), self._offset(stop)))
         low, high = np.searchsorted(ends_D, (start, stop), side="right")
         return np.frombuffer(content, f"<u{self._itemsize}").astype(np.int64), ends_D[low:high]
 
-    def _place(self, token: int) -> int:
+    def _offset(self, token: int) -> int:
         return 8 * self.info.documents + self._itemsize * token
 
-    def _checked(self) -> Ints:
+    def _verify(self) -> Ints:
         digest, largest = hashlib.sha256(), 0
-        ends = b"".join(self._bytes(0, self._place(0)))
+        ends = b"".join(self._read_chunks(0, self._offset(0)))
         digest.update(ends)
-        for chunk in self._bytes(self._place(0), self._place(self.info.tokens)):
+        for chunk in self._read_chunks(self._offset(0), self._offset(self.info.tokens)):
             digest.update(chunk)
             largest = max(largest, int(np.frombuffer(chunk, f"<u{self._itemsize}").max()))
         if digest.hexdigest() != self.info.sha256:
-            raise _broken(self.path, "its content is not what was written")
+            raise _read_error(self.path, "its hash does not match its content")
         ends_D = np.frombuffer(ends, "<u8").astype(np.int64)
-        rising = bool((np.diff(ends_D, prepend=0) > 0).all())
-        if not rising or ends_D[-1] != self.info.tokens or largest >= self._size:
-            raise _broken(self.path, "its documents or tokens are out of bounds")
+        ascending = bool((np.diff(ends_D, prepend=0) > 0).all())
+        if not ascending or ends_D[-1] != self.info.tokens or largest >= self._vocab_size:
+            raise _read_error(self.path, "document ends or tokens are out of bounds")
         return ends_D
 
-    def _bytes(self, first: int, last: int) -> Iterator[bytes]:
+    def _read_chunks(self, first: int, last: int) -> Iterator[bytes]:
         """Yield the bytes from first to last in chunks of whole tokens, or raise an error."""
         try:
             with self.path.open("rb") as file:
                 file.seek(first)
-                for start in range(first, last, _CHUNK):
-                    wanted = min(_CHUNK, last - start)
-                    chunk = file.read(wanted)
-                    if len(chunk) < wanted:
-                        raise _broken(self.path, "it has become shorter")
+                for start in range(first, last, _CHUNK_BYTES):
+                    size = min(_CHUNK_BYTES, last - start)
+                    chunk = file.read(size)
+                    if len(chunk) < size:
+                        raise _read_error(self.path, "the file was truncated")
                     yield chunk
         except OSError as error:
-            raise _broken(self.path, error.strerror or str(error)) from error
+            raise _read_error(self.path, error.strerror or str(error)) from error
 
 
 class TokenStream:
-    """The documents of several shards as one stream of tokens.
+    """Tokens of the documents of several shards.
 
     >>> len(TokenStream([]))
     0
@@ -138,9 +138,9 @@ class TokenStream:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """The tokens from start to stop, and where documents end, counted from start."""
+        """Return the tokens from start to stop, and the document ends relative to start."""
         if not 0 <= start < stop <= len(self):
-            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
+            raise IndexError(f"range must be within the {len(self)} tokens, got {start} to {stop}")
         tokens: list[Ints] = []
         ends: list[Ints] = []
         for number in range(bisect_right(self._starts, start) - 1, len(self.shards)):
@@ -149,19 +149,19 @@ class TokenStream:
                 break
             shard = self.shards[number]
             first, last = max(start - base, 0), min(stop - base, shard.info.tokens)
-            tokens_T, found = shard.read(first, last)
+            tokens_T, ends_in_shard = shard.read(first, last)
             tokens.append(tokens_T)
-            ends.append(found + (base - start))
+            ends.append(ends_in_shard + (base - start))
         return np.concatenate(tokens), np.concatenate(ends)
 
     def check(self) -> None:
-        """Read and check every shard now, rather than when it is first needed."""
+        """Verify every shard now instead of at its first access."""
         for shard in self.shards:
             _ = shard.ends_D
 
 
-def _broken(path: Path, why: str) -> DataError:
+def _read_error(path: Path, reason: str) -> DataError:
     return DataError(
-        f"cannot read the tokens in {path}: {why}",
-        hint=f"restore the file, or delete {path.parent} and make it again with `ingot tokenize`",
+        f"{path}: tokens cannot be read: {reason}",
+        hint=f"restore the file, or delete {path.parent} and run `ingot tokenize` again",
     )

@@ -1,14 +1,14 @@
-"""Where text comes from: one document after another, as strings, of any size and in little memory.
+"""Sources of text, read document by document in constant memory.
 
     Source("stdlib")         Python's own standard library, about 11 MB of text on every machine
     Source("notes.txt")      a text file
-    Source("posts.jsonl")    a JSON object a line; the text is its `field`
+    Source("posts.jsonl")    one JSON object per line; the text is its `field`
     Source("wiki.parquet")   a column of a Parquet or Arrow file; needs pyarrow (ingot[data])
-    Source("folder")         all of these below it, in the order of their names
+    Source("folder")         all such files below it, in the order of their names
 
-A document longer than `MAX_DOCUMENT` characters is cut into several, at an end of a line if there
-is one: no context reaches that far, and memory has an end. A file that is named has to be what its
-name says; in a folder, files that are not UTF-8 text are skipped, and so are hidden ones.
+A document longer than `MAX_DOCUMENT` characters is split, at the end of a line if there is one: it
+is longer than any context, and this bounds the memory. A file that is given by name must have the
+format of its suffix; in a folder, hidden files and files that are not UTF-8 text are skipped.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ingot.core.errors import DataError
 from ingot.data import table
 
 MAX_DOCUMENT = 1 << 18  # characters
-MAX_LINE = 1 << 26  # bytes of a line of JSON
+MAX_LINE = 1 << 26  # bytes of a JSON line
 MAX_FILES = 10_000_000
-_CHUNK = 1 << 18
-_FOREIGN = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+_CHUNK_BYTES = 1 << 18
+_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 Skip = Callable[[Path], None]
 
 
-def _raise(path: Path) -> None:
+def _raise_not_text(path: Path) -> None:
     raise DataError(
-        f"{path} is not UTF-8 text",
+        f"{path}: not UTF-8 text",
         hint="convert it (iconv -f latin1 -t utf-8), or name another file",
     )
 
@@ -47,7 +47,7 @@ def _raise(path: Path) -> None:
 class Source:
     """Text from a file, a folder, or Python's own library ("stdlib").
 
-    `field` is the name of the text in JSON and in tables.
+    `field` is the key of the text in JSON objects and its column in tables.
 
     >>> next(Source("stdlib").documents()).splitlines()[0][3:]
     'Record of phased-in incompatible language changes.'
@@ -56,25 +56,27 @@ class Source:
     where: str | Path
     field: str = "text"
 
-    def documents(self, skip: Skip = _raise) -> Iterator[str]:
+    def documents(self, skip: Skip = _raise_not_text) -> Iterator[str]:
         """Yield the documents, none of them empty; `skip` is called for non-text files."""
         for path in self.files():
-            with _readable(path):
-                yield from self._of_file(path, skip)
+            with _wrap_os_errors(path):
+                yield from self._read_file(path, skip)
 
     def files(self) -> list[Path]:
-        """The files, in the order in which they are read.
+        """List the files in the order in which they are read.
 
         >>> len(Source("stdlib").files()) > 100
         True
         """
         if str(self.where) == "stdlib":
             root = Path(sysconfig.get_path("stdlib"))
-            return _below(root, lambda name: name not in _FOREIGN, ".py")
+            return _list_files(root, lambda name: name not in _EXCLUDED, ".py")
         root = Path(self.where)
-        with _readable(root):
+        with _wrap_os_errors(root):
             if root.is_dir():
-                return _below(root, lambda name: not name.startswith(".") and name != "__pycache__")
+                return _list_files(
+                    root, lambda name: not name.startswith(".") and name != "__pycache__"
+                )
             if not root.exists():
                 raise DataError(
                     f"{root}: no such file or directory",
@@ -83,21 +85,21 @@ class Source:
         return [root]
 
     def size(self) -> int:
-        """The bytes of the files.
+        """Return the total size of the files in bytes.
 
         >>> Source("stdlib").size() > 1_000_000
         True
         """
-        with _readable(Path(self.where)):
+        with _wrap_os_errors(Path(self.where)):
             return sum(path.stat().st_size for path in self.files())
 
-    def _of_file(self, path: Path, skip: Skip) -> Iterator[str]:
+    def _read_file(self, path: Path, skip: Skip) -> Iterator[str]:
         if path.suffix in (".jsonl", ".ndjson"):
-            texts = _of_lines(path, self.field)
+            texts = _read_jsonl(path, self.field)
         elif path.suffix in table.SUFFIXES:
             texts = table.read_texts(path, self.field)
         elif path == Path(self.where) or _is_text(path):
-            texts = _of_text(path)
+            texts = _read_text(path)
         else:
             skip(path)
             return
@@ -106,38 +108,38 @@ class Source:
 
 
 @contextmanager
-def _readable(path: Path) -> Generator[None]:
+def _wrap_os_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot read {error.filename or path}: {error.strerror or error}",
-            hint="make it readable, or leave it out",
+            f"{error.filename or path}: cannot be read: {error.strerror or error}",
+            hint="make it readable, or remove it from the source",
         ) from error
 
 
-def _below(root: Path, wanted: Callable[[str], bool], suffix: str = "") -> list[Path]:
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root, onerror=_raised):
-        folders[:] = [name for name in folders if wanted(name)]
-        paths = [Path(folder, name) for name in names if wanted(name) and name.endswith(suffix)]
-        found += [path for path in paths if path.is_file()]
-        if len(found) > MAX_FILES:
+def _list_files(root: Path, include: Callable[[str], bool], suffix: str = "") -> list[Path]:
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=_reraise):
+        folders[:] = [name for name in folders if include(name)]
+        paths = [Path(folder, name) for name in names if include(name) and name.endswith(suffix)]
+        files += [path for path in paths if path.is_file()]
+        if len(files) > MAX_FILES:
             raise DataError(
-                f"there are more than {MAX_FILES:,} files below {root}",
-                hint="join them into JSONL files, a line each",
+                f"{root}: must have at most {MAX_FILES:,} files",
+                hint="join them into JSONL files, one document per line",
             )
-    if not found:
-        raise DataError(f"there are no files below {root}", hint="name a folder with text in it")
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
+    if not files:
+        raise DataError(f"{root}: contains no files", hint="name a folder with text files")
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
-def _raised(error: OSError) -> None:
+def _reraise(error: OSError) -> None:
     raise error
 
 
 def _split_long(text: str) -> Iterator[str]:
-    """Cut what is too long.
+    """Split a text that is too long for one document.
 
     >>> list(_split_long("")), list(_split_long("a"))
     ([], ['a'])
@@ -153,7 +155,7 @@ def _split_long(text: str) -> Iterator[str]:
 
 def _is_text(path: Path) -> bool:
     try:
-        for chunk in _decoded(path):
+        for chunk in _decode(path):
             if "\0" in chunk:
                 return False
     except DataError:
@@ -161,50 +163,50 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _of_text(path: Path) -> Iterator[str]:
-    held = ""
-    for chunk in _decoded(path):
-        held += chunk
-        if len(held) > MAX_DOCUMENT:
-            *whole, held = _split_long(held)
-            yield from whole
-    yield held
+def _read_text(path: Path) -> Iterator[str]:
+    text = ""
+    for chunk in _decode(path):
+        text += chunk
+        if len(text) > MAX_DOCUMENT:
+            *documents, text = _split_long(text)
+            yield from documents
+    yield text
 
 
-def _decoded(path: Path) -> Iterator[str]:
+def _decode(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    done = 0
+    offset = 0
     try:
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(_CHUNK_BYTES):
                 yield decoder.decode(chunk)
-                done += len(chunk)
+                offset += len(chunk)
             yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 text: {error.reason} near byte {done + error.start:,}",
-            hint="convert it (iconv -f latin1 -t utf-8), or leave it out",
+            f"{path}: not UTF-8 text: {error.reason} near byte {offset + error.start:,}",
+            hint="convert it (iconv -f latin1 -t utf-8), or remove it from the source",
         ) from error
 
 
-def _of_lines(path: Path, field: str) -> Iterator[str]:
+def _read_jsonl(path: Path, field: str) -> Iterator[str]:
     decoder = msgspec.json.Decoder()
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file, path), 1):
             if not line.strip():
                 continue
             try:
-                found: Any = decoder.decode(line)
+                record: Any = decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise DataError(
-                    f"line {number:,} of {path} is not JSON: {error}", hint="correct that line"
+                    f"{path}: line {number:,} is not JSON: {error}", hint="correct the line"
                 ) from error
-            text = cast(dict[str, Any], found).get(field) if isinstance(found, dict) else None
+            text = cast(dict[str, Any], record).get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                keys = list(cast(dict[str, Any], found))[:8] if isinstance(found, dict) else []
+                keys = list(cast(dict[str, Any], record))[:8] if isinstance(record, dict) else []
                 raise DataError(
-                    f"line {number:,} of {path} is not an object with text in '{field}'",
-                    hint=f"name its field by --field; there is: {', '.join(keys) or 'none'}",
+                    f"{path}: line {number:,} must be an object with text in '{field}'",
+                    hint=f"give the key of the text with --field, of: {', '.join(keys) or 'none'}",
                 )
             yield text
 
@@ -213,7 +215,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
     while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
             raise DataError(
-                f"{path} has a line of more than {MAX_LINE:,} bytes",
-                hint="it is not one JSON object a line, or needs to be split into documents",
+                f"{path}: lines must have at most {MAX_LINE:,} bytes",
+                hint="write one JSON object per line, and split long documents",
             )
         yield line

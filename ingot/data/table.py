@@ -1,7 +1,7 @@
-"""Text in a column of a Parquet or Arrow file, through pyarrow.
+"""Text columns of Parquet and Arrow files, read with pyarrow.
 
-Neither is trusted: the offsets of strings in a file of Arrow are taken as they are unless one has
-them checked, and could point anywhere.
+The files are not trusted: pyarrow does not check the string offsets in an Arrow file by default, so
+that they could point anywhere. Every column is validated.
 """
 
 # pyright: basic
@@ -14,26 +14,26 @@ from typing import Any
 from ingot.core.errors import DataError
 
 SUFFIXES = (".parquet", ".arrow", ".feather")
-ROWS = 256  # at a time
+BATCH_ROWS = 256
 
 
 def read_texts(path: Path, field: str) -> Iterator[str]:
-    """The texts of the column, row after row; those that are null or empty are left out."""
+    """Yield the texts of a column; those that are null or empty are left out."""
     try:
         import pyarrow as pa
     except ModuleNotFoundError as error:
         raise DataError(
-            f"reading {path} needs pyarrow", hint="pip install 'ingot[data]'"
+            f"{path}: reading it needs pyarrow", hint="pip install 'ingot[data]'"
         ) from error
     try:
         for column in _columns(path, field):
             column.validate(full=True)
-            for start in range(0, len(column), ROWS):
-                yield from (text for text in column[start : start + ROWS].to_pylist() if text)
-    except (pa.ArrowException, ValueError) as error:  # names that are no UTF-8
+            for start in range(0, len(column), BATCH_ROWS):
+                yield from (text for text in column[start : start + BATCH_ROWS].to_pylist() if text)
+    except (pa.ArrowException, ValueError) as error:  # column names that are not UTF-8
         raise DataError(
-            f"cannot read {path}: {str(error)[:500]}",
-            hint="copy the file again from where it comes from",
+            f"{path}: cannot be read: {str(error)[:500]}",
+            hint="download or export the file again",
         ) from error
 
 
@@ -44,7 +44,7 @@ def _columns(path: Path, field: str) -> Iterator[Any]:
     if path.suffix == ".parquet":
         with parquet.ParquetFile(path) as file:
             _check(path, field, file.schema_arrow)
-            for batch in file.iter_batches(ROWS, columns=[field]):
+            for batch in file.iter_batches(BATCH_ROWS, columns=[field]):
                 yield batch.column(0)
         return
     with pa.OSFile(str(path)) as file:
@@ -66,9 +66,9 @@ def _check(path: Path, field: str, schema: Any) -> None:
     def is_text(kind: Any) -> bool:
         return types.is_string(kind) or types.is_large_string(kind)
 
-    found = [column.name for column in schema if is_text(column.type)]
-    if found.count(field) != 1:
+    columns = [column.name for column in schema if is_text(column.type)]
+    if columns.count(field) != 1:
         raise DataError(
-            f"{path} has no column '{field}' of text",
-            hint=f"name one by --field; there is: {', '.join(found[:8]) or 'none'}",
+            f"{path}: has no column '{field}' of strings",
+            hint=f"give a column with --field, one of: {', '.join(columns[:8]) or 'none'}",
         )

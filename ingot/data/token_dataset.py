@@ -1,16 +1,16 @@
-"""A corpus: a directory of tokens, with what they were made of.
+"""Tokenized datasets: a directory with tokens, their tokenizer, and the inputs of the build.
 
     data.json               the index: source, settings, tokenizer, shards, all with their hashes
-    tokenizer.json ...      the vocabulary, as a model directory has it
+    tokenizer.json ...      the tokenizer, in the files that a model directory has
     train-00000.tokens      shards (`ingot.data.shard`)
     validation-00000.tokens
 
-`tokenize` makes one. It reads the source once to count and to hash it (`ingot.data.source_scan`),
-trains a vocabulary unless it is given one, and tokenizes. The directory appears when complete; a
-directory that was built from the same inputs is opened as it is.
+`tokenize` builds one. It reads the source once to count and to hash it (`ingot.data.source_scan`),
+trains a tokenizer unless it is given one, and tokenizes. The directory appears when complete; an
+existing directory that was built from the same inputs is reused.
 
-`hash` is that of the whole index, which holds the hash of everything else: equal hashes are equal
-tokens.
+`hash` is that of the whole index, which holds the hashes of all other files: datasets with equal
+hashes have equal tokens.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ingot.data.tokenizer import DocumentTokenizer
 NAME = "data.json"
 FORMAT = 1
 DEFAULT_VOCAB_SIZE = 4096  # of a trained tokenizer, by default
-MAX_INDEX = 1 << 26
-SHARD_TOKENS = 1 << 25  # tokens: 64 MB of two bytes each
-BATCH_BYTES = 1 << 21  # bytes of text that are tokenized at a time
-MAX_TRAINING_BYTES = 1 << 30  # bytes of text that a vocabulary is trained on, at most
+MAX_INDEX_BYTES = 1 << 26
+SHARD_TOKENS = 1 << 25  # 64 MB at two bytes per token
+BATCH_BYTES = 1 << 21  # of text that are tokenized at a time
+MAX_TRAINING_BYTES = 1 << 30  # of text that a tokenizer is trained on
 
 
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a corpus is made of; the same again gives the same corpus.
+    """Inputs of a build, which determine the dataset.
 
-    `tokenizer` is the hash of the tokenizer that was given, `vocab` the size of one to train.
+    `tokenizer_sha256` is the hash of a given tokenizer, `vocab_size` the size of one to train.
     """
 
     source_sha256: str
@@ -59,7 +59,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of data.json, `hash` excepted."""
+    """Content of data.json without its `hash`."""
 
     format: int
     build_inputs: BuildInputs
@@ -71,15 +71,15 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     validation: tuple[ShardInfo, ...]
 
     def hash(self) -> str:
-        """The hash of all of it."""
+        """Return the SHA-256 of the whole index."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
 
 class TokenDataset:
-    """The tokens in a directory that `tokenize` or `ingot tokenize` has made.
+    """Tokens in a directory that `tokenize` or `ingot tokenize` has built.
 
     `train` and `validation` are its splits, `vocab_size` is the size of its vocabulary, `eos_id`
-    the token that ends a document. The directory also has the tokenizer's files, as a model's has.
+    the token that ends a document. The directory also has the files of the tokenizer.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -87,20 +87,20 @@ class TokenDataset:
         self.index = index = _read(directory / NAME)
         if tokenizer_files.digest(directory) != index.tokenizer_sha256:
             raise DataError(
-                f"the tokenizer in {directory} is not the one that its tokens were made with",
-                hint="restore tokenizer.json, or delete the directory and make it again",
+                f"{directory}: the tokenizer is not the one that encoded the tokens",
+                hint="restore tokenizer.json, or delete the directory and tokenize again",
             )
         self.hash, self.vocab_size, self.eos_id = index.hash(), index.vocab_size, index.eos_id
-        self.train, self.validation = self._part("train"), self._part("validation")
+        self.train, self.validation = self._open_split("train"), self._open_split("validation")
 
-    def _part(self, part: Split) -> TokenStream:
-        facts = self.index.train if part == "train" else self.index.validation
-        itemsize, size = self.index.itemsize, self.index.vocab_size
-        found = [
-            Shard(_shard_path(self.directory, part, number), one, itemsize, size)
-            for number, one in enumerate(facts)
+    def _open_split(self, split: Split) -> TokenStream:
+        infos = self.index.train if split == "train" else self.index.validation
+        itemsize, vocab_size = self.index.itemsize, self.index.vocab_size
+        shards = [
+            Shard(_shard_path(self.directory, split, number), info, itemsize, vocab_size)
+            for number, info in enumerate(infos)
         ]
-        return TokenStream(found)
+        return TokenStream(shards)
 
 
 def tokenize(
@@ -111,22 +111,23 @@ def tokenize(
     tokenizer: Path | None = None,
     validation_fraction: float = 0.01,
 ) -> TokenDataset:
-    """Make a corpus of the source in the directory, or open it if it is there.
+    """Tokenize a source into a directory, or open the directory if it exists.
 
-    The vocabulary is that of the model directory `tokenizer`, or else one of `vocab` tokens that
-    is trained on the text, 4,096 by default. `validation_fraction` is of the documents.
+    The tokenizer is that of the model directory `tokenizer`, or else one of `vocab_size` tokens
+    that is trained on the text, 4,096 by default. `validation_fraction` of the documents are used
+    for validation.
     """
-    wanted = _BuildRequest(source, vocab_size, tokenizer, validation_fraction)
+    request = _BuildRequest(source, vocab_size, tokenizer, validation_fraction)
     if (directory / NAME).exists():
-        return wanted.found(TokenDataset(directory))
+        return request.check(TokenDataset(directory))
     with paths.atomic_directory(directory) as temporary:
-        wanted.write(temporary)
+        request.write(temporary)
     return TokenDataset(directory)
 
 
 @dataclass(frozen=True)
 class _BuildRequest:
-    """A corpus that was asked for."""
+    """The arguments of `tokenize`."""
 
     source: Source
     vocab_size: int | None
@@ -136,11 +137,12 @@ class _BuildRequest:
     def __post_init__(self) -> None:
         if self.vocab_size is not None and self.tokenizer is not None:
             raise ConfigError(
-                f"a vocabulary of {self.vocab_size} tokens and the tokenizer in {self.tokenizer}",
-                hint="give the size of one to train, or one that is there, but not both",
+                f"vocab_size and tokenizer exclude each other, got {self.vocab_size} and "
+                f"{self.tokenizer}",
+                hint="give a vocab_size to train a tokenizer, or an existing tokenizer",
             )
         if self.tokenizer is None:
-            tokenizer_files.check_size(self.size)
+            tokenizer_files.check_vocab_size(self.size)
         else:
             DocumentTokenizer.load(self.tokenizer)
 
@@ -148,16 +150,15 @@ class _BuildRequest:
     def size(self) -> int:
         return DEFAULT_VOCAB_SIZE if self.vocab_size is None else self.vocab_size
 
-    def made(self, scan: SourceScan) -> BuildInputs:
+    def build_inputs(self, scan: SourceScan) -> BuildInputs:
         tokenizer = self.tokenizer
         return BuildInputs(
             source_sha256=scan.sha256,
             documents=scan.documents,
             bytes=scan.bytes,
             field=self.source.field,
-            validation_fraction=float(
-                self.validation_fraction
-            ),  # 0 and 0.0 are spelled differently in JSON
+            # A float, since JSON distinguishes 0 from 0.0.
+            validation_fraction=float(self.validation_fraction),
             vocab_size=self.size if tokenizer is None else None,
             tokenizer_sha256=None if tokenizer is None else tokenizer_files.digest(tokenizer),
         )
@@ -165,63 +166,68 @@ class _BuildRequest:
     def write(self, directory: Path) -> None:
         scan = SourceScan.of(self.source, self.validation_fraction)
         if self.tokenizer is None:
-            words = _train(scan, self.size)
-            words.save(directory)
+            document_tokenizer = _train(scan, self.size)
+            document_tokenizer.save(directory)
         else:
-            words = DocumentTokenizer.load(self.tokenizer)
+            document_tokenizer = DocumentTokenizer.load(self.tokenizer)
             tokenizer_files.copy_files(self.tokenizer, directory)
-        _write(scan, words, self.made(scan), directory)
+        _write(scan, document_tokenizer, self.build_inputs(scan), directory)
 
-    def found(self, corpus: TokenDataset) -> TokenDataset:
-        made = self.made(SourceScan.of(self.source, self.validation_fraction))
-        there = corpus.index.build_inputs
-        other = [k for k, v in msgspec.structs.asdict(made).items() if getattr(there, k) != v]
-        if other:
+    def check(self, dataset: TokenDataset) -> TokenDataset:
+        """Return an existing dataset if it was built from the same inputs."""
+        inputs = self.build_inputs(SourceScan.of(self.source, self.validation_fraction))
+        existing = dataset.index.build_inputs
+        changed = [
+            k for k, v in msgspec.structs.asdict(inputs).items() if getattr(existing, k) != v
+        ]
+        if changed:
             raise DataError(
-                f"{corpus.directory} was made of something else: {', '.join(other)} differ",
-                hint="name another directory, or delete that one first",
+                f"{dataset.directory}: built from other inputs, {', '.join(changed)} differ",
+                hint="name another directory, or delete this one first",
             )
-        return corpus
+        return dataset
 
 
 def _train(scan: SourceScan, size: int) -> DocumentTokenizer:
-    share = min(1.0, MAX_TRAINING_BYTES / scan.bytes)
-    with log.progress("training a vocabulary", scan.bytes, in_bytes=True) as bar:
+    fraction = min(1.0, MAX_TRAINING_BYTES / scan.bytes)
+    with log.progress("training a tokenizer", scan.bytes, in_bytes=True) as bar:
 
         def documents() -> Iterator[str]:
             for document in scan.read():
                 bar.advance(document.bytes)
-                if document.part == "train" and document.chosen(share):
+                if document.split == "train" and document.is_sampled(fraction):
                     yield document.text
             bar.describe("merging pairs")
 
         return DocumentTokenizer.train(documents(), size)
 
 
-def _write(scan: SourceScan, words: DocumentTokenizer, made: BuildInputs, directory: Path) -> None:
-    itemsize = 2 if words.vocab_size <= 1 << 16 else 4
-    train = _Writer(directory, "train", itemsize)
-    validation = _Writer(directory, "validation", itemsize)
+def _write(
+    scan: SourceScan, tokenizer: DocumentTokenizer, inputs: BuildInputs, directory: Path
+) -> None:
+    itemsize = 2 if tokenizer.vocab_size <= 1 << 16 else 4
+    train = _ShardWriter(directory, "train", itemsize)
+    validation = _ShardWriter(directory, "validation", itemsize)
     with log.progress("tokenizing", scan.bytes, in_bytes=True) as bar:
         for batch in _batches(scan.read()):
-            encoded = words.encode([document.text for document in batch])
+            encoded = tokenizer.encode([document.text for document in batch])
             for document, tokens in zip(batch, encoded, strict=True):
-                writer = train if document.part == "train" else validation
+                writer = train if document.split == "train" else validation
                 writer.add(tokens)
                 bar.advance(document.bytes)
     index = Index(
         format=FORMAT,
-        build_inputs=made,
+        build_inputs=inputs,
         tokenizer_sha256=tokenizer_files.digest(directory),
-        vocab_size=words.vocab_size,
-        eos_id=words.eos_id,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
         itemsize=itemsize,
         train=train.finish(),
         validation=validation.finish(),
     )
     if not index.train:
         raise DataError(
-            f"nothing is left to train on in {scan.source.where}",
+            f"{scan.source.where}: no documents are left to train on",
             hint="give more documents, or --validation 0",
         )
     content = {"hash": index.hash(), **msgspec.to_builtins(index)}
@@ -229,7 +235,7 @@ def _write(scan: SourceScan, words: DocumentTokenizer, made: BuildInputs, direct
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """As many documents at a time as make `BATCH_BYTES` bytes."""
+    """Yield lists of documents of about `BATCH_BYTES` each."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -242,67 +248,69 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-class _Writer:
-    """Gathers documents and writes a shard whenever there are enough."""
+class _ShardWriter:
+    """Collects the documents of a split and writes shards of `SHARD_TOKENS`."""
 
-    def __init__(self, directory: Path, part: Split, itemsize: int) -> None:
+    def __init__(self, directory: Path, split: Split, itemsize: int) -> None:
         self._directory, self._itemsize = directory, itemsize
-        self._part: Split = part
-        self._held: list[NDArray[Any]] = []
-        self._size = 0
-        self._done: list[ShardInfo] = []
+        self._split: Split = split
+        self._documents: list[NDArray[Any]] = []
+        self._num_tokens = 0
+        self._shards: list[ShardInfo] = []
 
     def add(self, tokens: list[int]) -> None:
         if tokens:
-            self._held.append(np.array(tokens, dtype=f"<u{self._itemsize}"))
-            self._size += len(tokens)
-        if self._size >= SHARD_TOKENS:
+            self._documents.append(np.array(tokens, dtype=f"<u{self._itemsize}"))
+            self._num_tokens += len(tokens)
+        if self._num_tokens >= SHARD_TOKENS:
             self._flush()
 
     def finish(self) -> tuple[ShardInfo, ...]:
-        if self._held:
+        if self._documents:
             self._flush()
-        return tuple(self._done)
+        return tuple(self._shards)
 
     def _flush(self) -> None:
-        path = _shard_path(self._directory, self._part, len(self._done))
-        self._done.append(shard.write(path, self._held, self._itemsize))
-        self._held, self._size = [], 0
+        path = _shard_path(self._directory, self._split, len(self._shards))
+        self._shards.append(shard.write(path, self._documents, self._itemsize))
+        self._documents, self._num_tokens = [], 0
 
 
-def _shard_path(directory: Path, part: Split, number: int) -> Path:
-    return directory / f"{part}-{number:05}.tokens"
+def _shard_path(directory: Path, split: Split, number: int) -> Path:
+    return directory / f"{split}-{number:05}.tokens"
 
 
 def _read(path: Path) -> Index:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_INDEX + 1)
+            content = file.read(MAX_INDEX_BYTES + 1)
     except OSError as error:
         raise DataError(
-            f"cannot read {path}: {error.strerror}",
-            hint="name a directory that `ingot tokenize` has made",
+            f"{path}: cannot be read: {error.strerror}",
+            hint="name a directory that `ingot tokenize` has built",
         ) from error
     try:
-        table = msgspec.json.decode(content[: MAX_INDEX + 1], type=dict[str, Any])
-        claimed = table.pop("hash", None)
+        table = msgspec.json.decode(content[: MAX_INDEX_BYTES + 1], type=dict[str, Any])
+        stored_hash = table.pop("hash", None)
         if table.get("format") != FORMAT:
             raise DataError(
-                f"{path} has format {table.get('format')}, this version of ingot knows {FORMAT}",
-                hint="make it again with this version: `ingot tokenize`",
+                f"{path}: format must be {FORMAT}, got {table.get('format')}",
+                hint="tokenize again with this version: `ingot tokenize`",
             )
         index = msgspec.convert(table, Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _broken(path, str(error)) from error
-    if claimed != index.hash():
-        raise _broken(path, "its content is not what was written")
+        raise _read_error(path, str(error)) from error
+    if stored_hash != index.hash():
+        raise _read_error(path, "its hash does not match its content")
     if index.itemsize not in (2, 4) or not 0 < index.vocab_size <= 1 << 31:
-        raise _broken(path, f"tokens below {index.vocab_size} in {index.itemsize} bytes each")
+        raise _read_error(
+            path, f"vocab_size {index.vocab_size} at {index.itemsize} bytes per token"
+        )
     return index
 
 
-def _broken(path: Path, why: str) -> DataError:
+def _read_error(path: Path, reason: str) -> DataError:
     return DataError(
-        f"cannot read {path}: {why}",
-        hint=f"restore it, or delete {path.parent} and make it again with `ingot tokenize`",
+        f"{path}: cannot be read: {reason}",
+        hint=f"restore it, or delete {path.parent} and run `ingot tokenize` again",
     )

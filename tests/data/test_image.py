@@ -63,7 +63,7 @@ def test_a_header_that_lies_takes_no_memory(tmp_path: Path, content: bytes, zipp
     path = tmp_path / ("images.gz" if zipped else "images")
     path.write_bytes(gzip.compress(content) if zipped else content)
     tracemalloc.start()
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="cannot be read"):
         read_idx(path)
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
@@ -90,14 +90,14 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     monkeypatch.setattr(image, "MAX_BYTES", 1000)
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(packed([1001], bytes(1001))))
-    with pytest.raises(DataError, match="it claims 1,001 bytes"):
+    with pytest.raises(DataError, match="got 1,001"):
         read_idx(path)
 
 
 def test_labels_of_another_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(packed([2, 1, 1], b"ab"))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(packed([3], b"abc"))
-    with pytest.raises(DataError, match="their labels"):
+    with pytest.raises(DataError, match="must match"):
         mnist(tmp_path)
 
 

@@ -149,7 +149,7 @@ class Failing(Numbers):
     def batch(self, indices: Sequence[int]) -> list[int]:
         found = super().batch(indices)
         if self.broken and found == self.third:
-            raise DataError("cannot read the shard", hint="restore it")
+            raise DataError("the shard cannot be read", hint="restore it")
         return found
 
     third: Sequence[int] = ()
@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_an_error_in_its_turn_and_is_not_passed_over() ->
     next(loader)
     next(loader)
     for _ in range(2):
-        with pytest.raises(DataError, match="cannot read"):
+        with pytest.raises(DataError, match="cannot be read"):
             next(loader)
         assert loader.state_dict()["sample"] == 10
     failing.broken = False

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError
-from ingot.data.permutation import MAX, Permutation, shuffled_indices
+from ingot.data.permutation import MAX_SAMPLES, Permutation, shuffled_indices
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -17,7 +17,7 @@ def test_each_sample_comes_once(n: int, seed: int, epoch: int) -> None:
     assert sorted(found.tolist()) == list(range(n))
 
 
-@given(n=st.integers(1, MAX), seed=SEEDS, data=st.data())
+@given(n=st.integers(1, MAX_SAMPLES), seed=SEEDS, data=st.data())
 def test_no_two_samples_meet_however_many_there_are(n: int, seed: int, data: st.DataObject) -> None:
     some = data.draw(st.lists(st.integers(0, n - 1), unique=True, min_size=1, max_size=50))
     found = Permutation(n, seed=seed)(np.array(some))
@@ -70,7 +70,7 @@ def test_the_order_is_the_one_that_it_always_was() -> None:
     assert found.tolist() == [80425218, 85004196, 41396210, 121590446, 83368795, 28763467]
 
 
-@pytest.mark.parametrize("n", [0, -1, MAX + 1])
+@pytest.mark.parametrize("n", [0, -1, MAX_SAMPLES + 1])
 def test_what_cannot_be_ordered_is_refused(n: int) -> None:
     with pytest.raises(ConfigError, match="give 1 to"):
         Permutation(n, seed=0)

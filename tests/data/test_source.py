@@ -19,7 +19,7 @@ from ingot.data.source import Source
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of at most 10 characters, read 7 bytes at a time."""
     monkeypatch.setattr(module, "MAX_DOCUMENT", 10)
-    monkeypatch.setattr(module, "_CHUNK", 7)
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 7)
 
 
 def test_a_text_file_is_a_document(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_nothing_there_has_a_hint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or directory") as caught:
         Source(tmp_path / "missing").files()
     assert "stdlib" in caught.value.hint
-    with pytest.raises(DataError, match="no files below"):
+    with pytest.raises(DataError, match="contains no files"):
         Source(tmp_path).files()
 
 
@@ -145,7 +145,7 @@ def test_lines_of_json(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "posts.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=r"line 2 of .*posts\.jsonl"):
+    with pytest.raises(DataError, match=r"posts\.jsonl: line 2"):
         list(Source(path).documents())
 
 
@@ -153,7 +153,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "MAX_LINE", 100)
     path = tmp_path / "posts.jsonl"
     path.write_text(json.dumps({"text": "a" * 200}))
-    with pytest.raises(DataError, match="a line of more than 100 bytes"):
+    with pytest.raises(DataError, match="lines must have at most 100 bytes"):
         list(Source(path).documents())
 
 

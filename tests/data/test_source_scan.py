@@ -23,8 +23,8 @@ def source(directory: Path, texts: list[str]) -> Source:
 
 def parts(directory: Path, texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
     found = list(SourceScan.of(source(directory, texts), fraction).read())
-    train = [document.text for document in found if document.part == "train"]
-    return train, [document.text for document in found if document.part == "validation"]
+    train = [document.text for document in found if document.split == "train"]
+    return train, [document.text for document in found if document.split == "validation"]
 
 
 @given(
@@ -73,10 +73,10 @@ def test_of_one_document_the_end_is_held_out(tmp_path: Path, text: str, train: s
 
 def test_a_share_of_the_documents_is_of_both_parts(tmp_path: Path) -> None:
     documents = list(SourceScan.of(source(tmp_path, TEXTS), 0.3).read())
-    assert all(document.chosen(1.0) for document in documents)
-    assert not any(document.chosen(0.0) for document in documents)
+    assert all(document.is_sampled(1.0) for document in documents)
+    assert not any(document.is_sampled(0.0) for document in documents)
     for part in ("train", "validation"):
-        chosen = [document.chosen(0.5) for document in documents if document.part == part]
+        chosen = [document.is_sampled(0.5) for document in documents if document.split == part]
         assert 0.3 < sum(chosen) / len(chosen) < 0.7
 
 

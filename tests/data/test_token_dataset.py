@@ -129,7 +129,7 @@ def test_another_tokenizer_is_another_corpus(tmp_path: Path, made: TokenDataset)
 
 
 def test_copies_of_one_document_cannot_be_split(tmp_path: Path, made: TokenDataset) -> None:
-    with pytest.raises(DataError, match="nothing is left to train on") as caught:
+    with pytest.raises(DataError, match="no documents are left to train on") as caught:
         tokenize(source(tmp_path, ["same"] * 5), tmp_path / "tokens", tokenizer=made.directory)
     assert "--validation 0" in caught.value.hint
     assert not (tmp_path / "tokens").exists()
@@ -231,7 +231,7 @@ def test_tokens_of_three_bytes_are_refused_though_their_number_is_right(
         itemsize=3,
         train=[{**facts, "documents": count, "tokens": (size - 8 * count) // 3}],
     )
-    with pytest.raises(DataError, match="3 bytes each"):
+    with pytest.raises(DataError, match="3 bytes per token"):
         TokenDataset(directory)
 
 
@@ -247,7 +247,7 @@ def test_a_fact_that_was_changed_is_found_out(
     other = {"vocab_size": 301, "eos_id": 1, "tokenizer_sha256": "", "validation": []}
     table[name] = other.get(name, {**table["build_inputs"], "field": "body"})
     (directory / NAME).write_text(json.dumps(table))
-    with pytest.raises(DataError, match="not what was written"):
+    with pytest.raises(DataError, match="hash does not match"):
         TokenDataset(directory)
 
 
@@ -272,7 +272,7 @@ def test_what_is_missing_is_named(tmp_path: Path, made: TokenDataset) -> None:
 
 
 def test_a_source_without_text(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no text in"):
+    with pytest.raises(DataError, match="contains no text"):
         tokenize(source(tmp_path, []), tmp_path / "tokens")
     assert not (tmp_path / "tokens").exists()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError
-from ingot.data.tokenizer import EOS, DocumentTokenizer, _short_words, copy_files, digest
+from ingot.data.tokenizer import EOS, DocumentTokenizer, _split_long_words, copy_files, digest
 from ingot.interop.tokenizer import Tokenizer
 
 TEXT = ["the cat sat on the mat\n", "    def sit(self) -> None:\n        return None\n"] * 20
@@ -47,7 +47,7 @@ def test_the_same_text_trains_the_same_vocabulary(directory: Path, tmp_path: Pat
 
 @given(text=st.text(st.sampled_from("ab \n"), max_size=900))
 def test_words_without_end_are_trained_on_in_pieces(text: str) -> None:
-    pieces = list(_short_words(text))
+    pieces = list(_split_long_words(text))
     assert "".join(pieces) == text
     assert all(max(map(len, re.findall(r"\S+|\s+", piece)), default=0) < 512 for piece in pieces)
 
