@@ -211,7 +211,7 @@ def _cost(
     return Cost(bytes=read + 2 * written, flops=15 * sum(p.numel() for p in params))
 
 
-def _masters(
+def _join_master_weights(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -220,8 +220,8 @@ def _masters(
     *_: object,
 ) -> tuple[Tensor, ...]:
     """Return the mutated tensors, with split parameters joined to master weights."""
-    masters = map(join, (p.bfloat16() for p in params), master_lo) if master_lo else params
-    return *masters, *exp_avgs, *exp_avg_sqs
+    joined = map(join, (p.bfloat16() for p in params), master_lo) if master_lo else params
+    return *joined, *exp_avgs, *exp_avg_sqs
 
 
 @op(
@@ -232,7 +232,7 @@ def _masters(
     cost=_cost,
     row_args=(),
     mutates=("params", "exp_avgs", "exp_avg_sqs", "master_lo"),
-    decode_outputs=_masters,
+    decode_outputs=_join_master_weights,
 )
 def adamw(
     params: list[Tensor],

@@ -94,7 +94,7 @@ def _priority(provider: str) -> int:
 
 
 def check_provider(name: str) -> None:
-    """Raise an error if there is no provider of this name."""
+    """Raise an error if no provider has this name."""
     if name not in provider_names():
         raise UnknownName("provider", name, provider_names())
 

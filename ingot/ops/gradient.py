@@ -24,7 +24,7 @@ Gradient = Callable[[Callable[..., Any]], Backward]
 # In a kernel, the dispatcher is already below autograd, and under a TorchDispatchMode (selective
 # checkpointing, FLOP counters, opcheck) autograd stays off. To record its graph, a derived backward
 # needs the dispatcher's state at the top of a call. A new thread has that state, whatever modes are
-# active while this module is imported. There is no public API for it; torch's own
+# active while this module is imported. Torch has no public API for it; its own
 # `invoke_leaf_function` uses the same guard.
 with ThreadPoolExecutor(1) as _thread:
     _TOP_OF_DISPATCH = (

@@ -13,7 +13,7 @@ The following is derived from the record:
   computed by a kernel and a graph stays whole in either case (`autograd`);
 - dispatch between providers: the reference supports every call, kernels under
   `ingot.kernels.<provider>.<family>` are loaded at the first call (`dispatch`);
-- the tests, the table of `ingot ops` and its page in the documentation.
+- the tests, the table of `ingot ops` and the reference page of the op.
 """
 
 # pyright: basic

@@ -10,7 +10,7 @@ captured while it runs, and C++ repeats them (`kernels/cpu/replay.cpp`):
 A replay uses the same tensors: to change its inputs, the caller writes new values into them. Values
 that Python computed (an `if`, a shape) stay as they were during the capture, so the function must
 not depend on such values. If a call reads a value from a tensor or has arguments of a type that
-cannot be captured, or if there is no compiler, `step` is the function itself.
+cannot be captured, or without a compiler, `step` is the function itself.
 
 Ops are the same as in eager mode. Views are repeated with their sizes, strides and offset.
 """

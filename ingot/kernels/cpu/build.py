@@ -85,7 +85,7 @@ _log = logger(__name__)
 
 
 class BuildError(IngotError):
-    """There is no compiler, or it failed."""
+    """The compiler is missing, or it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """`linear` on GPUs: one GEMM kernel for all variants, with the epilogue fused in registers.
 
 Each program computes one tile of the output on the tensor cores with float32 accumulation, looping
-over K from start to end. There is no split-K and the block sizes do not depend on M, so the bits of
+over K from start to end. Split-K is not used and the block sizes do not depend on M, so the bits of
 a row do not depend on the number of rows. Programs that run concurrently work on neighbouring
 tiles, `GROUP_M` rows of tiles before the next column, so that they share operands in L2.
 

@@ -1,7 +1,7 @@
-"""Tokens as they come into text that may be shown, up to a stop string.
+"""Incremental detokenization: from tokens to text that may be sent, up to a stop string.
 
-A stop string may come in pieces, and what has been shown cannot be taken back. So the end of the
-text is held back as long as it could be the beginning of a stop string, and no longer.
+A stop string may be split over several tokens, and text that was sent cannot be taken back. So the
+end of the text is held back while it could be the beginning of a stop string, and no longer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scheduler: decides how many tokens of which request the next step computes.
 
-There is no separate prefill and decode phase. A request has tokens (its prompt, and those sampled
+Prefill and decode are not separate phases. A request has tokens (its prompt, and those sampled
 so far), of which `num_computed` are in the KV cache; each step distributes one token budget so that
 the second number catches up with the first (as in vLLM v1). A long prompt takes several steps; a
 cached prefix counts as computed; a preempted request has computed nothing and starts over.

@@ -129,7 +129,7 @@ class Admission:
         self._last = 0.0
 
     def acquire(self, tenant: Tenant, *, requests: int, tokens: int, now: float) -> Ticket:
-        """Let them in, or raise `Shed`. So many tokens are the prompts' and unit is asked for."""
+        """Accept the requests, or raise `Overloaded`; `tokens` counts prompts and `max_tokens`."""
         tenant_state = self._tenants.get(tenant.name)
         if tenant_state is None:
             tenant_state = self._tenants[tenant.name] = _TenantState(tenant, now)
