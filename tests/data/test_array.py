@@ -24,25 +24,25 @@ def test_x_and_y_stay_together() -> None:
 def test_a_split_keeps_every_sample_on_one_side(count: int, fraction: float) -> None:
     if not 0 < round(count * fraction) < count:
         return
-    train, held_out = rows(count).split(fraction)
-    assert sorted(train.y.tolist() + held_out.y.tolist()) == list(range(count))
-    assert len(held_out) == round(count * fraction)
+    train, validation = rows(count).split(fraction)
+    assert sorted(train.y.tolist() + validation.y.tolist()) == list(range(count))
+    assert len(validation) == round(count * fraction)
     again = rows(count).split(fraction)
-    assert torch.equal(again[1].y, held_out.y)
+    assert torch.equal(again[1].y, validation.y)
 
 
 def test_a_split_does_not_follow_the_order() -> None:
-    _, held_out = rows(1000).split(0.2)
-    assert 80 < (held_out.y < 500).sum() < 120
+    _, validation = rows(1000).split(0.2)
+    assert 80 < (validation.y < 500).sum() < 120
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, 0.01, -1.0, 2.0])
-def test_a_split_that_leaves_nothing_is_refused(fraction: float) -> None:
+def test_a_split_that_leaves_no_samples_is_rejected(fraction: float) -> None:
     with pytest.raises(DataError, match="empty"):
         rows(10).split(fraction)
 
 
-def test_rows_that_do_not_match_are_refused() -> None:
+def test_rows_that_do_not_match_are_rejected() -> None:
     with pytest.raises(DataError, match="one row of each"):
         ArrayDataset(torch.zeros(3, 2), torch.zeros(2))
 

@@ -70,7 +70,7 @@ def test_a_header_that_lies_takes_no_memory(tmp_path: Path, content: bytes, zipp
 
 
 @given(content=st.binary(max_size=40))
-def test_any_bytes_are_refused_or_read(
+def test_arbitrary_bytes_are_rejected_or_read(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("idx")
@@ -84,7 +84,7 @@ def test_any_bytes_are_refused_or_read(
             assert read_idx(path).dtype == torch.uint8
 
 
-def test_a_file_that_unpacks_to_too_much_is_refused(
+def test_a_file_that_decompresses_to_too_much_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image, "MAX_BYTES", 1000)
@@ -94,7 +94,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
         read_idx(path)
 
 
-def test_labels_of_another_set_are_refused(tmp_path: Path) -> None:
+def test_labels_of_another_dataset_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(packed([2, 1, 1], b"ab"))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(packed([3], b"abc"))
     with pytest.raises(DataError, match="must match"):

@@ -46,7 +46,7 @@ PIECES = st.lists(
 
 
 @given(count=st.integers(1, 30), seed=SEEDS, pieces=PIECES)
-def test_any_pieces_of_a_run_take_the_same_samples(
+def test_a_run_in_several_parts_takes_the_same_samples(
     count: int, seed: int, pieces: list[tuple[int, int, int]]
 ) -> None:
     """Each part with its own batch size, world size and steps, resumed from the last state."""
@@ -75,7 +75,7 @@ def test_any_pieces_of_a_run_take_the_same_samples(
     assert found == taken(Loader(Numbers(count), batch_size=1, seed=seed), len(found))
 
 
-def test_the_state_counts_what_was_handed_out_and_not_what_was_made_ahead() -> None:
+def test_the_state_does_not_count_prefetched_batches() -> None:
     loader = Loader(Numbers(100), batch_size=4, seed=3)
     assert loader.state_dict() == {"sample": 0, "seed": 3}
     next(loader)
@@ -83,7 +83,7 @@ def test_the_state_counts_what_was_handed_out_and_not_what_was_made_ahead() -> N
 
 
 @given(seed=SEEDS, places=st.lists(st.integers(0, 10**15), min_size=1, max_size=4))
-def test_seeking_forgets_what_was_made_ahead(seed: int, places: list[int]) -> None:
+def test_seeking_discards_prefetched_batches(seed: int, places: list[int]) -> None:
     loader = Loader(Numbers(100), batch_size=4, seed=seed)
     next(loader)
     for place in places:
@@ -92,7 +92,7 @@ def test_seeking_forgets_what_was_made_ahead(seed: int, places: list[int]) -> No
         assert next(loader) == loader.batch_at(place + 4)
 
 
-def test_looking_at_a_batch_moves_nothing() -> None:
+def test_batch_at_does_not_advance_the_loader() -> None:
     loader = Loader(Numbers(100), batch_size=4, seed=3)
     later = loader.batch_at(8)
     assert [next(loader) for _ in range(3)][2] == later
@@ -121,7 +121,7 @@ def test_batches_are_made_ahead_and_elsewhere() -> None:
     assert all(name.startswith("ingot-data") for name in watched.threads)
 
 
-def test_a_loader_that_nobody_has_any_more_leaves_no_thread() -> None:
+def test_an_unreferenced_loader_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     loader = Loader(Numbers(10), batch_size=2)
     next(loader)
@@ -155,7 +155,7 @@ class Failing(Numbers):
     third: Sequence[int] = ()
 
 
-def test_what_cannot_be_read_is_an_error_in_its_turn_and_is_not_passed_over() -> None:
+def test_a_read_error_is_raised_in_order_and_the_batch_is_not_skipped() -> None:
     failing = Failing(100)
     loader = Loader(failing, batch_size=5)
     failing.third = loader.batch_at(10)
@@ -195,17 +195,17 @@ def test_an_interrupted_wait_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> 
         {"batch_size": 1, "world_size": 0},
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+def test_invalid_options_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Loader(Numbers(3), **wrong)
 
 
-def test_no_samples_are_refused() -> None:
+def test_an_empty_dataset_is_rejected() -> None:
     with pytest.raises(ConfigError, match="0 samples"):
         Loader(Numbers(0), batch_size=1)
 
 
 @pytest.mark.parametrize("sample", [-1, MAX_SAMPLE + 1])
-def test_a_sample_that_cannot_be_is_refused(sample: int) -> None:
+def test_an_invalid_position_is_rejected(sample: int) -> None:
     with pytest.raises(ConfigError, match="samples count from 0"):
         Loader(Numbers(3), batch_size=1).seek(sample)

@@ -20,13 +20,13 @@ LENGTHS = st.integers(1, 30)
 
 
 @given(documents=DOCUMENTS, per_shard=st.integers(1, 5), length=LENGTHS, seed=st.integers(0, 99))
-def test_an_epoch_has_every_token_once_with_the_one_behind_it(
+def test_an_epoch_has_every_token_once_with_its_successor(
     documents: list[list[int]], per_shard: int, length: int, seed: int
 ) -> None:
-    """Told apart by giving every token a number of its own."""
+    """Every token has a number of its own, so that they can be distinguished."""
     numbers = iter(range(1 << 16))
     documents = [[next(numbers) for _ in document] for document in documents]
-    behind = {
+    successors = {
         token: after
         for document in documents
         for token, after in zip(document, [*document[1:], IGNORE_INDEX], strict=True)
@@ -40,14 +40,14 @@ def test_an_epoch_has_every_token_once_with_the_one_behind_it(
         for batch in batches
         for token, target in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)
     }
-    assert found == behind
-    assert sum(len(batch.tokens) for batch in batches) == len(behind)
+    assert found == successors
+    assert sum(len(batch.tokens) for batch in batches) == len(successors)
     sizes = sorted(len(batch.tokens) for batch in batches)
     assert sizes[1:] == [length] * (len(batches) - 1)
 
 
 @given(documents=DOCUMENTS, per_shard=st.integers(1, 5), length=LENGTHS, data=st.data())
-def test_a_sequence_is_a_piece_of_one_document_as_long_as_can_be(
+def test_a_sequence_is_the_longest_possible_part_of_a_document(
     documents: list[list[int]], per_shard: int, length: int, data: st.DataObject
 ) -> None:
     owners = {}
@@ -90,7 +90,7 @@ def test_no_tokens_have_a_hint() -> None:
 
 
 @pytest.mark.parametrize("length", [0, -1, 1 << 30])
-def test_a_length_that_cannot_be_is_refused(tmp_path: Path, length: int) -> None:
+def test_an_invalid_length_is_rejected(tmp_path: Path, length: int) -> None:
     with pytest.raises(ConfigError):
         PackedDataset(tokens(tmp_path, [[1]], 1), length)
 

@@ -44,7 +44,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
     assert np.mean(np.abs(np.diff(found)) == 1) < 0.002
 
 
-def test_the_order_is_shuffled_anew_in_each_epoch_and_by_each_seed() -> None:
+def test_every_epoch_and_seed_has_its_own_order() -> None:
     orders = {
         tuple(shuffled_indices(start, start + 50, 1, 50, seed))
         for start in (0, 50)
@@ -54,7 +54,7 @@ def test_the_order_is_shuffled_anew_in_each_epoch_and_by_each_seed() -> None:
 
 
 @given(n=st.integers(1, 40), seed=SEEDS, start=st.integers(0, 90), world_size=st.integers(1, 9))
-def test_a_part_of_the_order_is_that_of_the_whole(
+def test_a_part_of_the_order_equals_that_of_the_whole(
     n: int, seed: int, start: int, world_size: int
 ) -> None:
     whole = shuffled_indices(0, 100, 1, n, seed)
@@ -64,13 +64,13 @@ def test_a_part_of_the_order_is_that_of_the_whole(
     )
 
 
-def test_the_order_is_the_one_that_it_always_was() -> None:
-    """Runs that were begun with an older version go on with the same samples."""
+def test_the_order_is_stable_between_versions() -> None:
+    """Runs that were started with an older version resume with the same samples."""
     found = shuffled_indices(10**12, 10**12 + 6, 1, 123_456_789, seed=2**64 - 1)
     assert found.tolist() == [80425218, 85004196, 41396210, 121590446, 83368795, 28763467]
 
 
 @pytest.mark.parametrize("n", [0, -1, MAX_SAMPLES + 1])
-def test_what_cannot_be_ordered_is_refused(n: int) -> None:
+def test_invalid_sizes_are_rejected(n: int) -> None:
     with pytest.raises(ConfigError, match="give 1 to"):
         Permutation(n, seed=0)

@@ -18,7 +18,7 @@ from tests.data.token_files import DOCUMENTS, SIZE, tokens
 
 
 @given(documents=DOCUMENTS, per_shard=st.integers(1, 5), data=st.data())
-def test_what_was_written_is_read(
+def test_a_shard_is_read_back(
     documents: list[list[int]], per_shard: int, data: st.DataObject
 ) -> None:
     flat = [token for document in documents for token in document]
@@ -70,7 +70,7 @@ def test_another_length_is_found_out_before_anything_is_read(
             Shard(shard.path, shard.info, 2, SIZE)
 
 
-def test_a_file_that_is_cut_while_it_is_used_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_file_truncated_while_in_use_is_an_error(tmp_path: Path) -> None:
     stream = tokens(tmp_path, [[1] * 100_000], 1)
     stream.read(0, 10)
     with stream.shards[0].path.open("rb+") as file:
@@ -107,9 +107,7 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [[2, 1, 3], [1, 1, 3], [0, 2, 3], [1, 2, 4], [1, 2, 2], [1, 2**63, 3]],
     ids=str,
 )
-def test_documents_that_cannot_be_are_refused_though_their_hash_is_right(
-    tmp_path: Path, ends: list[int]
-) -> None:
+def test_invalid_documents_with_a_valid_hash_are_rejected(tmp_path: Path, ends: list[int]) -> None:
     import hashlib
 
     path = tmp_path / "shard"
@@ -122,7 +120,7 @@ def test_documents_that_cannot_be_are_refused_though_their_hash_is_right(
 
 
 @pytest.mark.parametrize(("documents", "count"), [(0, 3), (-1, 3), (4, 3), (1, 2**60), (0, 0)])
-def test_facts_that_cannot_be_are_refused(tmp_path: Path, documents: int, count: int) -> None:
+def test_invalid_index_entries_are_rejected(tmp_path: Path, documents: int, count: int) -> None:
     path = tmp_path / "shard"
     facts = write(path, [np.array([1])] * 3, 2)
     wrong = msgspec.structs.replace(facts, documents=documents, tokens=count)
@@ -136,7 +134,7 @@ def test_tokens_that_are_not_there(tmp_path: Path, start: int, stop: int) -> Non
         tokens(tmp_path, [[1, 2, 3]], 1).read(start, stop)
 
 
-def test_all_of_it_can_be_checked_at_once(tmp_path: Path) -> None:
+def test_check_verifies_all_shards(tmp_path: Path) -> None:
     stream = tokens(tmp_path, [[1], [2], [3]], 1)
     path = stream.shards[2].path
     content = path.read_bytes()

@@ -54,7 +54,7 @@ def test_a_huge_line_takes_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"abc\xff", b"fine so far \xc3", b"\xed\xa0\x80"])
-def test_what_is_not_utf8_is_an_error_where_it_is_named(tmp_path: Path, content: bytes) -> None:
+def test_invalid_utf8_is_an_error_with_its_position(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "latin"
     path.write_bytes(b"good\n" * 2 + content)
     with pytest.raises(DataError, match=r"near byte [12]") as caught:
@@ -72,7 +72,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert found == ["a/z.md", "a.txt", "b.txt", "in a line"]
 
 
-def test_in_a_folder_what_is_no_text_is_passed_over_whole(tmp_path: Path) -> None:
+def test_files_of_a_folder_that_are_not_text_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (tmp_path / "late.txt").write_bytes(b"good " * 200_000 + b"\xff")
@@ -92,7 +92,7 @@ def test_links_and_pipes_are_no_trap(tmp_path: Path) -> None:
     assert list(Source(tmp_path).documents()) == ["text"]
 
 
-def test_nothing_there_has_a_hint(tmp_path: Path) -> None:
+def test_a_missing_source_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or directory") as caught:
         Source(tmp_path / "missing").files()
     assert "stdlib" in caught.value.hint
@@ -149,7 +149,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
         list(Source(path).documents())
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_LINE", 100)
     path = tmp_path / "posts.jsonl"
     path.write_text(json.dumps({"text": "a" * 200}))
@@ -157,7 +159,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         list(Source(path).documents())
 
 
-def test_the_standard_library_is_its_own_code_and_nobody_elses() -> None:
+def test_stdlib_excludes_installed_packages() -> None:
     files = Source("stdlib").files()
     names = {path.name for path in files}
     assert {"dataclasses.py", "argparse.py"} <= names

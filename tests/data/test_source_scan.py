@@ -34,23 +34,23 @@ def parts(directory: Path, texts: list[str], fraction: float) -> tuple[list[str]
 def test_every_document_is_on_one_side(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], fraction: float
 ) -> None:
-    train, held_out = parts(tmp_path_factory.mktemp("survey"), texts, fraction)
-    assert sorted(train + held_out) == sorted(texts)
-    assert not set(train) & set(held_out)
-    assert bool(held_out) == (fraction > 0)
+    train, validation = parts(tmp_path_factory.mktemp("survey"), texts, fraction)
+    assert sorted(train + validation) == sorted(texts)
+    assert not set(train) & set(validation)
+    assert bool(validation) == (fraction > 0)
     assert train or len(set(texts)) == 1
 
 
-def test_of_two_documents_one_is_held_out(tmp_path: Path) -> None:
+def test_of_two_documents_one_is_for_validation(tmp_path: Path) -> None:
     for pair in pairwise(TEXTS[:20]):
         for fraction in (0.001, 0.5):
-            train, held_out = parts(tmp_path, list(pair), fraction)
-            assert (len(train), len(held_out)) == (1, 1)
+            train, validation = parts(tmp_path, list(pair), fraction)
+            assert (len(train), len(validation)) == (1, 1)
 
 
-def test_about_the_fraction_is_held_out(tmp_path: Path) -> None:
-    _, held_out = parts(tmp_path, TEXTS, 0.1)
-    assert 15 <= len(held_out) <= 50
+def test_about_the_fraction_is_for_validation(tmp_path: Path) -> None:
+    _, validation = parts(tmp_path, TEXTS, 0.1)
+    assert 15 <= len(validation) <= 50
 
 
 def test_documents_do_not_change_sides_when_others_come(tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ def test_documents_do_not_change_sides_when_others_come(tmp_path: Path) -> None:
     assert set(after) & set(TEXTS) == set(before)
 
 
-def test_more_held_out_is_more_of_the_same(tmp_path: Path) -> None:
+def test_a_larger_fraction_includes_the_smaller_one(tmp_path: Path) -> None:
     assert set(parts(tmp_path, TEXTS, 0.1)[1]) < set(parts(tmp_path, TEXTS, 0.2)[1])
 
 
 @pytest.mark.parametrize(
     ("text", "train"), [("one\ntwo\nthree\n", "one\ntwo\n"), ("word", "wo"), ("a", "a")]
 )
-def test_of_one_document_the_end_is_held_out(tmp_path: Path, text: str, train: str) -> None:
+def test_of_one_document_the_end_is_for_validation(tmp_path: Path, text: str, train: str) -> None:
     rest = [text[len(train) :]] if text != train else []
     assert parts(tmp_path, [text], 0.3) == ([train], rest)
 
@@ -95,9 +95,7 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
         list(found.read())
 
 
-def test_files_that_were_passed_over_are_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_files_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source(tmp_path, TEXTS)
     (tmp_path / "image").write_bytes(b"\xff\0")
     list(SourceScan.of(Source(tmp_path), 0.1).read())
@@ -110,6 +108,6 @@ def test_no_text_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 0.6, float("nan")])
-def test_a_fraction_that_makes_no_sense_is_refused(tmp_path: Path, fraction: float) -> None:
+def test_an_invalid_fraction_is_rejected(tmp_path: Path, fraction: float) -> None:
     with pytest.raises(ConfigError, match=r"give 0 to 0\.5"):
         SourceScan.of(source(tmp_path, TEXTS), fraction)

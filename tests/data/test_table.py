@@ -39,7 +39,7 @@ def test_a_column_of_text(tmp_path: Path, kind: str, text: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_column_that_is_not_there_or_no_text(tmp_path: Path, kind: str) -> None:
+def test_a_missing_or_non_text_column_is_rejected(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / "table", pa.table({"id": [1], "body": ["a"]}), kind)
     for field in ("text", "id"):
         with pytest.raises(DataError, match=f"no column '{field}'") as caught:
@@ -62,14 +62,14 @@ def test_a_file_with_wrong_bytes_is_refused_or_read_as_text(kind: str, data: st.
             assert all(isinstance(text, str) for text in Source(path).documents())
 
 
-def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_column_name_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "table", pa.table({"text": ["a"], "nameless": ["b"]}), "stream")
     path.write_bytes(path.read_bytes().replace(b"nameless", b"\xff\xfeameless"[:8]))
     with pytest.raises(DataError, match="cannot be read"):
         list(Source(path).documents())
 
 
-def test_strings_that_point_out_of_the_file_are_refused(tmp_path: Path) -> None:
+def test_string_offsets_outside_the_file_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "table", pa.table({"text": ["one", "three"]}), "stream")
     right, wrong = struct.pack("<3i", 0, 3, 8), struct.pack("<3i", 0, 3, 1 << 20)
     assert path.read_bytes().count(right) == 1

@@ -53,11 +53,11 @@ def documents(corpus: TokenDataset, tokens: TokenStream) -> list[str]:
 
 
 def test_all_documents_are_in_one_part_in_their_order(made: TokenDataset) -> None:
-    train, held_out = documents(made, made.train), documents(made, made.validation)
+    train, validation = documents(made, made.train), documents(made, made.validation)
     assert train == [text for text in TEXTS if text in train]
-    assert held_out == [text for text in TEXTS if text in held_out]
-    assert len(train) + len(held_out) == len(TEXTS) == made.index.build_inputs.documents
-    assert 4 <= len(held_out) <= 20
+    assert validation == [text for text in TEXTS if text in validation]
+    assert len(train) + len(validation) == len(TEXTS) == made.index.build_inputs.documents
+    assert 4 <= len(validation) <= 20
     assert made.vocab_size == 300
 
 
@@ -89,7 +89,7 @@ def test_many_shards_are_one_stream(
     assert all((a == b).all() for a, b in zip(whole, pieces, strict=True))
 
 
-def test_the_same_again_is_taken_as_it_is(
+def test_an_existing_dataset_of_the_same_inputs_is_reused(
     tmp_path: Path, made: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = tokenize(
@@ -207,7 +207,7 @@ def forged(directory: Path, **changes: Any) -> None:
     ],
     ids=str,
 )
-def test_a_hostile_index_is_refused(
+def test_a_malicious_index_is_rejected(
     tmp_path: Path, made: TokenDataset, changes: dict[str, Any]
 ) -> None:
     directory = tmp_path / "tokens"
@@ -259,7 +259,7 @@ def test_an_index_that_is_none(tmp_path: Path, made: TokenDataset, content: byte
         TokenDataset(tmp_path / "tokens")
 
 
-def test_what_is_missing_is_named(tmp_path: Path, made: TokenDataset) -> None:
+def test_missing_files_are_named(tmp_path: Path, made: TokenDataset) -> None:
     with pytest.raises(DataError, match=NAME) as caught:
         TokenDataset(tmp_path / "nowhere")
     assert "`ingot tokenize`" in caught.value.hint
@@ -308,7 +308,7 @@ def test_a_directory_with_something_else_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("what", ["shard", "vocabulary"])
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: TokenDataset, what: str) -> None:
+def test_a_full_disk_leaves_no_files(tmp_path: Path, made: TokenDataset, what: str) -> None:
     """No file may grow beyond what the tokenizer needs, or half of it."""
     source(tmp_path, TEXTS * 20)
     room = (made.directory / "tokenizer.json").stat().st_size
@@ -349,6 +349,6 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, made: TokenDataset, w
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_rejected(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         tokenize(source(tmp_path, TEXTS), tmp_path / "tokens", **wrong)

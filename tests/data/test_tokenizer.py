@@ -32,7 +32,7 @@ def test_any_text_can_be_written_and_ends(directory: Path, text: str) -> None:
     assert Tokenizer.load(directory).decode(ids) == text.replace(EOS, "")
 
 
-def test_a_document_is_what_a_server_makes_of_a_prompt_and_its_end(directory: Path) -> None:
+def test_a_document_is_tokenized_like_a_prompt_followed_by_eos(directory: Path) -> None:
     ours, served = DocumentTokenizer.load(directory), Tokenizer.load(directory)
     assert served.eos_token_ids == {ours.eos_id} == {0}
     assert served.vocab_size == ours.vocab_size
@@ -46,10 +46,10 @@ def test_the_same_text_trains_the_same_vocabulary(directory: Path, tmp_path: Pat
 
 
 @given(text=st.text(st.sampled_from("ab \n"), max_size=900))
-def test_words_without_end_are_trained_on_in_pieces(text: str) -> None:
-    pieces = list(_split_long_words(text))
-    assert "".join(pieces) == text
-    assert all(max(map(len, re.findall(r"\S+|\s+", piece)), default=0) < 512 for piece in pieces)
+def test_long_words_are_split_for_training(text: str) -> None:
+    parts = list(_split_long_words(text))
+    assert "".join(parts) == text
+    assert all(max(map(len, re.findall(r"\S+|\s+", piece)), default=0) < 512 for piece in parts)
 
 
 def test_a_word_of_a_megabyte_takes_no_minutes() -> None:
@@ -76,7 +76,7 @@ def model(directory: Path, eos: object = "</s>") -> Path:
     return directory
 
 
-def test_a_models_own_beginning_is_kept_and_nothing_is_cut_or_filled_up(tmp_path: Path) -> None:
+def test_bos_is_kept_without_truncation_or_padding(tmp_path: Path) -> None:
     found = DocumentTokenizer.load(model(tmp_path))
     assert found.vocab_size == 10
     assert found.encode(["cat dog cat", "cat </s>"]) == [[0, 9, 2, 9, 1], [0, 9, 1]]
@@ -124,6 +124,6 @@ def test_no_tokenizer_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 256, 1 << 30])
-def test_a_size_that_cannot_be_is_refused(size: int) -> None:
+def test_an_invalid_vocab_size_is_rejected(size: int) -> None:
     with pytest.raises(ConfigError, match="give 257 to"):
         DocumentTokenizer.train(iter(TEXT), size)

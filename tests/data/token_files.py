@@ -16,7 +16,7 @@ DOCUMENTS = st.lists(
 
 
 def tokens(directory: Path, documents: list[list[int]], per_shard: int) -> TokenStream:
-    """These documents, so many to a shard."""
+    """Write the documents to shards of `per_shard` documents."""
     shards: list[Shard] = []
     for start in range(0, len(documents), per_shard):
         path = directory / f"{start}.tokens"

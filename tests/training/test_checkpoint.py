@@ -1,4 +1,4 @@
-"""Checkpoints: to the bit, of the moment they were asked for, whole or passed over."""
+"""Checkpoints: bitwise, of the moment of the call, and ignored unless they are intact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(kept: Checkpoints, step: int, loss: float | None = None) -> None:
     kept.wait()
 
 
-def test_what_is_saved_is_read_to_the_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back_bitwise(tmp_path: Path) -> None:
     tensors = {
         "a.b|mean": torch.tensor([float("nan"), -0.0, 1e-45]),
         "half": torch.randn(3, 5).bfloat16(),
@@ -47,7 +47,7 @@ def test_what_is_saved_is_read_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the write is held up, the run goes on and changes both tensors and metadata."""
+    """While the write is delayed, the run continues and changes both tensors and metadata."""
     go, write = threading.Event(), module.write
 
     def slow(*args: Any) -> None:
@@ -114,7 +114,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5"]
 
 
-def test_a_full_disk_is_told_and_loses_nothing(
+def test_a_full_disk_is_an_error_and_keeps_earlier_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Checkpoints(tmp_path, keep=1)
@@ -129,14 +129,14 @@ def test_a_full_disk_is_told_and_loses_nothing(
     with pytest.raises(IngotError, match="No space left") as raised:
         kept.wait()
     assert "make room" in raised.value.hint
-    kept.raise_pending_error()  # it was told
+    kept.raise_pending_error()  # it is raised only once
     found = kept.latest()
     assert found is not None
     assert found.step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_what_a_killed_process_leaves_is_cleared(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_deleted(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path, keep=1)
     save(kept, 1)
     (tmp_path / ".step-00000002.0123.tmp").mkdir()

@@ -28,7 +28,7 @@ def test_norms_of_half_precision_do_not_overflow() -> None:
     assert grad_norms([large]).tolist() == pytest.approx([2 * 6e4], rel=1e-3)
 
 
-def test_none_clips_nothing() -> None:
+def test_kind_none_does_not_clip() -> None:
     assert Clipper(None, 2).factors(torch.tensor([1e9, 0.0])).tolist() == [1.0, 1.0]
 
 
@@ -88,7 +88,7 @@ def test_adagc_is_the_papers() -> None:
 @pytest.mark.parametrize(
     "config", [ClipNormConfig(), ZClipConfig(warmup_steps=5), AdaGCConfig(warmup_steps=5)]
 )
-def test_a_saved_state_goes_on_to_the_bit(config: Any) -> None:
+def test_a_saved_state_resumes_bitwise(config: Any) -> None:
     given = random_norms(30)
     whole = Clipper(config, 3)
     wanted = [whole.factors(x) for x in given]

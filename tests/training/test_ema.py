@@ -11,7 +11,7 @@ from ingot.training import ema
 from ingot.training.ema import EMA
 
 
-def test_it_is_the_mean_of_the_formula() -> None:
+def test_the_average_follows_the_formula() -> None:
     weights = {"a": torch.randn(3, 5, dtype=torch.float32), "b": torch.randn(7)}
     mean = EMA(weights, decay=0.8)
     wanted = {name: w.double().clone() for name, w in weights.items()}
@@ -61,7 +61,7 @@ def test_a_model_borrows_it() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_a_saved_mean_goes_on() -> None:
+def test_a_saved_average_resumes() -> None:
     weights = {"a": torch.randn(4)}
     first, second = EMA(weights, decay=0.9), EMA({"a": torch.zeros(4)}, decay=0.9)
     second.load_state_dict(first.weights)

@@ -1,4 +1,4 @@
-"""Scores of what is held out."""
+"""Evaluation on the validation split."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from ingot.training.recipe import load_datasets
 from tests.training import runs
 
 
-def held_out(tmp_path: Path) -> PackedDataset:
+def validation_set(tmp_path: Path) -> PackedDataset:
     found = load_datasets(runs.text(tmp_path).data).validation
     assert len(found) > 3
     return found
 
 
 def test_the_loss_does_not_depend_on_the_batches(tmp_path: Path) -> None:
-    model, samples = Decoder.from_config(runs.TINY, seed=0), held_out(tmp_path)
+    model, samples = Decoder.from_config(runs.TINY, seed=0), validation_set(tmp_path)
     wanted = evaluate(model, samples, batch_size=1, max_batches=10**6)
     assert wanted.accuracy is None
     for batch in (2, 3, 100):
         found = evaluate(model, samples, batch_size=batch, max_batches=10**6)
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-12)  # a token's loss is exact
+        assert found.loss == pytest.approx(
+            wanted.loss, rel=1e-12
+        )  # a token's loss is batch-invariant
     assert evaluate(model, samples, batch_size=1, max_batches=1).loss != wanted.loss
 
 
@@ -45,7 +47,7 @@ def test_accuracy() -> None:
 def test_the_log_probabilities_are_those_of_any_forward(tmp_path: Path) -> None:
     model, samples = (
         Decoder.from_config(runs.TINY, seed=0, dtype=torch.bfloat16),
-        held_out(tmp_path),
+        validation_set(tmp_path),
     )
     save_logprobs(model, samples, tmp_path, max_samples=2)
     found = load_file(tmp_path / LOGPROBS)

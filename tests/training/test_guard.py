@@ -29,7 +29,7 @@ def calm(watch: SpikeDetector, steps: int = 50, level: float = 4.0) -> None:
         (9.0, 1.0, "a loss of 9 where"),
     ],
 )
-def test_what_is_bad(loss: float, norm: float, reason: str) -> None:
+def test_bad_losses_and_norms_have_a_reason(loss: float, norm: float, reason: str) -> None:
     watch = SpikeDetector(SpikeGuardConfig())
     calm(watch)
     assert (watch.check(loss, norm) or "").startswith(reason)
@@ -73,7 +73,7 @@ def test_patience() -> None:
     assert not watch.exhausted
 
 
-def test_a_saved_state_goes_on() -> None:
+def test_a_saved_state_resumes() -> None:
     first = SpikeDetector(SpikeGuardConfig(patience=1))
     calm(first)
     assert first.check(math.nan, 1.0)

@@ -1,4 +1,4 @@
-"""Every optimizer against its paper over 100 steps, the rules of groups, and states to the bit."""
+"""Every optimizer against its paper over 100 steps, parameter groups, and bitwise states."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _bases(optimizers: Optimizers, first: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("config", ALL, ids=NAMES)
-def test_a_saved_state_goes_on_to_the_bit(config: Any) -> None:
+def test_a_saved_state_resumes_bitwise(config: Any) -> None:
     grads = gradients(12)
     whole = Odd()
     run(whole, Optimizers(config, whole), grads)
@@ -210,7 +210,7 @@ def test_every_gradient_is_used_once_and_others_stay(config: Any) -> None:
     assert set(steps) <= {0, 1}
 
 
-def test_only_adamw_moves_masters_in_two_parts() -> None:
+def test_only_adamw_updates_split_weights() -> None:
     model = Odd()
     masters = MasterWeights(model, Precision.BF16, split=True)
     Optimizers(configs.AdamWConfig(), model, masters.weights, masters.low_bits)
@@ -237,7 +237,7 @@ def test_the_head_and_experts_are_no_hidden_matrices() -> None:
     assert "blocks.0.mlp.gate" not in matrices
 
 
-def test_masters_are_updated_in_the_parameters_place() -> None:
+def test_master_weights_are_updated_instead_of_the_parameters() -> None:
     model = nn.Linear(3, 2).bfloat16()
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
     optimizers = Optimizers(configs.SGDConfig(lr=1e-3, momentum=0.0), model, masters)
@@ -246,13 +246,13 @@ def test_masters_are_updated_in_the_parameters_place() -> None:
     torch.testing.assert_close(masters["weight"], before - 1e-3)
 
 
-def test_a_state_of_another_model_is_refused() -> None:
+def test_a_state_of_another_model_is_rejected() -> None:
     optimizers = Optimizers(configs.AdamWConfig(), Odd())
     with pytest.raises(IngotError, match="not in the model: other"):
         optimizers.load_state_dict({"other|step": torch.zeros(())})
 
 
-def test_a_model_with_nothing_to_train_is_refused() -> None:
+def test_a_model_without_trainable_weights_is_rejected() -> None:
     with pytest.raises(IngotError, match="no parameter"):
         Optimizers(configs.AdamWConfig(), nn.Linear(2, 2).requires_grad_(False))
 

@@ -17,7 +17,7 @@ def half(model: nn.Module, precision: Precision, value: float) -> None:
     model(x).sum().backward()
 
 
-def test_in_fp32_the_masters_are_the_parameters() -> None:
+def test_in_fp32_the_master_weights_are_the_parameters() -> None:
     model = nn.Linear(3, 2)
     masters = MasterWeights(model, Precision.FP32)
     half(model, Precision.FP32, 2.0)
@@ -54,7 +54,7 @@ def test_small_steps_are_not_lost() -> None:
     assert torch.equal(model.weight, torch.full((2, 3), 1.01).bfloat16())
 
 
-def test_what_bf16_cannot_hold_stays_in_the_master() -> None:
+def test_bits_beyond_bf16_stay_in_the_master_weight() -> None:
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone()
     masters = MasterWeights(model, Precision.BF16)
@@ -62,7 +62,7 @@ def test_what_bf16_cannot_hold_stays_in_the_master() -> None:
     assert torch.equal(model.weight, before.bfloat16())
 
 
-def test_a_split_master_is_the_models_weight_and_what_it_lacks() -> None:
+def test_a_split_master_weight_is_the_models_weight_and_the_low_bits() -> None:
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     second.weight = first.weight  # tied
     model = nn.Sequential(first, second)
@@ -96,7 +96,7 @@ def test_a_model_of_any_dtype_is_split(given: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_masters_go_on_from_halves_and_from_whole_ones(split: bool) -> None:
+def test_master_weights_load_split_and_whole_states(split: bool) -> None:
     torch.manual_seed(0)
     given = nn.Linear(30, 20)
     before = given.weight.detach().clone()
@@ -139,7 +139,7 @@ def test_a_frozen_parameter_is_converted_and_has_no_master() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("precision", list(Precision))
-def test_a_saved_state_goes_on(precision: Precision, split: bool) -> None:
+def test_a_saved_state_resumes(precision: Precision, split: bool) -> None:
     first = MasterWeights(nn.Linear(3, 2), precision, split)
     first.update_loss_scale(finite=False)
     first.update_loss_scale(finite=True)

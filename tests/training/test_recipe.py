@@ -28,7 +28,7 @@ def test_there_are_recipes() -> None:
     assert {"xor", "digits"} <= {path.stem for path in RECIPES}
 
 
-def test_a_decoder_is_told_by_its_fields(tmp_path: Path) -> None:
+def test_a_decoder_is_recognized_by_its_fields(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path)
     config.save(recipe, tmp_path / "recipe.toml")
     found = config.load(Recipe, tmp_path / "recipe.toml", ["model.layers=3"])
@@ -57,7 +57,7 @@ def test_a_decoder_is_told_by_its_fields(tmp_path: Path) -> None:
         ({"label_smoothing": float("nan")}, "label_smoothing"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], problem: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         runs.xor(**options)
 
@@ -75,7 +75,7 @@ def test_text_is_tokenized_once(tmp_path: Path) -> None:
     assert len(first.train) == len(again.train) > len(first.validation)
 
 
-def test_the_cache_is_told_apart_by_what_is_in_it() -> None:
+def test_the_cache_directory_depends_on_the_data() -> None:
     places = {
         TextData(source=source, vocab_size=vocab, validation_fraction=share).dataset_dir
         for source in ("a", "b")

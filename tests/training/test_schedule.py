@@ -47,7 +47,7 @@ def test_three_quarters_of_the_way(schedule: LRSchedule, middle: float) -> None:
 
 
 @given(st.sampled_from(SHAPES), st.integers(0, 20), st.integers(1, 60), st.floats(0, 1))
-def test_behind_the_warm_up_it_never_rises(
+def test_the_factor_never_rises_after_warmup(
     shape: Any, warmup_steps: int, steps: int, min_lr_ratio: float
 ) -> None:
     schedule = LRSchedule(kind=shape, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
@@ -67,6 +67,6 @@ def test_behind_the_warm_up_it_never_rises(
         {"decay_ratio": 0.1},
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LRSchedule(**options)

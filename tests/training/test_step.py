@@ -1,4 +1,4 @@
-"""One step: pieces make the whole, clipping and scales are undone, dropout follows the rows."""
+"""One step: micro-batches, clipping, loss scales, and dropout by row."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decoder(dropout: float = 0.0) -> Decoder:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_pieces_of_different_sizes_make_the_whole(dropout: float) -> None:
+def test_micro_batches_of_different_sizes_equal_the_whole_batch(dropout: float) -> None:
     pieces = [tokens([9, 30], 0), tokens([2], 1), tokens([17, 1, 5], 2)]
     parts, whole = step_of(decoder(dropout), seed=3), step_of(decoder(dropout), seed=3)
     a, b = parts.forward_backward(pieces, 5), whole.forward_backward([joined(pieces)], 5)
@@ -94,8 +94,8 @@ def test_an_update_is_the_clipped_gradient(precision: Precision) -> None:
         assert torch.equal(parameter, master.to(precision.dtype)), name
 
 
-def test_bf16_in_two_parts_goes_where_whole_masters_go() -> None:
-    """To the bit, from weights that bfloat16 can hold: ties, which do differ, come later."""
+def test_split_bf16_weights_follow_whole_master_weights() -> None:
+    """Bitwise, from weights that bfloat16 can hold: ties, which do differ, come later."""
     ends: list[dict[str, torch.Tensor]] = []
     for split in (True, False):
         model = decoder().bfloat16()

@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_losses_twice(tmp_path: Path) -> None:
 
 # The first losses of `runs.text`, seed 0, by tier. Another ISA adds up in another order, and
 # bfloat16 then rounds otherwise: by 1e-5 here, so 1e-4 is allowed from tier to tier. On the same
-# one what PyTorch computes, such as products of float32, may still differ from CPU to CPU.
+# one what PyTorch computes, such as float32 matmuls, may still differ from CPU to CPU.
 _FP32 = [5.633118, 5.597165, 5.557627, 5.522528, 5.43469, 5.373553]
 _BF16 = [5.633129, 5.597373, 5.557872, 5.523007, 5.435702, 5.374022]
 GOLDEN = {
@@ -164,9 +164,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("options", "steps"), [*((options, 7) for options in OPTIONS), ({}, 0), ({}, 4), ({}, 11)]
 )
-def test_a_killed_run_goes_on_to_the_bit(
-    tmp_path: Path, options: dict[str, Any], steps: int
-) -> None:
+def test_a_killed_run_resumes_bitwise(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
     recipe = runs.text(tmp_path, **options)
     killed(recipe, tmp_path / "killed", steps)
     runs.assert_same(resumed(recipe, tmp_path / "killed"), whole(recipe, tmp_path / "whole"))
@@ -181,19 +179,19 @@ def test_a_killed_run_goes_on_to_the_bit(
     ],
     ids=lambda model: model.kind,
 )
-def test_models_of_images_go_on_to_the_bit(tmp_path: Path, model: Any) -> None:
+def test_image_models_resume_bitwise(tmp_path: Path, model: Any) -> None:
     recipe = runs.digits(model, mixup=MixupConfig(kind="cutmix"), label_smoothing=0.1)
     killed(recipe, tmp_path / "killed", 4)
     runs.assert_same(resumed(recipe, tmp_path / "killed"), whole(recipe, tmp_path / "whole"))
 
 
-def test_a_gru_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_gru_resumes_bitwise(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path, model=GRUConfig(vocab_size=300, dim=16), dropout=0.0)
     killed(recipe, tmp_path / "killed", 5)
     runs.assert_same(resumed(recipe, tmp_path / "killed"), whole(recipe, tmp_path / "whole"))
 
 
-def test_it_goes_on_with_another_split_to_rounding(tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_micro_batches_up_to_rounding(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path)
     killed(recipe, tmp_path / "killed", 7)
     other = resumed(replace(recipe, grad_accum_steps=4), tmp_path / "killed")
@@ -217,7 +215,7 @@ def test_a_finished_run_can_be_resumed_and_lengthened(tmp_path: Path) -> None:
     assert resumed(runs.xor(steps=15), tmp_path).step == 15
 
 
-def test_another_recipe_or_other_data_is_refused(tmp_path: Path) -> None:
+def test_another_recipe_or_other_data_is_rejected(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path)
     killed(recipe, tmp_path / "run", 5)
     with pytest.raises(ConfigError, match="another recipe, optimizer"):
@@ -313,7 +311,7 @@ def test_patience_ends(tmp_path: Path, monkeypatch: Any) -> None:
     assert len(read(tmp_path / "run")) == 2
 
 
-def test_an_overflow_of_fp16_is_no_divergence(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_fp16_overflow_does_not_count_as_divergence(tmp_path: Path, monkeypatch: Any) -> None:
     recipe = runs.text(tmp_path, precision=Precision.FP16)
     spoiling(monkeypatch, ids_of(recipe, tmp_path, 3)[0], 2.0, math.inf)
     trainer = whole(recipe, tmp_path / "run")
@@ -378,7 +376,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: Any) ->
     runs.assert_same(whole(recipe, tmp_path / "b"), same)
 
 
-def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_that_is_too_large_is_rejected(tmp_path: Path) -> None:
     recipe = runs.text(tmp_path, model=replace(runs.TINY, vocab_size=100))
     with pytest.raises(ConfigError, match=r"model\.vocab_size=300"):
         Trainer(recipe, tmp_path / "run")
