@@ -17,7 +17,7 @@ X = torch.linspace(-6, 6, 49)[None]
         (ops.relu_squared, lambda x: torch.relu(x) ** 2),
     ],
 )
-def test_the_reference_is_what_torch_calls_by_that_name(ours: ops.Op, theirs: torch.nn.Module):
+def test_reference_equals_the_torch_module(ours: ops.Op, theirs: torch.nn.Module):
     torch.testing.assert_close(ours.reference(X.double()), theirs(X.double()))
 
 
@@ -29,5 +29,5 @@ def test_the_reference_is_what_torch_calls_by_that_name(ours: ops.Op, theirs: to
         (ops.geglu_tanh, ops.gelu_tanh),
     ],
 )
-def test_a_gate_multiplies(gated: ops.Op, activation: ops.Op) -> None:
+def test_gated_form_multiplies_activation_and_up(gated: ops.Op, activation: ops.Op) -> None:
     torch.testing.assert_close(gated(X, X + 1), activation(X) * (X + 1))

@@ -19,7 +19,7 @@ def tensors(*values: float) -> list[Tensor]:
     return [torch.full((3,), value) for value in values]
 
 
-def test_it_is_the_update_of_torchs_optimizer() -> None:
+def test_update_equals_torch_adamw() -> None:
     random = torch.Generator().manual_seed(0)
     shapes = [(5, 7), (3,), (2, 3, 4)]
     theirs = [torch.nn.Parameter(torch.randn(shape, generator=random)) for shape in shapes]
@@ -39,21 +39,21 @@ def test_it_is_the_update_of_torchs_optimizer() -> None:
         torch.testing.assert_close(one, other.detach(), rtol=2e-6, atol=2e-6)
 
 
-def test_decay_is_apart_from_the_gradient() -> None:
-    """Without gradients and moments a parameter shrinks by lr * decay, whatever the step."""
+def test_weight_decay_is_decoupled() -> None:
+    """Without gradients and moments, a parameter shrinks by lr * decay at every step."""
     (p,) = tensors(2.0)
     ops.adamw([p], tensors(0.0), tensors(0.0), tensors(0.0), [], 7, 0.1, weight_decay=0.5)
     torch.testing.assert_close(p, torch.full((3,), 2.0 * (1 - 0.05)))
 
 
-def test_the_first_step_is_as_long_as_the_learning_rate() -> None:
+def test_first_step_has_the_length_of_the_learning_rate() -> None:
     params = tensors(1.0, 1.0)
     state = tensors(0.0, 0.0), tensors(0.0, 0.0)
     ops.adamw(params, tensors(1e-3, -50.0), *state, [], 1, 0.1, weight_decay=0.0)
     torch.testing.assert_close(torch.stack(params)[:, 0], torch.tensor([0.9, 1.1]))
 
 
-def test_a_factor_is_of_the_gradients() -> None:
+def test_grad_scale_multiplies_the_gradients() -> None:
     one = [tensors(1.0), tensors(0.5), tensors(0.5)]
     other = [[t.clone() for t in some] for some in one]
     ops.adamw(one[0], tensors(2.0), one[1], one[2], [], 3, 0.1, grad_scale=0.25)
@@ -62,36 +62,36 @@ def test_a_factor_is_of_the_gradients() -> None:
         assert torch.equal(a[0], b[0])
 
 
-# ---- masters in two parts
+# ---- split master weights
 
 
 def patterns() -> Tensor:
-    """Float32 of all kinds by their bits: every exponent and sign, up and down, NaNs."""
+    """Return float32 bit patterns of every exponent and sign, both roundings, and NaNs."""
     random = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**31), 2**31, (10**6,), generator=random, dtype=torch.int64)
+    random_bits = torch.randint(-(2**31), 2**31, (10**6,), generator=random, dtype=torch.int64)
     upper = torch.arange(-(2**15), 2**15).mul(2**16)[:, None]
     edges = upper + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    return torch.cat([drawn, edges.flatten()]).to(torch.int32).view(torch.float32)
+    return torch.cat([random_bits, edges.flatten()]).to(torch.int32).view(torch.float32)
 
 
-def test_a_split_float_is_joined_to_the_bit() -> None:
-    masters = patterns()
-    high, low = split(masters)
+def test_join_restores_a_split_float_bitwise() -> None:
+    master_weights = patterns()
+    high, low = split(master_weights)
     assert (high.dtype, low.dtype) == (torch.bfloat16, torch.int16)
-    assert torch.equal(join(high, low).view(torch.int32), masters.view(torch.int32))
+    assert torch.equal(join(high, low).view(torch.int32), master_weights.view(torch.int32))
 
 
 @given(st.integers(-(2**31), 2**31 - 1))
-def test_any_bits_are_joined_again(bits: int) -> None:
+def test_join_restores_any_bit_pattern(bits: int) -> None:
     master = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert join(*split(master)).view(torch.int32).item() == bits
 
 
-def test_the_upper_part_is_the_float_rounded_ties_away_from_0() -> None:
-    masters = patterns()
-    masters = masters[masters.isfinite()]
-    high, _ = split(masters)
-    nearest, exact = masters.bfloat16().double(), masters.double()
+def test_upper_part_is_rounded_with_ties_away_from_zero() -> None:
+    master_weights = patterns()
+    master_weights = master_weights[master_weights.isfinite()]
+    high, _ = split(master_weights)
+    nearest, exact = master_weights.bfloat16().double(), master_weights.double()
     finite = nearest.isfinite() & high.isfinite()
     off = (high.double() - exact).abs()[finite]
     assert torch.equal(off, (nearest - exact).abs()[finite])
@@ -103,7 +103,7 @@ def test_the_upper_part_is_the_float_rounded_ties_away_from_0() -> None:
 def moved(
     dtype: torch.dtype, moments: torch.dtype, grads: torch.dtype, steps: int, lr: float
 ) -> tuple[Tensor, Tensor]:
-    """A weight and where it is after some steps; in bfloat16 it has a lower half."""
+    """Return a weight before and after some steps; in bfloat16, it has `master_lo`."""
     random = torch.Generator().manual_seed(3)
     start = torch.randn(37, generator=random)
     weight, *low = (start.clone(),) if dtype == torch.float32 else split(start)
@@ -120,9 +120,7 @@ PROVIDERS = ["reference", *(["cpu"] if "cpu" in ops.adamw.providers else [])]
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("grads", [torch.bfloat16, torch.float32], ids=str)
-def test_a_split_parameter_follows_one_in_float32_to_the_bit(
-    provider: str, grads: torch.dtype
-) -> None:
+def test_split_parameter_is_bitwise_equal_to_float32(provider: str, grads: torch.dtype) -> None:
     with prefer(provider):
         _, ours = moved(torch.bfloat16, torch.float32, grads, 100, 1e-3)
         _, theirs = moved(torch.float32, torch.float32, torch.float32, 100, 1e-3)
@@ -133,7 +131,7 @@ def test_a_split_parameter_follows_one_in_float32_to_the_bit(
 @pytest.mark.parametrize(
     ("moments", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_100_steps_are_the_papers(provider: str, moments: torch.dtype, bound: float) -> None:
+def test_100_steps_match_the_paper(provider: str, moments: torch.dtype, bound: float) -> None:
     with prefer(provider):
         start, ours = moved(torch.bfloat16, moments, torch.bfloat16, 100, 1e-3)
     random = torch.Generator().manual_seed(3)
@@ -147,13 +145,13 @@ def test_100_steps_are_the_papers(provider: str, moments: torch.dtype, bound: fl
     way = float(abs(wanted - start.double().numpy()).max())
     off = float(abs(ours.double().numpy() - wanted).max())
     assert way > 0.05
-    # Besides, a weight in float32 is rounded at every step, by half a unit in its last place.
+    # A float32 weight is also rounded at every step, by half a unit in the last place.
     assert off < bound * way + 100 * 2**-24 * float(abs(wanted).max())
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_decay_that_is_small_is_not_rounded_away(provider: str) -> None:
-    """1 - 1e-6 is no float32, the next is 1 - 1.013e-6; of many weights the rounding is little."""
+def test_small_weight_decay_is_not_rounded_to_zero(provider: str) -> None:
+    """The float32 next to 1 - 1e-6 is 1 - 1.013e-6; averaged over many weights, it is closer."""
     before = torch.rand(10**5, generator=torch.Generator().manual_seed(0)) + 0.5
     zeros, after = torch.zeros(10**5), before.clone()
     with prefer(provider):
@@ -163,7 +161,7 @@ def test_a_decay_that_is_small_is_not_rounded_away(provider: str) -> None:
     assert lost.item() == pytest.approx(1e-6, rel=0.004)
 
 
-def test_without_a_lower_half_small_steps_are_lost() -> None:
+def test_small_updates_are_lost_without_master_lo() -> None:
     weight, low = split(torch.ones(4))
     alone = weight.clone()
     for params, lower in (([alone], []), ([weight], [low])):
@@ -204,7 +202,7 @@ def test_without_a_lower_half_small_steps_are_lost() -> None:
         ({"beta2": 1.0}, "betas"),
     ],
 )
-def test_what_does_not_fit_is_named(changed: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(changed: dict[str, Any], message: str) -> None:
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
     args: dict[str, Any] = {name: tensors(1.0) for name in names}
     args |= {"master_lo": [], "step": 1, "lr": 0.1}

@@ -33,7 +33,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_reference_is_scaled_dot_product_attention(causal: bool) -> None:
+def test_reference_equals_scaled_dot_product_attention(causal: bool) -> None:
     q, k, v = qkv(11)
     q_NTH, k_GTH, v_GTH = (t.transpose(0, 1) for t in (q, k, v))
     theirs_NTH = F.scaled_dot_product_attention(
@@ -45,7 +45,7 @@ def test_the_reference_is_scaled_dot_product_attention(causal: bool) -> None:
         )
 
 
-def test_sequences_do_not_see_each_other() -> None:
+def test_sequences_do_not_attend_to_each_other() -> None:
     one, other = qkv(5, 1), qkv(7, 2)
     both = [torch.cat(pair) for pair in zip(one, other, strict=True)]
     together = ops.attention(*both, cu_seqlens=int32(0, 5, 12))
@@ -59,7 +59,7 @@ def test_sequences_do_not_see_each_other() -> None:
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_chunks_and_any_pages_give_what_the_whole_prompt_gives(
+def test_chunks_and_blocks_equal_the_whole_prompt(
     length: int, page: int, window: int | None, data: st.DataObject
 ) -> None:
     q, k, v = qkv(length)
@@ -85,7 +85,7 @@ def test_any_chunks_and_any_pages_give_what_the_whole_prompt_gives(
     assert torch.equal(torch.cat(paged), torch.cat(plain))
 
 
-def test_a_window_of_one_sees_itself() -> None:
+def test_window_of_one_attends_to_itself() -> None:
     q, k, v = qkv(6)
     torch.testing.assert_close(whole(q, k, v, window=1), v.repeat_interleave(2, dim=1))
 
@@ -101,13 +101,13 @@ def test_a_window_of_one_sees_itself() -> None:
         ({"cu_seqlens": int32(0, 4), "window": 0}, "window is 0"),
     ],
 )
-def test_metadata_that_does_not_fit_is_an_error(metadata: dict[str, Any], complaint: str) -> None:
+def test_invalid_metadata_raises(metadata: dict[str, Any], complaint: str) -> None:
     with pytest.raises(OpError, match=re.escape(complaint)):
         ops.attention(*qkv(4), **metadata)
 
 
 @pytest.mark.parametrize("table", [[[0]], [[0, -1]], [[0, 2]]])
-def test_pages_that_do_not_exist_are_an_error(table: list[list[int]]) -> None:
+def test_missing_blocks_raise(table: list[list[int]]) -> None:
     q, k, v = qkv(4)
     k_cache, v_cache = k.view(2, 2, KV_HEADS, WIDTH), v.view(2, 2, KV_HEADS, WIDTH)
     block_table = torch.tensor(table, dtype=torch.int32)
@@ -115,12 +115,12 @@ def test_pages_that_do_not_exist_are_an_error(table: list[list[int]]) -> None:
         ops.attention(q, k_cache, v_cache, int32(0, 4), int32(4), block_table)
 
 
-def test_no_tokens_give_no_result() -> None:
+def test_no_tokens_return_an_empty_result() -> None:
     q, k, v = qkv(0)
     assert ops.attention(q, k, v, int32(0)).shape == q.shape
 
 
-def test_more_queries_than_keys_is_an_error_with_a_hint() -> None:
+def test_more_queries_than_keys_raises_with_a_hint() -> None:
     q, k, v = qkv(3)
     with pytest.raises(OpError, match="3 queries but 2 keys"):
         ops.attention(q, k[:2], v[:2], int32(0, 3), int32(2))

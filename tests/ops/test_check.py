@@ -48,7 +48,7 @@ from ingot import ops
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(
+def test_errors_name_the_argument(
     call: Callable[[Tensor], object], complaint: str, compiled: bool
 ) -> None:
     function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call

@@ -7,7 +7,7 @@ from ingot import ops
 from ingot.ops.description import cost_formula, page, rows, source
 
 
-def test_the_catalogue_lists_every_op_once() -> None:
+def test_rows_list_every_op_once() -> None:
     assert sorted(row["op"] for row in rows()) == sorted(ops.registry())
 
 
@@ -17,7 +17,7 @@ def test_every_cost_has_a_formula(op: ops.Op) -> None:
     assert set(formula) == {"bytes", "flops"}
 
 
-def test_the_formula_is_what_is_computed() -> None:
+def test_formula_equals_the_computed_cost() -> None:
     x, weight = torch.ones(3, 4), torch.ones(4)
     formula = cost_formula(ops.rms_norm)
     cost = ops.rms_norm.cost(x, weight, 1e-6)
@@ -25,18 +25,18 @@ def test_the_formula_is_what_is_computed() -> None:
     assert eval(formula["flops"], {"x": x}) == cost.flops
 
 
-def test_source_leaves_out_decorator_and_docstring() -> None:
+def test_source_omits_decorator_and_docstring() -> None:
     assert source(ops.silu.reference) == (
         "def silu(x: Tensor) -> Tensor:\n    return x * torch.sigmoid(x)"
     )
 
 
-def test_a_page_says_what_comes_first_on_a_gpu() -> None:
+def test_page_lists_overrides() -> None:
     assert "**on a GPU**: aten is preferred for packed sequences" in page(ops.attention)
     assert "on a GPU" not in page(ops.silu)
 
 
-def test_a_page_has_schema_bound_cost_example_and_reference() -> None:
+def test_page_has_schema_bound_cost_example_and_reference() -> None:
     text = page(ops.philox_uniform)
     for part in (
         "philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor",

@@ -6,7 +6,7 @@ import torch
 from ingot import ops
 
 
-def test_the_gradient_of_a_repeated_token_adds_up() -> None:
+def test_gradient_of_a_repeated_token_accumulates() -> None:
     weight = torch.randn(4, 3, requires_grad=True)
     rows = ops.embedding(torch.tensor([2, 2, 0]), weight)
     (grad,) = torch.autograd.grad(rows.sum(), weight)
@@ -14,7 +14,7 @@ def test_the_gradient_of_a_repeated_token_adds_up() -> None:
 
 
 @pytest.mark.parametrize("token", [4, -1])
-def test_a_token_outside_the_table_is_an_error(token: int) -> None:
+def test_token_out_of_range_raises(token: int) -> None:
     for provider in ops.embedding.providers:
         with ops.prefer(provider), pytest.raises(IndexError, match="out of range"):
             ops.embedding(torch.tensor([token]), torch.randn(4, 3))

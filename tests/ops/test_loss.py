@@ -16,7 +16,7 @@ TARGETS = torch.tensor([3, 0, 10, -100, 7, -100])
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any op below it makes."""
+    """Records the size of the largest tensor that any op allocates."""
 
     elements = 0
 
@@ -28,7 +28,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_it_is_torchs_cross_entropy() -> None:
+def test_loss_equals_torch_cross_entropy() -> None:
     logits = HIDDEN @ WEIGHT.T
     for smoothing in (0.0, 0.2):
         theirs = F.cross_entropy(logits, TARGETS, reduction="none", label_smoothing=smoothing)
@@ -37,14 +37,14 @@ def test_it_is_torchs_cross_entropy() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_z_loss_punishes_the_normalizer() -> None:
+def test_z_loss_adds_the_squared_normalizer() -> None:
     logits, targets = torch.zeros(1, 4), torch.tensor([1])
     with_z = ops.cross_entropy(logits, targets, z_loss=0.5)
     without = ops.cross_entropy(logits, targets)
     torch.testing.assert_close(with_z - without, 0.5 * torch.tensor([4.0]).log().square())
 
 
-def test_a_token_that_cannot_be_does_not_spoil_the_loss() -> None:
+def test_logit_of_minus_infinity_keeps_the_loss_finite() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 1.0]], requires_grad=True)
     loss = ops.cross_entropy(logits, torch.tensor([0]), z_loss=1e-4)
     (grad,) = torch.autograd.grad(loss.sum(), logits)
@@ -52,14 +52,14 @@ def test_a_token_that_cannot_be_does_not_spoil_the_loss() -> None:
     assert grad.isfinite().all()
 
 
-def test_logprobs_are_the_loss_with_the_other_sign() -> None:
+def test_logprobs_are_the_negative_loss() -> None:
     targets = TARGETS.clamp_min(0)
     loss = ops.linear_cross_entropy(HIDDEN, WEIGHT, targets)
     torch.testing.assert_close(ops.linear_token_logprobs(HIDDEN, WEIGHT, targets), -loss)
     torch.testing.assert_close(ops.token_logprobs(HIDDEN @ WEIGHT.T, targets), -loss)
 
 
-def test_ignored_tokens_lose_nothing_and_teach_nothing() -> None:
+def test_ignored_tokens_have_no_loss_and_no_gradient() -> None:
     hidden = HIDDEN.clone().requires_grad_()
     loss = ops.linear_cross_entropy(hidden, WEIGHT, TARGETS)
     assert torch.equal(loss == 0, TARGETS == -100)
@@ -67,7 +67,7 @@ def test_ignored_tokens_lose_nothing_and_teach_nothing() -> None:
     assert torch.equal((hidden.grad == 0).all(-1), TARGETS == -100)
 
 
-def test_all_logits_never_exist_at_once() -> None:
+def test_logits_are_never_materialized_at_once() -> None:
     tokens, vocabulary, width = 3 * CHUNK + 5, 64, 4
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocabulary, width, requires_grad=True)

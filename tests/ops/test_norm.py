@@ -12,13 +12,13 @@ def test_rms_norm_has_unit_root_mean_square() -> None:
     torch.testing.assert_close(y.square().mean(-1), torch.ones(5))
 
 
-def test_layer_norm_forgets_shift_and_scale() -> None:
+def test_layer_norm_is_invariant_to_shift_and_scale() -> None:
     y = ops.layer_norm(X, torch.ones(32), eps=0.0)
     torch.testing.assert_close(ops.layer_norm(3 * X + 5, torch.ones(32), eps=0.0), y)
     torch.testing.assert_close(y.mean(-1), torch.zeros(5), atol=1e-6, rtol=0)
 
 
-def test_the_add_forms_return_the_new_residual() -> None:
+def test_add_forms_return_the_new_residual() -> None:
     weight = torch.ones(32)
     for fused, alone in (
         (ops.add_rms_norm, ops.rms_norm),

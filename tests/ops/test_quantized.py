@@ -12,13 +12,13 @@ from ingot.ops.quantized import pack_int4, quantize_rows, unpack_int4
 INT8 = torch.tensor([[1, -128, 127], [0, 5, -7]], dtype=torch.int8)
 
 
-def test_every_byte_is_two_integers_and_back() -> None:
+def test_unpack_inverts_pack() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(4, 64)
     assert torch.equal(pack_int4(unpack_int4(every)), every)
     assert unpack_int4(every).unique().tolist() == list(range(16))
 
 
-def test_rows_are_rounded_to_the_nearest_step_halves_to_the_even_one() -> None:
+def test_rows_are_rounded_to_nearest_even() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -3.49, 0.0]])
     q, step = quantize_rows(x)
     assert q.tolist() == [[127, 0, 2, 2, 0, -3, 0]]
@@ -31,26 +31,26 @@ def test_rows_are_rounded_to_the_nearest_step_halves_to_the_even_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_rounding_is_the_same_in_every_dtype(dtype: torch.dtype) -> None:
-    """So that an error of a result is never one of a rounding that fell to the other side."""
+    """Otherwise the error of a result could be that of a value rounded the other way."""
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     for one, other in zip(quantize_rows(x), quantize_rows(x.float()), strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_row_of_zeros_is_zeros_and_one_that_is_not_finite_is_not() -> None:
+def test_zero_rows_stay_zero_and_non_finite_rows_non_finite() -> None:
     x = torch.tensor([[0.0, 0.0, 0.0], [1.0, torch.inf, 2.0], [1.0, torch.nan, 2.0]])
     y = ops.linear_int8_dynamic(x, INT8, torch.ones(2))
     assert y[0].tolist() == [0.0, 0.0]
     assert not y[1:].isfinite().any()
 
 
-def test_integers_in_x_are_multiplied_without_an_error() -> None:
+def test_integers_in_x_are_multiplied_without_error() -> None:
     x = torch.tensor([[127.0, 3.0, -100.0]])
     y = ops.linear_int8_dynamic(x, INT8, torch.ones(2))
     assert torch.equal(y, x @ INT8.float().T)
 
 
-def test_a_weight_is_what_it_stands_for() -> None:
+def test_linear_uses_the_dequantized_weight() -> None:
     random = torch.Generator().manual_seed(0)
     x, scale = torch.randn(4, 64, generator=random), torch.tensor([0.5, 0.25])
     weight = torch.randint(-128, 128, (2, 64), generator=random, dtype=torch.int8)
@@ -64,14 +64,14 @@ def test_a_weight_is_what_it_stands_for() -> None:
     torch.testing.assert_close(y, x @ wide.T)
 
 
-def test_without_a_zero_it_is_in_the_middle() -> None:
+def test_default_zero_point_is_8() -> None:
     x, weight = torch.randn(2, 32), torch.randint(0, 256, (4, 16), dtype=torch.uint8)
     scale = torch.rand(4, 1)
     middle = ops.linear_int4(x, weight, scale, torch.full((4, 1), 8.0))
     assert torch.equal(ops.linear_int4(x, weight, scale), middle)
 
 
-def test_x_and_scales_have_gradients_where_nothing_is_rounded() -> None:
+def test_x_and_scales_have_gradients_unless_x_is_quantized() -> None:
     x = torch.randn(4, 3, requires_grad=True)
     scale = torch.rand(2, requires_grad=True)
     ops.linear_int8(x, INT8, scale).sum().backward()
@@ -103,7 +103,7 @@ WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=to
         ("linear_int4", (X, PACKED, torch.ones(3, 1), torch.ones(3, 2)), "zero_point (3, 2)"),
     ],
 )
-def test_what_does_not_fit_is_named(op: str, args: tuple[Any, ...], message: str) -> None:
+def test_invalid_arguments_raise(op: str, args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(OpError) as caught:
         ops.registry()[op](*args)
     assert message in str(caught.value)

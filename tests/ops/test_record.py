@@ -29,7 +29,7 @@ def test_reference_rounds_half_precision_once() -> None:
 
 
 def test_weight_on_meta_raises() -> None:
-    """torch calls the fake for it, which would return memory that nobody has written."""
+    """torch calls the fake for it, which would return uninitialized memory."""
     x, weight = torch.ones(2, 4), torch.ones(4, device="meta")
     with pytest.raises(OpError, match="rms_norm: tensors on cpu, meta"):
         ops.rms_norm(x, weight)

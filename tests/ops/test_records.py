@@ -1,6 +1,6 @@
-"""Tests generated from the records: whatever op is declared is tested here, in full.
+"""Tests generated from the records of all ops.
 
-A case is an op x dtype x sample x provider. The run prints their number at its end.
+A case is an op x dtype x sample x provider. pytest prints their number at the end.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Case:
 
     @property
     def smooth(self) -> bool:
-        """Small enough for differences of differences, and away from relu_squared's kink."""
+        """Small enough for finite differences, and away from the kink of relu_squared."""
         return not self.sample.startswith(("large", "zero"))
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """New tensors at each call, so that no test sees what another did to them."""
+        """New tensors at each access, since tests may mutate them."""
         samples = self.op.samples(TensorMaker(DTYPES[self.dtype]))
         return next(self.op.with_defaults(s.args) for s in samples if s.name == self.sample)
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """The arguments, those of the case's dtype ready for autograd."""
+        """The arguments; those of the case's dtype require gradients."""
         return tuple(
             arg.detach().requires_grad_() if needed else arg
             for arg, needed in zip(self.args, self.needs, strict=True)
@@ -71,7 +71,7 @@ class Case:
 
 
 def cases(*dtypes: str, where: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
-    """Every op x sample x provider that supports it, in the given dtypes."""
+    """Parametrize over every op x sample x provider that supports it, in these dtypes."""
     found = [
         Case(op, dtype, sample.name, provider.name)
         for op in OPS
@@ -100,7 +100,7 @@ def differentiable(case: Case) -> bool:
 
 
 def invariant_in_python(case: Case) -> bool:
-    """The C++ kernels have tests of their own, tests/kernels/test_batch_invariance.py."""
+    """Exclude the C++ kernels, which tests/kernels/test_batch_invariance.py covers."""
     return case.op.providers[case.provider].batch_invariant and case.provider != "cpu"
 
 
@@ -167,7 +167,7 @@ def test_second_gradient_is_the_derivative_of_the_first(case: Case) -> None:
 @cases(
     "fp32", "bf16", where=lambda case: case.sample.startswith("typical") and differentiable(case)
 )
-def test_a_gradient_does_not_depend_on_which_others_are_needed(case: Case) -> None:
+def test_gradient_does_not_depend_on_the_other_needed_ones(case: Case) -> None:
     grads = [torch.ones_like(out) for out in as_tuple(case.op(*case.args))]
     with prefer(case.provider):
         together = iter(case.op.backward_overload(case.needs, grads, *case.args))
@@ -240,7 +240,7 @@ def test_rows_do_not_depend_on_the_batch(case: Case) -> None:
 
 
 @cases("fp32", "bf16", "fp16", where=by_default)
-def test_cost_lies_between_the_least_and_all_that_could_move(case: Case) -> None:
+def test_cost_is_between_output_bytes_and_all_bytes(case: Case) -> None:
     cost = case.op.cost(*case.args)
     outputs = sum(out.nbytes for out in as_tuple(case.op(*case.args)))
     inputs = sum(tensor.nbytes for tensor in tensors(case.args))
@@ -254,7 +254,7 @@ def on_meta(arg: Any) -> Any:
 
 
 def assert_same(compiled: Callable[..., Any], case: Case) -> None:
-    """Same bits from the compiled function and from the op, forward and backward."""
+    """Check that the compiled function is bitwise equal to the op, forward and backward."""
     ours, theirs = case.leaves, case.leaves
     expected, actual = as_tuple(case.op(*ours)), as_tuple(compiled(*theirs))
     assert_equal(actual, expected)

@@ -34,7 +34,7 @@ def views(x: Tensor) -> list[Tensor]:
 
 
 @given(st.integers(0, 7), st.integers(0, 2**20))
-def test_it_does_the_same_on_new_values(which: int, seed: int) -> None:
+def test_replay_equals_the_function_on_new_values(which: int, seed: int) -> None:
     x = X.clone()
 
     def function() -> Tensor:
@@ -52,7 +52,7 @@ def test_it_does_the_same_on_new_values(which: int, seed: int) -> None:
             assert torch.equal(again(), function())
 
 
-def test_what_is_written_is_written_again() -> None:
+def test_replay_writes_into_mutated_arguments() -> None:
     q, k, v = MAKE(1, 2, 8), MAKE(1, 1, 8), MAKE(1, 1, 8)
     pools = MAKE(2, 4, 1, 8), MAKE(2, 4, 1, 8)
     position, slot = torch.tensor([3]), torch.tensor([5])
@@ -83,14 +83,14 @@ def computes_nothing() -> Tensor:
 
 
 @pytest.mark.parametrize("function", [reads_a_value, adds, writes_in_place, computes_nothing])
-def test_what_cannot_be_recorded_is_run_as_it_is(function: Callable[[], Tensor]) -> None:
+def test_functions_that_cannot_be_captured_run_in_python(function: Callable[[], Tensor]) -> None:
     with torch.inference_mode():
         first, again = capture(function)
     assert again is function
     assert torch.equal(first, function())
 
 
-def test_errors_come_out_as_they_are() -> None:
+def test_replay_raises_errors_of_the_calls() -> None:
     tokens = torch.tensor([1])
     with torch.inference_mode():
         _, again = capture(lambda: ops.embedding(tokens, WEIGHT))
@@ -120,13 +120,13 @@ def test_errors_come_out_as_they_are() -> None:
         "call ingot::silu - 1 t 0 1 99999999999 give 0",
     ],
 )
-def test_programs_that_cannot_be_are_refused(text: str) -> None:
+def test_invalid_programs_raise(text: str) -> None:
     capture(lambda: ops.silu(X))  # loads it
     with pytest.raises(RuntimeError, match="invalid argument"):
         torch.ops.ingot_replay.make(text, [X])
 
 
-def test_a_program_that_is_dropped_is_gone() -> None:
+def test_dropped_program_cannot_run() -> None:
     with torch.inference_mode():
         _, again = capture(lambda: ops.silu(X))
     assert isinstance(again, Replay)

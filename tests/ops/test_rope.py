@@ -30,37 +30,37 @@ def turned(x: torch.Tensor, position: int, interleaved: bool = False) -> torch.T
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 5000), st.booleans())
-def test_scores_depend_on_distance_alone(q: int, k: int, shift: int, interleaved: bool) -> None:
+def test_scores_depend_only_on_distance(q: int, k: int, shift: int, interleaved: bool) -> None:
     here = (turned(Q, q, interleaved) * turned(K, k, interleaved)).sum()
     there = (turned(Q, q + shift, interleaved) * turned(K, k + shift, interleaved)).sum()
     torch.testing.assert_close(here, there)
 
 
-def test_it_is_a_rotation_of_complex_numbers() -> None:
+def test_rope_is_a_rotation_of_complex_numbers() -> None:
     angle = 7 * rope_frequencies(16)[0].double()
     pairs = torch.complex(Q[..., :8], Q[..., 8:]) * torch.polar(torch.ones_like(angle), angle)
     torch.testing.assert_close(turned(Q, 7), torch.cat((pairs.real, pairs.imag), -1))
 
 
-def test_interleaving_is_another_order_of_the_same_pairs() -> None:
+def test_interleaved_is_a_permutation_of_the_pairs() -> None:
     order = torch.arange(16).view(2, 8).T.flatten()  # 0 8 1 9 ...
     torch.testing.assert_close(turned(Q[..., order], 5, True), turned(Q, 5)[..., order])
 
 
-def test_what_has_no_frequency_passes_through() -> None:
+def test_channels_without_frequency_are_copied() -> None:
     freqs, _ = rope_frequencies(6)
     y = ops.rope(Q.float(), torch.tensor([9]), freqs)
     assert torch.equal(y[..., 6:], Q.float()[..., 6:])
 
 
-def test_linear_scaling_is_slower_time() -> None:
+def test_linear_scaling_divides_positions() -> None:
     slow, _ = rope_frequencies(16, scaling=LinearScaling(factor=4.0))
     x = Q.float()
     here = ops.rope(x, torch.tensor([8]), slow)
     torch.testing.assert_close(here, ops.rope(x, torch.tensor([2]), rope_frequencies(16)[0]))
 
 
-def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest() -> None:
+def test_ntk_keeps_the_highest_frequency_and_divides_the_lowest() -> None:
     plain, (scaled, _) = (
         rope_frequencies(16)[0],
         rope_frequencies(16, scaling=NtkScaling(factor=4.0)),
@@ -69,7 +69,7 @@ def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest() -> None:
     torch.testing.assert_close(scaled[-1], plain[-1] / 4)
 
 
-def test_llama3_scaling_by_wavelength_as_its_authors_wrote_it() -> None:
+def test_llama3_scaling_equals_the_original_code() -> None:
     plain, _ = rope_frequencies(128, theta=500000.0)
     scaling = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -87,7 +87,7 @@ def test_llama3_scaling_by_wavelength_as_its_authors_wrote_it() -> None:
         assert after == pytest.approx(expected, rel=1e-5)
 
 
-def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_the_result() -> None:
+def test_yarn_keeps_high_divides_low_frequencies_and_scales_the_result() -> None:
     plain, _ = rope_frequencies(128)
     scaled, scale = rope_frequencies(
         128, scaling=YarnScaling(factor=4.0, original_max_position_embeddings=4096)
@@ -99,7 +99,7 @@ def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_the_result() -> None
     torch.testing.assert_close(y, Q.float() * scale)
 
 
-def test_yarn_that_does_not_stretch_does_not_scale() -> None:
+def test_yarn_with_factor_one_does_not_scale() -> None:
     assert (
         rope_frequencies(
             16, scaling=YarnScaling(factor=0.5, original_max_position_embeddings=4096)
@@ -110,16 +110,14 @@ def test_yarn_that_does_not_stretch_does_not_scale() -> None:
 
 @pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("position", "frequency"), [(2**40, 0.5), (-(2**63), 0.5), (2**20, 2e6)])
-def test_angles_beyond_what_the_kernel_can_count_are_refused(
-    position: int, frequency: float
-) -> None:
+def test_angles_too_large_for_the_kernel_raise(position: int, frequency: float) -> None:
     with pytest.raises(OpError, match=re.escape("below 2**40")):
         ops.rope(torch.ones(1, 1, 4), torch.tensor([position]), torch.tensor([0.5, -frequency]))
 
 
 @pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
-def test_large_angles_are_right_as_long_as_the_kernel_counts() -> None:
-    """In float64 the reference is; the kernel reduces the angle in double."""
+def test_large_angles_are_accurate() -> None:
+    """Compare with the reference in float64; the kernel reduces the angle in double."""
     x, positions = torch.ones(2, 1, 2), torch.tensor([2**20 - 1, -(2**19)])
     freqs = torch.tensor([999999.0])
     expected = ops.rope.reference(x.double(), positions, freqs.double())
@@ -130,7 +128,7 @@ def test_large_angles_are_right_as_long_as_the_kernel_counts() -> None:
 
 
 @pytest.mark.parametrize("width", [0, 2, 7])
-def test_an_odd_width_is_refused(width: int) -> None:
+def test_invalid_width_raises(width: int) -> None:
     with pytest.raises(OpError, match="even number"):
         rope_frequencies(width)
 
@@ -144,7 +142,7 @@ def test_an_odd_width_is_refused(width: int) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
-def test_what_is_written_has_the_bits_of_rope(
+def test_cached_keys_are_bitwise_equal_to_rope(
     tokens: int,
     heads: tuple[int, int],
     width: int,
@@ -175,7 +173,7 @@ def test_what_is_written_has_the_bits_of_rope(
 
 @pytest.mark.parametrize("slot", [-1, 4])
 @pytest.mark.parametrize("provider", ["cpu", "reference"])
-def test_a_slot_outside_the_cache_is_refused(slot: int, provider: str) -> None:
+def test_slot_outside_the_cache_raises(slot: int, provider: str) -> None:
     k = torch.ones(1, 1, 4)
     cache = torch.zeros(2, 2, 1, 4)
     freqs, slot_mapping = rope_frequencies(4)[0], torch.tensor([slot])

@@ -37,8 +37,8 @@ def truncated(
          "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )  # fmt: skip
-def test_philox_gives_the_published_answers(counter: str, key: str, expected: str) -> None:
-    """The known-answer tests of Random123, the generator's own library."""
+def test_philox_returns_the_known_answers(counter: str, key: str, expected: str) -> None:
+    """The known-answer tests of Random123, the library of the generator's authors."""
 
     def words(text: str) -> tuple[Tensor, ...]:
         return tuple(torch.tensor([int(word, 16)]) for word in text.split())
@@ -59,13 +59,13 @@ def test_uniform_is_uniform_over_positions_and_over_seeds() -> None:
         assert chi_square < 85  # 49 degrees of freedom: 0.1 % lie above
 
 
-def test_high_bits_of_seed_and_position_count() -> None:
+def test_high_bits_of_seed_and_position_matter() -> None:
     seeds = torch.tensor([5, 5 + 2**32, 5 + 2**62, 5])
     positions = torch.tensor([1, 1, 1, 1 + 2**32])
     assert ops.philox_uniform(seeds, positions).unique().numel() == 4
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_samples_follow_the_probabilities() -> None:
     count = 40_000
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     tokens = ops.sample(
@@ -77,12 +77,12 @@ def test_draws_follow_the_probabilities() -> None:
     assert chi_square < 16.3  # 3 degrees of freedom: 0.1 % lie above
 
 
-def test_temperature_zero_is_greedy_and_takes_the_first_of_equals() -> None:
+def test_temperature_zero_takes_the_first_maximum() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     assert torch.equal(truncated(logits, temperature=0.0), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
 
 
-def test_each_cut_on_its_own() -> None:
+def test_each_option_alone() -> None:
     p = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
     keep = {
         "k": truncated(p.log(), k=2),
@@ -95,17 +95,17 @@ def test_each_cut_on_its_own() -> None:
     torch.testing.assert_close(truncated(p.log(), temperature=0.5), sharper)
 
 
-def test_top_p_of_zero_keeps_the_likeliest() -> None:
+def test_top_p_of_zero_keeps_the_most_likely() -> None:
     assert torch.equal(truncated(torch.tensor([[1.0, 2.0]]), p=0.0), torch.tensor([[0.0, 1.0]]))
 
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"k": -1}, {"min_p": 1.5}, {"temperature": -1.0}])
-def test_options_out_of_range_leave_the_likeliest(options: dict[str, Any]) -> None:
+def test_options_out_of_range_keep_the_most_likely(options: dict[str, Any]) -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0, 0.0]])
     assert truncated(logits, **options)[0, 0] == 1
 
 
-def test_penalties_in_their_signs() -> None:
+def test_penalties_depend_on_the_sign_of_the_logit() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, 2.0]])
     prompt_mask = torch.tensor([[True, True, False, False]])
     output_counts = torch.tensor([[0, 0, 3, 0]], dtype=torch.int32)
@@ -124,7 +124,7 @@ def test_penalties_in_their_signs() -> None:
     numbers=st.randoms(use_true_random=False),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_draw_is_possible_and_does_not_depend_on_the_batch(
+def test_sampled_token_is_possible_and_does_not_depend_on_the_batch(
     rows: int, vocabulary: int, temperature: float, k: int, p: float, min_p: float, seed: int,
     numbers: object,
 ) -> None:  # fmt: skip

@@ -12,13 +12,13 @@ X = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
 MASK = torch.rand(4, 9, generator=torch.Generator().manual_seed(1)) > 0.3
 
 
-def test_scale_and_mask_are_what_torch_would_do_by_hand() -> None:
+def test_scale_and_mask_equal_torch() -> None:
     scores = (X * 0.3).masked_fill(~MASK, -torch.inf)
     torch.testing.assert_close(ops.softmax(X, 0.3, MASK), F.softmax(scores, -1))
     torch.testing.assert_close(ops.log_softmax(X, 0.3, MASK), F.log_softmax(scores, -1))
 
 
-def test_a_row_with_nothing_left_is_nothing_and_teaches_nothing() -> None:
+def test_fully_masked_row_is_zero_without_gradient() -> None:
     x = X.clone().requires_grad_()
     none = torch.zeros(4, 9, dtype=torch.bool)
     p = ops.softmax(x, 1.0, none)
@@ -35,10 +35,8 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", [ops.softmax, ops.log_softmax], ids=lambda op: op.name)
 @pytest.mark.parametrize("width", [1, 5, 21, 2051])
-def test_entries_that_take_part_and_are_all_infinitely_small_have_no_softmax(
-    op: Op[..., Tensor], dtype: torch.dtype, width: int
-) -> None:
-    """By every provider. A mask makes 0 of what it takes out, never of what it leaves in."""
+def test_row_of_minus_infinity_is_nan(op: Op[..., Tensor], dtype: torch.dtype, width: int) -> None:
+    """For every provider. Only excluded entries become 0, never included ones."""
     x = torch.full((3, width), -torch.inf, dtype=dtype)
     x[1, -1] = 0.5
     half = torch.arange(width) % 2 == 0
