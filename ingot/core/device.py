@@ -45,6 +45,8 @@ FUSED_OPTIMIZER_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Device types for which torch has fused optimizers."""
 PINNED_MEMORY_DEVICES = frozenset({"cuda", "xpu"})
 """Device types to which copies from page-locked memory are asynchronous."""
+CUDA_GRAPH_DEVICES = frozenset({"cuda"})
+"""Device types on which steps are captured as CUDA graphs."""
 
 # CPU flags that each tier needs in addition to the previous one; "portable" needs none.
 _TIERS: dict[str, frozenset[str]] = {

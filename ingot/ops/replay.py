@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ingot.core.device import CUDA_GRAPH_DEVICES
 from ingot.ops.arguments import as_tuple
 
 _CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def capture(
     ...     bool((again() > 0.7).all())
     True
     """
-    if device.type == "cuda":
+    if device.type in CUDA_GRAPH_DEVICES:
         return _capture_cuda_graph(function, device)
     recorder = _Recorder()
     with recorder:
