@@ -47,7 +47,7 @@ def recomputable(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
     Tensors among `args` are kept instead, unless they are recomputable themselves.
     """
-    tracker: _RecomputeTracker | None = getattr(_ACTIVE, "tracker", None)
+    tracker = _ACTIVE.tracker
     return function(*args) if tracker is None else tracker.call(function, *args)
 
 
@@ -58,7 +58,7 @@ def _run_checkpointed(forward: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def _run_selective(forward: Callable[..., Tensor], *args: Any) -> Tensor:
-    outer = getattr(_ACTIVE, "tracker", None)
+    outer = _ACTIVE.tracker
     _ACTIVE.tracker = tracker = _RecomputeTracker()
     try:
         with saved_tensors_hooks(tracker.pack, _unpack):
@@ -161,5 +161,10 @@ def _unpack(packed: Any) -> Any:
     return packed.get() if isinstance(packed, _RecomputeEntry) else packed
 
 
-_ACTIVE = threading.local()
-"""`tracker` is that of the forward that this thread runs."""
+class _Active(threading.local):
+    """The tracker of the forward that this thread runs."""
+
+    tracker: _RecomputeTracker | None = None
+
+
+_ACTIVE = _Active()

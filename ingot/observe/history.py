@@ -42,7 +42,7 @@ class Curve:
 
     @property
     def last(self) -> float | None:
-        """The last value; None if there is none."""
+        """Last value; None if the curve is empty."""
         return float(self.values[-1]) if len(self) else None
 
 

@@ -25,7 +25,7 @@ from ingot.core.random import Purpose, philox_generator
 
 @dataclass(frozen=True, kw_only=True)
 class MixupConfig:
-    """How the images of a batch are mixed.
+    """Options of mixup and CutMix.
 
     >>> MixupConfig(kind="cutmix").alpha
     1.0
@@ -75,6 +75,6 @@ def apply_mixup(
 
 
 def _interval(random: np.random.Generator, size: int, lam: float) -> tuple[int, int]:
-    """A side of the box around a random middle, cut at the borders."""
+    """Return an interval around a random center, clipped to the borders."""
     length, middle = size * math.sqrt(1 - lam), random.uniform(0, size)
     return max(0, round(middle - length / 2)), min(size, round(middle + length / 2))

@@ -46,7 +46,7 @@ Groups = list[dict[str, Any]]
 
 
 class _Base:
-    """What the optimizer configs have in common."""
+    """Base class of the optimizer configs."""
 
     hidden_matrices_only: ClassVar[bool] = False
     """Whether it takes the hidden matrices and leaves the rest to AdamW (`adamw_lr`)."""

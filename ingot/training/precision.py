@@ -47,7 +47,7 @@ class Precision(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype."""
+        """Dtype of the model's weights."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
 
 
