@@ -28,11 +28,15 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _setup_privateuseone_for_python_backend("fake")
 DEVICE = torch.device("fake:0")
-_CONVERTING = {"aten::_to_copy", "aten::to"}  # under inference mode `to` is not decomposed
+_CONVERTING = {"aten::_to_copy", "aten::to"}  # `to` and `item` are not decomposed in inference mode
 _MIXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::copy_", *_CONVERTING}
 # Ops whose result depends on values on the device: its shape, or a number on the host.
 _SYNCHRONIZING = {
     "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::allclose",
+    "aten::argwhere",
+    "aten::nonzero_numpy",
     "aten::equal",
     "aten::is_nonzero",
     "aten::masked_select",

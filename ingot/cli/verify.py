@@ -10,9 +10,11 @@ import tyro
 
 from ingot.cli import escape_markup
 from ingot.core import lineage, log
-from ingot.core.device import DeviceType, detect, resolve
+from ingot.core.device import detect, resolve
 
 if TYPE_CHECKING:
+    import torch
+
     from ingot.serving.verify import Certificate
 
 
@@ -20,7 +22,7 @@ def verify(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     schedules: int = 1000,
     seed: int = 0,
-    device: DeviceType = "cpu",
+    device: str = "auto",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Serve a model under random schedules and compare every bit of every log-probability with
@@ -35,21 +37,22 @@ def verify(
         model: A model directory, or ORG/NAME on the Hugging Face hub.
         schedules: Number of random schedules.
         seed: Seed of the texts and the schedules.
-        device: Device to verify on; the certificate is valid for processors of that kind.
+        device: Where to compute: auto, cpu, cuda, cuda:1. The certificate is valid for this kind of
+            processor.
         json: Print JSON instead of text.
     """
     from ingot.cli.generate import load
     from ingot.interop import hub
     from ingot.serving import verify as serving
 
-    resolve(device)
+    place = resolve(device)  # before a model is downloaded
     directory = hub.model_path(model)
-    decoder = load(directory, device).decoder
+    decoder = load(directory, str(place)).decoder
     with log.progress("verifying", schedules) as bar:
         certificate = serving.verify(
             decoder, schedules=schedules, seed=seed, progress=lambda: bar.advance()
         )
-    facts = as_facts(certificate, device)
+    facts = as_facts(certificate, place)
     lineage.append(directory, "verify", **facts)
     if json:
         print(json_format.dumps(facts, indent=2))  # noqa: T201
@@ -59,7 +62,7 @@ def verify(
         raise SystemExit(1)
 
 
-def as_facts(certificate: Certificate, device: DeviceType = "cpu") -> dict[str, Any]:
+def as_facts(certificate: Certificate, device: torch.device) -> dict[str, Any]:
     """Return the certificate as it is stored: with the processor and versions it is valid for."""
     import torch
 
@@ -77,12 +80,12 @@ def as_facts(certificate: Certificate, device: DeviceType = "cpu") -> dict[str, 
     }
 
 
-def _processor(device: DeviceType) -> dict[str, str | None]:
+def _processor(device: torch.device) -> dict[str, str | None]:
     """Return the names of the processor: on another one the bits may differ."""
-    if device == "cpu":
+    if device.type == "cpu":
         cpu = detect().cpu
         return {"cpu": cpu.name, "isa": cpu.isa[0]}
-    gpu = detect().gpus[0]
+    gpu = detect().gpus[device.index or 0]
     return {"gpu": gpu.name, "capability": gpu.capability}
 
 

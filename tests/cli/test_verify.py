@@ -57,6 +57,11 @@ def test_missing_gpu_is_an_error(tiny: Path) -> None:
         verify(str(tiny), schedules=1, device="cuda")
 
 
+def test_unknown_device_is_an_error(tiny: Path) -> None:
+    with pytest.raises(IngotError, match="device"):
+        verify(str(tiny), schedules=1, device="cuda:x")
+
+
 def test_hub_name_is_resolved(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,7 +184,8 @@ class _Batch:
         self.states = states
         params = [one.params for one in states]
         arrays = _sampling_arrays(params, vocabulary)
-        self.params = copy_to_device(arrays, device)
+        t, k, p, m, s = copy_to_device(arrays, device)
+        self.params = t, k, p, m, s
         # Rows with penalties come first and those with a grammar are adjacent, so that both are
         # slices of the processed logits.
         rows = [row for row, one in enumerate(states) if one.needs_logit_processing]
@@ -215,7 +216,7 @@ class _LogprobGroup:
     ) -> None:
         self.top, self.mode, self.rows = top, mode, rows
         both = [(processed_rows.index(r), i) for i, r in enumerate(rows) if r in processed_rows]
-        self.rows_G, self.processed_from, self.processed_to, *self.params = copy_to_device(
+        self.rows_G, self.processed_from, self.processed_to, t, k, p, m = copy_to_device(
             [
                 np.array(rows, np.int64),
                 np.array([source for source, _ in both], np.int64),
@@ -224,6 +225,7 @@ class _LogprobGroup:
             ],
             device,
         )
+        self.params = t, k, p, m
 
 
 class _Processing:
@@ -244,7 +246,7 @@ class _Processing:
         self._first_matcher = next((i for i, one in enumerate(chosen) if one.matcher), 0)
         params = [one.params for one in self._penalized]
         prompts = [one.count_work(vocabulary)[0] for one in self._penalized]
-        tensors = copy_to_device(
+        self.rows_S, t, k, p, m, s, self._prompt_PV, rep, pres, freq, *biases = copy_to_device(
             [
                 np.array(rows, np.int64),
                 *(array[rows] for array in arrays),
@@ -256,9 +258,9 @@ class _Processing:
             ],
             device,
         )
-        self.rows_S, self.params = tensors[0], tensors[1:6]
-        self._prompt_PV, self._penalties = tensors[6], tensors[7:10]
-        self._biases = list(zip(tensors[10::2], tensors[11::2], strict=True))
+        self.params = t, k, p, m, s
+        self._penalties = rep, pres, freq
+        self._biases = list(zip(biases[::2], biases[1::2], strict=True))
 
     def apply(self, logits_RV: Tensor, drafts: Sequence[tuple[int, ...]] | None) -> Tensor:
         """Return the logits of the rows after penalties, biases and grammars, (S, V), float32."""
@@ -333,9 +335,10 @@ def _split_biases(logit_bias: Sequence[tuple[int, float]]) -> list[tuple[np.ndar
 
 def sampling_tensors(
     params: Sequence[SamplingParams], vocab_size: int, device: torch.device
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Temperature, top_k, top_p, min_p and seed as `ops.sample` takes them, (R) each."""
-    return copy_to_device(_sampling_arrays(params, vocab_size), device)
+    t, k, p, m, s = copy_to_device(_sampling_arrays(params, vocab_size), device)
+    return t, k, p, m, s
 
 
 def _sampling_arrays(params: Sequence[SamplingParams], vocab_size: int) -> list[np.ndarray]:

@@ -1,0 +1,28 @@
+"""`ingot` in processes that have the fake device.
+
+python -m tests.serving.on_fake_device serve DIR --device fake ...
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests import fake_device  # noqa: F401  (registers the device)
+
+
+def main() -> None:
+    """Run the command line; the worker, if the first argument is a file descriptor."""
+    if sys.argv[1].isdigit():
+        from ingot.serving.server import worker
+
+        worker.main()
+    else:
+        from ingot.cli import main as run
+        from ingot.serving.server.supervisor import Supervisor
+
+        Supervisor.command = (sys.executable, "-m", "tests.serving.on_fake_device")
+        run()
+
+
+if __name__ == "__main__":
+    main()
