@@ -161,7 +161,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCS = [path for path in DOCS if path.name != "glossary.md"]
 
 CEILINGS: dict[str, tuple[int, Callable[[str], Iterator[prose.Passage]], Iterable[Path]]] = {
-    "documentation": (5, prose.markdown, DOCS),  # all in docs/record.md
+    "documentation": (0, prose.markdown, DOCS),
     "strings of the command line": (0, prose.strings, (PACKAGE / "cli").rglob("*.py")),
     "errors, hints and logs": (0, prose.messages, FILES),
     "strings in C++": (0, prose.cpp_strings, CPP),
@@ -169,9 +169,9 @@ CEILINGS: dict[str, tuple[int, Callable[[str], Iterator[prose.Passage]], Iterabl
     "comments": (0, prose.comments, FILES),
     "comments in C++": (2, prose.cpp_comments, CPP),
     "names": (0, prose.names, FILES),
-    "docstrings of tests": (29, prose.docstrings, TESTS),
-    "comments in tests": (16, prose.comments, TESTS),
-    "names of tests": (42, prose.names, TESTS),
+    "docstrings of tests": (9, prose.docstrings, TESTS),
+    "comments in tests": (9, prose.comments, TESTS),
+    "names of tests": (10, prose.names, TESTS),
     "docstrings of tools": (0, prose.docstrings, TOOLS),
 }
 """The most words of the list that a kind of text may hold. These numbers only ever fall."""

@@ -92,7 +92,7 @@ def test_wrong_options_have_a_hint(
     assert "hint" in found.stderr
 
 
-def test_what_is_no_model_is_refused_before_anything_is_loaded(tmp_path: Path, ready: Run) -> None:
+def test_other_files_are_rejected_before_anything_is_loaded(tmp_path: Path, ready: Run) -> None:
     start = time.monotonic()
     found = ready("serve", str(tmp_path / "none"), "--port", "0")
     assert found.returncode == 2

@@ -64,7 +64,7 @@ def test_costs_of_a_model(tmp_path: Path) -> None:
     assert costs.overhead_s == 0.5
 
 
-def test_costs_of_a_mixture_of_experts_are_not_guessed(tmp_path: Path) -> None:
+def test_costs_of_a_mixture_of_experts_are_an_error(tmp_path: Path) -> None:
     from ingot.core.errors import IngotError
     from ingot.interop import hf
 

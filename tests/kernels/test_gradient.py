@@ -186,7 +186,7 @@ def test_many_words_become_gradients_some_at_a_time(words: int) -> None:
     assert max(errors.values()) <= 1, errors
 
 
-def test_a_vocabulary_of_many_words_takes_its_tokens_in_turns() -> None:
+def test_large_vocabulary_is_computed_in_blocks_of_tokens() -> None:
     """Beyond 256 MB of logits the weight's gradient is added up in float32."""
     make, rows, words = TensorMaker(torch.bfloat16), 258, 530_000
     hidden, weight, targets = make(rows, 4), make(words, 4), make.ints(words, rows)

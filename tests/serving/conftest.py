@@ -28,7 +28,7 @@ READY = 60.0
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights with a token for each byte, which chats and goes on for long."""
+    """A model with random weights, a token for each byte and a chat template."""
     return models.small(tmp_path_factory.mktemp("models") / "small", max_seq_len=4096)
 
 
@@ -116,7 +116,7 @@ class Served:
         return found["choices"][0]["logprobs"]
 
     def connect(self, body: dict[str, Any], buffer: int | None = None) -> socket.socket:
-        """A connection on which a completion was asked for, with a small buffer if told so."""
+        """A connection on which a completion was requested; `buffer` is the size of its buffer."""
         made = socket.socket()
         if buffer is not None:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)

@@ -33,7 +33,7 @@ class LoadReport:
 
 
 async def ask(served: Served, body: dict[str, Any], leave_after: int | None = None) -> LoadReport:
-    """Send a completion and read what comes; or leave after so many bytes of it."""
+    """Send a completion and read the response; disconnect after `leave_after` bytes of it."""
     content = json.dumps(body).encode()
     read = b""
     writer = None

@@ -128,7 +128,7 @@ class Machine(RuleBasedStateMachine):
             self.submit()
 
     def retirement(self, token: int, drafts: tuple[int, ...], right: int) -> Any:
-        """So many drafts were right, where there were any; and these are next."""
+        """Report the number of accepted drafts, if there were any, and propose the next ones."""
         new: list[tuple[int, ...]] = []
         for work, _ in self.flight:
             guesses = work.tokens[len(work.tokens) - work.num_draft_tokens :]
@@ -137,7 +137,7 @@ class Machine(RuleBasedStateMachine):
         return self.module.StepDone(self.step, tuple(new), given if drafts else ())
 
     def teardown(self) -> None:
-        """Everything ends, and leaves nothing behind."""
+        """Every request finishes, and no block stays in use."""
         if not self.sound:
             return
         for _ in range(1000):

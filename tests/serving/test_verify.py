@@ -35,7 +35,7 @@ def test_every_bit_is_equal_in_a_thousand_schedules() -> None:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """A product that splits its sum for batches of so many rows, as fast libraries do."""
+    """A matmul that uses split-K for batches of this many rows, as fast libraries do."""
 
     def split(
         x: torch.Tensor,

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ingot.core.device import CUDA_GRAPH_DEVICES
 from ingot.nn import BatchLayout, Decoder, KVCache
 from ingot.ops.replay import capture
 from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
@@ -133,7 +134,7 @@ class Runner:
         if tokens > MAX_CAPTURED_TOKENS:
             return False
         kind = self._device.type
-        return kind == "cpu" or (kind == "cuda" and tokens == requests)
+        return kind == "cpu" or (kind in CUDA_GRAPH_DEVICES and tokens == requests)
 
     def _forward(self, tokens: int, requests: int) -> Tensor:
         inputs = self._inputs

@@ -1,4 +1,4 @@
-"""The pieces are the text up to the first stop string, however the tokens cut it."""
+"""The chunks are the text up to the first stop string, however tokens split it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cut(text: str, stops: tuple[str, ...]) -> str:
     st.lists(st.text("abé", min_size=1, max_size=4), max_size=3).map(tuple),
     st.integers(1, 4),
 )
-def test_pieces_are_the_text_up_to_the_first_stop(
+def test_chunks_are_the_text_up_to_the_first_stop(
     text: str, stops: tuple[str, ...], width: int
 ) -> None:
     ids = TOKENIZER.encode(text)

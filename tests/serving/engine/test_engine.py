@@ -30,7 +30,7 @@ def asked(id: int, length: int = 9, max_tokens: int = 5, **options: Any) -> Requ
 
 
 def finish(engine: Engine) -> dict[int, list[Output]]:
-    """All that is told until everything has ended."""
+    """All outputs until every request has finished."""
     found: dict[int, list[Output]] = {}
     while engine.has_unfinished_requests:
         for output in engine.step():
@@ -98,7 +98,7 @@ def test_a_prefix_is_found_and_changes_nothing() -> None:
     assert len([one for o in outputs for one in o.prompt_logprobs or ()]) == 29
 
 
-def test_an_end_token_ends_and_is_told() -> None:
+def test_stop_token_ends_a_request_and_is_reported() -> None:
     engine = Engine(DECODER, scheduler_config=LIMITS)
     engine.add_request(asked(1, max_tokens=8))
     whole = tokens(finish(engine)[1])
@@ -110,7 +110,7 @@ def test_an_end_token_ends_and_is_told() -> None:
         assert outputs[-1].finish_reason is FinishReason.STOP
 
 
-def test_who_ends_a_request_is_told_and_its_blocks_come_back() -> None:
+def test_abort_is_reported_and_releases_the_blocks() -> None:
     engine = Engine(DECODER, scheduler_config=LIMITS)
     for id in (1, 2):
         engine.add_request(asked(id, max_tokens=50))
@@ -166,7 +166,7 @@ def test_a_step_that_breaks_ends_its_requests_and_the_engine_lives(
     def out_of_memory(*_: Any) -> Any:
         raise Broken("can't allocate memory: you tried to allocate 9999999999 bytes")
 
-    # The second waits: it is not in the step, and goes on.
+    # The second waits: it is not in the step, and continues.
     config = SchedulerConfig(num_blocks=8, block_size=8, max_num_batched_tokens=24, max_num_seqs=1)
     engine = Engine(DECODER, scheduler_config=config)
     engine.add_request(request)
@@ -268,7 +268,7 @@ def test_steps_of_many_tokens_have_no_drafts() -> None:
 
 
 class Knowing:
-    """Guesses this, and more than is asked for."""
+    """Drafts these tokens, and more than requested."""
 
     def __init__(self, whole: list[int]) -> None:
         self.whole = whole
@@ -280,7 +280,7 @@ class Knowing:
         pass
 
 
-def test_an_end_token_among_right_guesses_ends() -> None:
+def test_stop_token_among_accepted_drafts_ends_a_request() -> None:
     engine = Engine(DECODER, scheduler_config=LIMITS)
     engine.add_request(asked(1, max_tokens=8))
     whole = tokens(finish(engine)[1])
@@ -295,7 +295,7 @@ def test_an_end_token_among_right_guesses_ends() -> None:
 
 def test_a_prompt_is_scored_once_though_it_is_computed_twice() -> None:
     config = SchedulerConfig(num_blocks=8, block_size=8, max_num_batched_tokens=16, max_num_seqs=1)
-    for steps in (1, 2, 4):  # preempted in the prompt, at its end, behind it
+    for steps in (1, 2, 4):  # preempted in the prompt, at its end, after it
         engine = Engine(DECODER, scheduler_config=config, clock=lambda: 0.0)
         engine.add_request(asked(1, 30, 5, prompt_logprobs=0, logprobs=0))
         heard = [output for _ in range(steps) for output in engine.step()]

@@ -92,7 +92,7 @@ def test_texts_keep_their_grammars(engine: Engine) -> None:
         ("lark", "start: missing"),
     ],
 )
-def test_what_is_no_grammar_is_refused_alone(engine: Engine, kind: str, text: str) -> None:
+def test_invalid_grammar_fails_only_its_own_request(engine: Engine, kind: str, text: str) -> None:
     wrong = Grammar(kind=kind, text=text)  # type: ignore[arg-type]
     (refused, ok) = write(engine, wrong, Grammar(kind="regex", text="ok"))
     assert refused[:2] == (FinishReason.REJECTED, "")

@@ -26,7 +26,7 @@ def packed(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def serve(runner: Runner, texts: list[list[int]], seed: int) -> list[torch.Tensor]:
-    """Compute the texts in random pieces, orders and company, each in blocks of its own."""
+    """Compute the texts in random chunks, orders and batches, each in blocks of its own."""
     numbers = random.Random(seed)
     free = list(range(LIMITS.num_blocks))
     numbers.shuffle(free)

@@ -83,7 +83,7 @@ def test_logprobs_are_those_a_trainer_has() -> None:
             assert float(DECODER.logits(HIDDEN[row : row + 1])[0, found.top[0][0]]) == float(best)
 
 
-def test_processed_logprobs_are_those_drawn_from() -> None:
+def test_processed_logprobs_are_of_the_distribution_sampled_from() -> None:
     _, logprobs = draw([sampled(top_k=3, logprobs=5, logprobs_mode="processed")])
     top = logprobs[0].top
     assert len(top) == 3  # the others cannot come
@@ -110,7 +110,7 @@ def test_bias_and_penalties_change_the_logits() -> None:
     assert draw([penalized])[0] != [best]
 
 
-def test_drafts_count_as_generated_for_those_behind_them() -> None:
+def test_drafts_count_as_generated_for_later_drafts() -> None:
     with torch.inference_mode():
         best = int(DECODER.logits(HIDDEN[:1]).argmax())
         one = sampled(temperature=0.0, presence_penalty=100.0)
@@ -118,10 +118,10 @@ def test_drafts_count_as_generated_for_those_behind_them() -> None:
         tokens, _ = Sampler(DECODER).sample(hidden, [one, one], torch.tensor([4, 5]), [(), (best,)])
         assert tokens[0] == best != tokens[1]
         again, _ = Sampler(DECODER).sample(HIDDEN[:1], [one], torch.tensor([4]))
-    assert again == [best]  # it was only a guess
+    assert again == [best]  # it was only a draft
 
 
-def test_options_are_read_anew_when_the_rows_change() -> None:
+def test_sampling_params_are_read_again_when_the_rows_change() -> None:
     sampler, positions = Sampler(DECODER), torch.tensor([1, 1])
     greedy, biased = sampled(temperature=0.0), sampled(temperature=0.0, logit_bias=((7, 1000.0),))
     with torch.inference_mode():

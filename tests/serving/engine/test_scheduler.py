@@ -262,7 +262,7 @@ def shares(plan: SchedulerOutput) -> dict[int, int]:
     return {work.id: len(work.tokens) for work in plan.scheduled}
 
 
-def test_a_long_prompt_is_computed_in_chunks_and_those_being_answered_go_on() -> None:
+def test_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
     scheduler = Scheduler(
         SchedulerConfig(num_blocks=20, block_size=4, max_num_batched_tokens=5, max_num_seqs=4)
     )
@@ -346,7 +346,7 @@ def test_who_would_get_no_tokens_does_not_start() -> None:
     assert [len(plan.admitted) for plan in plans] == [1, 0, 1, 0]
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_request_is_preempted_in_vain() -> None:
     """The second would need more than the last could give."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -382,7 +382,7 @@ def test_what_can_never_fit_and_what_is_too_much_is_refused() -> None:
     assert plan.finished == (Finished(4, FinishReason.REJECTED),)
 
 
-def test_who_leaves_in_flight_is_told_at_once_and_frees_at_the_next_step() -> None:
+def test_abort_in_flight_is_reported_at_once_and_frees_blocks_at_the_next_step() -> None:
     scheduler = Scheduler(SchedulerConfig(num_blocks=4, block_size=2))
     plan = scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=2)])
     assert scheduler.step(0.1, [Abort(1, FinishReason.CANCELLED)]).finished == (
@@ -405,7 +405,7 @@ def test_who_leaves_in_flight_is_told_at_once_and_frees_at_the_next_step() -> No
         [Request(id=1, prompt=(1,), max_tokens=1)],
     ],
 )
-def test_an_engine_that_says_what_cannot_be_is_told(events: list[Any]) -> None:
+def test_impossible_events_are_rejected(events: list[Any]) -> None:
     scheduler = Scheduler(SchedulerConfig(num_blocks=4, block_size=2))
     scheduler.step(0.0, [Request(id=1, prompt=(1, 2, 3), max_tokens=2)])
     with pytest.raises(ValueError, match=r"flight|unexpected|argument|duplicate|drafts"):
@@ -469,7 +469,7 @@ def test_drafts_are_computed_with_the_last_token_and_bring_as_many_as_were_right
         scheduler.step(3.0, [StepDone(plan.step, ((1, 2, 1),))])
 
 
-def test_nobody_is_preempted_for_a_draft() -> None:
+def test_no_request_is_preempted_for_a_draft() -> None:
     scheduler = Scheduler(
         SchedulerConfig(num_blocks=3, block_size=2, max_num_batched_tokens=8, max_num_seqs=2)
     )

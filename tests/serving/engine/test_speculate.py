@@ -76,7 +76,7 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "itself", "another", "cramped"])
-def test_the_text_is_the_same_whoever_guesses(kind: str) -> None:
+def test_tokens_are_the_same_with_every_proposer(kind: str) -> None:
     wanted = text(Engine(BIG, scheduler_config=LIMITS), requests())
     proposer: Proposer = {
         "lookup": lambda: NgramProposer(n=1),
@@ -128,7 +128,7 @@ def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
     assert len(draft._free) == LIMITS.num_blocks
 
 
-def test_a_proposer_that_breaks_costs_nobody_a_token() -> None:
+def test_failing_proposer_costs_no_token() -> None:
     class Broken:
         def propose(self, texts: Any, most: int) -> list[tuple[int, ...]]:
             raise RuntimeError("no memory")

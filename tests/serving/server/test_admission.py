@@ -1,4 +1,4 @@
-"""Nobody is let in beyond a bound, nobody's place is lost, and a newcomer finds room."""
+"""Limits hold, released capacity is not lost, and a new tenant finds room."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Door(RuleBasedStateMachine):
             assert shed
             assert 1 <= shed.retry_after <= MAX_RETRY_AFTER_S
             assert (self.admission.requests, self.admission.tokens) == before
-            # Whoever holds nothing, has no bound of its own and fits, is never sent away.
+            # A tenant with nothing in flight and no limits of its own is never rejected if it fits.
             assert own or tenant.requests or tenant.tokens or min(left) < 0
         else:
             assert min(left) >= 0

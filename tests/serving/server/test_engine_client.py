@@ -124,7 +124,7 @@ def test_one_sink_that_breaks_breaks_no_other() -> None:
     run(test)
 
 
-def test_a_refusal_is_told_to_its_own() -> None:
+def test_rejection_reaches_its_own_request() -> None:
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, READY)
         handler, one = Waiting(), request(engine)
@@ -138,7 +138,7 @@ def test_a_refusal_is_told_to_its_own() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "garbage", "too long", "broken"])
-def test_a_worker_that_is_lost_is_lost_for_everybody_at_once(how: str) -> None:
+def test_lost_worker_fails_all_requests_at_once(how: str) -> None:
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, READY)
         handlers = [Waiting() for _ in range(3)]

@@ -68,7 +68,7 @@ def test_every_line_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         "\n".join(format_line("a", str(n)) for n in range(MAX_KEYS + 1)),
     ],
 )
-def test_what_is_no_file_of_keys_is_refused(text: str) -> None:
+def test_invalid_key_file_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="hint"):
         Keys.parse(text)
 

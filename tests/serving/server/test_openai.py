@@ -100,7 +100,7 @@ def test_everything_has_a_bound(model: type[BaseModel]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, "1", [1]])
-def test_what_is_no_finite_number_is_refused(value: Any) -> None:
+def test_non_finite_number_is_rejected(value: Any) -> None:
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "timeout"):
         with pytest.raises(ValidationError):
             CompletionRequest.model_validate({"prompt": "a", name: value})

@@ -39,12 +39,12 @@ def vanish(served: Served, clients: int) -> None:
 
 
 def check_after(served: Served, before: Any, seconds: float = 5.0) -> None:
-    """Nothing is left behind, and the bits are the same."""
+    """Nothing is in use, and the bits are the same."""
     served.wait(served.quiet, seconds)
     assert served.tokens() == before
 
 
-def test_clients_that_vanish_leave_nothing_behind(served: Served) -> None:
+def test_disconnected_clients_leave_nothing_in_use(served: Served) -> None:
     before = served.tokens()
     vanish(served, 30)
     check_after(served, before)
@@ -114,7 +114,7 @@ def test_a_client_gone_gives_its_blocks_back_within_a_step(served: Served) -> No
     assert served.wait(served.quiet) < 1
 
 
-def test_clients_that_do_not_read_stop_nobody(served: Served) -> None:
+def test_clients_that_do_not_read_delay_no_other(served: Served) -> None:
     """They are dropped when they have left too much unread; others do not notice."""
     before = served.tokens()
     body = {**LONG, "n": 6, "logprobs": 20, "max_tokens": 1500}
@@ -149,7 +149,7 @@ def overload(served: Served, clients: int) -> list[LoadReport]:
     return asyncio.run(run())
 
 
-def test_overload_is_429_and_harms_nobody_inside(served: Served) -> None:
+def test_overload_is_429_and_does_not_affect_running_requests(served: Served) -> None:
     before, shed_before = served.tokens(), served.metric("ingot:requests_rejected")
     alone = overload(served, 1)[0].text
     outcomes = overload(served, 150)
@@ -180,7 +180,7 @@ def test_a_step_that_fails_fails_its_requests_alone(served: Served) -> None:
 
 def test_sigterm_finishes_who_is_inside(directory: Path, tmp_path: Path) -> None:
     with serving(directory, tmp_path, wait=False) as served:
-        # While it loads, clients are told so.
+        # While it loads, clients get 503.
         status, answer, headers = served.call("/v1/completions", {"prompt": "a"})
         assert status == 503
         assert "the engine is" in answer["error"]["message"]
@@ -208,7 +208,7 @@ def test_sigterm_finishes_who_is_inside(directory: Path, tmp_path: Path) -> None
         assert served.process.wait(10) == 0
 
 
-def test_told_twice_it_leaves_at_once(directory: Path, tmp_path: Path) -> None:
+def test_second_signal_stops_at_once(directory: Path, tmp_path: Path) -> None:
     with serving(directory, tmp_path) as served, served.connect(LONG) as connection:
         connection.recv(1000)
         worker = served.worker

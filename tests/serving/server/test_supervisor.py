@@ -1,4 +1,4 @@
-"""A worker that dies, hangs or cannot start: everybody is told, and the next one serves."""
+"""A worker that dies, hangs or cannot start: its requests fail, and the next one serves."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_worker_that_waits_for_work_is_not_stuck(directory: Path, tmp_path: Pa
             time.sleep(1.5)
             served.tokens()
         assert served.worker == worker
-        os.kill(worker, signal.SIGKILL)  # idle: nobody waits, and the next one comes all the same
+        os.kill(worker, signal.SIGKILL)  # idle: no request waits, and it is restarted all the same
         served.wait(lambda: not served.ready())
         served.wait(served.ready, 30)
         served.tokens()

@@ -1,4 +1,4 @@
-"""Frames come out as they went in, and what is no frame is refused."""
+"""Frames are received as they were sent; anything else is rejected."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_message_beyond_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch)
         frame(wire.Loading("a" * 20))
 
 
-def test_a_request_beyond_its_bounds_is_no_message() -> None:
+def test_out_of_range_request_is_rejected() -> None:
     good = frame(
         Request(id=1, prompt=(1,), max_tokens=1, sampling_params=SamplingParams(top_p=0.5))
     )[4:]

@@ -1,4 +1,4 @@
-"""The worker behind its socket: what comes there, however strange, leaves it serving."""
+"""The worker and its socket: malformed messages do not stop it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_can_never_run_is_refused_by_its_number() -> None:
         assert tokens(other, 4)
 
 
-def test_an_end_of_nobody_is_nothing() -> None:
+def test_abort_of_an_unknown_request_is_ignored() -> None:
     with working() as (other, _):
         other.say(Abort(77, FinishReason.CANCELLED))
         assert tokens(other, 1)
