@@ -46,7 +46,8 @@ class ArrayDataset:
     def __post_init__(self) -> None:
         if not self.x.dim() or not self.y.dim() or len(self.x) != len(self.y):
             raise DataError(
-                f"x is {tuple(self.x.shape)}, y {tuple(self.y.shape)}",
+                f"x and y must have the same number of rows, got shapes {tuple(self.x.shape)} and "
+                f"{tuple(self.y.shape)}",
                 hint="give one row of each for every sample",
             )
 
@@ -70,8 +71,8 @@ class ArrayDataset:
         held = round(len(self) * fraction)
         if not 0 < held < len(self):
             raise DataError(
-                f"{fraction} of {len(self)} samples leave one of the sets empty",
-                hint="give a fraction between 0 and 1 that holds out at least one sample",
+                f"fraction: neither split may be empty, got {fraction} of {len(self)} samples",
+                hint="give a fraction between 0 and 1 that selects at least one sample",
             )
         rows = torch.from_numpy(shuffled_indices(0, len(self), 1, len(self), _SPLIT))  # pyright: ignore
         kept, out = rows[held:].sort().values, rows[:held].sort().values

@@ -65,12 +65,15 @@ class Loader(Generic[B]):
     ) -> None:
         if not (len(samples) > 0 and 0 < batch_size <= MAX_SAMPLE and 0 <= seed < 1 << 64):
             raise ConfigError(
-                f"a loader of {len(samples)} samples in batches of {batch_size} with seed {seed}",
-                hint="give samples, a batch of at least one, and a seed from 0 to 2**64 - 1",
+                "loader: needs samples, a batch_size above 0 and a seed from 0 to 2**64 - 1, got "
+                f"{len(samples)} samples, batch_size {batch_size} and seed {seed}",
+                hint="change the value that is out of range",
             )
         if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
             raise ConfigError(
-                f"rank {rank} of {world_size}", hint="ranks count from 0 to world_size - 1"
+                f"rank: must be below world_size, which is at most {MAX_WORLD_SIZE:,}, "
+                f"got {rank} and {world_size}",
+                hint="give a rank from 0 to world_size - 1",
             )
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
         self._rank, self._world_size = rank, world_size
@@ -139,5 +142,6 @@ class Loader(Generic[B]):
 def _check(sample: int) -> None:
     if not 0 <= sample <= MAX_SAMPLE:
         raise ConfigError(
-            f"sample {sample} of the order", hint=f"samples count from 0 to {MAX_SAMPLE:,}"
+            f"sample: must be from 0 to {MAX_SAMPLE:,}, got {sample}",
+            hint="give a position in this range",
         )

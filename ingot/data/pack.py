@@ -58,11 +58,14 @@ class PackedDataset:
 
     def __init__(self, tokens: TokenStream, seq_len: int) -> None:
         if not 0 < seq_len <= MAX_LENGTH:
-            raise ConfigError(f"samples of {seq_len} tokens", hint=f"give 1 to {MAX_LENGTH:,}")
+            raise ConfigError(
+                f"seq_len: must be from 1 to {MAX_LENGTH:,}, got {seq_len}",
+                hint="give a sequence length in this range",
+            )
         if not len(tokens):
             raise DataError(
-                "there are no tokens in this part of the corpus",
-                hint="make it again with more documents, or `ingot tokenize --validation 0.1`",
+                "the split has no tokens",
+                hint="tokenize more documents, or use `ingot tokenize --validation 0.1`",
             )
         self._tokens, self.seq_len = tokens, seq_len
 
@@ -82,7 +85,7 @@ class PackedDataset:
 
     def _sample(self, index: int) -> tuple[Ints, Ints, list[int]]:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}")
         start = index * self.seq_len
         stop = min(start + self.seq_len, len(self._tokens))
         # One token more, if there is one: the target of the last.

@@ -179,17 +179,20 @@ def _read(path: Path, step: int) -> Checkpoint:
     files, metadata = content.get("files"), content.get("metadata")
     if content.get("format") != FORMAT or content.get("step") != step:
         raise CheckpointError(
-            f"{path / NAME} has format {content.get('format')}, step {content.get('step')}",
+            f"{path / NAME}: must have format {FORMAT} and step {step}, "
+            f"got {content.get('format')} and {content.get('step')}",
             hint="use the version of ingot that wrote it",
         )
     if not (isinstance(files, dict) and isinstance(metadata, dict) and files):
-        raise CheckpointError(f"{path / NAME} is not whole", hint="use an older one")
+        raise CheckpointError(f"{path / NAME}: incomplete", hint="use an older checkpoint")
     there = {file.name for file in path.iterdir()} - {NAME}
     if there != files.keys():
-        raise CheckpointError(f"{path} lacks files or has others", hint="use an older one")
+        raise CheckpointError(
+            f"{path}: files are missing or unknown", hint="use an older checkpoint"
+        )
     for name, digest in files.items():
         if _sha256(path / name) != digest:
-            raise CheckpointError(f"{path / name} is not what was written", hint="use another")
+            raise CheckpointError(f"{path / name}: hash mismatch", hint="use another checkpoint")
     return Checkpoint(path, step, metadata)
 
 

@@ -207,5 +207,5 @@ def test_an_empty_dataset_is_rejected() -> None:
 
 @pytest.mark.parametrize("sample", [-1, MAX_SAMPLE + 1])
 def test_an_invalid_position_is_rejected(sample: int) -> None:
-    with pytest.raises(ConfigError, match="samples count from 0"):
+    with pytest.raises(ConfigError, match="sample: must be from 0"):
         Loader(Numbers(3), batch_size=1).seek(sample)
