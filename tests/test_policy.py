@@ -157,7 +157,7 @@ def test_no_folder_collects_leftovers() -> None:
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 CPP = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".h", ".cpp"))
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DOCS = [path for path in DOCS if path.name != "glossary.md"]
 
 CEILINGS: dict[str, tuple[int, Callable[[str], Iterator[prose.Passage]], Iterable[Path]]] = {
@@ -169,9 +169,9 @@ CEILINGS: dict[str, tuple[int, Callable[[str], Iterator[prose.Passage]], Iterabl
     "comments": (0, prose.comments, FILES),
     "comments in C++": (2, prose.cpp_comments, CPP),
     "names": (0, prose.names, FILES),
-    "docstrings of tests": (9, prose.docstrings, TESTS),
+    "docstrings of tests": (7, prose.docstrings, TESTS),
     "comments in tests": (9, prose.comments, TESTS),
-    "names of tests": (10, prose.names, TESTS),
+    "names of tests": (9, prose.names, TESTS),
     "docstrings of tools": (0, prose.docstrings, TOOLS),
 }
 """The most words of the list that a kind of text may hold. These numbers only ever fall."""
