@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.inputs import TensorMaker
-from ingot.ops.replay import Replay, capture
+from ingot.ops.replay import CudaGraphReplay, Replay, capture
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 
@@ -134,3 +136,50 @@ def test_dropped_program_cannot_run() -> None:
     del again
     with pytest.raises(RuntimeError, match="unknown program"):
         torch.ops.ingot_replay.run(number)
+
+
+def test_cuda_graphs_are_launched_by_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stubs for torch's graphs, since this has not run on a GPU: the captured call computes
+    nothing, and its result is there after the launch."""
+    launches: list[str] = []
+    x = torch.zeros(2)
+
+    class Graph:
+        def replay(self) -> None:
+            launches.append("launch")
+
+    @contextmanager
+    def graph(graph: Graph, **options: Any) -> Iterator[None]:
+        assert options["capture_error_mode"] == "thread_local"
+        launches.append("capture")
+        yield
+
+    stubs = {
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "device": nullcontext,
+        "Stream": lambda device: device,
+        "graph_pool_handle": lambda: 1,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    result, again = capture(lambda: x, torch.device("cuda", 0))
+    assert result is x
+    assert again() is x
+    assert isinstance(again, CudaGraphReplay)
+    assert launches == ["capture", "launch", "launch"]
+
+
+def test_function_that_a_cuda_graph_cannot_hold_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    x = torch.zeros(2)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", fail)
+
+    def function() -> torch.Tensor:
+        return x
+
+    result, again = capture(function, torch.device("cuda", 0))
+    assert result is x
+    assert again is function

@@ -13,7 +13,7 @@ from ingot.interop.tokenizer import Tokenizer
 
 
 class StreamingDetokenizer:
-    """The text of one answer.
+    """Converts the tokens of one completion to text.
 
     >>> import tokenizers
     >>> words = tokenizers.models.WordLevel({"stop": 0, "st": 1, "op": 2, "a": 3}, unk_token="a")
@@ -28,14 +28,14 @@ class StreamingDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
         self.stopped = False
-        """Whether a stop string was met; nothing comes after it."""
+        """Whether a stop string was found; no text follows it."""
         self._stream = tokenizer.decode_stream()
         self._feed = self._stream.feed
         self._stops = stops
         self._held = ""
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """Take the next tokens; return the text that is certain now."""
+        """Append tokens; return the text that can be sent now."""
         if self.stopped:
             return ""
         feed = self._feed
@@ -43,7 +43,7 @@ class StreamingDetokenizer:
         return self._check(text) if self._stops else text
 
     def finish(self) -> str:
-        """Return what was held back, as no more comes."""
+        """Return the text that was held back, after the last token."""
         if self.stopped:
             return ""
         text = self._stream.finish()
@@ -51,22 +51,24 @@ class StreamingDetokenizer:
         held, self._held = self._held, ""
         return text if self.stopped else text + held
 
-    def _check(self, piece: str) -> str:
-        text = self._held + piece
-        # The one that is complete first, so that it does not matter how many tokens come at once.
-        met = [(p + len(stop), p) for stop in self._stops if (p := text.find(stop)) >= 0]
-        if met:
+    def _check(self, new: str) -> str:
+        """Return the text up to a stop string, or up to what may be the beginning of one."""
+        text = self._held + new
+        # The stop string that is complete first: the result must not depend on how many tokens are
+        # fed at once.
+        matches = [(p + len(stop), p) for stop in self._stops if (p := text.find(stop)) >= 0]
+        if matches:
             self.stopped, self._held = True, ""
-            return text[: min(met)[1]]
-        keep = min([_begins(text, stop) for stop in self._stops])
+            return text[: min(matches)[1]]
+        keep = min([_find_partial_stop(text, stop) for stop in self._stops])
         self._held = text[keep:]
         return text[:keep]
 
 
-def _begins(text: str, stop: str) -> int:
-    """Where the end of the text may be the beginning of the stop string.
+def _find_partial_stop(text: str, stop: str) -> int:
+    """Return where the text ends with a beginning of the stop string; its length if it does not.
 
-    >>> _begins("a sto", "stop"), _begins("a stow", "stop")
+    >>> _find_partial_stop("a sto", "stop"), _find_partial_stop("a stow", "stop")
     (2, 6)
     """
     place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
@@ -78,7 +80,7 @@ def _begins(text: str, stop: str) -> int:
 
 
 class TokenTexts:
-    """Single tokens as text, for those who ask for log-probabilities.
+    """Texts of single tokens, for reports of log-probabilities.
 
     >>> import tokenizers
     >>> words = tokenizers.models.WordLevel({"a": 0, "é": 1}, unk_token="a")
@@ -92,23 +94,23 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def find(self, token: int) -> tuple[str, bytes]:
-        """The text of a token, and its bytes: it may be a part of a character."""
+        """Return the text of a token, and its bytes, which may be part of a character."""
         found = self._known.get(token)
         if found is None:
-            found = self._known[token] = self._make(token)
+            found = self._known[token] = self._decode(token)
         return found
 
-    def _make(self, token: int) -> tuple[str, bytes]:
-        piece = self._tokenizer.inner.id_to_token(token) or ""
+    def _decode(self, token: int) -> tuple[str, bytes]:
+        symbol = self._tokenizer.inner.id_to_token(token) or ""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
-        if piece.startswith(_SPACE) and not text.startswith(" "):
-            text = " " + text  # which is dropped at the beginning of a text
+        if symbol.startswith(_SPACE) and not text.startswith(" "):
+            text = " " + text  # tokenizers drop it at the beginning of a text
         if _BROKEN not in text:
             return text, text.encode()
-        if piece.startswith("<0x") and len(piece) == 6:
-            return text, bytes.fromhex(piece[3:5])
-        letters = _letters()
-        return text, bytes([letters[c] for c in piece if c in letters])
+        if symbol.startswith("<0x") and len(symbol) == 6:
+            return text, bytes.fromhex(symbol[3:5])
+        byte_of = _byte_symbols()
+        return text, bytes([byte_of[c] for c in symbol if c in byte_of])
 
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -116,10 +118,10 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @cache
-def _letters() -> dict[str, int]:
-    """The bytes that letters stand for in vocabularies like GPT-2's.
+def _byte_symbols() -> dict[str, int]:
+    """Return the byte of each character in byte-level BPE vocabularies, such as GPT-2's.
 
-    >>> _letters()["Ġ"], _letters()["a"]
+    >>> _byte_symbols()["Ġ"], _byte_symbols()["a"]
     (32, 97)
     """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
