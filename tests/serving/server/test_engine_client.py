@@ -39,8 +39,8 @@ class Waiting:
             raise RuntimeError("a bug, for a test")
         self.taken.append(output)
 
-    def on_error(self, status: int, what: str, hint: str) -> None:
-        self.failures.append((status, what))
+    def on_error(self, status: int, message: str, hint: str) -> None:
+        self.failures.append((status, message))
 
     def flush(self) -> None:
         self.flushes += 1
