@@ -91,8 +91,8 @@ def test_lineage_is_continued(source: Path, tmp_path: Path) -> None:
         ({"b": "/two.safetensors"}, "invalid shard name"),
         ({"b": "two.bin"}, "invalid shard name"),
         ({"b": 5}, "invalid shard name"),
-        ({"b": "one.safetensors"}, "tensors that are not there"),
-        ({"c": "one.safetensors"}, "tensors that are not there"),
+        ({"b": "one.safetensors"}, "tensors that are missing"),
+        ({"c": "one.safetensors"}, "tensors that are missing"),
     ],
     ids=str,
 )

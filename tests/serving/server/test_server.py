@@ -236,7 +236,9 @@ def test_a_port_in_use_and_a_wrong_host_have_a_hint() -> None:
         listen("no.such.host.invalid", 0, "--host")
 
 
-@pytest.mark.parametrize("wrong", [{"port": 70000}, {"requests": 0}, {"stall": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"port": 70000}, {"max_requests": 0}, {"stall_timeout": float("nan")}]
+)
 def test_a_wrong_config_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ServerConfig(**wrong)

@@ -71,7 +71,7 @@ def test_a_stalled_step(served: Served) -> None:
     served.wait(served.ready, 30)
     assert served.tokens() == before
     assert served.quiet()
-    assert "has not finished a step for 3 s" in served.log.read_text()
+    assert "no engine step completed for 3 s" in served.log.read_text()
 
 
 @pytest.mark.slow
