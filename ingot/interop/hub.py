@@ -9,7 +9,8 @@ name only when it is complete.
 
 `huggingface_hub` finds, authenticates (`HF_TOKEN`) and transfers; `HF_ENDPOINT` selects a mirror.
 Its `snapshot_download` is not used because it discards partial files when the process ends and
-compares sizes, not hashes.
+compares sizes, not hashes. Importing this module imports no torch: the HTTP process of a server
+resolves its model here.
 """
 
 # pyright: basic
@@ -30,7 +31,6 @@ from urllib.parse import urlparse
 from ingot.core import lineage, paths
 from ingot.core.errors import IngotError
 from ingot.core.log import Progress, progress
-from ingot.interop import directory as directories
 
 MAX_FILES = 2000
 MAX_SMALL_FILE = 256 << 20  # everything but weights: a tokenizer of 256 MiB is malformed
@@ -105,6 +105,8 @@ def list_files(repo: str, revision: str) -> tuple[str, list[RemoteFile]]:
     """Return the commit of a revision and the files of the model in it, smallest first."""
     from huggingface_hub import HfApi
 
+    from ingot.interop.directory import CONFIG
+
     info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     siblings = info.siblings or []
     if len(siblings) > MAX_FILES:
@@ -114,7 +116,7 @@ def list_files(repo: str, revision: str) -> tuple[str, list[RemoteFile]]:
         )
     files = [_remote_file(repo, s) for s in siblings if _is_wanted(s.rfilename)]
     names = {file.name for file in files}
-    if directories.CONFIG not in names or not any(_WEIGHTS.fullmatch(name) for name in names):
+    if CONFIG not in names or not any(_WEIGHTS.fullmatch(name) for name in names):
         raise IngotError(
             f"{repo} has no config.json with safetensors weights",
             hint="choose a repository in the transformers format; for a GGUF file, download it "
@@ -126,7 +128,9 @@ def list_files(repo: str, revision: str) -> tuple[str, list[RemoteFile]]:
 
 
 def _is_wanted(name: str) -> bool:
-    wanted = name == directories.CONFIG or name in directories.OPTIONAL_FILES
+    from ingot.interop.directory import CONFIG, OPTIONAL_FILES
+
+    wanted = name == CONFIG or name in OPTIONAL_FILES
     return (wanted and name != lineage.NAME) or bool(_WEIGHTS.fullmatch(name))
 
 
@@ -259,7 +263,9 @@ def _matches(path: Path, file: RemoteFile) -> bool:
 
 def _install(repo: str, commit: str, files: list[RemoteFile], partial: Path, target: Path) -> None:
     """Give the complete download its name, replacing an older revision."""
-    directories.model_files(partial)  # every tensor of the index must be in a shard
+    from ingot.interop.directory import model_files
+
+    model_files(partial)  # every tensor of the index must be in a shard
     hashes = {file.name: file.sha256 or f"git:{file.git_sha1}" for file in files}
     size = sum(file.size for file in files)
     lineage.append(partial, "pull", source=repo, commit=commit, size=size, files=hashes)

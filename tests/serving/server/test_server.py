@@ -245,6 +245,7 @@ def test_a_wrong_config_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_the_http_process_has_no_torch() -> None:
-    code = "import sys, ingot.serving.server.server, ingot.cli.serve; print('torch' in sys.modules)"
+    modules = "ingot.serving.server.server, ingot.cli.serve, ingot.workflows.serve"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
