@@ -217,7 +217,9 @@ def planted(original: ModuleType, old: str, new: str) -> ModuleType:
 
 
 EFFORT = settings(
-    max_examples=400,
+    # Hypothesis also tries constants of the imported modules, so how soon a fault is found depends
+    # on the other tests of the run: one was found after more than 400 examples.
+    max_examples=2000,
     stateful_step_count=40,
     phases=[Phase.generate],
     database=None,
