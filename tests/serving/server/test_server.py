@@ -119,7 +119,7 @@ def test_clients_that_do_not_read_delay_no_other(served: Served) -> None:
     before = served.tokens()
     body = {**LONG, "n": 6, "logprobs": 20, "max_tokens": 1500}
     memory: list[float] = []
-    for turn in range(3):
+    for turn in range(4):
         aborted = served.metric("vllm:request_success_total", finished_reason="abort")
         slow = [
             served.connect({**body, "seed": n}, buffer=4096) for n in range(4 * turn, 4 * turn + 4)
@@ -133,8 +133,9 @@ def test_clients_that_do_not_read_delay_no_other(served: Served) -> None:
         finally:
             for connection in slow:
                 connection.close()
-    # What they left unread does not gather. The first turn makes the allocator's pools.
-    assert memory[2] < memory[0] + (24 << 20)
+    # What they left unread does not accumulate. The first two turns grow the allocator's arenas,
+    # by 32 MB at a time.
+    assert memory[3] < max(memory[:2]) + (24 << 20)
     check_after(served, before)
 
 
