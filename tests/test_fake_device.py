@@ -1,4 +1,4 @@
-"""Code paths for accelerators, run on the fake device: every tensor is where it belongs.
+"""Code for accelerators on the fake device, which rejects tensors on the wrong device.
 
 Each test runs in a subprocess, since registering the device cannot be undone.
 """
@@ -22,7 +22,7 @@ def run_script(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_device_computes_and_rejects_mixed_devices_like_a_gpu() -> None:
+def test_device_computes_and_rejects_mixed_devices() -> None:
     code = """
 x = torch.arange(6, device=fake_device.DEVICE).view(2, 3)[:, 1:]
 print((x * 2).sum(1).cpu())
@@ -88,8 +88,8 @@ with torch.inference_mode():
     ]
 
 
-def test_ops_are_timed_there_beside_its_own_peaks() -> None:
-    """Its clock is Python's: what it computes is done when it returns."""
+def test_ops_are_benchmarked_against_measured_peaks() -> None:
+    """Events use Python's clock, since calls are done when they return."""
     code = """
 import time
 
@@ -127,7 +127,7 @@ for op in ("rope_and_cache", "cross_entropy", "philox_uniform", "attention"):
     assert lines[-1].endswith("sdpa")
 
 
-def test_a_certificate_names_the_device(tmp_path: Path) -> None:
+def test_certificate_names_the_device(tmp_path: Path) -> None:
     code = """
 from pathlib import Path
 from ingot.cli import verify
@@ -141,8 +141,8 @@ print(step["bitwise_equal"], step["gpu"], "cpu" in step)
     assert run_script(code, str(tmp_path)).splitlines()[-1] == "True fake False"
 
 
-def test_what_gpu_tests_are_given_and_compare_with_is_there() -> None:
-    """`pytest -m gpu` takes samples there, and errors against references that run there."""
+def test_samples_and_references_are_on_the_device() -> None:
+    """`pytest -m gpu` computes samples and reference results on the device."""
     code = """
 from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors

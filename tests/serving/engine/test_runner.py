@@ -50,7 +50,7 @@ def serve(runner: Runner, texts: list[list[int]], seed: int) -> list[torch.Tenso
     return [torch.cat(states) for states in found]
 
 
-def test_states_are_those_of_a_packed_forward_however_the_work_is_cut(decoder: Decoder) -> None:
+def test_hidden_states_equal_a_packed_forward_for_any_chunks(decoder: Decoder) -> None:
     numbers = random.Random(1)
     lengths = [1, 3, 5, 17, 33, 41, 60]  # more blocks than a row of the table has at first
     texts = [[numbers.randrange(256) for _ in range(length)] for length in lengths]
@@ -62,11 +62,11 @@ def test_states_are_those_of_a_packed_forward_however_the_work_is_cut(decoder: D
     assert runner._captures
 
 
-def test_a_row_of_the_table_changes_hands(decoder: Decoder) -> None:
+def test_row_of_the_block_table_can_change_its_request(decoder: Decoder) -> None:
     runner = Runner(decoder, LIMITS)
     with torch.inference_mode():
         runner.run([ScheduledSeq(1, 0, (5, 6), (0,), True), ScheduledSeq(2, 0, (7, 8), (1,), True)])
-        for _ in range(3):  # computed, recorded, replayed
+        for _ in range(3):  # computed, captured, replayed
             got = runner.run(
                 [ScheduledSeq(2, 1, (8,), (1,), True), ScheduledSeq(1, 1, (6,), (0,), True)]
             )
@@ -74,7 +74,7 @@ def test_a_row_of_the_table_changes_hands(decoder: Decoder) -> None:
     assert torch.equal(got[1], packed(decoder, [5, 6])[1])
 
 
-def test_recordings_are_few(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_captures_is_limited(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CAPTURES", 2)
     monkeypatch.setattr(module, "MAX_CAPTURED_TOKENS", 4)
     runner = Runner(decoder, LIMITS)
@@ -85,3 +85,24 @@ def test_recordings_are_few(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -
                 got = runner.run([ScheduledSeq(1, 0, tokens, (3, 4), True)])
                 assert torch.equal(got, packed(decoder, list(tokens)))
     assert list(runner._captures) == [(3, 1), (4, 1)]
+
+
+def test_selected_rows_are_those_after_which_a_token_is_sampled(decoder: Decoder) -> None:
+    runner = Runner(decoder, LIMITS)
+    steps = [
+        # A chunk of a prompt, the end of a prompt, and a token with two drafts.
+        [
+            ScheduledSeq(1, 0, (5, 6), (0,), False),
+            ScheduledSeq(2, 0, (7, 8), (1,), True),
+            ScheduledSeq(3, 4, (9, 1, 2), (2, 3), True, num_draft_tokens=2),
+        ],
+        [ScheduledSeq(1, 2, (7,), (0,), True), ScheduledSeq(2, 2, (9,), (1,), True)],
+        [ScheduledSeq(1, 3, (8,), (0,), False), ScheduledSeq(2, 3, (1,), (1,), True)],
+    ]
+    wanted = [([3, 4, 5, 6], [2, 5, 6, 7]), ([0, 1], [3, 3]), ([1], [4])]
+    with torch.inference_mode():
+        for step, (rows, positions) in zip(steps, wanted, strict=True):
+            hidden = runner.run(step)
+            selected, found = runner.select_sampled(hidden)
+            assert torch.equal(selected, hidden[rows])
+            assert found.tolist() == positions
