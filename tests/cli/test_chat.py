@@ -164,7 +164,7 @@ def test_the_conversation_continues(
 
     monkeypatch.setattr(ChatTemplate, "render", kept)
     monkeypatch.setattr("builtins.input", says("  Hi ", "", "You?"))
-    chat(tiny, system="Be short.", max_tokens=3)
+    chat(str(tiny), system="Be short.", max_tokens=3)
     out, err = capsys.readouterr()
     first, second = rendered
     said = [(message["role"], message["content"]) for message in second]
@@ -184,7 +184,7 @@ def test_a_model_that_does_not_chat_says_so_at_once(
     (tiny / "tokenizer_config.json").write_text("{}")
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))  # pyright: ignore
     with pytest.raises(IngotError, match="ingot generate"):
-        chat(tiny)
+        chat(str(tiny))
 
 
 def test_a_template_that_cannot_be_used_is_an_error(
@@ -193,7 +193,7 @@ def test_a_template_that_cannot_be_used_is_an_error(
     (tiny / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for %}"}))
     monkeypatch.setattr("builtins.input", says("Hi"))
     with pytest.raises(IngotError, match="chat template is invalid"):
-        chat(tiny)
+        chat(str(tiny))
 
 
 def test_a_conversation_that_is_too_long_is_an_error(
@@ -201,6 +201,6 @@ def test_a_conversation_that_is_too_long_is_an_error(
 ) -> None:
     monkeypatch.setattr("builtins.input", says("x" * 10_000))
     with pytest.raises(IngotError, match="expected at most 255 tokens, got 10,014"):
-        chat(tiny)
+        chat(str(tiny))
     with pytest.raises(IngotError, match="--max-tokens: expected at least 1, got 0"):
-        chat(tiny, max_tokens=0)
+        chat(str(tiny), max_tokens=0)

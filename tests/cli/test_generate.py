@@ -24,7 +24,7 @@ HOT = SamplingOptions(temperature=2.0, seed=3)
 def test_the_text_goes_to_stdout_and_the_stats_to_stderr(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    generate(tiny, "Hello", sampling=HOT, max_tokens=5)
+    generate(str(tiny), "Hello", sampling=HOT, max_tokens=5)
     out, err = capsys.readouterr()
     expected = package.LLM(tiny).generate("Hello", HOT.params(), max_tokens=5).text
     assert out == f"Hello{expected}\n"
@@ -35,7 +35,7 @@ def test_the_text_goes_to_stdout_and_the_stats_to_stderr(
 
 
 def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generate(tiny, "Hello", sampling=HOT, max_tokens=3, json=True)
+    generate(str(tiny), "Hello", sampling=HOT, max_tokens=3, json=True)
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["text"] == package.LLM(tiny).generate("Hello", HOT.params(), max_tokens=3).text
@@ -46,14 +46,14 @@ def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_full_context_is_reported(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     context = package.LLM(tiny).max_seq_len
-    generate(tiny, "x" * (context - 2), max_tokens=99)
+    generate(str(tiny), "x" * (context - 2), max_tokens=99)
     stats = capsys.readouterr().err
     assert stats.startswith("2 tokens, ")
     assert " ".join(stats.split()).endswith("; the model's context is full")
-    generate(tiny, "x" * (context - 2), max_tokens=99, json=True)
+    generate(str(tiny), "x" * (context - 2), max_tokens=99, json=True)
     assert json.loads(capsys.readouterr().out)["finish_reason"] == "length"
     with pytest.raises(IngotError, match=f"expected 1 to {context - 1} tokens, got {context}"):
-        generate(tiny, "x" * context)
+        generate(str(tiny), "x" * context)
 
 
 def no_config(directory: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_damaged_directory_is_refused(
 ) -> None:
     damage(tiny)
     with pytest.raises(IngotError, match=error):
-        generate(tiny, "Hello")
+        generate(str(tiny), "Hello")
     assert capsys.readouterr() == ("", "")
 
 
@@ -111,16 +111,16 @@ def test_wrong_arguments_are_errors_before_anything_is_written(
     tiny: Path, prompt: str, max_tokens: int, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(IngotError, match=error):
-        generate(tiny, prompt, max_tokens=max_tokens)
+        generate(str(tiny), prompt, max_tokens=max_tokens)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_path_without_a_model_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(IngotError, match=r"not found: .*nowhere\n.*name a directory"):
-        generate(tmp_path / "nowhere", "Hello")
+        generate(str(tmp_path / "nowhere"), "Hello")
     (file := tmp_path / "small.gguf").write_bytes(b"GGUF")
     with pytest.raises(IngotError, match=rf"is a file.*\n.*ingot import {file}"):
-        generate(file, "Hello")
+        generate(str(file), "Hello")
 
 
 class Terminal(io.StringIO):
@@ -132,7 +132,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_no_control_characters(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    generate(tiny, "a\x1b[2J\x9b2J\rb\tc\n\N{ZERO WIDTH JOINER}", max_tokens=1)
+    generate(str(tiny), "a\x1b[2J\x9b2J\rb\tc\n\N{ZERO WIDTH JOINER}", max_tokens=1)
     assert terminal.getvalue().startswith("a?[2J?2J?b\tc\n\N{ZERO WIDTH JOINER}")
 
 
@@ -141,7 +141,7 @@ def test_an_encoding_that_lacks_a_character_does_not_stop_it(
 ) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    generate(tiny, "caf\xe9 \udcff", max_tokens=1)
+    generate(str(tiny), "caf\xe9 \udcff", max_tokens=1)
     assert written.getvalue().startswith(b"caf? ?")
 
 

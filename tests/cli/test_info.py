@@ -10,7 +10,7 @@ from ingot.core.errors import IngotError
 
 
 def test_description_of_a_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    info(smollm2)
+    info(str(smollm2))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[:-1] == [
         "architecture   llama: 30 layers of 576, MLP 1536; 9 heads of 64, 3 KV heads",
@@ -25,7 +25,7 @@ def test_description_of_a_real_model(smollm2: Path, capsys: pytest.CaptureFixtur
 
 
 def test_json_of_a_model_without_lineage(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    info(tiny, json=True)
+    info(str(tiny), json=True)
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(json.dumps(report(tiny)))
     assert found["architecture"] == "llama"
@@ -50,16 +50,16 @@ def test_json_of_a_model_without_lineage(tiny: Path, capsys: pytest.CaptureFixtu
 def test_damaged_file_is_named(tiny: Path, name: str, content: str, error: str) -> None:
     (tiny / name).write_text(content)
     with pytest.raises(IngotError, match=error):
-        info(tiny)
+        info(str(tiny))
 
 
 def test_directory_without_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(IngotError, match=r"has no config\.json"):
-        info(tmp_path)
+        info(str(tmp_path))
 
 
 def test_text_from_files_is_escaped(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = {"steps": [{"step": "import", "source": "[bold]x\x1b[2J"}]}
     (tiny / "ingot.json").write_text(json.dumps(steps))
-    info(tiny)
+    info(str(tiny))
     assert "import: [bold]x?[2J" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             super()._fill_single(work)
             item: ScheduledSeq = work[-1]
             if item.start and item.start % self.size == 0:
-                self._slots.items[len(work) - 1] = item.block_table[0] * self.size
+                self._inputs.slots.items[len(work) - 1] = item.block_table[0] * self.size
 
     monkeypatch.setattr("ingot.serving.verify.Runner", Faulty)
     found = verify.verify(Decoder.from_config(preset("tiny"), seed=3), schedules=12)

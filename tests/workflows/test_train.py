@@ -23,6 +23,7 @@ def test_a_recipe_object_is_trained_and_exported(tmp_path: Path) -> None:
     assert result.finished
     assert result.steps == recipe.steps == lines[-1]["step"]
     assert result.metrics["validation_loss"] > 0
+    assert result.model_dir is not None
     assert result.model_dir == tmp_path / "run/model"
     assert (tmp_path / "run/report.html").is_file()
     assert ingot.LLM(result.model_dir).generate("one model", max_tokens=3).token_ids

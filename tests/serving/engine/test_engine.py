@@ -249,9 +249,9 @@ def test_steps_of_many_tokens_have_no_drafts() -> None:
     asked_of: list[int] = []
 
     class Watching:
-        def propose(self, texts: Any, most: int) -> list[tuple[int, ...]]:
-            asked_of.append(len(texts) * (most + 1))
-            return [(0,) * most for _ in texts]
+        def propose(self, sequences: Any, max_tokens: int) -> list[tuple[int, ...]]:
+            asked_of.append(len(sequences) * (max_tokens + 1))
+            return [(0,) * max_tokens for _ in sequences]
 
         def forget(self, id: int) -> None:
             pass
@@ -273,8 +273,8 @@ class Knowing:
     def __init__(self, whole: list[int]) -> None:
         self.whole = whole
 
-    def propose(self, texts: Any, most: int) -> list[tuple[int, ...]]:
-        return [tuple(self.whole[len(text.tokens) - 9 :]) for text in texts]
+    def propose(self, sequences: Any, max_tokens: int) -> list[tuple[int, ...]]:
+        return [tuple(self.whole[len(one.tokens) - 9 :]) for one in sequences]
 
     def forget(self, id: int) -> None:
         pass

@@ -63,7 +63,9 @@ def test_a_plain_request_is_sampled_like_the_oracle() -> None:
     with torch.inference_mode():
         logits = DECODER.logits(HIDDEN[:1])
         columns = oracle.sampling_columns(SamplingParams(**options), 256)
-        wanted = ops.sample(logits, *columns, torch.tensor([4])).tolist()
+        temperature, top_k, top_p, min_p, seed = columns
+        sampled_ids = ops.sample(logits, temperature, top_k, top_p, min_p, seed, torch.tensor([4]))
+        wanted = sampled_ids.tolist()
     assert draw([sampled(**options)])[0] == wanted
 
 

@@ -130,7 +130,7 @@ def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
 
 def test_failing_proposer_costs_no_token() -> None:
     class Broken:
-        def propose(self, texts: Any, most: int) -> list[tuple[int, ...]]:
+        def propose(self, sequences: Any, max_tokens: int) -> list[tuple[int, ...]]:
             raise RuntimeError("no memory")
 
         def forget(self, id: int) -> None:
