@@ -12,8 +12,8 @@ from hypothesis import settings
 from tests import models
 
 GENERATED = "tests/ops/test_records.py"
-# Importing it registers a device for good, which `--doctest-modules` would do in every process.
-collect_ignore = ["fake_device.py"]
+# Importing them registers a device for good, which `--doctest-modules` would do in every process.
+collect_ignore = ["fake_device.py", "serving/on_fake_device.py"]
 
 torch.set_num_threads(1)
 # The first call of an op builds its kernels, and machines that test are busy.

@@ -85,8 +85,10 @@ def _processor(device: torch.device) -> dict[str, str | None]:
     if device.type == "cpu":
         cpu = detect().cpu
         return {"cpu": cpu.name, "isa": cpu.isa[0]}
-    gpu = detect().gpus[device.index or 0]
-    return {"gpu": gpu.name, "capability": gpu.capability}
+    gpus, index = detect().gpus, device.index or 0
+    if index >= len(gpus):  # an accelerator that torch runs on and `detect` does not know
+        return {"device": str(device)}
+    return {"gpu": gpus[index].name, "capability": gpus[index].capability}
 
 
 def _print_lines(certificate: Certificate) -> None:

@@ -237,7 +237,7 @@ def test_what_fails_before_it_begins_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     path = written(runs.text(tmp_path), tmp_path)
-    with pytest.raises(IngotError, match="no file or folder"):
+    with pytest.raises(IngotError, match="no such file or directory"):
         train(path, ("data.source=missing", f"data.cache_dir={tmp_path / 'none'}"))
     assert not any((tmp_path / "ingot/runs").iterdir())
 
