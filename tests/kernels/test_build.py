@@ -310,7 +310,7 @@ def test_nothing_is_loaded_from_where_others_can_write(cache: Path, compiler: st
     (library,) = libraries(cache)
     library.parent.chmod(0o777)
     words = in_words(run(USE, environment(cache, CXX=compiler)))
-    assert words.startswith(f"other users can write to {library.parent}")
+    assert words.startswith(f"{library.parent}: other users can write to it")
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_narrow_loads_are_a_violation() -> None:
 
 def test_missing_tensor_core_instructions_are_a_violation() -> None:
     make = ExampleInputs(torch.float32)
-    launch = launch_of("linear", "forward", make(512, 512), make(512, 512), None)
+    launch = launch_of("linear", "forward", make(512, 512), make(512, 512), None, 0, None)
     config = launch.configs(TARGETS["sm_90"])[0]
     compiled = compile_for(launch, config)
     assert any("tensor-core" in violation for violation in violations(compiled))

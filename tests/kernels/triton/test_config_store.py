@@ -33,7 +33,7 @@ def clear_caches() -> None:
 def linear(rows: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Launch:
     make = ExampleInputs(dtype)
     with record_launches() as launches:
-        triton_ops()["linear"].forward(make(rows, 4096), make(columns, 4096), None)
+        triton_ops()["linear"].forward(make(rows, 4096), make(columns, 4096), None, 0, None)
     return launches[0]
 
 
