@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def compare(
-    model: Annotated[Path, tyro.conf.Positional],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     names: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")
     ] = (),
@@ -34,11 +34,11 @@ def compare(
     """Compare ingot with vLLM, OpenVINO GenAI, llama.cpp and transformers: all generate from the
     same weights and the same prompts, interleaved.
 
-    Examples: `python benchmarks/install_peers.py` once, then `ingot bench compare DIR`;
-    `ingot bench compare DIR ingot openvino --batch-size 8 --input-len 128` for two of them.
+    Examples: `python benchmarks/install_peers.py` once, then `ingot bench compare smollm2`;
+    `ingot bench compare smollm2 ingot openvino --batch-size 8 --input-len 128` for two of them.
 
     Args:
-        model: A Hugging Face directory in bfloat16.
+        model: A model directory in bfloat16, or ORG/NAME on the Hugging Face hub.
         names: Only these systems.
         batch_size: Number of sequences generated at once.
         input_len: Number of tokens of each prompt.
@@ -51,12 +51,13 @@ def compare(
     from ingot.bench import machine
     from ingot.bench import results as csv_files
     from ingot.bench.environment import peers_folder
+    from ingot.interop import hub
 
     task = systems_bench.GenerationTask(
         batch_size=batch_size, input_len=input_len, output_len=output_len, rounds=rounds
     )
     systems = systems_bench.find_systems(peers_folder(), names)
-    cost = systems_bench.ModelCost.read(model)
+    cost = systems_bench.ModelCost.read(hub.model_path(model))
     run = csv_files.RunInfo.now(ingot.__version__)
     file = results and results / "compare.csv"
     if file:

@@ -149,23 +149,25 @@ def _yarn(plain: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
 
 def _samples(make: TensorMaker) -> Iterator[SampleInput]:
-    def turned(width: int) -> Tensor:
+    def frequencies(width: int) -> Tensor:
         return rope_frequencies(width)[0].to(make.device)
 
-    yield SampleInput("typical", (make(6, 4, 16), make.ints(100, 6), turned(16), False, 1.0))
-    yield SampleInput("large", (make(67, 5, 66), make.ints(4096, 67), turned(66), False, 1.0))
-    yield SampleInput("int32", (make(4, 2, 8), make.ints(9, 4, dtype=torch.int32), turned(8)))
-    yield SampleInput("odd", (make(5, 3, 14), make.ints(7, 5), turned(14), False, 1.0))
-    yield SampleInput("one_row", (make(1, 2, 8), make.tensor([4095]), turned(8), False, 1.0))
+    yield SampleInput("typical", (make(6, 4, 16), make.ints(100, 6), frequencies(16), False, 1.0))
+    yield SampleInput("large", (make(67, 5, 66), make.ints(4096, 67), frequencies(66), False, 1.0))
+    yield SampleInput("int32", (make(4, 2, 8), make.ints(9, 4, dtype=torch.int32), frequencies(8)))
+    yield SampleInput("odd", (make(5, 3, 14), make.ints(7, 5), frequencies(14), False, 1.0))
+    yield SampleInput("one_row", (make(1, 2, 8), make.tensor([4095]), frequencies(8), False, 1.0))
     yield SampleInput(
-        "strided", (make(5, 4, 48)[..., ::3], make.ints(9, 5), turned(16), False, 1.0)
+        "strided", (make(5, 4, 48)[..., ::3], make.ints(9, 5), frequencies(16), False, 1.0)
     )
-    yield SampleInput("extreme", (make.spread(4, 2, 8), make.tensor([0, 1, 131071, 7]), turned(8)))
-    yield SampleInput("partial", (make(5, 2, 20), make.ints(50, 5), turned(8), False, 1.0))
-    yield SampleInput("interleaved", (make(5, 2, 16), make.ints(50, 5), turned(16), True, 1.0))
-    yield SampleInput("nothing_turns", (make(3, 2, 7), make.ints(50, 3), make.floats([])))
     yield SampleInput(
-        "interleaved_partial", (make(3, 2, 11), make.ints(50, 3), turned(6), True, 1.2)
+        "extreme", (make.spread(4, 2, 8), make.tensor([0, 1, 131071, 7]), frequencies(8))
+    )
+    yield SampleInput("partial", (make(5, 2, 20), make.ints(50, 5), frequencies(8), False, 1.0))
+    yield SampleInput("interleaved", (make(5, 2, 16), make.ints(50, 5), frequencies(16), True, 1.0))
+    yield SampleInput("no_rotation", (make(3, 2, 7), make.ints(50, 3), make.floats([])))
+    yield SampleInput(
+        "interleaved_partial", (make(3, 2, 11), make.ints(50, 3), frequencies(6), True, 1.2)
     )
 
 
@@ -250,7 +252,7 @@ def _write_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield sample("odd", 5, 3, 1, 14, 14, 3, False, 1.0)
     yield sample("one_row", 1, 2, 1, 8, 8, 1, False, 1.0)
     yield sample("interleaved", 5, 2, 2, 12, 8, 4, True, 1.2)
-    yield sample("nothing_turns", 3, 2, 2, 7, 0, 2)
+    yield sample("no_rotation", 3, 2, 2, 7, 0, 2)
     freqs = rope_frequencies(8)[0].to(make.device)
     q, k, v = make(5, 4, 24)[..., ::3], make(5, 2, 16)[..., ::2], make(2, 5, 8).transpose(0, 1)
     caches = make(3, 2, 4, 8).transpose(1, 2), make(3, 4, 2, 16)[..., 3:11]

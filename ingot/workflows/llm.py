@@ -20,6 +20,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -132,15 +133,20 @@ def load(
     """
     place = devices.resolve(device)
     directory = hub.model_path(model)
-    decoder, tokenizer = hf.load(directory, dtype, place), Tokenizer.load(directory)
+    with ThreadPoolExecutor(1) as pool:
+        kernels = pool.submit(_load_kernels, place)  # while the weights are read
+        decoder, tokenizer = hf.load(directory, dtype, place), Tokenizer.load(directory)
+        on_status("compiling the CPU kernels, once per machine")
+        kernels.result()
+    return decoder, tokenizer
+
+
+def _load_kernels(place: torch.device) -> None:
     if place.type == "cpu":
         from ingot.kernels.cpu import build
 
-        on_status("compiling the CPU kernels, once per machine")
-        # All of them now: otherwise each is compiled at its first call, in the middle of a text.
         with suppress(IngotError):  # PyTorch's kernels are used then, and the first call warns
-            build.build(build.FAMILIES)
-    return decoder, tokenizer
+            build.load()
 
 
 class LLM:

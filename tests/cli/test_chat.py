@@ -85,7 +85,7 @@ class Terminal:
             try:
                 while self.read(1):
                     pass
-            except OSError:  # Linux: nobody has the other side open
+            except OSError:  # Linux: no process has the other end open
                 return self.process.wait()
         raise AssertionError(f"it does not leave: {self.seen!r}")
 

@@ -107,9 +107,9 @@ def test_what_was_trained_is_what_is_served(ready: Run, tmp_path: Path) -> None:
             parts = (saved[f"{index}.{name}"] for name in ("tokens", "targets", "logprobs"))
             lengths = saved[f"{index}.lengths"].tolist()
             for tokens, targets, logprobs in zip(*(p.split(lengths) for p in parts), strict=True):
-                # The last target may be behind the window; the end of a document has none.
-                behind = [t for t in targets[-1:].tolist() if t >= 0]
-                prompt = tokens.tolist() + behind
+                # The last target may be after the window; the end of a document has none.
+                next_token = [t for t in targets[-1:].tolist() if t >= 0]
+                prompt = tokens.tolist() + next_token
                 assert prompt[1:] == targets[targets >= 0].tolist()
                 wanted = logprobs[targets >= 0].double().tolist()
                 if wanted:

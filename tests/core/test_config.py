@@ -117,7 +117,7 @@ def test_a_saved_config_reads_back_equal(
     path = tmp_path_factory.getbasetemp() / "saved.toml"
     config.save(run, path)
     loaded = config.load(Run, path)
-    # repr tells -0.0 from 0.0 and an int from a float, and one NaN is like another.
+    # repr distinguishes -0.0 from 0.0 and an int from a float, and all NaNs are equal in it.
     assert repr(loaded) == repr(run)
     assert "nan" in repr(run) or loaded == run
 

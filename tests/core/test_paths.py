@@ -222,7 +222,7 @@ def test_an_unwritable_place_is_explained(home: Path, monkeypatch: pytest.Monkey
 
 def test_a_directory_without_permission_is_explained(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    # Root may write anywhere, so root steps down to nobody, who cannot import any more.
+    # Root may write anywhere, so the script changes to uid 65534, which cannot import modules.
     script = """
 import filelock, os
 if os.getuid() == 0:

@@ -1,4 +1,4 @@
-"""Hypothesis with as many examples as the tier of tests has time for, counted."""
+"""Run hypothesis with a number of examples that fits the fast or the slow tier, and count them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 Explore = Callable[[st.SearchStrategy[Any], Callable[[Any], None], int], None]
 
-# Fast tests try the same examples every time; slow ones others each time.
+# Fast tests use the same examples in each run, slow tests use new ones.
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 
 
 @pytest.fixture
 def explore(request: pytest.FixtureRequest, record_property: Callable[..., None]) -> Explore:
-    """Call a check on so many examples of a strategy; the run prints how many at its end."""
+    """Check a number of examples of a strategy; pytest prints their total at the end of the run."""
     slow = request.node.get_closest_marker("slow") is not None
 
     def run(strategy: st.SearchStrategy[Any], check: Callable[[Any], None], examples: int) -> None:

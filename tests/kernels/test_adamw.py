@@ -1,4 +1,4 @@
-"""AdamW in C++: bits that depend on the element alone, whatever it is computed with."""
+"""AdamW in C++: the bits of an element do not depend on the other elements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ingot.ops.dispatch import prefer
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 
-# Several pieces of 65536, some tensors in one of them, and ends of all sizes.
+# Several chunks of 65536, some tensors in one chunk, and remainders of many sizes.
 SIZES = (200_003, 1, 7, 0, 65_536, 15, 16, 17, 131_073, 40_000, 40_000)
 FORMS = {
     "fp32": (torch.float32, torch.float32, torch.float32),
@@ -70,17 +70,17 @@ def assert_bits(one: State, other: State) -> None:
             assert torch.equal(x.contiguous().view(kind), y.contiguous().view(kind))
 
 
-def behind(x: Tensor) -> Tensor:
-    """The same values, one element off from where memory is aligned."""
+def misaligned(x: Tensor) -> Tensor:
+    """Return the same values, one element after an aligned address."""
     return torch.cat([x.flatten()[:1], x.flatten()])[-x.numel() :] if x.numel() else x
 
 
-def apart(x: Tensor) -> Tensor:
+def strided(x: Tensor) -> Tensor:
     return torch.stack([x, x], -1)[..., 0]
 
 
 @each_case
-@pytest.mark.parametrize("change", [torch.clone, behind, apart], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", [torch.clone, misaligned, strided], ids=lambda f: f.__name__)
 def test_bits_depend_on_the_element_alone(
     form: str, parts: bool, change: Callable[[Tensor], Tensor]
 ) -> None:
@@ -94,7 +94,7 @@ def test_bits_depend_on_the_element_alone(
     for place in range(len(SIZES)):
         run([some[place : place + 1] for some in one_by_one])
     assert_bits(one_by_one, wanted)
-    # An element in another place has another lane, another piece, or is at an end.
+    # Shifted by 5, an element is in another lane or chunk, or in the remainder.
     shifted = [[t[5:] for t in some] for some in made(form, parts)]
     run(shifted)
     assert_bits(shifted, [[t[5:] for t in some] for some in wanted])
@@ -117,7 +117,7 @@ def test_a_split_parameter_has_the_bits_of_a_float32(form: str) -> None:
 
 
 @each_case
-def test_it_is_the_reference(form: str, parts: bool) -> None:
+def test_matches_the_reference(form: str, parts: bool) -> None:
     ours, theirs = made(form, parts), made(form, parts)
     run(ours)
     with prefer("reference"):
@@ -131,7 +131,7 @@ def test_it_is_the_reference(form: str, parts: bool) -> None:
         torch.testing.assert_close(a, b, rtol=8e-3 if half else 2e-6, atol=1e-6)
 
 
-def test_a_parameter_that_is_not_moved_keeps_its_bits() -> None:
+def test_a_parameter_with_a_zero_update_keeps_its_bits() -> None:
     """Also where it is halfway between two of bfloat16."""
     upper = torch.arange(0x0080, 0x7F7F, dtype=torch.int32) * 65536
     masters = (upper[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).flatten()
@@ -143,7 +143,7 @@ def test_a_parameter_that_is_not_moved_keeps_its_bits() -> None:
     assert_bits([[high], [low]], [[part] for part in split(masters)])
 
 
-def test_moments_that_nothing_adds_to_become_0() -> None:
+def test_moments_without_gradient_decay_to_zero() -> None:
     """Subnormal ones would stay, and each takes as long as ten others."""
     p, g, m, v = torch.ones(20), torch.zeros(20), torch.full((20,), 1e-39), torch.full((20,), 1e-40)
     p[:10] = 1e-39
@@ -154,7 +154,7 @@ def test_moments_that_nothing_adds_to_become_0() -> None:
     assert (torch.full((20,), 1e-39) * 0.5).all()  # nothing is flushed outside
 
 
-def test_what_is_not_a_number_stays_none() -> None:
+def test_nan_gradients_give_nan_parameters() -> None:
     for bad in (torch.nan, torch.inf):
         high, low = split(torch.ones(40))
         g, m, v = torch.zeros(40), torch.zeros(40), torch.zeros(40)

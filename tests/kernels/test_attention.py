@@ -1,9 +1,9 @@
-"""Exact attention: a token's bits are those of its whole sequence computed alone, as in training.
+"""Attention is batch-invariant: a token's result is bitwise equal to that of its whole sequence
+computed alone, as in training.
 
 A schedule is what a serving engine does to a batch of sequences: it prefills them in chunks and
-decodes them token by token, each step with other neighbours, keys and values packed or in pages
-that lie anywhere in a pool. Whatever the pool holds besides is NaN here, so a kernel that lets it
-through shows.
+decodes them token by token, each step in a different batch, with keys and values packed or in
+blocks anywhere in a KV cache. The rest of the cache is NaN, so that a kernel that reads it fails.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor, where: object) -> None:
     assert not len(different), f"{where}: {len(different)} values, {different[:3]}"
 
 
-def assert_exact(schedule: Schedule) -> None:
+def assert_batch_invariant(schedule: Schedule) -> None:
     engine = Engine(schedule)
     torch.set_num_threads(schedule.threads[0])
     oracle = [engine.whole(index) for index in range(len(schedule.lengths))]
@@ -196,18 +196,18 @@ def assert_exact(schedule: Schedule) -> None:
             assert_same_bits(result, oracle[chunk.index][chunk.start : chunk.end], chunk)
 
 
-def test_attention_is_exact_on_any_schedule(explore: Any) -> None:
-    explore(schedules, assert_exact, 40)
+def test_attention_is_batch_invariant(explore: Any) -> None:
+    explore(schedules, assert_batch_invariant, 40)
 
 
 @pytest.mark.slow
-def test_attention_is_exact_on_many_schedules(explore: Any) -> None:
-    explore(schedules, assert_exact, 1000)
+def test_attention_is_batch_invariant_on_many_schedules(explore: Any) -> None:
+    explore(schedules, assert_batch_invariant, 1000)
 
 
 @pytest.mark.parametrize("queries", [1, 6, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_largest_score_has_weight_1_however_large(dtype: torch.dtype, queries: int) -> None:
+def test_huge_scores_do_not_overflow(dtype: torch.dtype, queries: int) -> None:
     """Rounded once and not at all, a score of 1e11 differs by thousands: e to that is inf, or 0."""
     for seed in range(40):
         random = torch.Generator().manual_seed(seed)

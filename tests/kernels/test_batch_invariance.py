@@ -1,11 +1,11 @@
-"""Exactness: the bits of a row do not depend on what else is in the batch.
+"""Batch invariance: the bits of a row do not depend on the rest of the batch.
 
-A schedule is a batch and a way to compute it otherwise: in another order, in other pieces, on
-another number of threads, from memory that is laid out otherwise. Whatever the schedule, every
-row has the bits it has in the whole batch. `-0.0` and `0.0` are different bits.
+A schedule is a batch and a second way to compute it: in a different order, in several batches, on a
+different number of threads, from memory with a different layout. Under every schedule, each row is
+bitwise equal to the row of the whole batch. `-0.0` and `0.0` are different bits.
 
-Schedules are drawn for every op that has a `cpu` provider and rows. An op of a known family needs
-nothing here unless it has a parameter of a new name: `ARGUMENTS` says how each is made.
+Schedules are generated for every op that has a `cpu` provider and rows. An op of a known family
+needs no code here unless it has a parameter with a new name: `ARGUMENTS` creates each of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ingot.ops.record import Op
 KIND = "schedules"
 OPS = [op for op in ops.registry().values() if op.row_args and "cpu" in op.providers]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MOST_PRODUCTS = 1 << 24  # of a matrix product, so that a schedule takes milliseconds
+MAX_PRODUCTS = 1 << 24  # of a matmul, so that a schedule takes milliseconds
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 
@@ -78,20 +78,20 @@ class Schedule:
     width: int
     out: int
     option: int
-    """Picks one of the variants of the arguments that are no numbers."""
+    """Selects the variant of arguments that are not sizes."""
     shuffled: bool
     share: float
-    """How much of the batch is computed again."""
+    """Fraction of the batch that is computed again."""
     cuts: tuple[float, ...]
     whole: Run
-    pieces: Run
+    split: Run
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         return (self.rows,) if self.middle is None else (self.rows, self.middle)
 
     def parts(self) -> list[Tensor | slice]:
-        """The pieces, as selections of rows: slices where they are in order."""
+        """Return the rows of each smaller batch: slices, or indices if they are shuffled."""
         count = max(1, round(self.rows * self.share))
         ends = sorted({round(cut * count) for cut in self.cuts} | {0, count})
         slices = [slice(a, b) for a, b in pairwise(ends)]
@@ -101,9 +101,9 @@ class Schedule:
 
 
 def sizes(*near: int, most: int) -> st.SearchStrategy[int]:
-    """Mostly small, sometimes large, often just off what a vector or a tile is."""
-    beside = [size + by for size in near for by in (-1, 0, 1) if 0 < size + by <= most]
-    return st.one_of(st.integers(1, 20), st.sampled_from(beside), st.integers(1, most))
+    """Return sizes that are mostly small, and often one off the size of a vector or tile."""
+    close = [size + by for size in near for by in (-1, 0, 1) if 0 < size + by <= most]
+    return st.one_of(st.integers(1, 20), st.sampled_from(close), st.integers(1, most))
 
 
 runs = st.builds(
@@ -129,7 +129,7 @@ schedules = st.builds(
     share=st.sampled_from([1.0, 1.0, 0.5, 0.1]),
     cuts=st.lists(st.floats(0, 1), max_size=6).map(tuple),
     whole=runs,
-    pieces=runs,
+    split=runs,
 )
 
 
@@ -140,7 +140,7 @@ class Inputs(TensorMaker):
         super().__init__(schedule.dtype, seed=schedule.seed)
         self.schedule = schedule
         self.rows, self.width = schedule.rows, schedule.width
-        self.out = max(1, min(schedule.out, MOST_PRODUCTS // (schedule.rows * schedule.width)))
+        self.out = max(1, min(schedule.out, MAX_PRODUCTS // (schedule.rows * schedule.width)))
 
     def values(self, *shape: int, low: int = -12, high: int = 8) -> Tensor:
         """Wide magnitudes, with zeros of either sign among them."""
@@ -271,7 +271,7 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(BITS[x.element_size()])
 
 
-def assert_exact(op: Op[..., Any], schedule: Schedule) -> None:
+def assert_batch_invariant(op: Op[..., Any], schedule: Schedule) -> None:
     args = arguments(op, schedule)
     whole = compute(op, args, schedule.whole)
     named = by_rows(op, args, schedule.rows)
@@ -280,7 +280,7 @@ def assert_exact(op: Op[..., Any], schedule: Schedule) -> None:
             name: arg[part] if name in named and arg is not None else arg
             for name, arg in args.items()
         }
-        again = compute(op, taken, schedule.pieces)
+        again = compute(op, taken, schedule.split)
         for one, other in zip(again, whole, strict=True):
             different = (bits(one) != bits(other[part])).nonzero()
             assert not len(different), f"rows {part}: {len(different)} values, {different[:3]}"
@@ -290,26 +290,26 @@ each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
 @each_op
-def test_rows_are_exact_on_any_schedule(op: Op[..., Any], explore: Any) -> None:
-    explore(schedules, lambda schedule: assert_exact(op, schedule), 20)
+def test_rows_do_not_depend_on_the_batch(op: Op[..., Any], explore: Any) -> None:
+    explore(schedules, lambda schedule: assert_batch_invariant(op, schedule), 20)
 
 
 @pytest.mark.slow
 @each_op
-def test_rows_are_exact_on_many_schedules(op: Op[..., Any], explore: Any) -> None:
-    explore(schedules, lambda schedule: assert_exact(op, schedule), 200)
+def test_rows_do_not_depend_on_the_batch_on_many_schedules(op: Op[..., Any], explore: Any) -> None:
+    explore(schedules, lambda schedule: assert_batch_invariant(op, schedule), 200)
 
 
-def test_every_op_with_rows_and_a_kernel_has_its_arguments_here() -> None:
+def test_every_op_with_rows_and_a_kernel_has_arguments_here() -> None:
     for op in OPS:
         assert set(op.signature.parameters) <= set(ARGUMENTS[op.family]), op
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("INGOT_ISA" in os.environ, reason="this is such a run")
+@pytest.mark.skipif("INGOT_ISA" in os.environ, reason="this run is already limited to a tier")
 @pytest.mark.parametrize("tier", detect().cpu.isa[1:])
-def test_the_other_tiers_are_exact_too(tier: str) -> None:
-    """The fast tests of exactness and gradients, in a process that is held to the tier."""
+def test_the_other_tiers_are_batch_invariant(tier: str) -> None:
+    """Run the fast tests of batch invariance and gradients in a process limited to the tier."""
     folder = os.path.dirname(__file__)
     names = ("test_batch_invariance.py", "test_attention.py", "test_gradient.py", "test_adamw.py")
     files = [os.path.join(folder, name) for name in names]

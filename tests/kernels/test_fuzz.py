@@ -177,7 +177,7 @@ def assert_sane(op: Op[..., Any], call: Strange) -> None:
         return
     nothing = any(one.is_meta for one in ours) or not any(one.numel() for one in ours)
     if nothing or not all(map(finite, args)):
-        return  # no values, or out of what is no number
+        return  # no values, or results of NaN inputs
     args = list(map(widened, args))
     theirs = outcome(op, "reference", args)
     assert not isinstance(theirs, Exception), f"the reference refuses: {theirs}"
@@ -230,7 +230,7 @@ def allowance(dtype: torch.dtype, truth: Tensor, moved: Tensor, usual: Tensor) -
     """
     results = [x.to(dtype).double() for x in (truth, usual)]
     largest = max(1e-3, *(float(x.where(x.isfinite(), 0).abs().max()) for x in results))
-    shift = (moved - truth).abs().nan_to_num(0, 0)  # to or from -inf is no rounding
+    shift = (moved - truth).abs().nan_to_num(0, 0)  # a change to or from -inf is not rounding
     shift = shift.amax(-1, keepdim=True) if shift.dim() else shift
     return 64 * torch.finfo(dtype).eps * largest + 16 * shift
 

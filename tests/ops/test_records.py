@@ -71,7 +71,11 @@ class Case:
 
 
 def cases(*dtypes: str, where: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
-    """Parametrize over every op x sample x provider that supports it, in these dtypes."""
+    """Parametrize over every op x sample x provider that supports it, in these dtypes.
+
+    The fast tier takes samples named "typical" in every dtype, and the others in one dtype each;
+    the slow tier takes the rest.
+    """
     found = [
         Case(op, dtype, sample.name, provider.name)
         for op in OPS
@@ -80,7 +84,16 @@ def cases(*dtypes: str, where: Callable[[Case], bool] = lambda case: True) -> py
         for provider in op.providers.values()
         if provider.supports(*op.with_defaults(sample.args))
     ]
-    return pytest.mark.parametrize("case", [case for case in found if where(case)], ids=str)
+    groups: dict[tuple[str, ...], list[Case]] = {}
+    for case in filter(where, found):
+        groups.setdefault((case.op.name, case.sample, case.provider), []).append(case)
+    params = []
+    for number, group in enumerate(groups.values()):
+        fast = group[number % len(group)]
+        for case in group:
+            is_slow = case is not fast and not case.sample.startswith("typical")
+            params.append(pytest.param(case, marks=pytest.mark.slow if is_slow else ()))
+    return pytest.mark.parametrize("case", params, ids=str)
 
 
 @cache

@@ -4,9 +4,9 @@
 //   dV = P^T dO    dP = dO V^T    dS = P (dP - the sum of P dP along the keys) scale
 //   dQ = dS K      dK = dS^T Q
 //
-// A piece of work is all queries of a sequence for one key-value head, so what is added up over
-// queries is added by one thread, in one order. Lanes, (query, head of the group) pairs, are taken
-// 256 at a time: their P and dS are there as a whole, in the tensors' dtype, and nothing larger is.
+// A job is all queries of a sequence for one key-value head, so sums over queries are computed by
+// one thread, in one order. Lanes, (query, head of the group) pairs, are processed 256 at a time:
+// their P and dS are stored in the tensors' dtype, and no temporary is larger.
 #pragma once
 
 #include "attention_common.h"

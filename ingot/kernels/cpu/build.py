@@ -2,6 +2,7 @@
 
     library("norm")          the loaded library of a family, built if necessary; None if that fails
     build(["norm", "rope"])  build several families in parallel without loading them
+    load()                   build and load all of them before the first call
 
 Installing ingot compiles nothing. The first call of an op compiles its family's source file with
 the system's compiler, against torch's stable ABI, for the best ISA tier of this CPU (or the tier in
@@ -52,7 +53,7 @@ from ingot.core.log import logger
 from ingot.ops.arguments import tensors
 from ingot.ops.dispatch import PREFER_DEPTH
 from ingot.ops.gradient import Backward
-from ingot.ops.record import Op
+from ingot.ops.record import Op, registry
 
 HERE = Path(__file__).parent
 FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
@@ -79,6 +80,7 @@ TIER_FLAGS = dict(zip(_ADDED_FLAGS, accumulate(_ADDED_FLAGS.values()), strict=Tr
 _MAX_UNUSED_S = 30 * 24 * 3600
 
 _LIBRARY = torch.library.Library("ingot_cpu", "DEF")
+_libraries: dict[str, ctypes.CDLL | None] = {}  # by family; None if it cannot be built
 _thread_pools: list[ctypes.c_void_p] = []
 _thread_pool_lock = threading.Lock()
 _log = logger(__name__)
@@ -107,7 +109,8 @@ def build(
     """
     device = detect()
     cores = device.cpu.cores
-    missing = sorted((f for f in families if not _is_intact(_path(f, device))), key=_rank)
+    libraries = {family: _path(family, device) for family in families}
+    missing = sorted((f for f, path in libraries.items() if not _is_intact(path)), key=_rank)
     # While one core compiles the header, the others compile the fastest families without it.
     precompile = len(missing) > cores
     without_header = missing[len(missing) - (cores - 1) :] if precompile else missing
@@ -119,8 +122,11 @@ def build(
             header = pool.submit(_precompile, device, Path(directory))
 
         def one(family: str) -> Built:
-            included = header.result() if header and family not in without_header else None
-            built = _find_or_build(family, device, included)
+            if family in missing:
+                included = header.result() if header and family not in without_header else None
+                built = _find_or_build(family, device, included)
+            else:
+                built = Built(family=family, path=libraries[family], seconds=None)
             done(family)
             return built
 
@@ -131,15 +137,31 @@ def build(
         return [futures[family].result() for family in families]
 
 
-@cache
+def load() -> None:
+    """Build and load all kernels, which otherwise happens at the first call of each family.
+
+    For SmolLM2, loading takes half of the time to the first token.
+    """
+    for built in build():
+        _libraries[built.family] = _open(built.path)
+    for op in registry().values():
+        op.providers  # noqa: B018  imports their modules
+
+
 def library(family: str) -> ctypes.CDLL | None:
     """Load the library of a family; return None, with a warning, if it cannot be built."""
-    device = detect()  # outside: an invalid INGOT_ISA is an error, not a reason to fall back
-    try:
-        loaded = ctypes.CDLL(str(_find_or_build(family, device).path))
-    except (IngotError, OSError) as error:
-        _warn(str(error))
-        return None
+    if family not in _libraries:
+        device = detect()  # outside: an invalid INGOT_ISA is an error, not a reason to fall back
+        try:
+            _libraries[family] = _open(_find_or_build(family, device).path)
+        except (IngotError, OSError) as error:
+            _warn(str(error))
+            _libraries[family] = None
+    return _libraries[family]
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
     loaded.ingot_connect(ctypes.byref(PREFER_DEPTH), _thread_pool(loaded))
     return loaded
 
@@ -264,10 +286,15 @@ def _sources(source: Path) -> list[Path]:
     """Return a source file and the headers of this directory that it includes, transitively."""
     sources = [source]
     for path in sources:  # grows while it is iterated
-        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
-            if HERE / name not in sources:
-                sources.append(HERE / name)
+        sources += [
+            HERE / name for name in _includes(path.read_text()) if HERE / name not in sources
+        ]
     return [source, *sorted(sources[1:])]
+
+
+@cache  # families share most headers
+def _includes(source: str) -> list[str]:
+    return re.findall(r'^#include "(.+)"', source, re.MULTILINE)
 
 
 def _key(family: str, command: list[str], compiler: Compiler, torch_version: str) -> str:

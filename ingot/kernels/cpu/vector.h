@@ -279,7 +279,7 @@ inline void interleave(__m512i (&rows)[ROWS]) {
 }
 #endif
 
-// Coefficients below are minimax fits; errors are those of the polynomial in exact arithmetic.
+// Coefficients below are minimax fits; errors are those of the polynomial without rounding.
 
 // 2^x for x <= 0, as a softmax needs it: relative error 2.0e-9, and 0 below 2^-126. Subnormal
 // results are flushed because such a vector takes 70 ns instead of 0.5; -inf (masked) gives 0.
