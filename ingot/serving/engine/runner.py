@@ -110,7 +110,7 @@ class Runner:
             return replay()
         if not self._can_capture(*shape):
             return self._forward(*shape)
-        if shape not in self._seen and not self._captures_first(*shape):
+        if shape not in self._seen:
             self._seen.add(shape)
             return self._forward(*shape)
         hidden_TD, self._captures[shape] = capture(lambda: self._forward(*shape), self._device)
@@ -139,11 +139,6 @@ class Runner:
             return False
         kind = self._device.type
         return kind == "cpu" or (kind in CUDA_GRAPH_DEVICES and tokens == requests)
-
-    def _captures_first(self, tokens: int, requests: int) -> bool:
-        """Return whether the first step of a shape is captured, not the second: most prefills have
-        a shape of their own, and a CUDA graph needs kernels that are compiled."""
-        return tokens == requests and self._device.type == "cpu"
 
     def _forward(self, tokens: int, requests: int) -> Tensor:
         inputs = self._inputs
