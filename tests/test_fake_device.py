@@ -1,25 +1,61 @@
 """Code for accelerators on the fake device, which rejects tensors on the wrong device.
 
-Each test runs in a subprocess, since registering the device cannot be undone.
+Each test runs in a separate process, since registering the device cannot be undone.
 """
 
 from __future__ import annotations
 
-import subprocess
+import io
+import multiprocessing
+import os
 import sys
+import traceback
+from contextlib import redirect_stdout
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import torch
 
 from ingot import ops
 
 ROOT = Path(__file__).parents[1]
 
 
+# A process that has imported torch and the fake device. Scripts run in forks of it: each has a new
+# device, and none waits for imports.
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["tests.fake_device", "ingot.training.trainer"])
+
+
 def run_script(code: str, *arguments: str) -> str:
     """Return what a script prints that has the fake device."""
-    command = [sys.executable, "-c", f"from tests import fake_device\nimport sys, torch\n{code}"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    receiver, sender = _FORKSERVER.Pipe(duplex=False)
+    process = _FORKSERVER.Process(target=_execute, args=(code, arguments, sender))
+    process.start()
+    sender.close()
+    try:
+        printed, error = receiver.recv()
+    except EOFError:
+        process.join()
+        raise AssertionError(f"the script ended with exit status {process.exitcode}") from None
+    process.join()
+    assert error is None, error
+    return printed
+
+
+def _execute(code: str, arguments: tuple[str, ...], sender: Connection) -> None:
+    from tests import fake_device
+
+    os.chdir(ROOT)
+    sys.argv = ["-c", *arguments]
+    printed = io.StringIO()
+    error = None
+    try:
+        with redirect_stdout(printed):
+            exec(code, {"fake_device": fake_device, "sys": sys, "torch": torch})
+    except BaseException:
+        error = traceback.format_exc()
+    sender.send((printed.getvalue(), error))
 
 
 def test_device_computes_and_rejects_mixed_devices() -> None:

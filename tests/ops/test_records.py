@@ -70,11 +70,15 @@ class Case:
         ]
 
 
-def cases(*dtypes: str, where: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
+def cases(
+    *dtypes: str,
+    where: Callable[[Case], bool] = lambda case: True,
+    fast: Callable[[Case], bool] = lambda case: True,
+) -> pytest.MarkDecorator:
     """Parametrize over every op x sample x provider that supports it, in these dtypes.
 
-    The fast tier takes samples named "typical" in every dtype, and the others in one dtype each;
-    the slow tier takes the rest.
+    The fast tier takes those that are `fast`: the sample "typical" in every dtype, and each of the
+    others in one dtype. The slow tier takes the rest.
     """
     found = [
         Case(op, dtype, sample.name, provider.name)
@@ -89,11 +93,15 @@ def cases(*dtypes: str, where: Callable[[Case], bool] = lambda case: True) -> py
         groups.setdefault((case.op.name, case.sample, case.provider), []).append(case)
     params = []
     for number, group in enumerate(groups.values()):
-        fast = group[number % len(group)]
+        chosen = group if typical(group[0]) else [group[number % len(group)]]
         for case in group:
-            is_slow = case is not fast and not case.sample.startswith("typical")
-            params.append(pytest.param(case, marks=pytest.mark.slow if is_slow else ()))
+            is_fast = case in chosen and fast(case)
+            params.append(pytest.param(case, marks=() if is_fast else pytest.mark.slow))
     return pytest.mark.parametrize("case", params, ids=str)
+
+
+def typical(case: Case) -> bool:
+    return case.sample == "typical"
 
 
 @cache
@@ -169,7 +177,11 @@ def test_gradient_is_the_derivative(case: Case) -> None:
         assert torch.autograd.gradcheck(finite, case.leaves, fast_mode=True)
 
 
-@cases("fp64", where=lambda case: by_default(case) and differentiable(case) and case.smooth)
+@cases(
+    "fp64",
+    where=lambda case: by_default(case) and differentiable(case) and case.smooth,
+    fast=typical,
+)
 def test_second_gradient_is_the_derivative_of_the_first(case: Case) -> None:
     def finite(*args: Any) -> tuple[Tensor, ...]:
         return tuple(out.where(out.isfinite(), 0) for out in as_tuple(case.op(*args)))
@@ -192,12 +204,12 @@ def test_gradient_does_not_depend_on_the_other_needed_ones(case: Case) -> None:
                 torch.testing.assert_close(alone, next(together))
 
 
-@cases("fp32", where=by_default)
+@cases("fp32", where=by_default, fast=typical)
 def test_opcheck(case: Case) -> None:
     torch.library.opcheck(case.op.overload, case.leaves)
 
 
-@cases("fp32", where=lambda case: by_default(case) and differentiable(case))
+@cases("fp32", where=lambda case: by_default(case) and differentiable(case), fast=typical)
 def test_opcheck_of_the_backward(case: Case) -> None:
     grads = [torch.ones_like(out) for out in as_tuple(case.op(*case.args))]
     torch.library.opcheck(case.op.backward_overload, (case.needs, grads, *case.args))

@@ -5,9 +5,9 @@
     hidden_RD, positions_R = runner.select_sampled(hidden_TD)   # for the sampler
 
 The input tensors are allocated once and overwritten in every step. So a small step can be captured
-when its shape (tokens, requests) occurs for the second time, and replayed without Python from then
-on: at batch 1 the Python code between the kernels takes as long as they do. A request's row of the
-block table is written only when its blocks have changed.
+and, when its shape (tokens, requests) occurs again, replayed without Python: at batch 1 the Python
+code between the kernels takes as long as they do. A request's row of the block table is written
+only when its blocks have changed.
 
 All inputs are in one staging buffer, also those that only the sampler needs: an accelerator gets
 them with one copy per step. For steps of one token per request a short prefix of it suffices. On
@@ -110,7 +110,7 @@ class Runner:
             return replay()
         if not self._can_capture(*shape):
             return self._forward(*shape)
-        if shape not in self._seen:
+        if shape not in self._seen and not self._captures_first(*shape):
             self._seen.add(shape)
             return self._forward(*shape)
         hidden_TD, self._captures[shape] = capture(lambda: self._forward(*shape), self._device)
@@ -139,6 +139,11 @@ class Runner:
             return False
         kind = self._device.type
         return kind == "cpu" or (kind in CUDA_GRAPH_DEVICES and tokens == requests)
+
+    def _captures_first(self, tokens: int, requests: int) -> bool:
+        """Return whether the first step of a shape is captured, not the second: most prefills have
+        a shape of their own, and a CUDA graph needs kernels that are compiled."""
+        return tokens == requests and self._device.type == "cpu"
 
     def _forward(self, tokens: int, requests: int) -> Tensor:
         inputs = self._inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -24,14 +25,19 @@ from ingot.kernels.triton.target import TARGETS
 
 
 def one_launch_of_each_kernel() -> list[CompileJob]:
-    jobs: dict[tuple[str, str], CompileJob] = {}
+    """Return a launch of each kernel for one target, a different one for the next kernel."""
+    jobs: dict[str, list[CompileJob]] = {}
     for job in compile_jobs(all_configs=False):
-        jobs.setdefault((job.kernel, job.target), job)
-    return list(jobs.values())
+        jobs.setdefault(job.kernel, []).append(job)
+    return [
+        next(job for job in of_kernel if job.target == target)
+        for of_kernel, target in zip(jobs.values(), cycle(TARGETS), strict=False)
+    ]
 
 
-def test_every_kernel_passes_the_checks_on_every_target() -> None:
+def test_every_kernel_passes_the_checks_on_a_target() -> None:
     kernels = compile_all(one_launch_of_each_kernel())
+    assert {compiled.kernel for compiled in kernels} == {job.kernel for job in compile_jobs()}
     assert {compiled.target for compiled in kernels} == set(TARGETS)
     assert all_violations(kernels) == []
 
