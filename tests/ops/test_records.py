@@ -80,14 +80,7 @@ def cases(
     The fast tier takes those that are `fast`: the sample "typical" in every dtype, and each of the
     others in one dtype. The slow tier takes the rest.
     """
-    found = [
-        Case(op, dtype, sample.name, provider.name)
-        for op in OPS
-        for dtype in dtypes
-        for sample in op.samples(TensorMaker(DTYPES[dtype]))
-        for provider in op.providers.values()
-        if provider.supports(*op.with_defaults(sample.args))
-    ]
+    found = [case for op in OPS for dtype in dtypes for case in cases_of(op, dtype)]
     groups: dict[tuple[str, ...], list[Case]] = {}
     for case in filter(where, found):
         groups.setdefault((case.op.name, case.sample, case.provider), []).append(case)
@@ -98,6 +91,16 @@ def cases(
             is_fast = case in chosen and fast(case)
             params.append(pytest.param(case, marks=() if is_fast else pytest.mark.slow))
     return pytest.mark.parametrize("case", params, ids=str)
+
+
+@cache
+def cases_of(op: Op[..., Any], dtype: str) -> list[Case]:
+    return [
+        Case(op, dtype, sample.name, provider.name)
+        for sample in op.samples(TensorMaker(DTYPES[dtype]))
+        for provider in op.providers.values()
+        if provider.supports(*op.with_defaults(sample.args))
+    ]
 
 
 def typical(case: Case) -> bool:
