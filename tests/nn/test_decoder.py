@@ -119,11 +119,11 @@ def served(decoder: Decoder, sequences: list[Tensor], schedule: Schedule) -> lis
             for d, s in zip(done, sequences, strict=True)
         ]
         next(turn)
+        if not sum(news):  # the schedule may come back to 0 for ever
+            news = [min(1, len(s) - d) for d, s in zip(done, sequences, strict=True)]
         tokens = [s[d : d + n] for s, d, n in zip(sequences, done, news, strict=True)]
         done = [d + n for d, n in zip(done, news, strict=True)]
         layout = BatchLayout.paged(pool, news, done, table)
-        if not sum(news):
-            continue
         hidden = decoder(torch.cat(tokens), layout)
         for of_one, part in zip(found, decoder.logits(hidden).split(news), strict=True):
             of_one.append(part)
