@@ -252,6 +252,9 @@ def _logits() -> Iterator[Workload]:
 
 
 def _linear_losses() -> Iterator[Workload]:
+    for tokens, dtype in product((1, 32), ("bf16", "fp32")):
+        shapes = (tokens, 576), (49152, 576)
+        yield Workload("linear_logits", _text(tokens, 576, 49152), dtype, floats(*shapes))
     losses = ("linear_cross_entropy", "linear_cross_entropy_fwd_bwd")
     for op, dtype in product(("linear_token_logprobs", *losses), ("bf16", "fp32")):
         make_args = _with_targets((512, 768), (VOCAB_SIZE, 768))

@@ -94,7 +94,8 @@ def _processor(device: torch.device) -> dict[str, str | None]:
 def _print_lines(certificate: Certificate) -> None:
     console = log.stdout()
     console.print(
-        f"{certificate.logprobs:,} log-probabilities in {certificate.schedules:,} schedules: "
+        f"{certificate.logprobs:,} log-probabilities and {certificate.distributions:,} "
+        f"distributions in {certificate.schedules:,} schedules: "
         + (
             "bitwise equal"
             if certificate.bitwise_equal

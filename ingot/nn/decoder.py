@@ -198,14 +198,16 @@ class Decoder(nn.Module):
         return self.norm(x_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return the logits, (T, V). Pass only the hidden states you need: V is large."""
-        return ops.linear(hidden_TD, self.lm_head_weight)
+        """Return the logits, (T, V), in float32. Pass only the hidden states you need: V is large.
+
+        Tokens are sampled from these; `ops.token_logprobs` of them is bitwise equal to `logprobs`.
+        """
+        return ops.linear_logits(hidden_TD, self.lm_head_weight)
 
     def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
         """Return the log-probability of each next token, (T,), in float32.
 
         This is the single definition used by trainer and server; bitwise equal to
-        `-ops.linear_cross_entropy`. It is computed from float32 logits, whereas `logits` rounds to
-        the dtype of the model.
+        `-ops.linear_cross_entropy`.
         """
         return ops.linear_token_logprobs(hidden_TD, self.lm_head_weight, tokens_T)

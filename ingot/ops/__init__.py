@@ -21,6 +21,7 @@ from ingot.ops.loss import (
     cross_entropy,
     linear_cross_entropy,
     linear_cross_entropy_fwd_bwd,
+    linear_logits,
     linear_token_logprobs,
     token_logprobs,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "linear_int4",
     "linear_int8",
     "linear_int8_dynamic",
+    "linear_logits",
     "linear_token_logprobs",
     "log_softmax",
     "philox_uniform",

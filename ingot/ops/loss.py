@@ -198,6 +198,54 @@ def cross_entropy(
     return (lse - likely + z_loss * lse.square()).masked_fill(ignored, 0.0)
 
 
+def _check_linear_logits(hidden: Tensor, weight: Tensor) -> None:
+    check_same_dtype("linear_logits", hidden=hidden, weight=weight)
+    if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
+        raise OpError(
+            f"linear_logits: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
+            hint="pass hidden as (tokens, channels) and weight as (vocabulary, channels)",
+        )
+
+
+def _logits_fake(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.new_empty((len(hidden), len(weight)), dtype=accum_dtype(hidden.dtype))
+
+
+def _logits_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    for sample in _linear_logprob_samples(make):
+        hidden, weight, _ = sample.args
+        yield SampleInput(sample.name, (hidden, weight))
+    yield SampleInput("wide", (make(3, 40), make(601, 40)))
+
+
+def _logits_cost(hidden: Tensor, weight: Tensor) -> Cost:
+    logits = len(hidden) * len(weight)
+    return Cost(
+        bytes=hidden.nbytes + weight.nbytes + 4 * logits, flops=2 * logits * hidden.shape[1]
+    )
+
+
+@op(
+    check=_check_linear_logits,
+    fake=_logits_fake,
+    samples=_logits_samples,
+    tolerance=Tolerance(),
+    cost=_logits_cost,
+    row_args=("hidden",),
+)
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits (T, V) of hidden states (T, D) and the weight (V, D) of the LM head.
+
+    They are in float32, not rounded to the dtype of the weight as by `linear`: `token_logprobs` of
+    them is bitwise equal to `linear_token_logprobs`, so that tokens are sampled from the
+    distribution that is reported and trained.
+
+    >>> linear_logits(torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(2, 4).bfloat16())
+    tensor([[4., 4.]])
+    """
+    return hidden @ weight.T
+
+
 @op(
     check=_check_linear,
     fake=_linear_fake,

@@ -142,3 +142,67 @@ def test_sampled_token_is_possible_and_does_not_depend_on_the_batch(
     for index in range(rows):
         alone = ops.sample(logits[index : index + 1], *(o[index : index + 1] for o in options))
         assert alone == tokens[index]
+
+
+def rows(dtype: torch.dtype, count: int = 40, vocab_size: int = 777) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(5)
+    hidden = torch.randn(count, 96, generator=random).to(dtype)
+    return hidden, (torch.randn(vocab_size, 96, generator=random) / 4).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unchanged_distribution_is_bitwise_that_of_training(dtype: torch.dtype) -> None:
+    """For every token of the vocabulary: of stored logits, and of the fused op of training."""
+    hidden, weight = rows(dtype)
+    vocab_size = len(weight)
+    logits = ops.linear_logits(hidden, weight)
+    one = torch.ones(len(hidden))
+    found = ops.sampling_logprobs(logits, one, (one * vocab_size).long(), one, one * 0)
+    every = torch.arange(vocab_size)
+    for row in range(len(hidden)):
+        repeated = hidden[row : row + 1].expand(vocab_size, -1)
+        trained = ops.linear_token_logprobs(repeated, weight, every)
+        assert torch.equal(found[row], trained)
+        of_logits = ops.token_logprobs(logits[row : row + 1].expand(vocab_size, -1), every)
+        assert torch.equal(of_logits, trained)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_draws_have_the_reported_probabilities(temperature: float, top_p: float) -> None:
+    """A chi-square test of a million draws, which rounded logits do not pass."""
+    hidden, weight = rows(torch.bfloat16, count=1, vocab_size=300)
+    hidden[:, 0], weight[:, 0] = 8.0, 2.5  # logits near 20, as in real models
+    logits = ops.linear_logits(hidden, weight)
+    options = (
+        torch.tensor([temperature]),
+        torch.tensor([300]),
+        torch.tensor([top_p]),
+        torch.zeros(1),
+    )
+    probabilities = ops.sampling_logprobs(logits, *options)[0].double().exp()
+
+    def statistic(logits: Tensor) -> tuple[float, float]:
+        """Return chi-square and its bound, exceeded by one in a million sets of fair draws."""
+        counts, chunk = torch.zeros(300, dtype=torch.int64), 50_000
+        for start in range(0, 1_000_000, chunk):
+            positions = torch.arange(start, start + chunk)
+            many = (option.expand(chunk) for option in (*options, torch.tensor([11])))
+            drawn = ops.sample(logits.expand(chunk, -1), *many, positions)
+            counts += torch.bincount(drawn, minlength=300)
+        expected = probabilities * counts.sum()
+        common = expected > 20
+        # What is rare is one cell, and there are none of what is excluded.
+        observed = torch.cat([counts[common], counts[~common].sum()[None]]).double()
+        expected = torch.cat([expected[common], expected[~common].sum()[None]])
+        cells = expected > 0
+        assert not counts[probabilities == 0].any()
+        chi = float(((observed - expected)[cells].square() / expected[cells]).sum())
+        freedom = int(cells.sum()) - 1
+        return chi, freedom + 4.8 * (2 * freedom) ** 0.5 + 15
+
+    chi, bound = statistic(logits)
+    assert chi < bound
+    if top_p == 1:  # otherwise it also draws excluded tokens
+        rounded, bound = statistic(ops.linear(hidden, weight).float())
+        assert rounded > bound

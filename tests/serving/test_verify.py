@@ -22,6 +22,7 @@ def test_every_bit_is_equal(dtype: torch.dtype) -> None:
     assert (found.schedules, found.mismatches, found.bitwise_equal) == (12, 0, True)
     assert len(heard) == 12
     assert found.logprobs > 500
+    assert found.distributions > 200
     for count in (found.preemptions, found.cached_tokens, found.accepted_tokens):
         assert count > 0
     assert found.accepted_tokens < found.draft_tokens
@@ -61,7 +62,21 @@ def test_a_split_sum_for_some_batches_is_found(rows: int, monkeypatch: pytest.Mo
     assert found.mismatches > 0
     assert not found.bitwise_equal
     assert found.difference
-    assert "expected logprobs" in found.difference or "expected tokens" in found.difference
+    parts = ("expected logprobs", "expected tokens", "log-probabilities of token")
+    assert any(part in found.difference for part in parts)
+
+
+def round_logits(self: Decoder, hidden_TD: torch.Tensor) -> torch.Tensor:
+    """Round the logits to the dtype of the weights, as a matmul in that dtype does."""
+    return ops.linear(hidden_TD, self.lm_head_weight).float()
+
+
+def test_sampling_from_rounded_logits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "logits", round_logits)
+    decoder = Decoder.from_config(preset("tiny"), seed=3, dtype=torch.bfloat16)
+    found = verify.verify(decoder, schedules=1)
+    assert found.difference
+    assert "trained with" in found.difference
 
 
 def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

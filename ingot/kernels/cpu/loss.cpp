@@ -1,15 +1,10 @@
 // Losses over a vocabulary, one value per token. Logits are read once or never stored: the
 // `linear_` forms take them from the blocks of the GEMM, 256 entries of the vocabulary at a time,
 // and combine the partial results in a fixed order.
+#include "logsum.h"
 #include "matmul.h"
 
 namespace ingot::kernels {
-
-// log(sum(exp(logits))) of a row, as its max plus the rest.
-struct LogSum {
-  double row_max, rest;
-  double total() const { return row_max + rest; }
-};
 
 template <class T>
 LogSum log_sum(const T* logits, int64_t width) {
@@ -86,50 +81,16 @@ Tensor loss_of_logits(const Tensor& logits, const Tensor& targets, std::optional
           continue;
         }
         double average = loss.needs_mean ? mean(rows[i], vocab_size) : 0;
-        to[i] = float(loss(log_sum(rows[i], vocab_size), widen(rows[i][target[i]]), average));
+        // For log-probabilities by the parts of `linear_token_logprobs`, to which those of float32
+        // logits are bitwise equal; a loss that is not compared reads the logits once.
+        LogSum log = loss.is_logprob ? log_sum(vocab_size, [&](int64_t at, auto... tail) {
+          return load(rows[i] + at, tail...);
+        }) : log_sum(rows[i], vocab_size);
+        to[i] = float(loss(log, widen(rows[i][target[i]]), average));
       }
     });
     return y;
   });
-}
-
-// Contribution of 256 vocabulary entries to the loss of a token.
-struct LossPart {
-  float row_max, sum, total, chosen;
-
-  // visit(at, e^(logit - row_max), count...) receives the exponentials.
-  template <class Visit>
-  static LossPart of(const float* logits, int64_t width, int64_t target, bool with_total,
-                     const Visit& visit) {
-    auto step = [&](Floats acc, int64_t at, auto... tail) {
-      return max(acc, load(logits + at, tail...));
-    };
-    LossPart part{};
-    auto larger = [](Floats a, Floats b) { return max(a, b); };
-    part.row_max = ingot::reduce_max(reduce_row(width, broadcast(-INF), step, larger));
-    Floats shift = broadcast(std::max(part.row_max, -3e38f));
-    part.sum = ingot::reduce_sum(sum_row(width, [&](Floats acc, int64_t at, auto... tail) {
-      Floats exps = exp_nonpositive(load(logits + at, tail...) - shift);
-      visit(at, exps, tail...);
-      return acc + exps;
-    }));
-    if (with_total)
-      part.total = ingot::reduce_sum(sum_row(width, [&](Floats acc, int64_t at, auto... tail) {
-        return acc + load(logits + at, tail...);
-      }));
-    part.chosen = target >= 0 && target < width ? logits[target] : 0;
-    return part;
-  }
-};
-
-LogSum log_sum(std::span<const LossPart> parts) {
-  float row_max = -INF;
-  double sum = 0;
-  for (const LossPart& part : parts)
-    if (!(part.row_max <= row_max)) row_max = part.row_max;  // also if it is NaN
-  for (const LossPart& part : parts)
-    if (part.sum) sum += double(part.sum) * std::exp(double(part.row_max) - row_max);
-  return {row_max, std::log(sum)};
 }
 
 double total_loss(std::span<const LossPart> parts, int64_t vocab_size, const Loss& loss) {
@@ -172,6 +133,27 @@ Tensor linear_loss(const Tensor& hidden, const Tensor& weight, const Tensor& tar
       to[i] = target[i] == ignored
                   ? 0
                   : float(total_loss({&parts[i * groups.size()], groups.size()}, vocab_size, loss));
+    return y;
+  });
+}
+
+// The accumulators of the GEMM as they are: bitwise those that `linear_loss` reads.
+Tensor linear_logits(const Tensor& hidden, const Tensor& weight) {
+  return dispatch_dtype(hidden, [&](auto tag) {
+    using T = decltype(tag);
+    check_same_dtype(weight, hidden);
+    check(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
+          "hidden must be (T, D) and weight (V, D)");
+    Rows<T> x(hidden), w(weight);
+    int64_t vocab_size = weight.size(0);
+    Tensor y = allocate(std::array{hidden.size(0), vocab_size}, ScalarType::Float);
+    float* to = data<float>(y);
+    std::array<Matrix<T>, 1> weights{Matrix<T>(w)};
+    gemm(Matrix<T>(x), weights, balanced_columns(vocab_size), [&](const OutputBlock& block) {
+      for (int64_t r = 0; r < block.rows; r++)
+        std::copy_n(block.acc_row(0, r), block.columns.count,
+                    to + (block.row + r) * vocab_size + block.columns.begin);
+    });
     return y;
   });
 }
@@ -443,6 +425,7 @@ Tensors linear_cross_entropy_backward(NeedsGrad needs_grad, Tensors grads, const
 
 REGISTER_OP(token_logprobs)
 REGISTER_OP(cross_entropy)
+REGISTER_OP(linear_logits)
 REGISTER_OP(linear_token_logprobs)
 REGISTER_OP(linear_cross_entropy)
 REGISTER_OP(linear_cross_entropy_fwd_bwd)

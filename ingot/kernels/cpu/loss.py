@@ -7,6 +7,7 @@ from ingot.kernels.cpu.build import cpu, in_bf16
 
 cpu(ops.token_logprobs)
 cpu(ops.cross_entropy)
+cpu(ops.linear_logits)
 cpu(ops.linear_token_logprobs, backward=in_bf16)
 cpu(ops.linear_cross_entropy, backward=in_bf16)
 cpu(ops.linear_cross_entropy_fwd_bwd)

@@ -1,9 +1,12 @@
 // From logits to the next token. Top-k, top-p and min-p always keep the most likely tokens of a
 // row, ties broken by index. The kept set is therefore described by its last token, a `Threshold`,
 // and only tokens that may belong to it are sorted.
+#include "logsum.h"
 #include "tensor.h"
 
 namespace ingot::kernels {
+
+using Doubles = double __attribute__((vector_size(sizeof(double) * WIDTH)));
 
 // A sampling parameter, one value per row, of any dtype.
 struct RowOption {
@@ -116,6 +119,12 @@ struct Row {
   template <class... Tail>
   Floats scores(int64_t at, Tail... tail) const {
     return (load(logits + at, tail...) - broadcast(row_max)) * broadcast(float(rate));
+  }
+  // As reported: at temperature 1 the logits themselves, so that they have the model's
+  // log-probabilities, bit for bit.
+  template <class... Tail>
+  Floats processed(int64_t at, Tail... tail) const {
+    return rate == 1 ? load(logits + at, tail...) : scores(at, tail...);
   }
   double weight(int64_t token) const {
     return std::exp((double(widen(logits[token])) - row_max) * rate);
@@ -270,10 +279,15 @@ Tensor sampling_logprobs(const Tensor& logits, const Tensor& temperature, const 
     Output<float> to(y);
     for_each_row(Rows<T>(logits), params,
                  [&](int64_t i, const Row<T>& row, const Threshold& threshold, Workspace&) {
-      Floats log_sum = broadcast(std::log(row.sum(threshold, 0, row.width)));
+      auto kept = [&](int64_t at, auto... tail) {
+        Ints keep = threshold.keeps(load(row.logits + at, tail...), at);
+        return keep ? row.processed(at, tail...) : broadcast(-INF);
+      };
+      LogSum log = log_sum(row.width, kept);
       for_each_vector(row.width, [&](int64_t at, auto... tail) {
-        Ints kept = threshold.keeps(load(row.logits + at, tail...), at);
-        to.write(i, at, kept ? row.scores(at, tail...) - log_sum : broadcast(-INF), tail...);
+        Doubles logprobs = __builtin_convertvector(kept(at, tail...), Doubles);
+        logprobs = logprobs - log.row_max - log.rest;
+        to.write(i, at, __builtin_convertvector(logprobs, Floats), tail...);
       });
     });
     return y;

@@ -459,6 +459,18 @@ def _linear_example(options: tuple[Any, ...]) -> Any:
     return example
 
 
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Compute the logits with the GEMM of `linear`, without rounding them."""
+    logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
+    return matmul(hidden, weight, out=logits)[0]
+
+
+def _logits_example(make: ExampleInputs) -> tuple[Any, ...]:
+    return make(64, 4096), make(131072, 4096)
+
+
+provide(ops.linear_logits, linear_logits, example=_logits_example, supports=_supported)
+
 for _op, _linear_op, _logprob, _default_options in (
     (ops.token_logprobs, ops.linear_token_logprobs, True, ()),
     (ops.cross_entropy, ops.linear_cross_entropy, False, (-100, 0.0, 0.0)),

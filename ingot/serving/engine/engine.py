@@ -37,7 +37,7 @@ from ingot.serving.engine.grammar import GrammarCompiler, GrammarMatcher
 from ingot.serving.engine.output import EngineStats, Logprob, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.runner import Runner
-from ingot.serving.engine.sampler import Sampler, SamplingState
+from ingot.serving.engine.sampler import OnLogits, Sampler, SamplingState
 from ingot.serving.engine.scheduler import (
     Event,
     ScheduledSeq,
@@ -96,7 +96,8 @@ class _Sequence:
 class Engine:
     """Generates tokens for many requests at once.
 
-    `on_step(scheduler_output, seconds)` is called after each step that computed something.
+    `on_step(scheduler_output, seconds)` is called after each step that computed something,
+    `on_logits` in each step that samples, before it does.
 
     >>> from ingot.nn import preset
     >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
@@ -119,13 +120,14 @@ class Engine:
         proposer: Proposer | None = None,
         runner: Runner | None = None,
         on_step: Callable[[SchedulerOutput, float], object] | None = None,
+        on_logits: OnLogits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler_config or config_for_memory(decoder)
         self.decoder, self.proposer, self.on_step = decoder, proposer, on_step
         self.scheduler = Scheduler(self.config)
         self.runner = runner or Runner(decoder, self.config)
-        self.sampler = Sampler(decoder)
+        self.sampler = Sampler(decoder, on_logits)
         vocab_size = decoder.config.vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size) if tokenizer else None
         self._compiling: dict[int, tuple[Request, Future[GrammarMatcher]]] = {}

@@ -3,11 +3,13 @@
     logits ─> penalties ─> bias ─> grammar ─> temperature, top-k, top-p, min-p ─> token
        └─> log-probabilities of the model       └─> those of the distribution sampled from
 
-Most requests have neither penalties nor bias nor a grammar; their logits go straight to
-`ops.sample`. The rows of the others are processed in float32 and sampled separately, so that no
-request's token depends on the rest of the batch.
+Logits are in float32 and computed once: tokens are sampled from the distribution whose
+log-probabilities are reported. These are bitwise equal to `Decoder.logprobs` of a packed forward
+pass; at temperature 1 without truncation, `processed` ones are too.
 
-Reported log-probabilities are `Decoder.logprobs`: bitwise equal to those of a packed forward pass.
+Most requests have neither penalties nor bias nor a grammar; their logits go straight to
+`ops.sample`. The rows of the others are processed and sampled separately, so that no request's
+token depends on the rest of the batch.
 
 Everything is computed on the decoder's device. Parameters are copied there when the rows change,
 counts and grammar masks in every step; tokens and log-probabilities come back in one copy.
@@ -20,7 +22,8 @@ penalties, M with a grammar, G rows of a group, V vocabulary, D channels, K most
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -34,7 +37,8 @@ from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.staging import copy_to_device, copy_to_host
 
-CHUNK = 64  # rows whose logits are ranked at one time
+CHUNK = 64  # rows whose logits are in memory at one time
+_UNCHANGED = SamplingParams(temperature=1.0)  # the model's own distribution
 
 
 class SamplingState:
@@ -43,6 +47,7 @@ class SamplingState:
     __slots__ = (
         "biases",
         "counts",
+        "id",
         "matcher",
         "needs_logit_processing",
         "params",
@@ -51,6 +56,7 @@ class SamplingState:
     )
 
     def __init__(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
+        self.id = request.id
         params = self.params = request.sampling_params
         self.matcher = matcher
         self.biases = _split_biases(params.logit_bias)
@@ -78,8 +84,14 @@ class SamplingState:
             self.matcher.accept(tokens)
 
 
+OnLogits: TypeAlias = Callable[
+    [Sequence[SamplingState], Sequence[tuple[int, ...]] | None, Tensor], object
+]
+"""Takes the states, the draft tokens before each row, and the logits (R, V)."""
+
+
 class Sampler:
-    """Samples tokens for a decoder.
+    """Samples tokens for a decoder. `on_logits` is called in every step, before sampling.
 
     >>> from ingot.nn import preset
     >>> sampler = Sampler(Decoder.from_config(preset("tiny"), seed=0))
@@ -91,8 +103,9 @@ class Sampler:
     (2, {})
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, on_logits: OnLogits | None = None) -> None:
         self.decoder, self.vocabulary = decoder, decoder.config.vocab_size
+        self._on_logits = on_logits
         self._device = decoder.device
         self._batch = _Batch([], self.vocabulary, self._device)
 
@@ -111,6 +124,8 @@ class Sampler:
         if states != batch.states:
             batch = self._batch = _Batch(states, self.vocabulary, self._device)
         logits_RV = self.decoder.logits(hidden_RD)
+        if self._on_logits is not None:
+            self._on_logits(states, drafts, logits_RV)
         sampled_R = ops.sample(logits_RV, *batch.params, positions_R)
         processing, logits_SV = batch.processing, None
         if processing is not None:
@@ -122,7 +137,7 @@ class Sampler:
             return sampled_R.tolist(), {}
         scored: list[Tensor] = []
         for group in batch.logprob_groups:
-            scored += self._score_group(group, sampled_R, hidden_RD, logits_RV, logits_SV)
+            scored += self._score_group(group, sampled_R, logits_RV, logits_SV)
         tokens, *lists = copy_to_host(sampled_R, *scored)
         found: dict[int, Logprob] = {}
         for index, group in enumerate(batch.logprob_groups):
@@ -135,46 +150,47 @@ class Sampler:
         self,
         group: _LogprobGroup,
         sampled_R: Tensor,
-        hidden_RD: Tensor,
         logits_RV: Tensor,
         logits_SV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the sampled and the most likely tokens of a group, and their log-probabilities."""
-        rows_G, top = group.rows_G, group.top
+        rows_G = group.rows_G
         tokens_G = sampled_R.index_select(0, rows_G)
-        if group.mode == "processed":
-            logits_GV = logits_RV.index_select(0, rows_G).float()
-            if logits_SV is not None:
-                processed = logits_SV.index_select(0, group.processed_from)
-                logits_GV.index_copy_(0, group.processed_to, processed)
-            logprobs_GV = ops.sampling_logprobs(logits_GV, *group.params)
-            tokens_GK = torch.cat([tokens_G[:, None], logprobs_GV.topk(top).indices], dim=1)
-            return tokens_GK, logprobs_GV.gather(1, tokens_GK)
-        logits_GV = logits_RV.index_select(0, rows_G) if top else None
-        return self._score(hidden_RD.index_select(0, rows_G), logits_GV, tokens_G, top)
+        logits_GV = logits_RV.index_select(0, rows_G)
+        if group.mode == "raw":
+            return self._score(logits_GV, tokens_G, group.top)
+        if logits_SV is not None:
+            processed = logits_SV.index_select(0, group.processed_from)
+            logits_GV.index_copy_(0, group.processed_to, processed)
+        return _rank(ops.sampling_logprobs(logits_GV, *group.params), tokens_G, group.top)
 
     def score(self, hidden_RD: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
         """Return raw log-probabilities of the tokens, and of the `top` most likely ones."""
         (tokens_R,) = copy_to_device([np.array(tokens, np.int64)], self._device)
         scored: list[Tensor] = []
         for at in range(0, len(tokens), CHUNK):
-            hidden = hidden_RD[at : at + CHUNK]
-            logits = self.decoder.logits(hidden) if top else None
-            scored += self._score(hidden, logits, tokens_R[at : at + CHUNK], top)
+            some_RD, some_R = hidden_RD[at : at + CHUNK], tokens_R[at : at + CHUNK]
+            if top:
+                scored += self._score(self.decoder.logits(some_RD), some_R, top)
+            else:  # without storing the logits
+                scored += some_R[:, None], self.decoder.logprobs(some_RD, some_R)[:, None]
         lists = copy_to_host(*scored)
         chunks = zip(lists[::2], lists[1::2], strict=True)
         return [logprob for chunk in chunks for logprob in _logprobs(*chunk)]
 
-    def _score(
-        self, hidden_RD: Tensor, logits_RV: Tensor | None, tokens_R: Tensor, top: int
-    ) -> tuple[Tensor, Tensor]:
+    def _score(self, logits_RV: Tensor, tokens_R: Tensor, top: int) -> tuple[Tensor, Tensor]:
         """Return tokens and the most likely ones, (R, K), and their raw log-probabilities."""
-        wanted_RK = tokens_R[:, None]
-        if logits_RV is not None and top:
-            wanted_RK = torch.cat([wanted_RK, logits_RV.topk(top).indices], dim=1)
-        each = wanted_RK.shape[1]
-        hidden = hidden_RD.repeat_interleave(each, 0) if each > 1 else hidden_RD
-        return wanted_RK, self.decoder.logprobs(hidden, wanted_RK.flatten()).view(-1, each)
+        if not top:
+            return tokens_R[:, None], ops.token_logprobs(logits_RV, tokens_R)[:, None]
+        rows = len(tokens_R)
+        neutral = sampling_tensors([_UNCHANGED] * rows, self.vocabulary, self._device)[:4]
+        return _rank(ops.sampling_logprobs(logits_RV, *neutral), tokens_R, top)
+
+
+def _rank(logprobs_RV: Tensor, tokens_R: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and the most likely ones, (R, K), and their log-probabilities."""
+    tokens_RK = torch.cat([tokens_R[:, None], logprobs_RV.topk(top).indices], dim=1)
+    return tokens_RK, logprobs_RV.gather(1, tokens_RK)
 
 
 class _Batch:
@@ -264,7 +280,7 @@ class _Processing:
 
     def apply(self, logits_RV: Tensor, drafts: Sequence[tuple[int, ...]] | None) -> Tensor:
         """Return the logits of the rows after penalties, biases and grammars, (S, V), float32."""
-        logits_SV = logits_RV.index_select(0, self.rows_S).float()
+        logits_SV = logits_RV.index_select(0, self.rows_S)
         count, first = len(self._penalized), self._first_matcher
         counts_PV, forbidden_MV = self._copy_counts_and_masks(drafts)
         if counts_PV is not None:
