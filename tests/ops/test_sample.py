@@ -187,8 +187,9 @@ def test_draws_have_the_reported_probabilities(temperature: float, top_p: float)
         counts, chunk = torch.zeros(300, dtype=torch.int64), 50_000
         for start in range(0, 1_000_000, chunk):
             positions = torch.arange(start, start + chunk)
-            many = (option.expand(chunk) for option in (*options, torch.tensor([11])))
-            drawn = ops.sample(logits.expand(chunk, -1), *many, positions)
+            t, k, p, m = (option.expand(chunk) for option in options)
+            seeds = torch.full((chunk,), 11)
+            drawn = ops.sample(logits.expand(chunk, -1), t, k, p, m, seeds, positions)
             counts += torch.bincount(drawn, minlength=300)
         expected = probabilities * counts.sum()
         common = expected > 20

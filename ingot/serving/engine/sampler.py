@@ -3,9 +3,9 @@
     logits ─> penalties ─> bias ─> grammar ─> temperature, top-k, top-p, min-p ─> token
        └─> log-probabilities of the model       └─> those of the distribution sampled from
 
-Logits are in float32 and computed once: tokens are sampled from the distribution whose
+Logits are in float32 and, on the CPU, computed once: tokens are sampled from the distribution whose
 log-probabilities are reported. These are bitwise equal to `Decoder.logprobs` of a packed forward
-pass; at temperature 1 without truncation, `processed` ones are too.
+pass; on the CPU, `processed` ones are too at temperature 1 without truncation.
 
 Most requests have neither penalties nor bias nor a grammar; their logits go straight to
 `ops.sample`. The rows of the others are processed and sampled separately, so that no request's
@@ -38,7 +38,7 @@ from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.staging import copy_to_device, copy_to_host
 
 CHUNK = 64  # rows whose logits are in memory at one time
-_UNCHANGED = SamplingParams(temperature=1.0)  # the model's own distribution
+UNCHANGED = SamplingParams(temperature=1.0)  # samples from the model's own distribution
 
 
 class SamplingState:
@@ -137,7 +137,7 @@ class Sampler:
             return sampled_R.tolist(), {}
         scored: list[Tensor] = []
         for group in batch.logprob_groups:
-            scored += self._score_group(group, sampled_R, logits_RV, logits_SV)
+            scored += self._score_group(group, sampled_R, hidden_RD, logits_RV, logits_SV)
         tokens, *lists = copy_to_host(sampled_R, *scored)
         found: dict[int, Logprob] = {}
         for index, group in enumerate(batch.logprob_groups):
@@ -150,6 +150,7 @@ class Sampler:
         self,
         group: _LogprobGroup,
         sampled_R: Tensor,
+        hidden_RD: Tensor,
         logits_RV: Tensor,
         logits_SV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -157,9 +158,13 @@ class Sampler:
         rows_G = group.rows_G
         tokens_G = sampled_R.index_select(0, rows_G)
         logits_GV = logits_RV.index_select(0, rows_G)
-        if group.mode == "raw":
-            return self._score(logits_GV, tokens_G, group.top)
-        if logits_SV is not None:
+        if group.mode == "raw" and not group.top:
+            if self._device.type == "cpu":
+                return tokens_G[:, None], ops.token_logprobs(logits_GV, tokens_G)[:, None]
+            # The Triton kernels of both forms differ in float32's last bits; this is training's.
+            hidden_GD = hidden_RD.index_select(0, rows_G)
+            return tokens_G[:, None], self.decoder.logprobs(hidden_GD, tokens_G)[:, None]
+        if group.mode == "processed" and logits_SV is not None:
             processed = logits_SV.index_select(0, group.processed_from)
             logits_GV.index_copy_(0, group.processed_to, processed)
         return _rank(ops.sampling_logprobs(logits_GV, *group.params), tokens_G, group.top)
@@ -171,20 +176,16 @@ class Sampler:
         for at in range(0, len(tokens), CHUNK):
             some_RD, some_R = hidden_RD[at : at + CHUNK], tokens_R[at : at + CHUNK]
             if top:
-                scored += self._score(self.decoder.logits(some_RD), some_R, top)
+                unchanged = sampling_tensors(
+                    [UNCHANGED] * len(some_R), self.vocabulary, self._device
+                )
+                logprobs_RV = ops.sampling_logprobs(self.decoder.logits(some_RD), *unchanged[:4])
+                scored += _rank(logprobs_RV, some_R, top)
             else:  # without storing the logits
                 scored += some_R[:, None], self.decoder.logprobs(some_RD, some_R)[:, None]
         lists = copy_to_host(*scored)
         chunks = zip(lists[::2], lists[1::2], strict=True)
         return [logprob for chunk in chunks for logprob in _logprobs(*chunk)]
-
-    def _score(self, logits_RV: Tensor, tokens_R: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and the most likely ones, (R, K), and their raw log-probabilities."""
-        if not top:
-            return tokens_R[:, None], ops.token_logprobs(logits_RV, tokens_R)[:, None]
-        rows = len(tokens_R)
-        neutral = sampling_tensors([_UNCHANGED] * rows, self.vocabulary, self._device)[:4]
-        return _rank(ops.sampling_logprobs(logits_RV, *neutral), tokens_R, top)
 
 
 def _rank(logprobs_RV: Tensor, tokens_R: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +215,8 @@ class _Batch:
             if one.logprobs is not None:
                 groups.setdefault((one.logprobs, one.logprobs_mode), []).append(row)
         self.logprob_groups = [
-            _LogprobGroup(*key, members, rows, arrays, device) for key, members in groups.items()
+            _LogprobGroup(*key, members, rows, arrays, vocabulary, device)
+            for key, members in groups.items()
         ]
 
 
@@ -228,16 +230,21 @@ class _LogprobGroup:
         rows: list[int],
         processed_rows: list[int],
         arrays: list[np.ndarray],
+        vocabulary: int,
         device: torch.device,
     ) -> None:
         self.top, self.mode, self.rows = top, mode, rows
+        if mode == "raw":  # the model's own distribution
+            params = _sampling_arrays([UNCHANGED] * len(rows), vocabulary)[:4]
+        else:
+            params = [array[rows] for array in arrays[:4]]
         both = [(processed_rows.index(r), i) for i, r in enumerate(rows) if r in processed_rows]
         self.rows_G, self.processed_from, self.processed_to, t, k, p, m = copy_to_device(
             [
                 np.array(rows, np.int64),
                 np.array([source for source, _ in both], np.int64),
                 np.array([target for _, target in both], np.int64),
-                *(array[rows] for array in arrays[:4]),
+                *params,
             ],
             device,
         )
