@@ -122,6 +122,10 @@ def _check(logits: Tensor, targets: Tensor, *_: object) -> None:
 
 def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> None:
     _check(hidden, targets)
+    _check_head(hidden, weight)
+
+
+def _check_head(hidden: Tensor, weight: Tensor) -> None:
     check_same_dtype("loss", hidden=hidden, weight=weight)
     if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
         raise OpError(
@@ -198,15 +202,6 @@ def cross_entropy(
     return (lse - likely + z_loss * lse.square()).masked_fill(ignored, 0.0)
 
 
-def _check_linear_logits(hidden: Tensor, weight: Tensor) -> None:
-    check_same_dtype("linear_logits", hidden=hidden, weight=weight)
-    if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
-        raise OpError(
-            f"linear_logits: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}",
-            hint="pass hidden as (tokens, channels) and weight as (vocabulary, channels)",
-        )
-
-
 def _logits_fake(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden.new_empty((len(hidden), len(weight)), dtype=accum_dtype(hidden.dtype))
 
@@ -226,7 +221,7 @@ def _logits_cost(hidden: Tensor, weight: Tensor) -> Cost:
 
 
 @op(
-    check=_check_linear_logits,
+    check=_check_head,
     fake=_logits_fake,
     samples=_logits_samples,
     tolerance=Tolerance(),
