@@ -279,7 +279,7 @@ def test_memory_does_not_depend_on_the_model_size(smollm2_gguf: Path, tmp_path: 
 
 
 def test_smollm2_has_a_lineage(smollm2: Path, smollm2_gguf: Path) -> None:
-    (step,) = lineage.read(smollm2).steps
+    step = lineage.read(smollm2).steps[0]
     assert step["step"] == "import"
     assert step["source"] == smollm2_gguf.name
     assert step["sha256"] == models.SHA256
