@@ -15,7 +15,7 @@ import pytest
 
 from ingot.cli import main
 from ingot.core import log
-from tests import models
+from tests import fork, models
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = str(Path(sys.executable).parent / "ingot")
@@ -69,14 +69,7 @@ def ingot(tmp_path: Path) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "80", **variables}
         environment = {name: value for name, value in environment.items() if value}
-        return subprocess.run(
-            [COMMAND, *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            input=stdin,
-        )
+        return fork.run(["-m", "ingot", *arguments], env=environment, cwd=tmp_path, stdin=stdin)
 
     return run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ingot.core import lineage, paths
-from tests import models
+from tests import fork, models
 from tools import hub
 
 REPO = "ingot-tests/tiny-llama"
@@ -51,8 +51,7 @@ class Client:
         return self.data / "ingot/models" / REPO
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ingot", *arguments]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        return fork.run(["-m", "ingot", *arguments], env=self.environment)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:

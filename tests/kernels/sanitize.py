@@ -38,7 +38,7 @@ from ingot.ops.dispatch import prefer
 from ingot.ops.inputs import TensorMaker
 from ingot.ops.record import Op
 
-FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1"
 OPTIONS = {
     # Python leaks on purpose at exit. torch's own libraries are not built for these checks.
     "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0",

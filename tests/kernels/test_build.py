@@ -20,6 +20,7 @@ import pytest
 
 from ingot.core.device import Compiler, detect
 from ingot.kernels.cpu import build
+from tests import fork
 
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 
@@ -65,9 +66,7 @@ def environment(cache: Path, **variables: str) -> Environment:
 
 
 def run(code: str, environment: Environment) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    done = fork.run(["-c", code], env=environment)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -124,7 +123,7 @@ def test_processes_that_start_at_once_build_once(tmp_path: Path, compiler: str) 
     pipe, known = subprocess.PIPE, environment(tmp_path, CXX=compiler, OMP_NUM_THREADS="1")
     processes = [
         subprocess.Popen(command, env=known, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        for _ in range(10)
+        for _ in range(4)
     ]
     for process in processes:
         assert process.stdout
@@ -133,7 +132,7 @@ def test_processes_that_start_at_once_build_once(tmp_path: Path, compiler: str) 
         assert process.stdin
         process.stdin.write("go\n")
         process.stdin.flush()
-    assert [process.communicate() for process in processes] == [("cpu\n", "")] * 10
+    assert [process.communicate() for process in processes] == [("cpu\n", "")] * 4
     assert calls(tmp_path) == 1
 
 
@@ -347,12 +346,7 @@ def test_a_full_disk_is_explained(small_disk: Path, compiler: str) -> None:
 
 def test_a_tier_that_cannot_be_is_an_error_at_the_first_call(tmp_path: Path) -> None:
     code = "import torch\nfrom ingot import ops\nops.silu(torch.zeros(1))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(tmp_path, INGOT_ISA="nonsense"),
-        capture_output=True,
-        text=True,
-    )
+    done = fork.run(["-c", code], env=environment(tmp_path, INGOT_ISA="nonsense"))
     assert done.returncode == 1
     assert "unknown INGOT_ISA 'nonsense'" in done.stderr
 
