@@ -30,6 +30,7 @@ SUMMARIES = {
     "build": "compile the CPU kernels ahead of time",
     "chat": "chat with a model in the terminal",
     "doctor": "show the machine, its measured peaks, and issues with hints",
+    "eval": "evaluate a model: perplexity, exact match, pass@k, choices",
     "generate": "generate text from a prompt",
     "import": "import a GGUF file or a Hugging Face directory",
     "info": "describe a model: architecture, size, memory, lineage",
