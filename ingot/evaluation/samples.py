@@ -45,7 +45,11 @@ class SampleFile:
                 f"{path}: cannot be written: {error.strerror or error}",
                 hint="choose another directory with --output",
             ) from error
-        self._size = self._scan()
+        try:
+            self._size = self._scan()
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> SampleFile:
         return self

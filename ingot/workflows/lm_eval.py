@@ -168,7 +168,8 @@ class IngotLM(LM):
         prompts = (ids for ids, _ in sequences)
         for chunk in self.llm.stream(prompts, params, max_tokens=1, ignore_eos=True):
             found[chunk.index] += [
-                (one.logprob, one.token in [token for token, _ in one.top]) for one in chunk.prompt_logprobs or ()
+                (one.logprob, one.token in [token for token, _ in one.top])
+                for one in chunk.prompt_logprobs or ()
             ]
         for (_, first), scored in zip(sequences, found, strict=True):
             scored = scored[first - 1 :]
