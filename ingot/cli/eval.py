@@ -43,7 +43,7 @@ class EvalOptions:
     def settings(self) -> dict[str, Any]:
         """Return the settings that were given."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in given.items() if value not in (None, False)}
+        return {n: value for n, value in given.items() if value is not None and value is not False}
 
 
 def eval(

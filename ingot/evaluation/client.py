@@ -56,7 +56,7 @@ class ServerError(IngotError):
 
 @dataclass(kw_only=True)
 class HttpModel:
-    """A model behind a URL.
+    """The model of a server.
 
     Args:
         task: The task to evaluate.
@@ -243,7 +243,7 @@ class HttpModel:
             except (OSError, http.client.HTTPException) as error:
                 reason = str(getattr(error, "reason", "") or error or type(error).__name__)
                 if body is None:
-                    break  # of the first request: there is no such server
+                    break  # the first request: the address is wrong
             if attempt + 1 < MAX_ATTEMPTS:
                 time.sleep(_pause(attempt, retry_after))
         raise ServerError(

@@ -59,7 +59,7 @@ class EvalModel(Protocol):
 
 
 def split_choice(prompt: str, delimiter: str, choice: str) -> tuple[str, str]:
-    """Return context and continuation, with the delimiter if there is no whitespace between them.
+    """Return context and continuation, with the delimiter unless they have whitespace there.
 
     Whitespace at the end of the prompt is scored with the choice, as in lm-eval: tokens contain the
     space before a word.

@@ -303,6 +303,10 @@ class LLM:
         """Return the token ids of a conversation, for `generate` and `stream`."""
         return self.tokenizer.encode_chat(messages)
 
+    @overload
+    def score(self, prompts: str | list[int]) -> SequenceScore: ...
+    @overload
+    def score(self, prompts: list[str] | list[list[int]]) -> list[SequenceScore]: ...
     def score(self, prompts: Prompt | Sequence[Prompt]) -> SequenceScore | list[SequenceScore]:
         """Return the log-probabilities of the tokens of a text, or of each of several.
 

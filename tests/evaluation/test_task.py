@@ -118,7 +118,7 @@ def test_bad_settings_of_the_caller(tmp_path: Path) -> None:
     path = write(tmp_path, {"text": "a"})
     with pytest.raises(UnknownName, match="did you mean 'temperature'"):
         EvalTask.read(path, {"temprature": 1})
-    with pytest.raises(ConfigError, match="^top_p: expected 0 to 1, got nan"):
+    with pytest.raises(ConfigError, match=r"^top_p: expected 0 to 1, got nan"):
         EvalTask.read(path, {"top_p": float("nan")})
 
 

@@ -167,7 +167,10 @@ def test_a_server_gives_the_same_digits(
     generated = "answer" in rows[0] and "choices" not in rows[0]
     settings = {"samples": 3, "temperature": 1.5, "max_tokens": 6} if generated else {}
     local = ingot.evaluate(path, directory, **settings)
+    before = served.metric("ingot:http_responses_total", status="429")
     remote = ingot.evaluate(path, served.url, concurrency=12, **settings)
+    if generated:
+        assert served.metric("ingot:http_responses_total", status="429") > before
     assert samples(remote) == samples(local)
     assert remote.metrics == local.metrics
     assert remote.model == {"url": f"{served.url}/v1", "name": "small"}
@@ -288,7 +291,7 @@ def test_errors_come_before_the_model_computes(
 ) -> None:
     monkeypatch.setattr(workflow.SampleFile, "append", None)
     long = write(tmp_path, [*ANSWERS, {"prompt": "x" * 300, "answer": "y"}])
-    with pytest.raises(DataError, match="line 13: prompt has 300 tokens, and .* 256"):
+    with pytest.raises(DataError, match=r"line 13: prompt has 300 tokens, and .* 256"):
         ingot.evaluate(long, directory)
     choice = {"prompt": "x" * 260, "choices": ["a", "b"], "answer": 0}
     with pytest.raises(DataError, match="line 9: prompt with choice has 262 tokens"):
@@ -317,10 +320,8 @@ def test_the_default_directory_depends_on_all_that_changes_samples(
     directory: Path, data: Path, tmp_path: Path
 ) -> None:
     path = write(tmp_path, ANSWERS[:2])
-    reports = [
-        ingot.evaluate(path, directory, max_tokens=2, **settings)
-        for settings in ({}, {"seed": 1}, {"extract": "a"}, {"top_p": 0.5})
-    ]
+    changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"extract": "a"}, {"top_p": 0.5}]
+    reports = [ingot.evaluate(path, directory, max_tokens=2, **change) for change in changes]
     names = [Path(report.directory).name for report in reports]
     assert len(set(names)) == 3
     assert names[0] == names[2]
