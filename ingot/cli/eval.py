@@ -17,28 +17,32 @@ if TYPE_CHECKING:
     from ingot.workflows.evaluate import EvalReport
 
 
+def _default(value: str) -> object:
+    return tyro.conf.arg(help_behavior_hint=f"(default: the task's, or {value})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
     """Options of the command line that replace settings of the task; None keeps those."""
 
-    samples: int | None = None
-    """Answers to sample for each row; from 2 on, pass@k is reported. Default: 1."""
-    temperature: float | None = None
-    """0 selects the most likely token (greedy decoding). Default: 0."""
-    top_p: float | None = None
-    """Sample from the most likely tokens whose cumulative probability reaches this. Default: 1."""
-    seed: int | None = None
-    """Seed of the samples. Default: 0."""
-    max_tokens: int | None = None
-    """The most tokens of an answer. Default: 256."""
-    stop: tuple[str, ...] | None = None
+    samples: Annotated[int | None, _default("1")] = None
+    """Answers to sample for each row; from 2 on, pass@k is reported."""
+    temperature: Annotated[float | None, _default("0")] = None
+    """0 selects the most likely token (greedy decoding)."""
+    top_p: Annotated[float | None, _default("1")] = None
+    """Sample from the most likely tokens whose cumulative probability reaches this."""
+    seed: Annotated[int | None, _default("0")] = None
+    """Seed of the samples."""
+    max_tokens: Annotated[int | None, _default("256")] = None
+    """The most tokens of an answer."""
+    stop: Annotated[tuple[str, ...] | None, _default("none")] = None
     """Strings that end an answer."""
-    extract: str | None = None
+    extract: Annotated[str | None, _default("none")] = None
     """Regular expression of the answer in the output: its first group, or all of it."""
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     """Send text prompts as messages of a user, through the chat template."""
-    target_delimiter: str | None = None
-    """Text between a prompt and each of its choices. Default: a space."""
+    target_delimiter: Annotated[str | None, _default("a space")] = None
+    """Text between a prompt and each of its choices."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that were given."""
@@ -49,7 +53,7 @@ class EvalOptions:
 def eval(
     task: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")],
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
-    options: Annotated[EvalOptions, tyro.conf.OmitArgPrefixes] = EvalOptions(),  # noqa: B008
+    answer: Annotated[EvalOptions, tyro.conf.OmitArgPrefixes] = EvalOptions(),  # noqa: B008
     limit: int | None = None,
     output: Path | None = None,
     device: str = "auto",
@@ -74,7 +78,7 @@ def eval(
         task: A JSONL file.
         model: A model directory, ORG/NAME on the Hugging Face hub, or the URL of a server with
             OpenAI's API.
-        options: How answers are generated and compared.
+        answer: How answers are generated and compared.
         limit: Evaluate only the first rows.
         output: Directory of the results; default: one below $XDG_DATA_HOME/ingot/evals.
         device: Where to compute: auto, cpu, cuda, cuda:1.
@@ -94,7 +98,7 @@ def eval(
         model_name=model_name,
         key=key,
         concurrency=concurrency,
-        **options.settings(),
+        **answer.settings(),
     )
     if json:
         print(json_format.dumps(msgspec.to_builtins(report), indent=2))  # noqa: T201

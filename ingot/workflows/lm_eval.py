@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,10 +28,13 @@ from ingot.evaluation.model import split_choice, windows
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.workflows.llm import LLM
 
-try:
-    from lm_eval.api.model import LM  # type: ignore
-except ImportError:  # the rest of the package works without lm-eval
+if TYPE_CHECKING:
     LM = object
+else:
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:  # the rest of the package works without lm-eval
+        LM = object
 
 MAX_GEN_TOKS = 256
 _log = log.logger(__name__)
