@@ -50,7 +50,8 @@ class IngotLM(LM):
         device: "auto", "cpu", "cuda:1", ...; "auto" if it is not available, since lm-eval asks for
             a GPU by default.
         max_gen_toks: The most tokens to generate, if a task does not set it.
-        batch_size, max_batch_size: Ignored: the engine batches.
+        batch_size: Ignored: the engine batches.
+        max_batch_size: Ignored as well.
     """
 
     def __init__(
