@@ -4,6 +4,7 @@
     llm.generate(["Hello", "Once upon a time"], ingot.SamplingParams(temperature=0.8))
     ingot.train("recipes/xor.toml")
     ingot.serve("smollm2")
+    ingot.evaluate("task.jsonl", "smollm2")
 
 `import ingot` is cheap: it imports neither torch nor anything that does. Packages and functions are
 loaded when they are first named:
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ingot.serving.engine.sampling_params import SamplingParams as SamplingParams
+    from ingot.workflows.evaluate import evaluate as evaluate
     from ingot.workflows.llm import LLM as LLM
     from ingot.workflows.serve import serve as serve
     from ingot.workflows.train import train as train
@@ -30,6 +32,7 @@ _PACKAGES = ("core", "ops", "nn", "data", "interop", "training", "serving", "wor
 _NAMES = {
     "LLM": "ingot.workflows.llm",
     "SamplingParams": "ingot.serving.engine.sampling_params",
+    "evaluate": "ingot.workflows.evaluate",
     "serve": "ingot.workflows.serve",
     "train": "ingot.workflows.train",
 }

@@ -33,7 +33,8 @@ VARIABLES = {
     "CXX": "The C++ compiler for the CPU kernels. Default: the first of g++ and clang++ found.",
     "XDG_CACHE_HOME": "Parent of ingot's cache: compiled kernels, measured peaks, tokenized data. "
     "Default: `~/.cache`.",
-    "XDG_DATA_HOME": "Parent of training runs and downloaded models. Default: `~/.local/share`.",
+    "XDG_DATA_HOME": "Parent of training runs, evaluation results and downloaded models. Default: "
+    "`~/.local/share`.",
     "GOMP_SPINCOUNT": "How long PyTorch's OpenMP threads spin before they sleep. The `ingot` "
     "command sets it to 10000 unless it is set.",
     "TRITON_INTERPRET": "`1` runs the Triton kernels in Triton's interpreter on the CPU.",

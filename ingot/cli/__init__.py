@@ -30,6 +30,7 @@ SUMMARIES = {
     "build": "compile the CPU kernels ahead of time",
     "chat": "chat with a model in the terminal",
     "doctor": "show the machine, its measured peaks, and issues with hints",
+    "eval": "evaluate a model: perplexity, exact match, pass@k, choices",
     "generate": "generate text from a prompt",
     "import": "import a GGUF file or a Hugging Face directory",
     "info": "describe a model: architecture, size, memory, lineage",
@@ -126,12 +127,9 @@ def _print_help() -> None:
 
     verbs = new_grid((f"  {verb}", summary) for verb, summary in SUMMARIES.items())
     console = stdout()
-    console.print("[bold]ingot[/]: train, serve and verify one model with the same kernels\n")
-    console.print("usage: ingot VERB ...\n", highlight=False)
+    console.print("[bold]ingot VERB[/]: train, serve and verify one model with the same kernels\n")
     console.print(verbs)
-    console.print(
-        "\n`ingot VERB --help` lists the options of a verb, with examples.", highlight=False
-    )
+    console.print("`ingot VERB --help` lists the options of a verb, with examples", highlight=False)
 
 
 def escape_markup(text: str) -> str:

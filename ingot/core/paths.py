@@ -38,6 +38,11 @@ def runs() -> Path:
     return _xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "runs"
 
 
+def evals(*parts: str) -> Path:
+    """Return a path below the directory of evaluation results; nothing is created."""
+    return (_xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "evals").joinpath(*parts)
+
+
 def models(*parts: str) -> Path:
     """Return a path below the directory that holds downloaded models; nothing is created."""
     return (_xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "models").joinpath(*parts)
@@ -48,7 +53,7 @@ def find_runs(name: str) -> list[Path]:
 
     Their order is that of the date and the counter in their names, which survive copying.
     """
-    pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(_sanitize(name))}(?:-(\d+))?")
+    pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(sanitize(name))}(?:-(\d+))?")
     paths = runs().iterdir() if runs().is_dir() else iter(())
     matches = [(match, path) for path in paths if (match := pattern.fullmatch(path.name))]
     return [path for _, path in sorted(matches, key=lambda m: (m[0][1], int(m[0][2] or 0)))]
@@ -56,7 +61,7 @@ def find_runs(name: str) -> list[Path]:
 
 def create_run_dir(name: str) -> Path:
     """Create a directory for one run, which no other process uses."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_sanitize(name)}"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{sanitize(name)}"
     parent = runs()
     with _os_errors_as_ingot_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -168,18 +173,18 @@ def lock(path: Path) -> Generator[None]:
         guard.release()
 
 
-def _xdg(variable: str, default: str) -> Path:
-    path = Path(os.environ.get(variable, ""))
-    return path if path.is_absolute() else Path.home() / default
-
-
-def _sanitize(name: str) -> str:
+def sanitize(name: str) -> str:
     """Return a name that is valid for a directory.
 
-    >>> _sanitize("../SmolLM2 135M (bf16)"), _sanitize("///")
+    >>> sanitize("../SmolLM2 135M (bf16)"), sanitize("///")
     ('SmolLM2-135M-bf16', 'run')
     """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64].strip("-.") or "run"
+
+
+def _xdg(variable: str, default: str) -> Path:
+    path = Path(os.environ.get(variable, ""))
+    return path if path.is_absolute() else Path.home() / default
 
 
 @contextmanager

@@ -93,6 +93,17 @@ def count_parameters(directory: Path) -> int:
     return sum(math.prod(entry.shape) for entry in SafetensorsDir(directory).entries.values())
 
 
+def hash_model(directory: Path) -> str:
+    """Return a SHA-256 of all that changes what a model computes: weights, config, tokenizer."""
+    whole = hashlib.sha256()
+    for path in model_files(directory):
+        if path.name not in (lineage.NAME, "LICENSE", "README.md"):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            whole.update(f"{path.name} {digest}\n".encode())
+    return whole.hexdigest()
+
+
 def _copy_file(source: Path, destination: Path, progress: Progress | None) -> str:
     """Copy a file and return its SHA-256."""
     digest = hashlib.sha256()

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -257,8 +256,11 @@ class LLM:
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
+        sampling_params: SamplingParams
+        | Sequence[SamplingParams]
+        | Iterator[SamplingParams]
+        | None = None,
         *,
         max_tokens: int = MAX_TOKENS,
         stop: str | Sequence[str] = (),
@@ -268,7 +270,13 @@ class LLM:
 
         Arguments are those of `generate`. Chunks of several prompts are interleaved, and so are
         the steps of several streams: all are batched. A stream that is closed ends its requests.
+
+        Iterators of prompts and of parameters are read as the engine gets to them: for more prompts
+        than memory should hold.
         """
+        if isinstance(prompts, Iterator):
+            lazy = map(self._encode, prompts)
+            return self._stream(lazy, sampling_params, max_tokens, stop, ignore_eos)
         _, batch = _as_batch(prompts)
         token_ids = [self._encode(prompt) for prompt in batch]
         return self._stream(token_ids, sampling_params, max_tokens, stop, ignore_eos)
@@ -295,6 +303,10 @@ class LLM:
         """Return the token ids of a conversation, for `generate` and `stream`."""
         return self.tokenizer.encode_chat(messages)
 
+    @overload
+    def score(self, prompts: str | list[int]) -> SequenceScore: ...
+    @overload
+    def score(self, prompts: list[str] | list[list[int]]) -> list[SequenceScore]: ...
     def score(self, prompts: Prompt | Sequence[Prompt]) -> SequenceScore | list[SequenceScore]:
         """Return the log-probabilities of the tokens of a text, or of each of several.
 
@@ -329,18 +341,22 @@ class LLM:
 
     def _stream(
         self,
-        prompts: list[tuple[int, ...]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: list[tuple[int, ...]] | Iterator[tuple[int, ...]],
+        sampling_params: SamplingParams
+        | Sequence[SamplingParams]
+        | Iterator[SamplingParams]
+        | None,
         max_tokens: int,
         stop: str | Sequence[str],
         ignore_eos: bool,
     ) -> Iterator[CompletionChunk]:
-        params = _for_each(sampling_params, len(prompts))
+        several = not isinstance(sampling_params, SamplingParams | None)
+        params = _for_each(sampling_params, prompts)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if max_tokens < 1:
             raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}", hint="raise it")
         eos = frozenset() if ignore_eos else self.tokenizer.eos_token_ids
-        streams = [
+        streams = (
             _RequestStream(
                 index,
                 Request(
@@ -351,21 +367,24 @@ class LLM:
                 ),
                 StreamingDetokenizer(self.tokenizer, stops),
             )
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
-        ]
-        return self._run(streams)
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=several))
+        )
+        # A list is checked before anything is computed.
+        return self._run(iter(list(streams)) if isinstance(prompts, list) else streams)
 
-    def _run(self, streams: list[_RequestStream]) -> Iterator[CompletionChunk]:
+    def _run(self, streams: Iterator[_RequestStream]) -> Iterator[CompletionChunk]:
         """Feed requests to the engine, at most a few times as many as run together."""
-        engine, queue = self.engine, deque(streams)
+        engine = self.engine
         active: dict[int, _RequestStream] = {}
         max_active = _QUEUE_FACTOR * engine.config.max_num_seqs
         try:
-            while queue or active:
-                while queue and len(active) < max_active:
-                    self._outputs[queue[0].request.id] = []
-                    active[queue[0].request.id] = queue[0]
-                    engine.add_request(queue.popleft().request)
+            while True:
+                for stream in itertools.islice(streams, max_active - len(active)):
+                    self._outputs[stream.request.id] = []
+                    active[stream.request.id] = stream
+                    engine.add_request(stream.request)
+                if not active:
+                    return
                 if not any(self._outputs[id] for id in active):
                     self._step(engine)
                 for id, stream in list(active.items()):
@@ -448,16 +467,17 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
 
 
 def _for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
+    params: SamplingParams | Sequence[SamplingParams] | Iterator[SamplingParams] | None,
+    prompts: list[tuple[int, ...]] | Iterator[tuple[int, ...]],
+) -> Iterable[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or GREEDY] * count
-    if len(params) != count:
+        return itertools.repeat(params or GREEDY)
+    if isinstance(prompts, list) and isinstance(params, Sequence) and len(params) != len(prompts):
         raise ConfigError(
-            f"sampling_params: expected one for each of {count} prompts, got {len(params)}",
+            f"sampling_params: expected one for each of {len(prompts)} prompts, got {len(params)}",
             hint="give as many as prompts, or one for all",
         )
-    return list(params)
+    return params
 
 
 def _with_stop_tokens(params: SamplingParams, eos: frozenset[int]) -> SamplingParams:

@@ -53,6 +53,7 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "bench": ("ops",),
         "chat": ("directory",),
         "tokenize": ("from", "to"),
+        "eval": ("task", "directory"),
         "generate": ("directory", "prompt"),
         "import": ("from", "to"),
         "info": ("directory",),

@@ -58,6 +58,7 @@ def test_xdg_variables_move_them(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_DATA_HOME", str(home / "d"))
     assert paths.cache("x") == home / "c" / "ingot" / "x"
     assert paths.runs() == home / "d" / "ingot" / "runs"
+    assert paths.evals("x") == home / "d" / "ingot" / "evals" / "x"
 
 
 @pytest.mark.parametrize("value", ["", "relative/cache", "./x", "~/cache"])

@@ -162,3 +162,14 @@ def test_damaged_weights_load_or_raise(
         assert directory.count_parameters(source) >= 0
     except IngotError:
         assert changes
+
+
+def test_the_hash_changes_with_what_the_model_computes(source: Path) -> None:
+    before = directory.hash_model(source)
+    lineage.append(source, "verify")
+    (source / "README.md").write_text("A model.")
+    assert directory.hash_model(source) == before
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    template = directory.hash_model(source)
+    save_file({**TENSORS, "b": -TENSORS["b"]}, source / "model.safetensors")
+    assert len({before, template, directory.hash_model(source)}) == 3

@@ -91,6 +91,36 @@ def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
     assert [c.token_ids for c in completions[:50]] == [c.token_ids for c in completions[50:100]]
 
 
+def test_an_iterator_is_read_as_the_engine_gets_to_it(llm: LLM) -> None:
+    max_active, taken = 2 * llm.engine.config.max_num_seqs, list[int]()
+    count = 2 * max_active
+
+    def prompts() -> Iterator[list[int]]:
+        for number in range(count):
+            taken.append(number)
+            yield [number % 50]
+
+    params = (SamplingParams(temperature=2.0, seed=number) for number in range(count))
+    stream = llm.stream(prompts(), params, max_tokens=1)
+    tokens = dict[int, tuple[int, ...]]()
+    for chunk in stream:
+        assert len(taken) - len(tokens) <= max_active
+        tokens[chunk.index] = chunk.token_ids
+    assert taken == list(range(count))
+    params = [SamplingParams(temperature=2.0, seed=number) for number in range(count)]
+    listed = llm.generate([[number % 50] for number in range(count)], params, max_tokens=1)
+    assert [tokens[number] for number in range(count)] == [one.token_ids for one in listed]
+
+
+def test_an_error_of_an_iterator_ends_its_stream_only(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        list(llm.stream(iter(["a", "b"]), iter([HOT]), max_tokens=1))
+    with pytest.raises(IngotError, match="expected 1 to 255 tokens, got 300"):
+        list(llm.stream(iter(["a", "b" * 300]), HOT, max_tokens=1))
+    assert len(llm.generate("a", HOT, max_tokens=3).token_ids) == 3
+    assert llm.engine.stats().num_running == 0
+
+
 def test_a_stream_has_the_text_of_the_completion(llm: LLM) -> None:
     whole = llm.generate(["abc", "de"], HOT, max_tokens=6)
     chunks = list(llm.stream(["abc", "de"], HOT, max_tokens=6))
