@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ingot.serving.engine.sampling_params import SamplingParams as SamplingParams
+    from ingot.workflows.compare import compare as compare
     from ingot.workflows.llm import LLM as LLM
     from ingot.workflows.serve import serve as serve
     from ingot.workflows.train import train as train
@@ -30,6 +31,7 @@ _PACKAGES = ("core", "ops", "nn", "data", "interop", "training", "serving", "wor
 _NAMES = {
     "LLM": "ingot.workflows.llm",
     "SamplingParams": "ingot.serving.engine.sampling_params",
+    "compare": "ingot.workflows.compare",
     "serve": "ingot.workflows.serve",
     "train": "ingot.workflows.train",
 }
