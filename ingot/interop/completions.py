@@ -79,12 +79,8 @@ def prompt_logprobs(
         api_key: Sent as a bearer token.
     """
     base = url.rstrip("/").removesuffix("/v1")
-    if model is None:
-        models = _call(f"{base}/v1/models", None, api_key, _Models)
-        if not models.data:
-            raise _wrong(url, "it lists no model")
-        model = models.data[0].id
-    body = {"model": model, "prompt": list(token_ids), "echo": True, "temperature": 0.0}
+    name = _first_model(base, api_key) if model is None else model
+    body = {"model": name, "prompt": list(token_ids), "echo": True, "temperature": 0.0}
     answer = None
     for top in _TOP:
         request = {**body, "max_tokens": 1, "logprobs": top}
@@ -92,7 +88,14 @@ def prompt_logprobs(
         if answer is not None:
             break
     assert answer is not None
-    return _checked(url, model, answer, len(token_ids))
+    return _checked(url, name, answer, len(token_ids))
+
+
+def _first_model(base: str, api_key: str | None) -> str:
+    models = _call(f"{base}/v1/models", None, api_key, _Models)
+    if not models.data:
+        raise _wrong(base, "it lists no model")
+    return models.data[0].id
 
 
 def _checked(url: str, model: str, answer: _Completion, count: int) -> PromptLogprobs:

@@ -293,7 +293,6 @@ class DistributionMeter:
         for name, value in (
             ("kl", (probs_TV * (p_TV - q_TV)).sum(-1)),
             ("tv", (probs_TV - q_TV.exp()).abs().sum(-1) / 2),
-            ("delta", of_q - of_p),
             ("argmax", (logits_TV.argmax(-1) == other_TV.argmax(-1)).double()),
         ):
             self._parts.setdefault(name, []).append(value.cpu())
@@ -308,7 +307,7 @@ class DistributionMeter:
             tv_mean=float(parts["tv"].mean()),
             tv_max=float(parts["tv"].max()),
             argmax_agreement=float(parts["argmax"].mean()),
-            **_of_next_token(parts["delta"]),
+            **_of_next_token(_difference(self.logprobs, self.other_logprobs)),
         )
 
 
@@ -319,44 +318,48 @@ class TopLogprobMeter:
     variation are lower bounds of those of the whole vocabulary (data processing inequality).
 
     >>> meter = TopLogprobMeter()
-    >>> meter.add(torch.tensor([-0.7, -0.7]), -0.7, {1: -0.7}, 0, -0.7)
+    >>> meter.add(torch.tensor([-0.5, -1.0]), 1, -1.0, {0: -0.5}, 0)
     >>> meter.result().bitwise_equal
     True
     """
 
     def __init__(self) -> None:
-        self._deltas: list[float] = []
         self._kl: list[float] = []
         self._tv: list[float] = []
         self._agrees: list[bool] = []
         self._bitwise_equal = True
+        self.logprobs: list[float] = []
+        self.other_logprobs: list[float] = []
 
     def add(
         self,
         logprobs_V: Tensor,
-        logprob: float,
+        target: int,
+        other_logprob: float,
         top: dict[int, float],
         top_token: int | None,
-        other_logprob: float,
     ) -> None:
         """Compare one position.
 
         Args:
             logprobs_V: Log-probabilities of the first model.
-            logprob: That of the next token, as the first model reports it.
-            top: What the server reports, by token id.
+            target: The next token.
+            other_logprob: What the server reports of it.
+            top: What the server reports of other tokens, by token id; empty if nothing.
             top_token: The server's most likely token; None if it is unknown.
-            other_logprob: What the server reports of the next token.
         """
-        self._deltas.append(other_logprob - logprob)
-        self._bitwise_equal &= logprob == other_logprob
+        self.logprobs.append(float(logprobs_V[target]))
+        self.other_logprobs.append(other_logprob)
+        reported = {**top, target: other_logprob}
+        ours_K = logprobs_V[list(reported)].double()
+        theirs_K = torch.tensor(list(reported.values()), dtype=torch.float64)
+        self._bitwise_equal &= torch.equal(ours_K, theirs_K)
         if not top:
             return
-        p_K = logprobs_V[list(top)].double().exp()
-        q_K = torch.tensor(list(top.values()), dtype=torch.float64).exp()
+        p_K, q_K = ours_K.exp(), theirs_K.exp()
         rest = [max(1 - float(x.sum()), _MIN_REST) for x in (p_K, q_K)]
-        terms = p_K * (p_K / q_K).log()
-        self._kl.append(max(0.0, float(terms.sum()) + rest[0] * math.log(rest[0] / rest[1])))
+        kl = float((p_K * (ours_K - theirs_K)).sum()) + rest[0] * math.log(rest[0] / rest[1])
+        self._kl.append(max(0.0, kl))
         self._tv.append((float((p_K - q_K).abs().sum()) + abs(rest[0] - rest[1])) / 2)
         if top_token is not None:
             self._agrees.append(int(logprobs_V.argmax()) == top_token)
@@ -372,8 +375,12 @@ class TopLogprobMeter:
             tv_max=max(tv, default=None),
             argmax_agreement=sum(agrees) / len(agrees) if agrees else None,
             is_lower_bound=True,
-            **_of_next_token(torch.tensor(self._deltas, dtype=torch.float64)),
+            **_of_next_token(_difference(self.logprobs, self.other_logprobs)),
         )
+
+
+def _difference(some: list[float], others: list[float]) -> Tensor:
+    return torch.tensor(others, dtype=torch.float64) - torch.tensor(some, dtype=torch.float64)
 
 
 def _of_next_token(deltas_T: Tensor) -> dict[str, Any]:

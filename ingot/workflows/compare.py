@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ingot import ops
 from ingot.core import device as devices
 from ingot.core.errors import ConfigError, IngotError
 from ingot.interop import completions, hf, hf_probe, hub
@@ -189,12 +190,13 @@ def compare_sides(first: DecoderSide, second: _Side, ids: list[int]) -> Comparis
     passes = [TraceComparison(trace, isolate=isolate) for isolate in (False, True)]
     theirs = second.run(tokens_T, passes[0].visit if note is None else None)
     meter, logit_errors = _compare_logits(ours, theirs, targets_T)
-    head, ops = None, list[OpDrift]()
+    head, drifts = None, list[OpDrift]()
     if note is None:
         isolated = second.run(tokens_T, passes[1].visit)
         head, head_errors = _compare_logits(ours, isolated, targets_T)
         passes[0].errors[_LM_HEAD], passes[1].errors[_LM_HEAD] = logit_errors, head_errors
-        ops = [_op(name, *(one.errors for one in passes)) for name in (*trace.values, _LM_HEAD)]
+        names = (*trace.values, _LM_HEAD)
+        drifts = [_op(name, *(one.errors for one in passes)) for name in names]
     return Comparison(
         model=first.description,
         other=second.description,
@@ -205,7 +207,7 @@ def compare_sides(first: DecoderSide, second: _Side, ids: list[int]) -> Comparis
         other_logprobs=tuple(meter.other_logprobs),
         distribution=meter.result(),
         lm_head=head and head.result(),
-        ops=tuple(ops),
+        ops=tuple(drifts),
         same_kernels=isinstance(second, DecoderSide) and second.decoder.dtype == decoder.dtype,
         note=note,
     )
@@ -291,21 +293,21 @@ def _run_vllm(
             "probabilities",
             hint=f"give --tokens {max(1, _MAX_VLLM_LOGPROBS // vocab_size - 1)} or fewer",
         )
+    worker, kind = Path(__file__).parent / "vllm_worker.py", str(decoder.dtype)
+    command = [str(python or sys.executable), str(worker), str(directory.resolve())]
     with tempfile.TemporaryDirectory() as temporary:
-        out, ids_file = Path(temporary) / "logprobs.npy", Path(temporary) / "ids.json"
-        ids_file.write_text(json.dumps(ids))
-        worker = Path(__file__).parent / "vllm_worker.py"
-        kind = str(decoder.dtype).removeprefix("torch.")
-        command = [str(python or sys.executable), str(worker), str(directory.resolve()), kind]
-        version = _run_worker([*command, str(ids_file), str(out)], Path(temporary))
-        matrix = np.load(out, allow_pickle=False)
+        folder = Path(temporary)
+        files = [folder / name for name in ("ids.json", "logprobs.npy", "version.txt")]
+        files[0].write_text(json.dumps(ids))
+        _run_worker([*command, kind.removeprefix("torch."), *map(str, files)], folder)
+        matrix, version = np.load(files[1], allow_pickle=False), files[2].read_text()[:40]
     if matrix.dtype != np.float32 or matrix.shape[:1] != (len(ids) - 1,) or matrix.ndim != 2:
         raise IngotError("vLLM wrote an unexpected matrix", hint="try another version of vLLM")
     return torch.from_numpy(matrix), version
 
 
-def _run_worker(command: list[str], folder: Path) -> str:
-    """Run vLLM's side and return its version; its last lines are part of an error."""
+def _run_worker(command: list[str], folder: Path) -> None:
+    """Run vLLM's side; the last line that it writes is part of an error."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         run = subprocess.run(
@@ -327,7 +329,6 @@ def _run_worker(command: list[str], folder: Path) -> str:
             f"vLLM exited with {run.returncode}: {(lines or ['no output'])[-1][:500]}",
             hint="check that this interpreter has vLLM, and that vLLM can load the model",
         )
-    return (run.stdout.split() or ["?"])[-1][:40]
 
 
 # Servers
@@ -339,32 +340,33 @@ def compare_reported(
 ) -> Comparison:
     """Compare with the log-probabilities that a server reports of these tokens."""
     decoder = first.decoder
-    tokens_T = torch.tensor(ids[:-1], device=decoder.device)
-    targets_T = torch.tensor(ids[1:], device=decoder.device)
-    hidden_TD = decoder(tokens_T, BatchLayout.packed([len(tokens_T)], decoder.device))
-    logprobs = decoder.logprobs(hidden_TD, targets_T).tolist()
+    ours = first.run(torch.tensor(ids[:-1], device=decoder.device), None)
     meter, by_text = TopLogprobMeter(), _ids_by_text(tokenizer, decoder.config.vocab_size)
-    for row, (logprob, other, top) in enumerate(
-        zip(logprobs, reported.logprobs, reported.top, strict=True)
-    ):
-        logprobs_V = decoder.logits(hidden_TD[row : row + 1])[0].double().log_softmax(-1).cpu()
+    for row, (logprob, top) in enumerate(zip(reported.logprobs, reported.top, strict=True)):
+        if row % _CHUNK == 0:
+            logprobs_TV = _raw_logprobs(ours(slice(row, row + _CHUNK))).cpu()
         known = {by_text[name]: value for name, value in top.items() if name in by_text}
-        known.setdefault(ids[row + 1], other)
-        likely = max(top, key=top.__getitem__, default=None)
-        most_likely = None if likely is None else by_text.get(likely)
-        meter.add(logprobs_V, logprob, known if top else {}, most_likely, other)
+        likely = by_text.get(max(top, key=top.__getitem__)) if top else None
+        meter.add(logprobs_TV[row % _CHUNK], ids[row + 1], logprob, known, likely)
     return Comparison(
         model=first.description,
         other=f"{reported.model} at {url}",
         dtype=str(decoder.dtype).removeprefix("torch."),
         device=str(decoder.device),
         token_ids=tuple(ids),
-        logprobs=tuple(logprobs),
-        other_logprobs=reported.logprobs,
+        logprobs=tuple(meter.logprobs),
+        other_logprobs=tuple(meter.other_logprobs),
         distribution=meter.result(),
         note="a server reports the next token and the most likely ones: KL and total variation "
         "are lower bounds, and ops are not compared",
     )
+
+
+def _raw_logprobs(logits_TV: Tensor) -> Tensor:
+    """Return the log-probabilities of all tokens as the server reports them, in float32."""
+    one_T = torch.ones(len(logits_TV), device=logits_TV.device)
+    all_T = torch.full_like(one_T, logits_TV.shape[1], dtype=torch.int64)
+    return ops.sampling_logprobs(logits_TV, one_T, all_T, one_T, torch.zeros_like(one_T))
 
 
 def _ids_by_text(tokenizer: Tokenizer, vocab_size: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Computes the log-probabilities of a prompt with vLLM, in the environment that vLLM is in.
 
-    VENV/bin/python vllm_worker.py MODEL DTYPE IDS.json OUT.npy
+    VENV/bin/python vllm_worker.py MODEL DTYPE IDS.json OUT.npy VERSION.txt
 
 A script of its own: it imports vLLM and nothing of ingot, which need not be installed there. It
 writes float32 log-probabilities of the whole vocabulary, one row for each token but the first.
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 
-def main(model: str, dtype: str, ids_file: str, out_file: str) -> None:
-    """Compute and write the matrix; print vLLM's version."""
+def main(model: str, dtype: str, ids_file: str, out_file: str, version_file: str) -> None:
+    """Compute and write the matrix, then vLLM's version. vLLM itself writes to stdout."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     import numpy as np
@@ -37,7 +37,7 @@ def main(model: str, dtype: str, ids_file: str, out_file: str) -> None:
         begin, end = flat.start_indices[row], flat.end_indices[row]
         matrix[row - 1, flat.token_ids[begin:end]] = flat.logprobs[begin:end]
     np.save(out_file, matrix)
-    print(vllm.__version__)  # noqa: T201
+    Path(version_file).write_text(vllm.__version__)
 
 
 if __name__ == "__main__":
