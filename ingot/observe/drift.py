@@ -160,17 +160,25 @@ class Comparison:
         return sorted(found, key=lambda pair: (-pair[1], -pair[0].isolated_error))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as values of JSON."""
+        """Return everything as values of JSON; infinite errors and ratios are None."""
         first = self.first_difference
+        ops = [{**dataclasses.asdict(op), "error": _finite(op.error)} for op in self.ops]
+        for op in ops:
+            op |= {name: _finite(op[name]) for name in ("isolated_error", "channel_error")}
         return {
             **dataclasses.asdict(self),
+            "ops": ops,
             "bitwise_equal": self.bitwise_equal,
             "first_difference": first and first.name,
             "outliers": [
-                {"name": op.name, "ratio": None if math.isinf(ratio) else ratio}
-                for op, ratio in self.outliers
+                {"name": op.name, "ratio": _finite(ratio)} for op, ratio in self.outliers
             ],
         }
+
+
+def _finite(value: float) -> float | None:
+    """Return the number; None if it is infinite, which JSON has no word for."""
+    return value if math.isfinite(value) else None
 
 
 def _ratio(value: float, alike: Sequence[float], floor: float) -> float:
@@ -291,7 +299,7 @@ class DistributionMeter:
         self.other_logprobs += of_q.tolist()
         probs_TV = p_TV.exp()
         for name, value in (
-            ("kl", (probs_TV * (p_TV - q_TV)).sum(-1)),
+            ("kl", (probs_TV * (p_TV - q_TV)).sum(-1).clamp_min(0)),  # rounding may leave -1e-17
             ("tv", (probs_TV - q_TV.exp()).abs().sum(-1) / 2),
             ("argmax", (logits_TV.argmax(-1) == other_TV.argmax(-1)).double()),
         ):
@@ -302,8 +310,8 @@ class DistributionMeter:
         parts = {name: torch.cat(values) for name, values in self._parts.items()}
         return DistributionDrift(
             bitwise_equal=self._bitwise_equal,
-            kl_mean=max(0.0, float(parts["kl"].mean())),  # rounding may leave -1e-17
-            kl_max=max(0.0, float(parts["kl"].max())),
+            kl_mean=float(parts["kl"].mean()),
+            kl_max=float(parts["kl"].max()),
             tv_mean=float(parts["tv"].mean()),
             tv_max=float(parts["tv"].max()),
             argmax_agreement=float(parts["argmax"].mean()),

@@ -160,6 +160,7 @@ def compare(
             first, TransformersSide(hf_probe.load(directory, decoder.dtype, place)), ids
         )
     second = hf.load(hub.model_path(other), kind, place)
+    _check_vocabularies(decoder.config.vocab_size, second.config.vocab_size)
     return compare_sides(first, DecoderSide(second, str(other)), ids)
 
 
@@ -220,15 +221,18 @@ def _compare_logits(
     for begin in range(0, len(targets_T), _CHUNK):
         rows = slice(begin, begin + _CHUNK)
         logits_TV, other_TV = ours(rows), theirs(rows)
-        if logits_TV.shape != other_TV.shape:
-            raise IngotError(
-                f"the models have vocabularies of {logits_TV.shape[1]:,} and "
-                f"{other_TV.shape[1]:,} tokens",
-                hint="compare models with the same tokenizer",
-            )
+        _check_vocabularies(logits_TV.shape[1], other_TV.shape[1])
         distributions.add(logits_TV, other_TV, targets_T[rows])
         errors.add(logits_TV, other_TV)
     return distributions, errors.result()
+
+
+def _check_vocabularies(first: int, second: int) -> None:
+    if first != second:
+        raise IngotError(
+            f"the models have vocabularies of {first:,} and {second:,} tokens",
+            hint="compare models with the same tokenizer",
+        )
 
 
 _Errors = dict[str, tuple[float, bool, float, int]]
