@@ -182,6 +182,11 @@ def _conclusions(comparison: Comparison) -> list[str]:
     lines += [_describe(op, ratio) for op, ratio in outliers[:_MAX_OUTLIERS]]
     if len(outliers) > _MAX_OUTLIERS:
         lines.append(f"and {len(outliers) - _MAX_OUTLIERS:,} more outliers: see --json")
+    if comparison.ops and comparison.dtype != "float32" and not comparison.same_kernels:
+        lines.append(
+            f"isolated errors up to {_e(comparison.rounding_error)} are rounding in "
+            f"{comparison.dtype}; --dtype float32 shows smaller ones"
+        )
     if comparison.note:
         lines.append(escape_markup(comparison.note))
     return lines

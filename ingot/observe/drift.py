@@ -13,7 +13,8 @@ first model, so each op computes from the same inputs: an *isolated* error is wh
     channel error    the largest over channels c of ||a_c - b_c|| / (||a_c|| + m), where m is the
                      median of all ||a_c||: a wrong row of a weight changes one channel
 
-An op is an outlier if its isolated error is far above the median of the same op in all layers.
+An op is an outlier if its isolated error is above rounding and far above the median of the same op
+in all layers.
 
 Legend: T positions, V vocabulary, K reported tokens.
 """
@@ -35,10 +36,10 @@ from ingot.core.errors import IngotError
 
 OUTLIER_RATIO = 4.0
 """An isolated error is an outlier from this multiple of the median of the same op on."""
-_ROUNDING = 1.0
-"""Isolated errors up to this multiple of the dtype's epsilon are rounding."""
+_SUM_ERROR = 32 * torch.finfo(torch.float32).eps
+"""Error of a float32 sum of thousands of terms in another order."""
 _SINGLE = 8.0
-"""An op that exists once is an outlier from this multiple of the dtype's epsilon on."""
+"""An op that exists once is an outlier from this multiple of the rounding error on."""
 _MIN_REST = 1e-6
 """Lowest probability of all tokens that a server does not report: float32 has no better."""
 
@@ -140,11 +141,18 @@ class Comparison:
         return next((op for op in self.ops if not op.isolated_bitwise_equal), None)
 
     @property
+    def rounding_error(self) -> float:
+        """Isolated error up to which two implementations differ by rounding; 0 for the same
+        kernels."""
+        if self.same_kernels:
+            return 0.0
+        return torch.finfo(getattr(torch, self.dtype)).eps + _SUM_ERROR
+
+    @property
     def outliers(self) -> list[tuple[OpDrift, float]]:
         """Ops whose isolated error is far above the median of the same op in all layers, with the
         ratio to it; the largest first. The ratio is infinite where the median is 0."""
-        eps = torch.finfo(getattr(torch, self.dtype)).eps
-        floor = 0.0 if self.same_kernels else _ROUNDING * eps
+        floor = self.rounding_error
         found: list[tuple[OpDrift, float]] = []
         for op in self.ops:
             alike = [other for other in self.ops if other.kind == op.kind]
@@ -153,8 +161,7 @@ class Comparison:
                 _ratio(op.channel_error, [one.channel_error for one in alike], floor),
             )
             if op.layer is None:
-                limit = 0.0 if self.same_kernels else _SINGLE * eps
-                ratio = math.inf if op.isolated_error > limit else 0.0
+                ratio = math.inf if op.isolated_error > _SINGLE * floor else 0.0
             if ratio > OUTLIER_RATIO:
                 found.append((op, ratio))
         return sorted(found, key=lambda pair: (-pair[1], -pair[0].isolated_error))
@@ -170,9 +177,7 @@ class Comparison:
             "ops": ops,
             "bitwise_equal": self.bitwise_equal,
             "first_difference": first and first.name,
-            "outliers": [
-                {"name": op.name, "ratio": _finite(ratio)} for op, ratio in self.outliers
-            ],
+            "outliers": [{"name": op.name, "ratio": _finite(ratio)} for op, ratio in self.outliers],
         }
 
 

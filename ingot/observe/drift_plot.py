@@ -98,7 +98,7 @@ def _draw_ops(figure: Any, axes: Any, comparison: Comparison) -> None:
         grid[kinds.index(op.kind), op.layer or 0] = op.isolated_error
     positive = grid[np.isfinite(grid) & (grid > 0)]
     low, high = (positive.min(), positive.max()) if len(positive) else (1e-3, 1.0)
-    norm = LogNorm(max(low, high / _COLOUR_RANGE) / 1.01, high * 1.01)
+    norm = LogNorm(min(max(low, high / _COLOUR_RANGE), high / 10), high)
     masked = np.ma.masked_where(~(grid > 0), grid)
     image = axes.imshow(masked, aspect="auto", norm=norm, cmap="viridis", interpolation="none")
     figure.colorbar(image, ax=axes, pad=0.01)
