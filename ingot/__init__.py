@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ingot.serving.engine.sampling_params import SamplingParams as SamplingParams
+    from ingot.workflows.compare import compare as compare
     from ingot.workflows.evaluate import evaluate as evaluate
     from ingot.workflows.llm import LLM as LLM
     from ingot.workflows.serve import serve as serve
@@ -32,6 +33,7 @@ _PACKAGES = ("core", "ops", "nn", "data", "interop", "training", "serving", "wor
 _NAMES = {
     "LLM": "ingot.workflows.llm",
     "SamplingParams": "ingot.serving.engine.sampling_params",
+    "compare": "ingot.workflows.compare",
     "evaluate": "ingot.workflows.evaluate",
     "serve": "ingot.workflows.serve",
     "train": "ingot.workflows.train",

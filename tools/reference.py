@@ -45,6 +45,7 @@ VARIABLES = {
     "ROCR_VISIBLE_DEVICES": "The same for AMD GPUs.",
     "COLUMNS": "The width of tables when the output is not a terminal.",
     "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",
+    "OPENAI_API_KEY": "The key that `ingot compare` sends to a server, if it is set.",
     "HF_TOKEN": "The access token for private and gated models; read by huggingface_hub.",
 }
 """Every environment variable that the package reads or sets; a test compares it with the code."""

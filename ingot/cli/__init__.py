@@ -29,6 +29,7 @@ SUMMARIES = {
     "bench": "time ops, generation, serving and training; compare systems",
     "build": "compile the CPU kernels ahead of time",
     "chat": "chat with a model in the terminal",
+    "compare": "compare with transformers, vLLM, a server or another copy",
     "doctor": "show the machine, its measured peaks, and issues with hints",
     "eval": "evaluate a model: perplexity, exact match, pass@k, choices",
     "generate": "generate text from a prompt",

@@ -25,7 +25,7 @@ MAX_BINS = 400
 SUFFIXES = (".png", ".svg")
 _SPAN = 50.0
 _MAX_LEGEND = 20  # more do not fit into the figure
-_INK, _ACCENT, _ALARM = "#1f5fa8", "#d9622b", "#b91c1c"
+INK, ACCENT, ALARM = "#1f5fa8", "#d9622b", "#b91c1c"
 _STYLE = {
     "axes.edgecolor": "#9ca3af",
     "axes.grid": True,
@@ -61,7 +61,7 @@ def check(path: Path) -> None:
 
 def draw(run: RunHistory, paths: Sequence[Path]) -> None:
     """Plot loss, learning rate, gradient norm and throughput of a run to each of the files."""
-    with _styled():
+    with styled():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 6.5), dpi=120, layout="constrained")
@@ -69,7 +69,7 @@ def draw(run: RunHistory, paths: Sequence[Path]) -> None:
         _draw_loss(axes[0, 0], run)
         _draw_curve(axes[0, 1], run.curve("grad_norm"), "gradient norm, before clipping")
         lr = run.curve("lr")
-        axes[1, 0].plot(lr.steps, lr.values, color=_INK, lw=1.6)
+        axes[1, 0].plot(lr.steps, lr.values, color=INK, lw=1.6)
         axes[1, 0].set(title="learning rate", ylim=(0, None))
         _draw_curve(axes[1, 1], run.rates(), f"{run.unit}/s")
         if axes[1, 1].get_yscale() == "linear":
@@ -79,12 +79,12 @@ def draw(run: RunHistory, paths: Sequence[Path]) -> None:
             panel.set_xlim(0, max(run.step, 1))
             _mark(panel, run.skipped_steps())
         for path in paths:
-            _save(figure, path)
+            save(figure, path)
 
 
 def compare(runs: Sequence[RunHistory], path: Path) -> None:
     """Plot the losses of several runs, numbered from 1 in the given order."""
-    with _styled():
+    with styled():
         from matplotlib import colormaps
         from matplotlib.figure import Figure
 
@@ -108,7 +108,7 @@ def compare(runs: Sequence[RunHistory], path: Path) -> None:
         for text in legend.get_texts():
             text.set_parse_math(False)  # names are not formulas
         axes.set(xlabel="step", ylabel="loss", title="loss; circles: validation")
-        _save(figure, path)
+        save(figure, path)
 
 
 def bin_curve(curve: Curve, max_bins: int = MAX_BINS) -> tuple[Curve, Curve, Curve]:
@@ -146,7 +146,7 @@ def _draw_loss(axes: Any, run: RunHistory) -> None:
     _draw_curve(axes, loss, "loss", label="training")
     _scale(axes, [loss, validation])
     if len(validation):
-        style: Any = {"color": _ACCENT, "ms": 4, "lw": 1.2, "label": "validation"}
+        style: Any = {"color": ACCENT, "ms": 4, "lw": 1.2, "label": "validation"}
         axes.plot(validation.steps, validation.values, "o-", **style)
         axes.lines[-1].set_clip_on(False)  # the last point is at the edge
         axes.legend(loc="upper right")
@@ -156,9 +156,9 @@ def _draw_curve(axes: Any, curve: Curve, title: str, label: str | None = None) -
     axes.set_title(title)
     if not len(curve):
         return
-    _draw_range(axes, curve, _INK, 0.25)
+    _draw_range(axes, curve, INK, 0.25)
     line = smooth(curve)
-    axes.plot(line.steps, line.values, color=_INK, lw=1.6, label=label)
+    axes.plot(line.steps, line.values, color=INK, lw=1.6, label=label)
     _scale(axes, [curve])
 
 
@@ -186,11 +186,12 @@ def _mark(axes: Any, skipped: Sequence[tuple[int, str]]) -> None:
     if skipped:
         places = [step for step, _ in skipped][-MAX_BINS:]
         across = axes.get_xaxis_transform()
-        axes.plot(places, [0.98] * len(places), "x", color=_ALARM, ms=5, transform=across)
+        axes.plot(places, [0.98] * len(places), "x", color=ALARM, ms=5, transform=across)
 
 
 @contextmanager
-def _styled() -> Generator[None]:
+def styled() -> Generator[None]:
+    """Draw figures in the style of all plots while the context is active."""
     import matplotlib
 
     with warnings.catch_warnings(), matplotlib.rc_context(_STYLE):  # pyright: ignore
@@ -198,7 +199,8 @@ def _styled() -> Generator[None]:
         yield
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as PNG or SVG, atomically."""
     kind = path.suffix.removeprefix(".")
     with atomic_file(path) as temporary:
         figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)
