@@ -2,7 +2,9 @@
 
     y = residual + activation(x W^T + h B + bias)
 
-h B is the term of a LoRA adapter (`ingot.ops.lora`). A weight format (floating point, int8, int4) is one op record, and its epilogue is an argument of
+h B is the term of LoRA adapters (`ingot.ops.lora`).
+
+A weight format (floating point, int8, int4) is one op record, and its epilogue is an argument of
 the call: a new format adds one record, not one for each epilogue. The functions here check, count
 and compute the epilogue for all of them.
 
