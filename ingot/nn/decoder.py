@@ -191,9 +191,8 @@ class Decoder(nn.Module):
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """The linear layers that can have LoRA adapters, by PEFT's names."""
-        return tuple(
-            t for layer, _, shape in self._lora_sites() if not layer for t in shape.targets
-        )
+        first = (shape for layer, _, shape in self._lora_sites() if layer == 0)
+        return tuple(target for shape in first for target in shape.targets)
 
     def add_lora(self, config: LoraConfig, seed: int) -> None:
         """Freeze the weights and add a LoRA adapter to train; its output is that of the base.
@@ -258,6 +257,7 @@ class Decoder(nn.Module):
         }
 
     def _lora_sites(self) -> Iterator[tuple[int, Any, LoraShape]]:
+        block: Any
         for layer, block in enumerate(self.blocks):
             # In a model with experts only attention: PEFT's names do not tell them from dense MLPs.
             sites = block.attention.lora_sites if self.config.moe else block.lora_sites

@@ -308,7 +308,7 @@ def linear(
     bias: Tensor | None,
     activation: int,
     residual: Tensor | None,
-    *_: None,
+    *lora: None,
 ) -> Tensor:
     """Launch one GEMM with its epilogue."""
     y, _ = matmul(
