@@ -26,7 +26,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,7 @@ from ingot.interop.hf_config import RawConfig
 from ingot.interop.hf_families import FAMILIES
 from ingot.nn.decoder import Decoder
 from ingot.nn.linear import Linear
+from ingot.nn.lora import QKV, LoraConfig, LoraKey, LoraWeights
 from ingot.nn.weights import READABLE, SafetensorsDir, read_json, write_file
 
 CONFIG = "adapter_config.json"
@@ -86,7 +87,7 @@ _NEUTRAL = {
     # Read below
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora"),
 }
-"""Keys whose values do not change the mathematics, or are read by `_read_config`."""
+"""Keys whose values do not change the mathematics, or are read by `read_config`."""
 
 
 class AdapterError(IngotError):
@@ -97,7 +98,7 @@ class AdapterError(IngotError):
 class Adapter:
     """A LoRA adapter: the matrices A and B of each adapted layer, and their scale.
 
-    >>> config = new_config(rank=2, alpha=4.0, targets=["q_proj"])
+    >>> config = new_config(LoraConfig(rank=2, alpha=4.0), ["q_proj"])
     >>> adapter = Adapter(config, {"model.layers.0.self_attn.q_proj": (torch.ones(2, 8),) * 2})
     >>> adapter.rank, adapter.scale, adapter.nbytes
     (2, 2.0, 128)
@@ -147,7 +148,7 @@ class Adapter:
 def load(directory: Path | str, decoder: Decoder) -> Adapter:
     """Read the adapter of a directory for this decoder, in the dtype of its file."""
     directory = Path(directory)
-    config, header = _read_config(directory / CONFIG), _read_header(directory)
+    config, header = read_config(directory), _read_header(directory)
     layers = _check_layers(header, config, target_layers(decoder))
     tensors = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in header.entries.items()}
     header.read(tensors)
@@ -168,35 +169,69 @@ def save(adapter: Adapter, directory: Path | str) -> None:
         write_atomic(temporary / CONFIG, json.dumps(adapter.config, indent=2, sort_keys=True))
 
 
-def new_config(
-    *, rank: int, alpha: float, targets: list[str], dropout: float = 0.0, base: str | None = None
-) -> RawConfig:
-    """Return an adapter_config.json as PEFT writes it; `base` is the base model's name or path.
+def lora_weights(adapter: Adapter, decoder: Decoder) -> dict[LoraKey, LoraWeights]:
+    """Return the matrices for `Decoder.set_adapter`, which takes the transpose of PEFT's B."""
+    layers = target_layers(decoder)
+    return {layers[name].key: LoraWeights(a, b.T) for name, (a, b) in adapter.weights.items()}
 
-    >>> new_config(rank=8, alpha=16, targets=["q_proj", "v_proj"])["peft_type"]
-    'LORA'
+
+def from_weights(
+    weights: Mapping[LoraKey, LoraWeights],
+    config: LoraConfig,
+    decoder: Decoder,
+    base: str | None = None,
+) -> Adapter:
+    """Return an adapter that was trained: `Decoder.lora_weights` and its config.
+
+    `base` is the name or path of the base model, for those who load the adapter.
     """
+    names = {layer.key: name for name, layer in target_layers(decoder).items()}
+    pairs = {names[key]: (a, b.T.contiguous()) for key, (a, b) in weights.items()}
+    targets = sorted({name.rpartition(".")[2] for name in pairs})
+    return Adapter(new_config(config, targets, base), pairs)
+
+
+def new_config(config: LoraConfig, targets: Sequence[str], base: str | None = None) -> RawConfig:
+    """Return an adapter_config.json as PEFT writes it, without keys that have their defaults.
+
+    >>> new_config(LoraConfig(rank=8, alpha=16), ["q_proj", "v_proj"])["lora_alpha"]
+    16
+    """
+    alpha = config.alpha
     return {
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": dropout,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": config.dropout,
         "modules_to_save": None,
         "peft_type": "LORA",
-        "r": rank,
-        "target_modules": sorted(targets),
+        "r": config.rank,
+        "target_modules": list(targets),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
     }
 
 
+@torch.no_grad()
+def merge_(decoder: Decoder, adapter: Adapter) -> None:
+    """Add `scale * B A` to the weights of a decoder, in float32, and round them to its dtype."""
+    layers = target_layers(decoder)
+    for name, (a, b) in adapter.weights.items():
+        layer = layers[name]
+        weight = decoder.get_parameter(f"{layer.module}.weight")
+        rows = weight.narrow(0, layer.first, layer.out_features)
+        delta = adapter.scale * (b.float() @ a.float())
+        rows.copy_(rows.float() + delta.to(rows.device))
+
+
 class TargetLayer(NamedTuple):
     """A linear layer as a Hugging Face model has it: rows of the weight of one of ours."""
 
+    key: LoraKey
     module: str
     """Name of our module."""
     first: int
@@ -210,33 +245,49 @@ def target_layers(decoder: Decoder) -> dict[str, TargetLayer]:
 
     >>> from ingot.nn import preset
     >>> layers = target_layers(Decoder.on_meta(preset("tiny")))
-    >>> layers["model.layers.0.self_attn.k_proj"]
-    TargetLayer(module='blocks.0.attention.qkv', first=64, out_features=32, in_features=64)
+    >>> layers["model.layers.0.self_attn.k_proj"]._asdict()
+    {'key': (0, 'k_proj'), 'module': 'blocks.0.attention.qkv', 'first': 64, 'out_features': 32, \
+'in_features': 64}
     """
     config = decoder.config
     raw = hf.write_config(config, decoder.source_config, decoder.dtype)
-    names = FAMILIES[raw["model_type"]].tensor_names
+    family = FAMILIES[raw["model_type"]]
+    heads = [count * config.head_dim for count in (config.heads, config.kv_heads, config.kv_heads)]
     layers: dict[str, TargetLayer] = {}
     for ours, module in decoder.named_modules():
         found = re.fullmatch(r"blocks\.(\d+)\.(.+)", ours)
-        if not isinstance(module, Linear) or not found or found[2].endswith("router"):
+        if found is None or found[2] not in _TARGETS or not isinstance(module, Linear):
             continue
-        theirs, rows = names[f"blocks.{{i}}.{found[2]}.weight"], [module.out_features]
+        if config.moe and found[2].startswith("mlp."):
+            continue  # as in `Decoder.add_lora`: the experts of other layers have the same names
+        index, theirs = int(found[1]), family.tensor_names[f"blocks.{{i}}.{found[2]}.weight"]
+        targets, rows = _TARGETS[found[2]], [module.out_features]
         if isinstance(theirs, tuple):
-            heads = config.heads, config.kv_heads, config.kv_heads
-            rows = [count * config.head_dim for count in heads]
-        first = 0
-        for name, count in zip([theirs] if isinstance(theirs, str) else theirs, rows, strict=True):
-            layer = name.format(i=found[1]).removesuffix(".weight")
-            layers[layer] = TargetLayer(ours, first, count, module.in_features)
+            targets, rows = ("q_proj", "k_proj", "v_proj"), heads
+        names, first = (theirs,) if isinstance(theirs, str) else theirs, 0
+        for name, target, count in zip(names, targets, rows, strict=True):
+            layer = name.format(i=index).removesuffix(".weight")
+            layers[layer] = TargetLayer((index, target), ours, first, count, module.in_features)
             first += count
     return layers
+
+
+_TARGETS = {
+    "attention.qkv": (QKV,),
+    "attention.out": ("o_proj",),
+    "mlp.gate": ("gate_proj",),
+    "mlp.up": ("up_proj",),
+    "mlp.down": ("down_proj",),
+}
+"""Targets of our modules; where a family has three tensors for `qkv`, it has three targets."""
 
 
 # Reading
 
 
-def _read_config(path: Path) -> RawConfig:
+def read_config(directory: Path | str) -> RawConfig:
+    """Read adapter_config.json; raise unless it is supported."""
+    path = Path(directory) / CONFIG
     if not path.exists():
         raise AdapterError(
             f"{CONFIG} not found in {path.parent}",

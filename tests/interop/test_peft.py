@@ -19,6 +19,7 @@ from ingot.core.errors import IngotError
 from ingot.interop import hf, peft
 from ingot.interop.peft import CONFIG, WEIGHTS, AdapterError
 from ingot.nn import Decoder, preset
+from ingot.nn.lora import LoraConfig
 from tests import models
 
 # As PEFT 0.21.2 writes it.
@@ -109,7 +110,8 @@ def test_reading_and_writing_keeps_every_byte(
 
 
 def test_a_config_of_ours_is_read(content: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    ours = peft.new_config(rank=4, alpha=6.5, targets=["q_proj", "down_proj"], base="smollm2")
+    config = LoraConfig(rank=4, alpha=6.5)
+    ours = peft.new_config(config, ["q_proj", "down_proj"], base="smollm2")
     directory = write(tmp_path, {}, content)
     (directory / CONFIG).write_text(json.dumps(ours))
     assert peft.load(directory, DECODER).scale == 6.5 / 4
