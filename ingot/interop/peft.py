@@ -165,8 +165,13 @@ def load(directory: Path | str, decoder: Decoder) -> Adapter:
 def save(adapter: Adapter, directory: Path | str) -> None:
     """Write the adapter to a directory that does not exist yet, or is empty."""
     with atomic_directory(Path(directory), adapter.nbytes) as temporary:
-        write_file(temporary / WEIGHTS, adapter.tensors)
-        write_atomic(temporary / CONFIG, json.dumps(adapter.config, indent=2, sort_keys=True))
+        write(adapter, temporary)
+
+
+def write(adapter: Adapter, directory: Path) -> None:
+    """Write the files of the adapter into a directory."""
+    write_file(directory / WEIGHTS, adapter.tensors)
+    write_atomic(directory / CONFIG, json.dumps(adapter.config, indent=2, sort_keys=True))
 
 
 def lora_weights(adapter: Adapter, decoder: Decoder) -> dict[LoraKey, LoraWeights]:

@@ -75,6 +75,8 @@ class Trainer:
         self.model = build_model(recipe) if model is None else model
         self._check()
         self.model.to(self.device)
+        if recipe.adapter:
+            self.model.add_lora(recipe.adapter, recipe.seed)  # pyright: ignore
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
@@ -317,14 +319,16 @@ class Trainer:
         """Return the model FLOPs of a token, without recomputation; None for other models."""
         if not isinstance(self.model, Decoder) or not isinstance(self.recipe.data, TextData):
             return None
-        return flops_per_token(self.model.config, self.recipe.data.seq_len)
+        frozen = self.recipe.adapter is not None
+        return flops_per_token(self.model.config, self.recipe.data.seq_len, frozen)
 
 
-def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
+def flops_per_token(model: DecoderConfig, seq_len: int, frozen: bool = False) -> float:
     """Return the FLOPs per token of a dense decoder's forward and backward at this length.
 
     A forward takes two for each weight that a token is multiplied by, and those of causal attention
-    over half the sequence; a backward takes twice as many.
+    over half the sequence; a backward takes twice as many, but only two for a frozen weight. Those
+    of LoRA adapters are not counted.
 
     >>> from ingot.nn import preset
     >>> f"{flops_per_token(preset('gpt2-124m'), 1024):.3g}"
@@ -335,7 +339,7 @@ def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
     mlp_matrices = 3 if model.activation.value == "swiglu" else 2
     matmuls = model.layers * (attention + mlp_matrices * model.dim * model.ffn_dim)
     scores = model.layers * heads * seq_len
-    return 6.0 * (matmuls + model.dim * model.vocab_size + scores)
+    return (4.0 if frozen else 6.0) * (matmuls + model.dim * model.vocab_size) + 6.0 * scores
 
 
 class _ConsoleLogger:
