@@ -3,8 +3,8 @@
 Everything that decides the next step is in a checkpoint: the optimizer's weights and state, the
 position in the data, the running statistics of clipping and of the spike detector, the EMA, the
 model's buffers and torch's random state. Dropout, mixup and the learning rate are functions of the
-seed and the step. So a killed run resumes from its latest checkpoint and repeats the same steps,
-bit-for-bit.
+seed and the step. Frozen weights, those of the base of a LoRA adapter, are not copied: their hash
+is. So a killed run resumes from its latest checkpoint and repeats the same steps, bit-for-bit.
 
     run/
         recipe.toml          the resolved recipe
@@ -21,6 +21,7 @@ clipper and the spike detector work on the host. Nothing draws from the device's
 # pyright: basic
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,11 @@ class Trainer:
             raise ConfigError(
                 f"{self.directory}: the run was trained on other data",
                 hint="restore the data that it was started with, or start a new run",
+            )
+        if checkpoint.metadata.get("base") != self._base_hash:
+            raise ConfigError(
+                f"{self.directory}: the weights of init_from have changed since the run started",
+                hint="restore the model that it was started with, or start a new run",
             )
         self._load(checkpoint)
         self.loader.load_state_dict(checkpoint.metadata["loader"])
@@ -271,6 +278,7 @@ class Trainer:
         self._saved_step = self.step
         metadata = {
             "data": self.datasets.fingerprint,
+            "base": self._base_hash,
             "loader": self.loader.state_dict(),
             "spike_detector": self.spike_detector.state_dict(),
             "metrics_lines": self._metrics.lines,
@@ -297,6 +305,15 @@ class Trainer:
             self.ema.load_state_dict(checkpoint.tensors("ema"))
         torch.set_rng_state(checkpoint.tensors("rng")["torch"])
         self.step = self._saved_step = checkpoint.step
+
+    @cached_property
+    def _base_hash(self) -> str | None:
+        """SHA-256 of the frozen weights; None if all are trained."""
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        digest = hashlib.sha256()
+        for weight in frozen:
+            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy())  # pyright: ignore
+        return digest.hexdigest() if frozen else None
 
     def _write_description(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
