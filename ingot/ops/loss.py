@@ -305,7 +305,7 @@ def _fwd_bwd_samples(make: TensorMaker) -> Iterator[SampleInput]:
 
 
 def _fwd_bwd_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Cost:
-    once, has_weight_grad = _linear_cost(hidden, weight, targets), (*options, True)[4]
+    once, has_weight_grad = _linear_cost(hidden, weight, targets), options[4:] != (False,)
     backward_flops = (4 if has_weight_grad else 2) * targets.numel() * weight.numel()
     written = hidden.nbytes + (weight.nbytes if has_weight_grad else 0)
     return Cost(bytes=once.bytes + written, flops=once.flops + backward_flops)
