@@ -259,7 +259,7 @@ class Decoder(nn.Module):
     def _lora_sites(self) -> Iterator[tuple[int, Any, LoraShape]]:
         block: Any
         for layer, block in enumerate(self.blocks):
-            # In a model with experts only attention: PEFT's names do not tell them from dense MLPs.
+            # With experts only attention: for PEFT, experts and dense MLPs have the same names.
             sites = block.attention.lora_sites if self.config.moe else block.lora_sites
             yield from ((layer, module, shape) for module, shape in sites)
 

@@ -52,7 +52,7 @@ class LoraConfig:
     rank: int = 16
     """Rows of A and B."""
     alpha: float = 32.0
-    """The product of A and B is multiplied by alpha / rank."""
+    """What A and B compute is multiplied by alpha / rank."""
     targets: Literal["all"] | tuple[str, ...] = "all"
     """Layers to adapt: "all", or names of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj."""
@@ -70,7 +70,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of A and B."""
+        """Factor of what A and B compute."""
         return self.alpha / self.rank
 
 
@@ -198,7 +198,7 @@ class LoraAdapter(nn.Module):
         return (padded[0] if len(padded) == 1 else torch.cat(padded))[None]
 
     def _gated(self, h: Tensor, adapters_T: Tensor | None) -> LoraTerm:
-        """Return the B of gate and up; one that is no target is 0."""
+        """Return the B of gate and up; 0 for one that is not a target."""
         rank = self._rank
         present = [parts[0].target in self._parts for parts in self._outputs]
         if not all(present):

@@ -2,7 +2,7 @@
 
     linear(x)               = residual + act(x W^T + b)
     gated_linear(x)         = act(x G^T) * (x U^T), in one pass over x; SwiGLU with act = silu
-                              (both with the second product of LoRA adapters: `ingot.ops.lora`)
+                              (both with the second matmul of LoRA adapters: `ingot.ops.lora`)
     grouped_linear(x)       = act(x W_e^T), e being the group of a row (mixture of experts)
     grouped_gated_linear(x) = gated_linear with the gate and up weights of the row's group
 
@@ -220,8 +220,8 @@ def _cost(
 ) -> Cost:
     rows, out = _rows(x), weight.shape[0]
     result = rows * out * x.itemsize + epilogue_bytes(residual, lora_h, lora_b)
-    flops = 2 * rows * weight.numel() + lora_flops(lora_h, out)
-    return Cost(bytes=x.nbytes + weight.nbytes + result, flops=flops)
+    lora = lora_flops(lora_h, out)
+    return Cost(bytes=x.nbytes + weight.nbytes + result, flops=2 * rows * weight.numel() + lora)
 
 
 def _gated_cost(
@@ -236,8 +236,10 @@ def _gated_cost(
 ) -> Cost:
     rows, out = _rows(x), up_weight.shape[0]
     result = rows * out * x.itemsize + epilogue_bytes(None, lora_h, gate_lora_b, up_lora_b)
-    flops = 4 * rows * up_weight.numel() + lora_flops(lora_h, out)
-    return Cost(bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=flops)
+    lora = lora_flops(lora_h, out)
+    return Cost(
+        bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=4 * rows * up_weight.numel() + lora
+    )
 
 
 def _grouped_cost(x: Tensor, weight: Tensor, offsets: Tensor, activation: int = IDENTITY) -> Cost:

@@ -1,4 +1,4 @@
-// The first product of LoRA adapters, with an adapter for each row. The second one is part of the
+// The first matmul of LoRA adapters, with an adapter for each row. The second one is part of the
 // epilogue of `linear` and `gated_linear`: see lora.h.
 #include "lora.h"
 
@@ -6,7 +6,7 @@
 
 namespace ingot::kernels {
 
-// Pairs of 32 rows and an adapter that some of them have; neighbours of one adapter are joined.
+// Pairs of 32 rows and an adapter that some of them have; consecutive ones of one adapter are joined.
 std::vector<AdapterRows> adapter_tasks(const AdapterIndex& index, int64_t rows) {
   if (!index.index) return split_rows(rows);
   int64_t most = split_rows(rows)[0].rows;

@@ -1,4 +1,4 @@
-// The two products of a LoRA adapter of rank R, which is small:
+// The two matmuls of a LoRA adapter of rank R, which is small:
 //
 //   shrink   h = x A^T          K is large: dot products, parallel along the rows of x
 //   expand   y += h B           K is R: the rows of B times the elements of h, added in order
@@ -112,10 +112,10 @@ struct AdapterRows {
   int64_t row, rows, adapter;
 };
 
-// Consecutive rows in pieces of whole blocks, several for each thread.
+// Consecutive rows in tasks of whole blocks, several for each thread.
 inline std::vector<AdapterRows> split_rows(int64_t rows) {
-  int64_t pieces = 4 * torch::stable::get_num_threads();
-  int64_t each = std::max<int64_t>((rows / pieces + BLOCK_M - 1) / BLOCK_M, 1) * BLOCK_M;
+  int64_t tasks = 4 * torch::stable::get_num_threads();
+  int64_t each = std::max<int64_t>((rows / tasks + BLOCK_M - 1) / BLOCK_M, 1) * BLOCK_M;
   std::vector<AdapterRows> result;
   for (int64_t row = 0; row < rows; row += each)
     result.push_back({row, std::min(each, rows - row), 0});
