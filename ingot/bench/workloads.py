@@ -46,6 +46,7 @@ BLOCK_SIZE = 16
 # (out, in) of qkv, gate and up, down, vocabulary; then gate or up and vocabulary of SmolLM2-135M.
 PROJECTIONS = ((1280, 768), (4096, 768), (768, 2048), (32000, 768), (1728, 576), (49152, 576))
 EXPERTS = 8
+LORA_RANK = 16
 LINEAR_ROWS = (1, 2, 4, 8, 16, 64, 128, 512, 2048)
 
 _MiB = 2**20
@@ -281,11 +282,35 @@ def _linear() -> Iterator[Workload]:
         yield Workload("gated_linear", shape, "bf16", floats((m, 768), up, up))
         shape = f"{_text(m, 2048, 768)} residual"
         yield Workload("linear", shape, "bf16", _with_residual((m, 2048), down, (m, 768)))
+        shape = f"{_text(m, 768, 2048)} lora"
+        yield Workload("linear", shape, "bf16", _with_lora((m, 768), up))
     for rows in (8, 512):  # 2 of 8 experts for each of 4 tokens, and of 256
         shape = _text(EXPERTS, rows, 768, 1024)
         yield Workload("grouped_linear", shape, "bf16", _grouped(rows, weights=1))
         args = _grouped(rows, weights=2)
         yield Workload("grouped_gated_linear", f"{shape} silu", "bf16", args)
+
+
+def _lora() -> Iterator[Workload]:
+    """Shapes are adapters x rows x in x rank: a decode step of eight adapters, and training."""
+    for (adapters, rows), dtype in product(((8, 32), (1, 2048)), ("bf16", "fp32")):
+        shape = _text(adapters, rows, 576, LORA_RANK)
+        yield Workload("lora_shrink", shape, dtype, _shrink(adapters, rows))
+
+
+def _shrink(adapters: int, rows: int) -> MakeArgs:
+    scale = torch.full((adapters,), 2.0)
+    index = torch.arange(rows, dtype=torch.int32) % adapters if adapters > 1 else None
+    return lambda new: (new(rows, 576), new(adapters, LORA_RANK, 576), scale, index)
+
+
+def _with_lora(*shapes: tuple[int, ...]) -> MakeArgs:
+    def make_args(new: Views) -> Args:
+        x, weight = floats(*shapes)(new)
+        h, b = torch.ones(len(x), LORA_RANK), new(1, LORA_RANK, len(weight))
+        return x, weight, None, int(ActivationFn.IDENTITY), None, h, b
+
+    return make_args
 
 
 def _with_activation(activation: ActivationFn, *shapes: tuple[int, ...]) -> MakeArgs:
@@ -416,7 +441,7 @@ def _sample(new: Views) -> Args:
 WORKLOADS: tuple[Workload, ...] = tuple(
     workload
     for family in (
-        *(_elementwise, _logits, _linear_losses, _linear, _quantized, _attention, _sampling),
+        *(_elementwise, _logits, _linear_losses, _linear, _lora, _quantized, _attention, _sampling),
         _optimizers,
     )
     for workload in family()

@@ -145,6 +145,8 @@ def named_views(decoder: Decoder, family: Family) -> dict[str, Tensor]:
     rows = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
     views: dict[str, Tensor] = {}
     for ours, parameter in decoder.named_parameters():
+        if ".lora." in ours:
+            continue  # adapters are files of their own: `ingot.interop.peft`
         pattern = re.sub(r"^blocks\.\d+", "blocks.{i}", ours)
         layer = "".join(re.findall(r"^blocks\.(\d+)", ours))
         theirs, tensor = family.tensor_names[pattern], parameter.detach()

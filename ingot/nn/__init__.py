@@ -26,6 +26,7 @@ from ingot.nn.dropout import Dropout
 from ingot.nn.gru import GRU, GRUConfig
 from ingot.nn.layout import BatchLayout, KVCache, KVSpec
 from ingot.nn.linear import Embedding, Linear
+from ingot.nn.lora import LoraConfig, LoraKey, LoraWeights
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
 from ingot.nn.presets import PRESETS, preset
@@ -50,6 +51,9 @@ __all__ = [
     "KVSpec",
     "LayerNorm",
     "Linear",
+    "LoraConfig",
+    "LoraKey",
+    "LoraWeights",
     "MoE",
     "MoEConfig",
     "NormKind",

@@ -21,6 +21,7 @@ from ingot.core.errors import ConfigError, IngotError
 from ingot.nn.config import QkNorm, Rope
 from ingot.nn.layout import BatchLayout, KVSpec
 from ingot.nn.linear import Linear
+from ingot.nn.lora import LoraShape, LoraSite
 from ingot.nn.norm import RMSNorm
 from ingot.nn.recompute import recomputable
 
@@ -71,6 +72,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim * (self.kv_heads if full else 1), eps)
 
     @property
+    def lora_sites(self) -> list[LoraSite]:
+        """The modules that take LoRA adapters."""
+        widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        qkv = LoraShape.of(self.qkv, "q_proj", "k_proj", "v_proj", widths=widths)
+        return [(self.qkv, qkv), (self.out, LoraShape.of(self.out, "o_proj"))]
+
+    @property
     def kv_spec(self) -> KVSpec:
         """Shape and dtype of the keys and values that this layer caches for a token."""
         dtype = self.qkv.weight.dtype
@@ -78,7 +86,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: BatchLayout, residual: Tensor | None = None) -> Tensor:
         """Attend to the preceding tokens; add `residual` if given."""
-        q_TNH, k, v = self._project(x_TD)
+        q_TNH, k, v = self._project(x_TD, layout.adapters)
         if layout.kv_cache is None:
             q_TNH = recomputable(self.rotary, q_TNH, layout.positions)
             k = recomputable(self.rotary, k, layout.positions)
@@ -98,11 +106,11 @@ class Attention(nn.Module):
             True,
             self.sliding_window,
         )
-        return self.out(out_TNH.flatten(1), residual)
+        return self.out(out_TNH.flatten(1), residual, adapters=layout.adapters)
 
-    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_TD: Tensor, adapters_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         counts = [self.heads, self.kv_heads, self.kv_heads]
-        qkv_TXH = self.qkv(x_TD).view(-1, sum(counts), self.head_dim)
+        qkv_TXH = self.qkv(x_TD, adapters=adapters_T).view(-1, sum(counts), self.head_dim)
         # Slices instead of `split` would each have a gradient of the full size, mostly zeros.
         q_TNH, k_TGH, v_TGH = qkv_TXH.split(counts, dim=1)
         if self.qk_norm is None:

@@ -16,17 +16,32 @@ Legend: T tokens, D channels, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ingot import ops
+from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.nn.attention import Attention
 from ingot.nn.config import Activation, DecoderConfig, NormKind, NormPosition
 from ingot.nn.dropout import Dropout
 from ingot.nn.layout import BatchLayout, KVSpec
 from ingot.nn.linear import STD, Embedding, Linear
+from ingot.nn.lora import (
+    MAX_LORAS,
+    MAX_RANK,
+    QKV,
+    LoraAdapter,
+    LoraConfig,
+    LoraKey,
+    LoraShape,
+    LoraSite,
+    LoraSlots,
+    LoraWeights,
+    select_targets,
+)
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
 from ingot.nn.recompute import RecomputePolicy, recomputable, run
@@ -71,6 +86,11 @@ class Block(nn.Module):
         self.recompute: RecomputePolicy = "none"
         """Which activations to discard in the forward and recompute in the backward."""
 
+    @property
+    def lora_sites(self) -> list[LoraSite]:
+        """The modules that take LoRA adapters."""
+        return [*self.attention.lora_sites, *self.mlp.lora_sites]
+
     def forward(self, x_TD: Tensor, layout: BatchLayout) -> Tensor:
         """Return the residual stream after this layer, (T, D)."""
         return run(self.recompute, self._forward, x_TD, layout)
@@ -80,10 +100,11 @@ class Block(nn.Module):
             return self._forward_dropout(x_TD, layout, *self.residual_dropouts)
         if self.post_norm:
             x_TD = x_TD + self.attention_norm(self.attention(x_TD, layout))
-            return x_TD + self.mlp_norm(self.mlp(x_TD))
+            return x_TD + self.mlp_norm(self.mlp(x_TD, adapters=layout.adapters))
         h_TD = recomputable(self.attention_norm, x_TD)
         x_TD = self.attention(h_TD, layout, residual=x_TD)
-        return self.mlp(recomputable(self.mlp_norm, x_TD), residual=x_TD)
+        h_TD = recomputable(self.mlp_norm, x_TD)
+        return self.mlp(h_TD, residual=x_TD, adapters=layout.adapters)
 
     def _forward_dropout(
         self, x_TD: Tensor, layout: BatchLayout, first: nn.Module, second: nn.Module
@@ -91,10 +112,11 @@ class Block(nn.Module):
         """Compute the layer with dropout on the output of both sublayers."""
         if self.post_norm:
             x_TD = x_TD + first(self.attention_norm(self.attention(x_TD, layout)))
-            return x_TD + second(self.mlp_norm(self.mlp(x_TD)))
+            return x_TD + second(self.mlp_norm(self.mlp(x_TD, adapters=layout.adapters)))
         h_TD = recomputable(self.attention_norm, x_TD)
         x_TD = x_TD + first(self.attention(h_TD, layout))
-        return x_TD + second(self.mlp(recomputable(self.mlp_norm, x_TD)))
+        h_TD = recomputable(self.mlp_norm, x_TD)
+        return x_TD + second(self.mlp(h_TD, adapters=layout.adapters))
 
 
 class Decoder(nn.Module):
@@ -165,6 +187,81 @@ class Decoder(nn.Module):
         """Set which activations the blocks discard in training: see `ingot.nn.recompute`."""
         for block in self.blocks:
             block.recompute = policy  # pyright: ignore
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The linear layers that can have LoRA adapters, by PEFT's names."""
+        first = (shape for layer, _, shape in self._lora_sites() if layer == 0)
+        return tuple(target for shape in first for target in shape.targets)
+
+    def add_lora(self, config: LoraConfig, seed: int) -> None:
+        """Freeze the weights and add a LoRA adapter to train; its output is that of the base.
+
+        >>> from ingot.nn import preset
+        >>> model = Decoder.from_config(preset("tiny"), seed=0)
+        >>> model.add_lora(LoraConfig(rank=4, targets=("q_proj", "v_proj")), seed=0)
+        >>> a, b = model.lora_weights()[0, "q_proj"]
+        >>> a.shape, bool(b.any())
+        (torch.Size([4, 64]), False)
+        """
+        # Without RoPE it is of the GPT-2 family, whose checkpoints have one weight for q, k and v.
+        fused_qkv = self.config.rope is None
+        targets = select_targets(config, self.lora_targets, fused_qkv)
+        random = torch.Generator().manual_seed(seed)
+        self.requires_grad_(False)
+        number = 2 * self.config.layers  # the layer of its dropout, after those of `set_dropout`
+        for _, module, shape in self._lora_sites():
+            own = [target for target in targets if shape.find(target)]
+            if own:
+                options = {"dtype": self.dtype, "device": self.device}
+                module.lora = LoraAdapter(shape, own, config, random, number, **options)
+                number += 1
+
+    def add_lora_slots(self, max_loras: int, max_rank: int) -> None:
+        """Add slots for LoRA adapters to serve, empty at first: see `BatchLayout.adapters`."""
+        if not (1 <= max_loras <= MAX_LORAS and 1 <= max_rank <= MAX_RANK):
+            raise ConfigError(
+                f"max_loras and max_rank must be from 1 to {MAX_LORAS} and {MAX_RANK}, got "
+                f"{max_loras} and {max_rank}",
+                hint="give smaller numbers",
+            )
+        for _, module, shape in self._lora_sites():
+            module.lora = LoraSlots(shape, max_loras, max_rank, self.dtype, self.device)
+
+    def set_adapter(self, slot: int, weights: Mapping[LoraKey, LoraWeights], scale: float) -> None:
+        """Fill a slot with an adapter: A and B by layer and target. Layers without are cleared.
+
+        >>> from ingot.nn import preset
+        >>> model = Decoder.from_config(preset("tiny"), seed=0)
+        >>> model.add_lora_slots(max_loras=2, max_rank=8)
+        >>> pair = LoraWeights(torch.ones(4, 64), torch.ones(4, 64))
+        >>> model.set_adapter(1, {(0, "o_proj"): pair}, scale=2.0)
+        """
+        rest = dict(weights)
+        for layer, module, shape in self._lora_sites():
+            names = (*shape.targets, QKV) if shape.find(QKV) else shape.targets
+            own = {name: rest.pop((layer, name)) for name in names if (layer, name) in rest}
+            if not isinstance(module.lora, LoraSlots):
+                raise IngotError("the model has no LoRA slots", hint="call add_lora_slots first")
+            module.lora.set(slot, own, scale)
+        for layer, target in rest:
+            raise UnknownName(f"LoRA target of layer {layer}", target, self.lora_targets)
+
+    def lora_weights(self) -> dict[LoraKey, LoraWeights]:
+        """Return A and B of the adapter that is trained, by layer and target; not copies."""
+        return {
+            (layer, target): pair
+            for layer, module, _ in self._lora_sites()
+            if isinstance(module.lora, LoraAdapter)
+            for target, pair in module.lora.weights().items()
+        }
+
+    def _lora_sites(self) -> Iterator[tuple[int, Any, LoraShape]]:
+        block: Any
+        for layer, block in enumerate(self.blocks):
+            # With experts only attention: for PEFT, experts and dense MLPs have the same names.
+            sites = block.attention.lora_sites if self.config.moe else block.lora_sites
+            yield from ((layer, module, shape) for module, shape in sites)
 
     @property
     def device(self) -> torch.device:

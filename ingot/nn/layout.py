@@ -11,7 +11,8 @@ each token. When keys and values are kept between calls, it also says where:
 
 Prefill and decode are not distinguished: a sequence brings one new token or a thousand, and the
 keys and values of the earlier ones are in its blocks. Attention is the only layer that reads the
-layout; learned position embeddings read `positions`.
+layout, apart from two fields: learned position embeddings read `positions`, linear layers with LoRA
+adapters `adapters`.
 
 Legend: T new tokens, B sequences, M blocks of the longest sequence, P blocks of the cache, G
 key-value heads, H channels of a head, L layers.
@@ -148,6 +149,9 @@ class BatchLayout:
     """Cumulative sequence lengths, (B + 1,), int32."""
     positions: Tensor
     """Position of each new token in its own sequence, (T,)."""
+    adapters: Tensor | None = None
+    """LoRA adapter of each new token, (T,), int32: a slot of `Decoder.add_lora_slots`, or -1 for
+    the base model. None stands for the adapter that is trained, and for the base with slots."""
     context_lens: Tensor | None = None
     block_table: Tensor | None = None
     slot_mapping: Tensor | None = None

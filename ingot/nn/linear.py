@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot import ops
+from ingot.nn.lora import LoraAdapter, LoraSlots
 from ingot.ops.epilogue import IDENTITY
 
 STD = 0.02  # of initial weights, as in GPT-2 and Llama
@@ -35,6 +36,7 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
+        self.lora: LoraAdapter | LoraSlots | None = None
 
     def reset_parameters(self) -> None:
         """Initialize the weight from N(0, 0.02) and the bias to 0."""
@@ -47,9 +49,17 @@ class Linear(nn.Linear):
         input: Tensor,
         residual: Tensor | None = None,
         activation: int = IDENTITY,
+        adapters: Tensor | None = None,
     ) -> Tensor:
-        """Compute `residual + activation(input @ weight.T + bias)`."""
-        return ops.linear(input, self.weight, self.bias, activation, residual)
+        """Compute `residual + activation(input @ weight.T + bias)`.
+
+        `adapters` selects the LoRA adapter of each row, if the layer has any.
+        """
+        term = None if self.lora is None else self.lora(input, adapters)
+        if term is None:
+            return ops.linear(input, self.weight, self.bias, activation, residual)
+        h, (b,), index = term
+        return ops.linear(input, self.weight, self.bias, activation, residual, h, b, index)
 
 
 class Embedding(nn.Module):

@@ -44,8 +44,9 @@ def token_losses(
 
     If the factor that each loss is multiplied by before backward is known, pass it as
     `grad_output`: the gradients of head and states are then computed together with the losses,
-    in three matmuls instead of four. If the upstream gradient differs after all, the gradients are
-    computed again on the CPU; on an accelerator that is an error, raised by the device.
+    in three matmuls instead of four, or in two if the head is frozen. If the upstream gradient
+    differs after all, the gradients are computed again on the CPU; on an accelerator that is an
+    error, raised by the device.
 
     >>> import torch
     >>> from ingot.nn import Decoder, preset
@@ -56,8 +57,7 @@ def token_losses(
     layout = BatchLayout.packed(lengths, tokens_T.device)
     hidden_TD = model(tokens_T, layout)
     args = (hidden_TD, model.lm_head_weight, targets_T, IGNORE_INDEX, label_smoothing, z_loss)
-    trained = hidden_TD.requires_grad and model.lm_head_weight.requires_grad
-    if grad_output is None or not (trained and torch.is_grad_enabled()):
+    if grad_output is None or not (hidden_TD.requires_grad and torch.is_grad_enabled()):
         return ops.linear_cross_entropy(*args)
     return _WithGradients.apply(grad_output, *args)  # pyright: ignore
 
@@ -66,7 +66,8 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad_output: float, *args: Any) -> Tensor:
         hidden_TD, weight_VD, targets_T, *ctx.options = args
-        found = ops.linear_cross_entropy_fwd_bwd(*args, grad_output)  # pyright: ignore
+        trained = weight_VD.requires_grad
+        found = ops.linear_cross_entropy_fwd_bwd(*args, grad_output, trained)  # pyright: ignore
         losses_T, of_hidden, of_weight = found
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, of_hidden, of_weight)
         ctx.grad_output = grad_output
@@ -88,6 +89,8 @@ class _WithGradients(torch.autograd.Function):
                 leaves = [arg.detach().requires_grad_() for arg in args[:2]]
                 losses_T = ops.linear_cross_entropy(leaves[0], leaves[1], args[2], *ctx.options)
             of_hidden, of_weight = torch.autograd.grad(losses_T, leaves, grads_T)
+        if not ctx.needs_input_grad[2]:
+            of_weight = None
         return None, of_hidden, of_weight, *(None for _ in range(4))
 
 

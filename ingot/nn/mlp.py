@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ingot import ops
 from ingot.nn.config import Activation, MoEConfig
 from ingot.nn.linear import STD, Linear
+from ingot.nn.lora import LoraAdapter, LoraPart, LoraShape, LoraSite, LoraSlots
 from ingot.nn.recompute import recomputable
+from ingot.ops.epilogue import SILU
 
 
 class MLP(nn.Module):
@@ -29,13 +31,21 @@ class MLP(nn.Module):
         self.down = Linear(ffn_dim, dim, bias=bias)
         self.activation = int(ops.ActivationFn[activation.name])
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Apply the MLP; add `residual` if given."""
-        return self.down(recomputable(self.hidden, x), residual)
+    @property
+    def lora_sites(self) -> list[LoraSite]:
+        """The modules that take LoRA adapters."""
+        up, down = LoraShape.of(self.up, "up_proj"), LoraShape.of(self.down, "down_proj")
+        return [(self.up, up), (self.down, down)]
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """Apply the MLP; add `residual` if given. `adapters` selects the LoRA adapter of a row."""
+        return self.down(recomputable(self.hidden, x, adapters), residual, adapters=adapters)
+
+    def hidden(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return the activations between the two layers."""
-        return self.up(x, activation=self.activation)
+        return self.up(x, activation=self.activation, adapters=adapters)
 
 
 class SwiGLU(nn.Module):
@@ -50,14 +60,31 @@ class SwiGLU(nn.Module):
         self.gate = Linear(dim, ffn_dim)
         self.up = Linear(dim, ffn_dim)
         self.down = Linear(ffn_dim, dim)
+        self.lora: LoraAdapter | LoraSlots | None = None
+        """LoRA adapters of gate and up together, which have one input."""
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Apply the MLP; add `residual` if given."""
-        return self.down(recomputable(self.hidden, x), residual)
+    @property
+    def lora_sites(self) -> list[LoraSite]:
+        """The modules that take LoRA adapters."""
+        width = self.gate.out_features
+        parts = tuple((LoraPart(target, 0, width),) for target in ("gate_proj", "up_proj"))
+        down = LoraShape.of(self.down, "down_proj")
+        return [(self, LoraShape(self.gate.in_features, parts)), (self.down, down)]
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """Apply the MLP; add `residual` if given. `adapters` selects the LoRA adapter of a row."""
+        return self.down(recomputable(self.hidden, x, adapters), residual, adapters=adapters)
+
+    def hidden(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return the gated activations before the last layer."""
-        return ops.gated_linear(x, self.gate.weight, self.up.weight)
+        gate, up = self.gate.weight, self.up.weight
+        term = None if self.lora is None else self.lora(x, adapters)
+        if term is None:
+            return ops.gated_linear(x, gate, up)
+        h, (gate_b, up_b), index = term
+        return ops.gated_linear(x, gate, up, SILU, h, gate_b, up_b, index)
 
 
 class MoE(nn.Module):
@@ -81,7 +108,14 @@ class MoE(nn.Module):
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=STD)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    @property
+    def lora_sites(self) -> list[LoraSite]:
+        """None: experts and routers have no LoRA adapters."""
+        return []
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
         """Apply the MLP; add `residual` if given."""
         weights_TR, selected_TR = self._route(x)
         experts_A, order_A = selected_TR.flatten().sort(stable=True)  # by expert, then by token

@@ -82,10 +82,11 @@ class SafetensorsDir:
     tensor([1., 2.])
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, file: str | None = None) -> None:
+        """Read the headers of the model's weights, or those of one other `file`."""
         self.directory = Path(directory)
         self.entries: dict[str, TensorEntry] = {}
-        for name in _files(self.directory):
+        for name in _files(self.directory) if file is None else [file]:
             path = self.directory / name
             for tensor, entry in _entries(path):
                 if tensor in self.entries:
@@ -94,7 +95,8 @@ class SafetensorsDir:
                         f"duplicate tensor '{tensor}' in {where}", hint=_REFETCH_HINT
                     )
                 self.entries[tensor] = entry
-        _compare_with_index(self.directory, self.entries)
+        if file is None:
+            _compare_with_index(self.directory, self.entries)
 
     def check_matches(self, wanted: Mapping[str, Tensor]) -> None:
         """Raise unless the directory has these names and shapes, and no other; `meta` will do."""
@@ -158,12 +160,12 @@ def write(
         )
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
-        _write_file(directory / SINGLE, shards[0])
+        write_file(directory / SINGLE, shards[0])
         return
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(directory / name, shard)
+        write_file(directory / name, shard)
         index |= dict.fromkeys(shard, name)
     total = sum(tensor.nbytes for tensor in tensors.values())
     table = {"metadata": {"total_size": total}, "weight_map": index}
@@ -340,7 +342,8 @@ def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Ten
     return shards
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors as one file; it replaces another of this name when it is complete."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(

@@ -17,6 +17,7 @@ from ingot.ops.dispatch import Override, Provider, batch_invariant, prefer
 from ingot.ops.embedding import embedding
 from ingot.ops.epilogue import ActivationFn
 from ingot.ops.linear import gated_linear, grouped_gated_linear, grouped_linear, linear
+from ingot.ops.lora import lora_shrink
 from ingot.ops.loss import (
     cross_entropy,
     linear_cross_entropy,
@@ -76,6 +77,7 @@ __all__ = [
     "linear_logits",
     "linear_token_logprobs",
     "log_softmax",
+    "lora_shrink",
     "philox_uniform",
     "prefer",
     "registry",

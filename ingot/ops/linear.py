@@ -2,6 +2,7 @@
 
     linear(x)               = residual + act(x W^T + b)
     gated_linear(x)         = act(x G^T) * (x U^T), in one pass over x; SwiGLU with act = silu
+                              (both with the second matmul of LoRA adapters: `ingot.ops.lora`)
     grouped_linear(x)       = act(x W_e^T), e being the group of a row (mixture of experts)
     grouped_gated_linear(x) = gated_linear with the gate and up weights of the row's group
 
@@ -23,16 +24,21 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.arguments import accum_dtype
 from ingot.ops.check import check_same_dtype, check_same_shape
 from ingot.ops.epilogue import (
     IDENTITY,
     SILU,
+    add_lora,
     apply_activation,
     apply_epilogue,
     check_activation,
     check_epilogue,
+    check_lora,
     epilogue_bytes,
+    lora_flops,
     with_activations,
+    with_lora,
 )
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
@@ -63,6 +69,9 @@ def _samples(make: TensorMaker) -> Iterator[SampleInput]:
         yield SampleInput(f"{sample.name}_residual", (*sample.args, IDENTITY, residual))
     x, weight, bias = next(_biased_samples(make)).args
     yield SampleInput("typical_silu_residual", (x, weight, bias, SILU, make(6, 48)))
+    yield from with_lora(_biased_samples, make, IDENTITY, None)
+    lora = make(6, 3).to(accum_dtype(make.dtype)), make(1, 3, 48), None
+    yield SampleInput("typical_silu_residual_lora", (x, weight, bias, SILU, make(6, 48), *lora))
 
 
 def _two_weight_samples(make: TensorMaker) -> Iterator[SampleInput]:
@@ -74,7 +83,8 @@ def _two_weight_samples(make: TensorMaker) -> Iterator[SampleInput]:
 
 
 def _gated_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    return with_activations(_two_weight_samples, make, SILU)
+    yield from with_activations(_two_weight_samples, make, SILU)
+    yield from with_lora(_two_weight_samples, make, SILU, parts=2)
 
 
 def _offset_samples(make: TensorMaker) -> Iterator[SampleInput]:
@@ -119,13 +129,32 @@ def _check_weight(op_name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+    lora_h: Tensor | None,
+    lora_b: Tensor | None,
+    lora_index: Tensor | None,
 ) -> None:
     _check_weight("linear", x, weight)
     check_epilogue("linear", x, weight.shape[0], bias, activation, residual)
+    check_lora("linear", x, weight.shape[0], lora_h, [lora_b], lora_index)
 
 
-def _check_gated(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int) -> None:
+def _check_gated(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    activation: int,
+    lora_h: Tensor | None,
+    gate_lora_b: Tensor | None,
+    up_lora_b: Tensor | None,
+    lora_index: Tensor | None,
+) -> None:
+    bs = (gate_lora_b, up_lora_b)
+    check_lora("gated_linear", x, up_weight.shape[0], lora_h, bs, lora_index)
     check_same_shape("gated_linear", gate_weight=gate_weight, up_weight=up_weight)
     _check_weight("gated_linear", x, gate_weight)
     check_activation("gated_linear", activation)
@@ -185,16 +214,32 @@ def _cost(
     bias: Tensor | None = None,
     activation: int = IDENTITY,
     residual: Tensor | None = None,
+    lora_h: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    lora_index: Tensor | None = None,
 ) -> Cost:
-    rows = _rows(x)
-    result = rows * weight.shape[0] * x.itemsize + epilogue_bytes(residual)
-    return Cost(bytes=x.nbytes + weight.nbytes + result, flops=2 * rows * weight.numel())
+    rows, out = _rows(x), weight.shape[0]
+    result = rows * out * x.itemsize + epilogue_bytes(residual, lora_h, lora_b)
+    lora = lora_flops(lora_h, out)
+    return Cost(bytes=x.nbytes + weight.nbytes + result, flops=2 * rows * weight.numel() + lora)
 
 
-def _gated_cost(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int = SILU) -> Cost:
-    rows = _rows(x)
-    result = rows * up_weight.shape[0] * x.itemsize
-    return Cost(bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=4 * rows * up_weight.numel())
+def _gated_cost(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    activation: int = SILU,
+    lora_h: Tensor | None = None,
+    gate_lora_b: Tensor | None = None,
+    up_lora_b: Tensor | None = None,
+    lora_index: Tensor | None = None,
+) -> Cost:
+    rows, out = _rows(x), up_weight.shape[0]
+    result = rows * out * x.itemsize + epilogue_bytes(None, lora_h, gate_lora_b, up_lora_b)
+    lora = lora_flops(lora_h, out)
+    return Cost(
+        bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=4 * rows * up_weight.numel() + lora
+    )
 
 
 def _grouped_cost(x: Tensor, weight: Tensor, offsets: Tensor, activation: int = IDENTITY) -> Cost:
@@ -217,7 +262,7 @@ def _grouped_gated_cost(
     samples=_samples,
     tolerance=Tolerance(),
     cost=_cost,
-    row_args=("x", "residual"),
+    row_args=("x", "residual", "lora_h", "lora_index"),
 )
 def linear(
     x: Tensor,
@@ -225,8 +270,15 @@ def linear(
     bias: Tensor | None = None,
     activation: int = IDENTITY,
     residual: Tensor | None = None,
+    lora_h: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    lora_index: Tensor | None = None,
 ) -> Tensor:
-    """Return `residual + activation(x @ weight.T + bias)`; `activation` is an `ActivationFn`.
+    """Return `residual + activation(x @ weight.T + lora_h @ lora_b[lora_index] + bias)`.
+
+    `activation` is an `ActivationFn`. LoRA: `lora_h` (T, R) is the result of `lora_shrink`, and
+    `lora_b` (E, R, out) belongs to E adapters; `lora_index` (T) selects that of each row, -1 for
+    none. Without an index, all rows have adapter 0.
 
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
@@ -234,7 +286,8 @@ def linear(
     >>> linear(torch.ones(1, 1), torch.ones(1, 1), activation=ActivationFn.GELU)
     tensor([[0.8413]])
     """
-    return apply_epilogue(x @ weight.T, bias, activation, residual)
+    y = add_lora(x @ weight.T, lora_h, lora_b, lora_index)
+    return apply_epilogue(y, bias, activation, residual)
 
 
 @op(
@@ -243,17 +296,30 @@ def linear(
     samples=_gated_samples,
     tolerance=Tolerance(),
     cost=_gated_cost,
-    row_args=("x",),
+    row_args=("x", "lora_h", "lora_index"),
 )
 def gated_linear(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int = SILU
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    activation: int = SILU,
+    lora_h: Tensor | None = None,
+    gate_lora_b: Tensor | None = None,
+    up_lora_b: Tensor | None = None,
+    lora_index: Tensor | None = None,
 ) -> Tensor:
     """Return `activation(x @ gate_weight.T) * (x @ up_weight.T)`: SwiGLU by default.
+
+    LoRA as in `linear`: the first R columns of `lora_h` (T, 2 R) are multiplied by `gate_lora_b`
+    (E, R, out) and added to the first product, the others by `up_lora_b` for the second.
 
     >>> gated_linear(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
     tensor([[0.7311]])
     """
-    return apply_activation(x @ gate_weight.T, activation) * (x @ up_weight.T)
+    gate_h, up_h = (None, None) if lora_h is None else lora_h.chunk(2, dim=-1)
+    gate = add_lora(x @ gate_weight.T, gate_h, gate_lora_b, lora_index)
+    up = add_lora(x @ up_weight.T, up_h, up_lora_b, lora_index)
+    return apply_activation(gate, activation) * up
 
 
 @op(

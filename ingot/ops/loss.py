@@ -290,21 +290,25 @@ def linear_cross_entropy(
 
 
 def _fwd_bwd_fake(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *_: object
+    hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake(hidden, targets), hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+    weight_grad = weight.new_empty(weight.shape if options[4] else (0, weight.shape[1]))
+    return _fake(hidden, targets), hidden.new_empty(hidden.shape), weight_grad
 
 
 def _fwd_bwd_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for grad_output, sample in zip(cycle((1.0, -0.3)), _linear_loss_samples(make)):
         options = (*sample.args, -100, 0.0, 0.0)[:6]
         yield SampleInput(sample.name, (*options, grad_output))
+        if sample.name in ("typical", "chunks"):
+            yield SampleInput(f"{sample.name}_frozen", (*options, grad_output, False))
 
 
-def _fwd_bwd_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -> Cost:
-    once = _linear_cost(hidden, weight, targets)
-    backward_flops = 4 * targets.numel() * weight.numel()
-    return Cost(bytes=once.bytes + hidden.nbytes + weight.nbytes, flops=once.flops + backward_flops)
+def _fwd_bwd_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Cost:
+    once, has_weight_grad = _linear_cost(hidden, weight, targets), options[4:] != (False,)
+    backward_flops = (4 if has_weight_grad else 2) * targets.numel() * weight.numel()
+    written = hidden.nbytes + (weight.nbytes if has_weight_grad else 0)
+    return Cost(bytes=once.bytes + written, flops=once.flops + backward_flops)
 
 
 @op(
@@ -327,19 +331,25 @@ def linear_cross_entropy_fwd_bwd(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     grad_output: float = 1.0,
+    weight_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `linear_cross_entropy` and the gradients of `grad_output` times the sum of all losses.
 
     A training step takes three GEMMs this way. Computed separately, loss and gradients take four,
-    since the backward recomputes the logits.
+    since the backward recomputes the logits. Without `weight_grad`, for a frozen weight, it takes
+    two, and the gradient of the weight has no rows.
 
     >>> ones, zeros = torch.ones(1, 4), torch.zeros(2, 4)
-    >>> _, _, weight_grad = linear_cross_entropy_fwd_bwd(ones, zeros, torch.tensor([0]))
-    >>> weight_grad[:, 0]
+    >>> _, _, of_weight = linear_cross_entropy_fwd_bwd(ones, zeros, torch.tensor([0]))
+    >>> of_weight[:, 0]
     tensor([-0.5000,  0.5000])
     """
     options = (ignore_index, label_smoothing, z_loss)
-    losses, hidden_grads, weight_grad = [], [], torch.zeros_like(weight)
+    losses, hidden_grads, of_weight = (
+        [],
+        [],
+        torch.zeros_like(weight if weight_grad else weight[:0]),
+    )
     for h, t in _chunks(hidden, targets):
         logits = h @ weight.T
         losses.append(cross_entropy.reference(logits, t, *options))
@@ -350,5 +360,6 @@ def linear_cross_entropy_fwd_bwd(
         dlogits = dlogits.scatter_add(1, chosen, (label_smoothing - 1) * ones)
         dlogits = grad_output * dlogits.masked_fill(ignored, 0.0)
         hidden_grads.append(dlogits @ weight)
-        weight_grad += dlogits.T @ h
-    return torch.cat(losses), torch.cat(hidden_grads), weight_grad
+        if weight_grad:
+            of_weight += dlogits.T @ h
+    return torch.cat(losses), torch.cat(hidden_grads), of_weight

@@ -44,6 +44,7 @@ from ingot.nn import (
     Dense,
     DenseConfig,
     GRUConfig,
+    LoraConfig,
     ResNet,
     ResNetConfig,
 )
@@ -189,6 +190,8 @@ class Recipe:
     """The model to initialize randomly. Give either this or `init_from`."""
     init_from: Path | None = None
     """A model directory whose decoder is trained further."""
+    adapter: LoraConfig | None = None
+    """Train a LoRA adapter instead of the weights of `init_from`, which are frozen."""
     device: str = "auto"
     """Device to train on: "auto", "cpu", "cuda", "cuda:1", "xpu" or another torch device."""
     seed: int = 0
@@ -242,6 +245,11 @@ class Recipe:
             raise ConfigError(
                 "a recipe needs exactly one of model and init_from",
                 hint="give either a [model] table or init_from = a model directory",
+            )
+        if self.adapter and self.init_from is None:
+            raise ConfigError(
+                "adapter: must be added to a trained model",
+                hint="give init_from = a model directory instead of a [model] table",
             )
         if self.model is not None:
             self.check_model(self.model)

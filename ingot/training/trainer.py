@@ -3,8 +3,8 @@
 Everything that decides the next step is in a checkpoint: the optimizer's weights and state, the
 position in the data, the running statistics of clipping and of the spike detector, the EMA, the
 model's buffers and torch's random state. Dropout, mixup and the learning rate are functions of the
-seed and the step. So a killed run resumes from its latest checkpoint and repeats the same steps,
-bit-for-bit.
+seed and the step. Frozen weights, those of the base of a LoRA adapter, are not copied: their hash
+is. So a killed run resumes from its latest checkpoint and repeats the same steps, bit-for-bit.
 
     run/
         recipe.toml          the resolved recipe
@@ -21,6 +21,7 @@ clipper and the spike detector work on the host. Nothing draws from the device's
 # pyright: basic
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,8 @@ class Trainer:
         self.model = build_model(recipe) if model is None else model
         self._check()
         self.model.to(self.device)
+        if recipe.adapter:
+            self.model.add_lora(recipe.adapter, recipe.seed)  # pyright: ignore
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
@@ -131,6 +135,11 @@ class Trainer:
             raise ConfigError(
                 f"{self.directory}: the run was trained on other data",
                 hint="restore the data that it was started with, or start a new run",
+            )
+        if checkpoint.metadata.get("base") != self._base_hash:
+            raise ConfigError(
+                f"{self.directory}: the weights of init_from have changed since the run started",
+                hint="restore the model that it was started with, or start a new run",
             )
         self._load(checkpoint)
         self.loader.load_state_dict(checkpoint.metadata["loader"])
@@ -269,6 +278,7 @@ class Trainer:
         self._saved_step = self.step
         metadata = {
             "data": self.datasets.fingerprint,
+            "base": self._base_hash,
             "loader": self.loader.state_dict(),
             "spike_detector": self.spike_detector.state_dict(),
             "metrics_lines": self._metrics.lines,
@@ -296,6 +306,15 @@ class Trainer:
         torch.set_rng_state(checkpoint.tensors("rng")["torch"])
         self.step = self._saved_step = checkpoint.step
 
+    @cached_property
+    def _base_hash(self) -> str | None:
+        """SHA-256 of the frozen weights; None if all are trained."""
+        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        digest = hashlib.sha256()
+        for weight in frozen:
+            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy())  # pyright: ignore
+        return digest.hexdigest() if frozen else None
+
     def _write_description(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         config.save(self.recipe, self.directory / RECIPE)
@@ -317,14 +336,16 @@ class Trainer:
         """Return the model FLOPs of a token, without recomputation; None for other models."""
         if not isinstance(self.model, Decoder) or not isinstance(self.recipe.data, TextData):
             return None
-        return flops_per_token(self.model.config, self.recipe.data.seq_len)
+        frozen = self.recipe.adapter is not None
+        return flops_per_token(self.model.config, self.recipe.data.seq_len, frozen)
 
 
-def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
+def flops_per_token(model: DecoderConfig, seq_len: int, frozen: bool = False) -> float:
     """Return the FLOPs per token of a dense decoder's forward and backward at this length.
 
     A forward takes two for each weight that a token is multiplied by, and those of causal attention
-    over half the sequence; a backward takes twice as many.
+    over half the sequence; a backward takes twice as many, but only two for a frozen weight. Those
+    of LoRA adapters are not counted.
 
     >>> from ingot.nn import preset
     >>> f"{flops_per_token(preset('gpt2-124m'), 1024):.3g}"
@@ -335,7 +356,7 @@ def flops_per_token(model: DecoderConfig, seq_len: int) -> float:
     mlp_matrices = 3 if model.activation.value == "swiglu" else 2
     matmuls = model.layers * (attention + mlp_matrices * model.dim * model.ffn_dim)
     scores = model.layers * heads * seq_len
-    return 6.0 * (matmuls + model.dim * model.vocab_size + scores)
+    return (4.0 if frozen else 6.0) * (matmuls + model.dim * model.vocab_size) + 6.0 * scores
 
 
 class _ConsoleLogger:

@@ -7,8 +7,8 @@
     run.stop()                                               # from a signal handler or a thread
     run.train()
 
-A decoder is exported as a model directory when its run is finished; `export` writes that of a run
-at its newest checkpoint.
+A decoder is exported as a model directory when its run is finished, a LoRA adapter as a PEFT
+directory; `export` writes that of a run at its newest checkpoint.
 """
 
 # pyright: basic
@@ -27,7 +27,7 @@ from ingot.core import config, lineage, log, paths
 from ingot.core.errors import IngotError
 from ingot.data import TokenDataset
 from ingot.data import tokenizer as tokenizers
-from ingot.interop import hf
+from ingot.interop import hf, peft
 from ingot.nn import Decoder
 from ingot.nn.weights import WeightsError
 from ingot.observe import report
@@ -156,6 +156,8 @@ def export(
     directory = find_run(_read_recipe(recipe, overrides).name, run_dir)
     own = config.load(Recipe, directory / RECIPE)
     model = hf.load(own.init_from) if own.init_from else build_model(own)
+    if own.adapter and isinstance(model, Decoder):
+        model.add_lora(own.adapter, own.seed)
     model.to(own.precision.dtype)
     checkpoint, datasets = _load_checkpoint(model, directory, own), load_datasets(own.data)
     if checkpoint.metadata["data"] != datasets.fingerprint:
@@ -219,23 +221,34 @@ def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) ->
         trainer.model, Decoder
     ):  # fail now rather than when the trained model is exported
         hf.write_config(trainer.model.config, trainer.model.source_config, recipe.precision.dtype)
+        if recipe.adapter:
+            _to_peft(trainer.model, recipe)
     return trainer
 
 
 def _write_model(
     model: nn.Module, recipe: Recipe, tokens: TokenDataset | None, step: int, path: Path
 ) -> bool:
-    """Write a decoder with its tokenizer and its lineage; return False for other models."""
+    """Write a decoder, or its adapter, with its tokenizer and its lineage; False for others."""
     if tokens is None or not isinstance(model, Decoder):
         return False
     with paths.atomic_directory(path) as temporary:
-        hf.save(model, temporary)
+        if recipe.adapter:
+            peft.write(_to_peft(model, recipe), temporary)
+        else:
+            hf.save(model, temporary)
         tokenizers.copy_files(tokens.directory, temporary)
         source = recipe.init_from
         if source is not None and (source / lineage.NAME).is_file():
             shutil.copyfile(source / lineage.NAME, temporary / lineage.NAME)
         lineage.append(temporary, "train", recipe=recipe.name, steps=step, data=tokens.hash)
     return True
+
+
+def _to_peft(model: Decoder, recipe: Recipe) -> peft.Adapter:
+    assert recipe.adapter is not None
+    base = None if recipe.init_from is None else str(recipe.init_from)
+    return peft.from_weights(model.lora_weights(), recipe.adapter, model, base)
 
 
 def _load_checkpoint(model: nn.Module, directory: Path, recipe: Recipe) -> Checkpoint:

@@ -44,6 +44,7 @@ def test_linear_covers_all_projections_and_batch_sizes() -> None:
     wanted = {f"{m}x{k}x{n}" for m, (n, k) in product(rows, projections)}
     epilogues = {f"{m}x768x2048 {act}" for m in (8, 512) for act in ACTIVATIONS}
     epilogues |= {f"{m}x2048x768 residual" for m in (8, 512)}
+    epilogues |= {f"{m}x768x2048 lora" for m in (8, 512)}
     assert shapes("linear", "bf16") == wanted | epilogues
 
 

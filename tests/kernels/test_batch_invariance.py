@@ -136,9 +136,11 @@ schedules = st.builds(
 class Inputs(TensorMaker):
     """Makes what a schedule asks for, from its seed."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, op: Op[..., Any], schedule: Schedule) -> None:
         super().__init__(schedule.dtype, seed=schedule.seed)
         self.schedule = schedule
+        self.adapters, self.rank = 1 + schedule.seed % 4, 1 + schedule.width % 37
+        self.lora_parts = 2 if op.name == "gated_linear" else 1
         self.rows, self.width = schedule.rows, schedule.width
         self.out = max(1, min(schedule.out, MAX_PRODUCTS // (schedule.rows * schedule.width)))
 
@@ -169,6 +171,28 @@ def _matrix(i: Inputs) -> Tensor:
 
 def _residual(i: Inputs) -> Tensor | None:
     return i.values(*i.schedule.row_shape, i.out) if i.schedule.option % 3 else None
+
+
+def _index(i: Inputs) -> Tensor | None:
+    shape = i.schedule.row_shape
+    some = i.ints(i.adapters + 1, *shape, dtype=torch.int32) - 1
+    return i.one_of(some, some, None)
+
+
+def _lora_h(i: Inputs) -> Tensor | None:
+    return _with_lora(i, lambda: _rank_rows(i))
+
+
+def _rank_rows(i: Inputs) -> Tensor:
+    return i.values(*i.schedule.row_shape, i.lora_parts * i.rank, low=-8, high=3).float()
+
+
+def _lora_b(i: Inputs) -> Tensor | None:
+    return _with_lora(i, lambda: i.values(i.adapters, i.rank, i.out, low=-8, high=0))
+
+
+def _with_lora(i: Inputs, make: Callable[[], Tensor | None]) -> Tensor | None:
+    return make() if i.schedule.option % 2 else None
 
 
 def _mask(i: Inputs) -> Tensor | None:
@@ -209,6 +233,17 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "bias": lambda i: i.one_of(None, lambda: i.values(i.out)),
         "activation": lambda i: i.schedule.option % len(ops.ActivationFn),
         "residual": _residual,
+        "lora_h": _lora_h,
+        "lora_b": _lora_b,
+        "gate_lora_b": _lora_b,
+        "up_lora_b": _lora_b,
+        "lora_index": lambda i: _with_lora(i, lambda: _index(i)),
+    },
+    "lora": {
+        "x": _rows,
+        "a": lambda i: i.values(i.adapters, i.rank, i.width, low=-8, high=0),
+        "scale": lambda i: i.floats([0.5, 2.0, 1.3, 32.0][: i.adapters]),
+        "index": _index,
     },
     "embedding": {
         "tokens": lambda i: i.ints(i.out, *i.schedule.row_shape),
@@ -248,7 +283,7 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
 
 
 def arguments(op: Op[..., Any], schedule: Schedule) -> dict[str, Any]:
-    inputs = Inputs(schedule)
+    inputs = Inputs(op, schedule)
     return {name: ARGUMENTS[op.family][name](inputs) for name in op.signature.parameters}
 
 

@@ -45,6 +45,8 @@ class Call:
     residual: bool
     strided: bool
     smooth: float
+    rank: int
+    """Of a LoRA adapter; 0 for none."""
 
 
 def sizes(*near: int, most: int) -> st.SearchStrategy[int]:
@@ -70,6 +72,7 @@ calls = st.builds(
     residual=st.booleans(),
     strided=st.booleans(),
     smooth=st.sampled_from([0.0, 0.1]),
+    rank=st.sampled_from([0, 1, 5, 16, 48, 300]),
 )
 
 
@@ -77,12 +80,28 @@ def linear(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     weight = make(call.out, call.width, scale=call.width**-0.5)
     bias = make(call.out) if call.bias else None
     residual = make(call.rows, call.out) if call.residual else None
-    return make(call.rows, call.width), weight, bias, int(call.activation), residual
+    x = make(call.rows, call.width)
+    return x, weight, bias, int(call.activation), residual, *lora_term(make, call, 1)
+
+
+def lora_term(make: TensorMaker, call: Call, parts: int) -> tuple[Any, ...]:
+    """The adapter of a linear layer: h, the B of each weight, and no index."""
+    if not call.rank:
+        return None, *[None] * parts, None
+    h = make(call.rows, parts * call.rank).float()
+    bs = (make(1, call.rank, call.out, scale=call.rank**-0.5) for _ in range(parts))
+    return h, *bs, None
+
+
+def lora_shrink(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    a = make(1, max(call.rank, 1), call.width, scale=call.width**-0.5)
+    return make(call.rows, call.width), a, torch.tensor([1.5]), None
 
 
 def gated_linear(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     weights = make(2, call.out, call.width, scale=call.width**-0.5)
-    return make(call.rows, call.width), *weights.unbind(0), int(call.activation)
+    x = make(call.rows, call.width)
+    return x, *weights.unbind(0), int(call.activation), *lora_term(make, call, 2)
 
 
 def norm(make: TensorMaker, call: Call, *, residual: bool, bias: bool) -> tuple[Any, ...]:
@@ -113,6 +132,7 @@ def embedding(make: TensorMaker, call: Call) -> tuple[Any, ...]:
 ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear": linear,
     "gated_linear": gated_linear,
+    "lora_shrink": lora_shrink,
     "rms_norm": lambda make, call: norm(make, call, residual=False, bias=False),
     "layer_norm": lambda make, call: norm(make, call, residual=False, bias=True),
     "add_rms_norm": lambda make, call: norm(make, call, residual=True, bias=False),
@@ -128,7 +148,7 @@ each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 def arguments(op: Op[..., Any], call: Call) -> tuple[Any, ...]:
     # Gradients that are GEMMs are MKL's in float32, whose bits depend on the threads.
-    dtype = torch.bfloat16 if op.family in ("linear", "loss") else call.dtype
+    dtype = torch.bfloat16 if op.family in ("linear", "lora", "loss") else call.dtype
     args = ARGUMENTS[op.name](TensorMaker(dtype, seed=call.seed), call)
     return tuple(map(apart, args)) if call.strided else args
 
@@ -207,4 +227,4 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     for shape in ((3, 4), (2, 5), (3, 5, 1)):
         grads = [torch.ones(shape, dtype=torch.bfloat16)]
         with pytest.raises(RuntimeError, match="must have the shape of the output"):
-            ops.linear.backward_overload([True, True, *[False] * 3], grads, x, weight, None)
+            ops.linear.backward_overload([True, True, *[False] * 6], grads, x, weight, None)

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import ingot
-from ingot.core import config
-from ingot.core.errors import IngotError
+from ingot.core import config, lineage
+from ingot.core.errors import ConfigError, IngotError
+from ingot.interop import hf, peft
+from ingot.nn import BatchLayout, LoraConfig
+from ingot.training.evaluate import LOGPROBS
 from ingot.training.precision import Precision
+from ingot.training.recipe import Recipe
 from ingot.workflows.train import TrainingRun, export, find_run
 from tests.training import runs
 
@@ -65,3 +71,87 @@ def test_the_newest_run_of_a_name_is_found(tmp_path: Path, monkeypatch: pytest.M
     assert first != second == find_run("named")
     with pytest.raises(IngotError, match="only decoders"):
         export(recipe, tmp_path / "out")
+
+
+def adapter_recipe(tmp_path: Path, **options: Any) -> Recipe:
+    """A LoRA adapter of a model that is trained first, with everything on that keeps state."""
+    base = tmp_path / "base/model"
+    if not base.exists():
+        recipe = runs.text(tmp_path, steps=4, precision=Precision.BF16)
+        ingot.train(recipe, run_dir=tmp_path / "base")
+    lora = LoraConfig(rank=4, dropout=0.1)
+    known: dict[str, Any] = {"init_from": base, "model": None, "adapter": lora}
+    return runs.text(tmp_path, **{**known, "precision": Precision.BF16, **options})
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+def test_an_adapter_is_trained_and_exported(tmp_path: Path, precision: Precision) -> None:
+    recipe = adapter_recipe(tmp_path, precision=precision)
+    assert recipe.init_from is not None
+    assert recipe.adapter is not None
+    before = {file.name: file.read_bytes() for file in recipe.init_from.iterdir()}
+    run = TrainingRun(recipe, run_dir=tmp_path / "run")
+    state = run.trainer._tensors()
+    names = {name.partition("|")[0] for name in state["weights"] if not name.startswith("|")}
+    assert names
+    assert all(".lora." in name for name in names)
+    assert state["ema"].keys() == names
+    result = run.train()
+    assert result.model_dir is not None
+    assert {file.name: file.read_bytes() for file in recipe.init_from.iterdir()} == before
+    assert [step["step"] for step in lineage.read(result.model_dir).steps] == ["train", "train"]
+    saved = {f"step-{step:08}" for step in (4, 8, 12)}
+    sizes = [f.stat().st_size for f in (tmp_path / "run/checkpoints").rglob("*.safetensors")]
+    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == saved
+    assert max(sizes) < (recipe.init_from / "model.safetensors").stat().st_size * 4
+
+    decoder = hf.load(recipe.init_from, precision.dtype)
+    adapter = peft.load(result.model_dir, decoder)
+    assert adapter.config["base_model_name_or_path"] == str(recipe.init_from)
+    assert any(b.any() for _, b in adapter.weights.values())
+    decoder.add_lora_slots(max_loras=2, max_rank=8)
+    decoder.set_adapter(1, peft.lora_weights(adapter, decoder), adapter.scale)
+    written = load_file(tmp_path / "run" / LOGPROBS)
+    with torch.inference_mode():
+        for index in range(2):
+            tokens, targets = written[f"{index}.tokens"], written[f"{index}.targets"]
+            layout = BatchLayout.packed(written[f"{index}.lengths"].tolist())
+            slots = torch.ones(len(tokens), dtype=torch.int32)
+            hidden = decoder(tokens, replace(layout, adapters=slots))
+            logprobs = decoder.logprobs(hidden, targets.clamp(min=0))
+            trained = written[f"{index}.logprobs"]
+            assert torch.equal(logprobs[targets >= 0], trained[targets >= 0])
+
+
+def test_an_adapter_resumes_bitwise_and_on_its_own_base_only(tmp_path: Path) -> None:
+    recipe = adapter_recipe(tmp_path)
+    run = TrainingRun(recipe, run_dir=tmp_path / "run")
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 5:
+            run.stop()
+
+    assert not run.train(stop).finished
+    exported = export(recipe, tmp_path / "exported", run_dir=tmp_path / "run").model_dir
+    assert exported is not None
+    assert (exported / peft.WEIGHTS).is_file()
+    resumed = TrainingRun(recipe, run_dir=tmp_path / "run", resume=True)
+    whole = TrainingRun(recipe, run_dir=tmp_path / "whole")
+    assert resumed.train().finished
+    assert whole.train().finished
+    runs.assert_same(resumed.trainer, whole.trainer)
+
+    assert recipe.init_from is not None
+    path = recipe.init_from / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="init_from have changed"):
+        TrainingRun(recipe, run_dir=tmp_path / "run", resume=True)
+
+
+def test_an_adapter_needs_a_base(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="adapter: must be added to a trained model"):
+        runs.text(tmp_path, adapter=LoraConfig())
+    with pytest.raises(IngotError, match="LoRA target 'w1'"):
+        TrainingRun(adapter_recipe(tmp_path, adapter=LoraConfig(targets=("w1",))))

@@ -17,19 +17,33 @@ from ingot import ops
 from ingot.kernels.aten import aten, on_gpu
 from ingot.kernels.aten.activation import apply_activation
 from ingot.ops.dispatch import Override
-from ingot.ops.epilogue import ActivationFn
+from ingot.ops.epilogue import ActivationFn, add_lora
 from ingot.ops.gradient import differentiate
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+    lora_h: Tensor | None,
+    lora_b: Tensor | None,
+    lora_index: Tensor | None,
 ) -> Tensor:
     """Run a GEMM, then the epilogue."""
-    y = apply_activation(F.linear(x, weight, bias), activation)
+    z = _add_lora(F.linear(x, weight, bias), lora_h, lora_b, lora_index)
+    y = apply_activation(z, activation)
     return y if residual is None else (residual + y).contiguous()
 
 
+def _add_lora(y: Tensor, h: Tensor | None, b: Tensor | None, index: Tensor | None) -> Tensor:
+    """Add the term of LoRA adapters in float32, rounded once more."""
+    return y if h is None else add_lora(y.to(h.dtype), h, b, index).to(y.dtype)
+
+
 _derived_backward = differentiate(linear)
+_lora_backward = differentiate(_add_lora)
 
 
 def linear_backward(
@@ -40,18 +54,26 @@ def linear_backward(
     bias: Tensor | None,
     activation: int,
     residual: Tensor | None,
+    *lora: Tensor | None,
 ) -> Sequence[Tensor | None]:
     """Compute the gradients without the forward's GEMM, which autograd would run again."""
-    if activation != ActivationFn.IDENTITY or residual is not None:
-        return _derived_backward(needs, grads, x, weight, bias, activation, residual)
     (grad,) = grads
+    lora_h, _, _ = lora
+    if activation != ActivationFn.IDENTITY:
+        return _derived_backward(needs, grads, x, weight, bias, activation, residual, *lora)
+    of_lora: Sequence[Tensor | None] = (None, None, None)
+    if lora_h is not None and any(needs[5:]):
+        # Independent of the value of y: zeros of its shape without memory.
+        y = grad.new_zeros(()).expand(grad.shape)
+        _, *of_lora = _lora_backward([False, *needs[5:]], grads, y, *lora)
     rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     return [
         grad @ weight if needs[0] else None,
         grad_rows.T @ rows if needs[1] else None,
         grad_rows.sum(0) if needs[2] else None,
         None,
-        None,
+        grad if needs[4] else None,
+        *of_lora,
     ]
 
 
@@ -59,9 +81,21 @@ aten(ops.linear, backward=linear_backward)(linear)
 
 
 @aten(ops.gated_linear)
-def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int) -> Tensor:
+def gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    activation: int,
+    lora_h: Tensor | None,
+    gate_lora_b: Tensor | None,
+    up_lora_b: Tensor | None,
+    lora_index: Tensor | None,
+) -> Tensor:
     """Run two GEMMs, an activation and a multiplication."""
-    return apply_activation(F.linear(x, gate_weight), activation) * F.linear(x, up_weight)
+    gate_h, up_h = (None, None) if lora_h is None else lora_h.chunk(2, dim=-1)
+    gate = _add_lora(F.linear(x, gate_weight), gate_h, gate_lora_b, lora_index)
+    up = _add_lora(F.linear(x, up_weight), up_h, up_lora_b, lora_index)
+    return apply_activation(gate, activation) * up
 
 
 def _supports_grouped(x: Tensor, weight: Tensor, *_: object) -> bool:

@@ -1,8 +1,9 @@
-// Linear layers. Bias, activation and residual are fused into the GEMM's epilogue, in float32.
-// An epilogue is described by the arguments of the call. The GEMM has an instantiation for the
-// common activation of an op and one for all others, which take a branch per vector: an
+// Linear layers. LoRA adapters, bias, activation and residual are fused into the GEMM's epilogue, in
+// float32. An epilogue is described by the arguments of the call. The GEMM has an instantiation for
+// the common activation of an op and one for all others, which take a branch per vector: an
 // instantiation takes 0.3 s to compile.
-#include "matmul.h"
+#include "gradient.h"
+#include "lora.h"
 
 namespace ingot::kernels {
 
@@ -82,13 +83,19 @@ inline Tensor allocate_output(const Tensor& x, const Tensor& weight) {
   return allocate(sizes, x.scalar_type());
 }
 
+// The LoRA term of each weight, if the call has adapters.
+template <class T, size_t NUM_WEIGHTS>
+using LoraTerms = std::array<std::optional<LoraTerm<T>>, NUM_WEIGHTS>;
+
 // Store value(row, column, accumulators, count...) for each output element.
 template <class T, size_t NUM_WEIGHTS, class Value>
 void gemm_store(const Matrix<T>& x, const std::array<Matrix<T>, NUM_WEIGHTS>& weights, T* out,
-                const Value& value) {
+                const Value& value, const LoraTerms<T, NUM_WEIGHTS>& lora = {}) {
   int64_t width = weights[0].rows;
   gemm<T, Matrix<T>, NUM_WEIGHTS>(x, weights, balanced_columns(width),
                                   [&](const OutputBlock& block) {
+    for (size_t p = 0; p < NUM_WEIGHTS; p++)
+      if (lora[p]) lora[p]->add_to(block, p);
     for (int64_t r = 0; r < block.rows; r++)
       for_each_vector(block.columns.count, [&](int64_t at, auto... tail) {
         int64_t row = block.row + r, column = block.columns.begin + at;
@@ -101,9 +108,10 @@ void gemm_store(const Matrix<T>& x, const std::array<Matrix<T>, NUM_WEIGHTS>& we
 
 template <class T, size_t NUM_WEIGHTS, class Value>
 Tensor linear_epilogue(const Tensor& x, const Tensor& weight,
-                       const std::array<Matrix<T>, NUM_WEIGHTS>& weights, const Value& value) {
+                       const std::array<Matrix<T>, NUM_WEIGHTS>& weights, const Value& value,
+                       const LoraTerms<T, NUM_WEIGHTS>& lora) {
   Tensor y = allocate_output(x, weight);
-  gemm_store<T, NUM_WEIGHTS>(Rows<T>(x), weights, data<T>(y), value);
+  gemm_store<T, NUM_WEIGHTS>(Rows<T>(x), weights, data<T>(y), value, lora);
   return y;
 }
 
@@ -117,33 +125,62 @@ inline void check_output_like(const Tensor& residual, const Tensor& x, const Ten
         "residual (or gradient) must have the shape of the output");
 }
 
-// residual + function(x W^T + bias)
+// The LoRA arguments of a call with the B of each weight.
+template <size_t NUM_WEIGHTS>
+struct LoraArgs {
+  const std::optional<Tensor>& h;
+  std::array<const std::optional<Tensor>*, NUM_WEIGHTS> b;
+  const std::optional<Tensor>& index;
+
+  template <class T>
+  LoraTerms<T, NUM_WEIGHTS> terms(const Tensor& x, const Tensor& weight) const {
+    LoraTerms<T, NUM_WEIGHTS> result;
+    for (size_t p = 0; p < NUM_WEIGHTS; p++) {
+      check(h.has_value() == b[p]->has_value() && (h || !index),
+            "lora_h and lora_b must be given together");
+      if (h) result[p].emplace(*h, **b[p], index, x, weight.size(0), NUM_WEIGHTS, p);
+    }
+    return result;
+  }
+};
+
+struct LinearArgs {
+  const Tensor &x, &weight;
+  const std::optional<Tensor>&bias, &residual;
+  LoraArgs<1> lora;
+};
+
+// residual + function(x W^T + h B + bias)
 template <class Act>
-Tensor linear_act(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                  const std::optional<Tensor>& residual, Act act) {
+Tensor linear_act(const LinearArgs& args, Act act) {
+  const Tensor &x = args.x, &weight = args.weight;
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Rows<T> w = weight_rows<T>(weight, x);
     std::optional<Vector<T>> b;
     std::optional<Rows<T>> r;
-    if (bias) check_same_dtype(*bias, x), b.emplace(*bias, w.count);
-    if (residual) check_output_like(*residual, x, weight), r.emplace(*residual);
+    if (args.bias) check_same_dtype(*args.bias, x), b.emplace(*args.bias, w.count);
+    if (args.residual) check_output_like(*args.residual, x, weight), r.emplace(*args.residual);
     return linear_epilogue<T, 1>(
-        x, weight, {w}, [&](int64_t row, int64_t column, auto& acc, auto... tail) {
+        x, weight, {w},
+        [&](int64_t row, int64_t column, auto& acc, auto... tail) {
           Floats value = acc[0];
           if (b) value += load(b->first + column, tail...);
           value = act(value);
           if (r) value += load((*r)[row] + column, tail...);
           return value;
-        });
+        },
+        args.lora.terms<T>(x, weight));
   });
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-              int64_t activation, const std::optional<Tensor>& residual) {
-  return dispatch_common<Identity>(ActivationFn::IDENTITY, activation, [&](auto act) {
-    return linear_act(x, weight, bias, residual, act);
-  });
+              int64_t activation, const std::optional<Tensor>& residual,
+              const std::optional<Tensor>& lora_h, const std::optional<Tensor>& lora_b,
+              const std::optional<Tensor>& lora_index) {
+  LinearArgs args{x, weight, bias, residual, {lora_h, {&lora_b}, lora_index}};
+  return dispatch_common<Identity>(ActivationFn::IDENTITY, activation,
+                                   [&](auto act) { return linear_act(args, act); });
 }
 
 template <class Act>
@@ -156,13 +193,18 @@ auto gated(Act act) {
 }
 
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
-                    int64_t activation) {
+                    int64_t activation, const std::optional<Tensor>& lora_h,
+                    const std::optional<Tensor>& gate_lora_b,
+                    const std::optional<Tensor>& up_lora_b,
+                    const std::optional<Tensor>& lora_index) {
+  LoraArgs<2> lora{lora_h, {&gate_lora_b, &up_lora_b}, lora_index};
   return dispatch_common<Silu>(ActivationFn::SILU, activation, [&](auto act) {
     return dispatch_dtype(x, [&](auto tag) {
       using T = decltype(tag);
       Rows<T> gate = weight_rows<T>(gate_weight, x), up = weight_rows<T>(up_weight, x);
       check(gate.count == up.count, "gate_weight and up_weight must have the same shape");
-      return linear_epilogue<T, 2>(x, gate_weight, {gate, up}, gated(act));
+      return linear_epilogue<T, 2>(x, gate_weight, {gate, up}, gated(act),
+                                   lora.terms<T>(x, gate_weight));
     });
   });
 }
@@ -216,30 +258,14 @@ Tensor grouped_gated_linear(const Tensor& x, const Tensor& gate_weight, const Te
 
 // ---- Gradients of y = act(z), z = x W^T + bias, with dZ the gradient of z:
 //
-//   dX = dZ W    dW = dZ^T X    dbias = sum of the rows of dZ
+//   dX = dZ W    dW = dZ^T X    dbias = sum of the rows of dZ    dH = dZ B^T    dB = H^T dZ
 //
-// Accumulated in float32 and rounded when stored, as dZ is.
-
-template <class T>
-Tensor gemm_tensor(std::span<const int64_t> sizes, const Tensor& like,
-                   const std::vector<GemmOperands<T>>& operands) {
-  Tensor y = allocate(sizes, like.scalar_type());
-  Output<T> to(y);
-  gemm_sum(operands, [&](int64_t row, int64_t column, Floats values, auto... tail) {
-    to.write(row, column, values, tail...);
-  });
-  return y;
-}
+// Accumulated in float32 and rounded when stored, as dZ is; dH is float32. The last two are those
+// of a single LoRA adapter; h is rounded for the product.
 
 template <class T>
 Tensor grad_input(const Tensor& x, const std::vector<GemmOperands<T>>& operands) {
   return gemm_tensor<T>({x.sizes().data(), size_t(x.dim())}, x, operands);
-}
-
-template <class T>
-Tensor grad_weight(const Tensor& weight, const Matrix<T>& grad, const Matrix<T>& x) {
-  Matrix<T> grad_t = parallel_transpose_copy<Scratch::TRANSPOSED_GRAD>(Transposed<T>(grad));
-  return gemm_tensor<T>({weight.sizes().data(), 2}, weight, {{grad_t, Transposed<T>(x)}});
 }
 
 // Column sums, in strips of columns; blocks of 32 rows are summed first.
@@ -273,35 +299,62 @@ Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
 // dZ: grad times the derivative of the activation at z, which is recomputed.
 template <class T, class Act>
 Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
-                    const std::optional<Vector<T>>& bias, const Act& act) {
+                    const std::optional<Vector<T>>& bias, const LoraTerms<T, 1>& lora,
+                    const Act& act) {
   Tensor grad_z = allocate(std::array{x.count, w.count}, grad.owner.scalar_type());
   gemm_store<T, 1>(x, {w}, data<T>(grad_z),
                    [&](int64_t row, int64_t column, auto& acc, auto... tail) {
                      Floats value = acc[0];
                      if (bias) value += load(bias->first + column, tail...);
                      return load(grad[row] + column, tail...) * act.grad(value);
-                   });
+                   }, lora);
   return grad_z;
 }
 
-struct LinearArgs {
-  const Tensor &x, &weight;
-  const std::optional<Tensor>& bias;
-};
+// The part of dH that belongs to a LoRA term.
+template <class T>
+void store_grad_h(const LoraTerm<T>& lora, const Matrix<T>& grad, const Tensor& grad_h) {
+  Rows<float> to(grad_h);
+  auto weight_of = [&](int64_t) { return lora.b(); };
+  gemm_by_rows<T>(grad, split_rows(grad.rows), weight_of, [&](const OutputBlock& block) {
+    for (int64_t r = 0; r < block.rows; r++)
+      std::copy_n(block.acc_row(0, r), block.columns.count,
+                  to[block.row + r] + lora.first() + block.columns.begin);
+  });
+}
+
+template <class T>
+Tensor grad_lora_b(const LoraTerm<T>& lora, const Tensor& b, const Matrix<T>& grad) {
+  Tensor h = round_columns<T>(lora.h(), lora.first(), lora.rank(), 1.0f, b.scalar_type());
+  return grad_weight<T>(b, Rows<T>(h), grad);
+}
 
 inline const Tensor& single_grad(const Tensors& grads) {
   check(grads.size() == 1, "expected one gradient");
   return grads[0];
 }
 
-// The needed gradients of x, weight and bias.
+inline void check_single_adapter(const std::optional<Tensor>& b,
+                                 const std::optional<Tensor>& index) {
+  check(!index && (!b || b->size(0) == 1), "expected the gradient of one adapter");
+}
+
+// The needed gradients in the order of the arguments; `grad` is dZ, `output_grad` that of y.
 template <class T>
-Tensors linear_grads(const NeedsGrad& needs_grad, const Matrix<T>& grad, const LinearArgs& args) {
+Tensors linear_grads(const NeedsGrad& needs_grad, const Matrix<T>& grad, const Tensor& output_grad,
+                     const LinearArgs& args, const LoraTerms<T, 1>& lora) {
   Rows<T> x(args.x), w(args.weight);
   Tensors result;
   if (needs_grad[0]) result.push_back(grad_input<T>(args.x, {{grad, Transposed<T>(w)}}));
   if (needs_grad[1]) result.push_back(grad_weight<T>(args.weight, grad, x));
   if (needs_grad[2]) result.push_back(grad_bias<T>(args.bias.value(), grad));
+  // The gradient of the residual is that of the output; autograd needs a copy.
+  if (needs_grad[4]) result.push_back(clone_tensor(output_grad));
+  if (needs_grad[5]) {
+    result.push_back(allocate_like(args.lora.h.value()));
+    store_grad_h<T>(*lora[0], grad, result.back());
+  }
+  if (needs_grad[6]) result.push_back(grad_lora_b<T>(*lora[0], args.lora.b[0]->value(), grad));
   return result;
 }
 
@@ -315,33 +368,37 @@ Tensors linear_act_backward(const NeedsGrad& needs_grad, const Tensors& grads,
     std::optional<Vector<T>> b;
     if (args.bias) check_same_dtype(*args.bias, args.x), b.emplace(*args.bias, w.count);
     check_output_like(grad, args.x, args.weight);
+    LoraTerms<T, 1> lora = args.lora.terms<T>(args.x, args.weight);
     Rows<T> g(grad);
     if constexpr (std::is_same_v<Act, Identity>) {
-      return linear_grads<T>(needs_grad, g, args);
+      return linear_grads<T>(needs_grad, g, grad, args, lora);
     } else {
-      Tensor grad_z = act_backward<T>(g, x, w, b, act);
-      return linear_grads<T>(needs_grad, Rows<T>(grad_z), args);
+      Tensor grad_z = act_backward<T>(g, x, w, b, lora, act);
+      return linear_grads<T>(needs_grad, Rows<T>(grad_z), grad, args, lora);
     }
   });
 }
 
 Tensors linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& weight,
                         const std::optional<Tensor>& bias, int64_t activation,
-                        const std::optional<Tensor>& residual) {
-  check(needs_grad.size() == 5 && (bias || !needs_grad[2]) && (residual || !needs_grad[4]),
+                        const std::optional<Tensor>& residual, const std::optional<Tensor>& lora_h,
+                        const std::optional<Tensor>& lora_b,
+                        const std::optional<Tensor>& lora_index) {
+  check(needs_grad.size() == 8 && (bias || !needs_grad[2]) && (residual || !needs_grad[4]) &&
+            (lora_h || !(needs_grad[5] || needs_grad[6])),
         "expected one flag per argument");
+  check_single_adapter(lora_b, lora_index);
   if (residual) check_output_like(*residual, x, weight);
-  Tensors result = dispatch_common<Identity>(ActivationFn::IDENTITY, activation, [&](auto act) {
-    return linear_act_backward(needs_grad, grads, {x, weight, bias}, act);
+  LinearArgs args{x, weight, bias, residual, {lora_h, {&lora_b}, lora_index}};
+  return dispatch_common<Identity>(ActivationFn::IDENTITY, activation, [&](auto act) {
+    return linear_act_backward(needs_grad, grads, args, act);
   });
-  // The gradient of the residual is that of the output; autograd needs a copy.
-  if (needs_grad[4]) result.push_back(clone_tensor(grads[0]));
-  return result;
 }
 
 template <class Act>
 Tensors gated_act_backward(const NeedsGrad& needs_grad, const Tensors& grads, const Tensor& x,
-                           const Tensor& gate_weight, const Tensor& up_weight, const Act& act) {
+                           const Tensor& gate_weight, const Tensor& up_weight,
+                           const LoraArgs<2>& lora_args, const Act& act) {
   const Tensor& grad = single_grad(grads);
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
@@ -353,28 +410,44 @@ Tensors gated_act_backward(const NeedsGrad& needs_grad, const Tensors& grads, co
     Tensor grad_gate = allocate(std::array{rows.count, width}, x.scalar_type());
     Tensor grad_up = allocate_like(grad_gate);
     std::array<Matrix<T>, 2> weights{Matrix<T>(gate), Matrix<T>(up)};
+    LoraTerms<T, 2> lora = lora_args.terms<T>(x, gate_weight);
     gemm_store<T, 2>(rows, weights, data<T>(grad_up),
                      [&](int64_t row, int64_t column, auto& acc, auto... tail) {
                        Floats grads = load(g[row] + column, tail...);
                        store(data<T>(grad_gate) + row * width + column,
                              grads * acc[1] * act.grad(acc[0]), tail...);
                        return grads * act(acc[0]);
-                     });
+                     }, lora);
     Rows<T> dg(grad_gate), du(grad_up);
     Tensors result;
     if (needs_grad[0])
       result.push_back(grad_input<T>(x, {{dg, Transposed<T>(gate)}, {du, Transposed<T>(up)}}));
     if (needs_grad[1]) result.push_back(grad_weight<T>(gate_weight, dg, rows));
     if (needs_grad[2]) result.push_back(grad_weight<T>(up_weight, du, rows));
+    if (needs_grad[4]) {
+      result.push_back(allocate_like(lora_args.h.value()));
+      store_grad_h<T>(*lora[0], dg, result.back());
+      store_grad_h<T>(*lora[1], du, result.back());
+    }
+    if (needs_grad[5]) result.push_back(grad_lora_b<T>(*lora[0], lora_args.b[0]->value(), dg));
+    if (needs_grad[6]) result.push_back(grad_lora_b<T>(*lora[1], lora_args.b[1]->value(), du));
     return result;
   });
 }
 
 Tensors gated_linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
                               const Tensor& gate_weight, const Tensor& up_weight,
-                              int64_t activation) {
-  check(needs_grad.size() == 4, "expected one flag per argument");
-  return gated_act_backward(needs_grad, grads, x, gate_weight, up_weight, runtime(activation));
+                              int64_t activation, const std::optional<Tensor>& lora_h,
+                              const std::optional<Tensor>& gate_lora_b,
+                              const std::optional<Tensor>& up_lora_b,
+                              const std::optional<Tensor>& lora_index) {
+  check(needs_grad.size() == 8 &&
+            (lora_h || !(needs_grad[4] || needs_grad[5] || needs_grad[6])),
+        "expected one flag per argument");
+  check_single_adapter(gate_lora_b, lora_index), check_single_adapter(up_lora_b, lora_index);
+  LoraArgs<2> lora{lora_h, {&gate_lora_b, &up_lora_b}, lora_index};
+  return gated_act_backward(needs_grad, grads, x, gate_weight, up_weight, lora,
+                            runtime(activation));
 }
 
 }  // namespace ingot::kernels

@@ -336,7 +336,8 @@ std::tuple<Tensor, Tensor, Tensor> loss_and_gradients(const Tensor& hidden, cons
     bool single_pass = max_tokens >= x.count;
     Tensor memory = allocate(std::array{max_tokens, size}, hidden.scalar_type());
     Tensor losses = allocate_losses(targets), grad_hidden = allocate_like(hidden),
-        grad_weight = allocate_like(weight);
+        grad_weight = allocate(std::array{needs_weight ? w.count : 0, w.width},
+                               weight.scalar_type());
     Tensor sums = allocate(std::array{needs_weight && !single_pass ? w.count : 0, w.width},
                            ScalarType::Float);
     float* to = data<float>(losses);
@@ -403,10 +404,10 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(
     const Tensor& hidden, const Tensor& weight, const Tensor& targets, int64_t ignore_index,
-    double label_smoothing, double z_loss, double grad_output) {
+    double label_smoothing, double z_loss, double grad_output, bool weight_grad) {
   return loss_and_gradients(hidden, weight, targets, ignore_index,
                             cross_entropy_loss(label_smoothing, z_loss),
-                            true, true, [&](int64_t) { return float(grad_output); });
+                            true, weight_grad, [&](int64_t) { return float(grad_output); });
 }
 
 Tensors linear_token_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& hidden,

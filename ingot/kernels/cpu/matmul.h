@@ -33,9 +33,9 @@ struct OutputBlock {
   int64_t row, rows;
   ColumnRange columns;
   int64_t group;  // index of the column range
-  const AccTile* acc;
+  AccTile* acc;
 
-  const float* acc_row(int weight, int64_t r) const { return acc[weight][r]; }
+  float* acc_row(int weight, int64_t r) const { return acc[weight][r]; }
 };
 
 using Epilogue = std::function<void(const OutputBlock&)>;

@@ -303,7 +303,12 @@ def _activation_name(activation: int) -> str:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+    *lora: None,
 ) -> Tensor:
     """Launch one GEMM with its epilogue."""
     y, _ = matmul(
@@ -316,7 +321,9 @@ def linear(
     return _unflatten(y, x)
 
 
-def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int) -> Tensor:
+def gated_linear(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int, *_: None
+) -> Tensor:
     """Launch one kernel that computes both GEMMs."""
     name = _activation_name(activation)
     return _unflatten(matmul(_flatten(x), gate_weight, up=up_weight, activation=name)[0], x)
@@ -341,6 +348,7 @@ def _backward(
     bias: Tensor | None,
     activation: int,
     residual: Tensor | None,
+    *lora: None,
 ) -> list[Tensor | None]:
     grad_output = as_rows(grads[0])
     if activation != ActivationFn.IDENTITY:
@@ -352,7 +360,7 @@ def _backward(
             activation=_activation_name(activation),
         )
     grad_residual = grads[0] if needs[4] else None
-    return [*_grads(needs, grad_output, x, weight), None, grad_residual]
+    return [*_grads(needs, grad_output, x, weight), None, grad_residual, *lora]
 
 
 def _gated_backward(
@@ -362,6 +370,7 @@ def _gated_backward(
     gate_weight: Tensor,
     up_weight: Tensor,
     activation: int,
+    *lora: None,
 ) -> list[Tensor | None]:
     rows, name = _flatten(x), _activation_name(activation)
     grad_output = as_rows(grads[0]).contiguous()
@@ -377,6 +386,7 @@ def _gated_backward(
         matmul(grad_gate.T, rows.T)[0] if needs[1] else None,
         matmul(grad_up.T, rows.T)[0] if needs[2] else None,
         None,
+        *lora,
     ]
 
 
@@ -474,6 +484,11 @@ def _supported(x: Tensor, weight: Tensor, *_: object) -> bool:
     return x.numel() > 0 and weight.numel() > 0
 
 
+def _supported_without_lora(x: Tensor, weight: Tensor, *args: Tensor | int | None) -> bool:
+    lora_index, lora_b = args[-1], args[-2]
+    return lora_b is None and lora_index is None and _supported(x, weight)
+
+
 def _example(make: ExampleInputs) -> tuple[Any, ...]:
     return make(4096, 4096), make(4096, 4096), make(4096)
 
@@ -507,14 +522,14 @@ provide(
         *(_activation_example(fn) for fn in ActivationFn if fn != IDENTITY),
         _residual_example,
     ),
-    supports=_supported,
+    supports=_supported_without_lora,
     backward=_backward,
 )
 provide(
     ops.gated_linear,
     gated_linear,
     example=_gated_example,
-    supports=_supported,
+    supports=_supported_without_lora,
     backward=_gated_backward,
 )
 # All groups have rows in the example: every weight is read.

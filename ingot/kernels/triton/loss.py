@@ -407,11 +407,17 @@ def _linear_backward(logprob: bool) -> Backward:
 
 def _forward_backward(
     hidden: Tensor, weight: Tensor, targets: Tensor, *options_args: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    *options, grad_value = options_args
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    *options, grad_value, weight_grad = options_args
     grad_output = hidden.new_full(targets.shape, grad_value, dtype=torch.float32)
-    return _loss_and_grads(
-        hidden, weight, targets, _parse_options(tuple(options)), False, grad_output, (True, True)
+    needs, parsed = (True, weight_grad), _parse_options(tuple(options))
+    losses, of_hidden, of_weight = _loss_and_grads(
+        hidden, weight, targets, parsed, False, grad_output, needs
+    )
+    return (
+        losses,
+        of_hidden,
+        weight.new_empty(0, weight.shape[1]) if of_weight is None else of_weight,
     )
 
 

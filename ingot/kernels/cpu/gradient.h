@@ -1,0 +1,39 @@
+// Gradients of GEMMs, accumulated in float32 and rounded when stored.
+#pragma once
+
+#include "matmul.h"
+
+namespace ingot {
+
+template <class T>
+Tensor gemm_tensor(std::span<const int64_t> sizes, const Tensor& like,
+                   const std::vector<GemmOperands<T>>& operands) {
+  Tensor y = allocate(sizes, like.scalar_type());
+  Output<T> to(y);
+  gemm_sum(operands, [&](int64_t row, int64_t column, Floats values, auto... tail) {
+    to.write(row, column, values, tail...);
+  });
+  return y;
+}
+
+// grad^T x, with the sizes of the weight.
+template <class T>
+Tensor grad_weight(const Tensor& weight, const Matrix<T>& grad, const Matrix<T>& x) {
+  Matrix<T> grad_t = parallel_transpose_copy<Scratch::TRANSPOSED_GRAD>(Transposed<T>(grad));
+  return gemm_tensor<T>({weight.sizes().data(), size_t(weight.dim())}, weight,
+                        {{grad_t, Transposed<T>(x)}});
+}
+
+// Columns of a float32 matrix times a factor, rounded to T.
+template <class T>
+Tensor round_columns(const Matrix<float>& x, int64_t first, int64_t count, float factor,
+                     ScalarType dtype) {
+  Tensor y = allocate(std::array{x.rows, count}, dtype);
+  parallel_for_each_vector(x.rows, count, [&](int64_t row, int64_t at, auto... tail) {
+    store(data<T>(y) + row * count + at,
+          load(x[row] + first + at, tail...) * broadcast(factor), tail...);
+  });
+  return y;
+}
+
+}  // namespace ingot

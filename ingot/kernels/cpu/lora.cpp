@@ -1,0 +1,160 @@
+// The first matmul of LoRA adapters, with an adapter for each row. The second one is part of the
+// epilogue of `linear` and `gated_linear`: see lora.h.
+#include "lora.h"
+
+#include "gradient.h"
+
+namespace ingot::kernels {
+
+// Pairs of 32 rows and an adapter that some of them have; consecutive ones of one adapter are joined.
+std::vector<AdapterRows> adapter_tasks(const AdapterIndex& index, int64_t rows) {
+  if (!index.index) return split_rows(rows);
+  int64_t most = split_rows(rows)[0].rows;
+  std::vector<AdapterRows> tasks;
+  for (int64_t row = 0; row < rows; row += BLOCK_M) {
+    int64_t count = std::min<int64_t>(BLOCK_M, rows - row);
+    size_t first = tasks.size();
+    for (int64_t r = row; r < row + count; r++) {
+      auto same = [&](const AdapterRows& task) { return task.adapter == index[r]; };
+      if (index[r] >= 0 && std::none_of(tasks.begin() + first, tasks.end(), same))
+        tasks.push_back({row, count, index[r]});
+    }
+    if (tasks.size() != first + 1 || first == 0) continue;
+    AdapterRows &last = tasks[first - 1], &added = tasks[first];
+    if (last.adapter != added.adapter || last.row + last.rows != row || last.rows >= most) continue;
+    last.rows += count;
+    tasks.pop_back();
+  }
+  return tasks;
+}
+
+struct Shrink {
+  std::vector<int64_t> sizes;
+  int64_t rank;
+  AdapterIndex index;
+
+  Shrink(const Tensor& x, const Tensor& a, const Tensor& scale, const std::optional<Tensor>& given)
+      : sizes(x.sizes().begin(), x.sizes().end()),
+        rank(check_a(x, a, scale)),
+        index(given, rows(x), a.size(0)) {
+    sizes.back() = rank;
+  }
+
+  // h = scale x A^T; `scale` has one value per adapter, 1 without it.
+  template <class T>
+  Tensor run(const Tensor& x, const Tensor& a, const float* scale) const {
+    Rows<T> from(x), weights(a);
+    Tensor y = allocate(sizes, ScalarType::Float);
+    float* to = data<float>(y);
+    for (int64_t row = 0; row < from.count; row++)
+      if (index[row] < 0) std::fill_n(to + row * rank, rank, 0.0f);
+    if (from.count == 0) return y;
+    auto weight_of = [&](int64_t adapter) {
+      return Matrix<T>(weights[adapter * rank], rank, weights.width, weights.stride);
+    };
+    gemm_by_rows<T>(from, adapter_tasks(index, from.count), weight_of,
+                    [&](const OutputBlock& block) {
+      Floats factor = broadcast(scale ? scale[block.group] : 1.0f);
+      for (int64_t r = 0; r < block.rows; r++) {
+        if (index[block.row + r] != block.group) continue;
+        float* h = to + (block.row + r) * rank + block.columns.begin;
+        for_each_vector(block.columns.count, [&](int64_t at, auto... tail) {
+          store(h + at, load(block.acc_row(0, r) + at, tail...) * factor, tail...);
+        });
+      }
+    });
+    return y;
+  }
+
+ private:
+  static int64_t rows(const Tensor& x) {
+    int64_t count = 1;
+    for (int64_t d = 0; d + 1 < x.dim(); d++) count *= x.size(d);
+    return count;
+  }
+  static int64_t check_a(const Tensor& x, const Tensor& a, const Tensor& scale) {
+    check_same_dtype(a, x);
+    check(x.dim() >= 1 && a.dim() == 3 && a.size(2) == x.size(x.dim() - 1),
+          "a must be (adapters, rank, in_features)");
+    check(scale.is_cpu() && scale.scalar_type() == ScalarType::Float && scale.dim() == 1 &&
+              scale.size(0) == a.size(0),
+          "scale must be float32, one value per adapter");
+    return a.size(1);
+  }
+};
+
+Tensor lora_shrink(const Tensor& x, const Tensor& a, const Tensor& scale,
+                   const std::optional<Tensor>& index) {
+  return dispatch_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Shrink shrink(x, a, scale, index);
+    return shrink.run<T>(x, a, Vector<float>(scale, a.size(0)).first);
+  });
+}
+
+// ---- Gradients for one adapter, with dH the gradient of h: dX = s dH A, dA = s dH^T X.
+
+template <class T>
+Tensor grad_input(const Tensor& x, const Matrix<float>& grad, const Matrix<T>& a, float scale) {
+  Tensor y = allocate_like(x);
+  parallel_for((grad.rows + BLOCK_M - 1) / BLOCK_M, BLOCK_M * a.width * a.rows,
+               [&](int64_t begin, int64_t end) {
+    AccTile& acc = *scratch<Scratch::GEMM_ACC, AccTile>(1);
+    for (int64_t row = begin * BLOCK_M; row < std::min(end * BLOCK_M, grad.rows); row += BLOCK_M)
+      for (ColumnRange columns : fixed_size_columns(a.width)) {
+        int64_t rows = std::min<int64_t>(BLOCK_M, grad.rows - row);
+        float* to[BLOCK_M];
+        const float* h[BLOCK_M];
+        for (int64_t r = 0; r < rows; r++) {
+          to[r] = acc[r], h[r] = grad[row + r];
+          std::fill_n(acc[r], columns.count, 0.0f);
+        }
+        expand<T>(to, h, rows, a.slice_columns(columns.begin, columns.count));
+        for (int64_t r = 0; r < rows; r++)
+          for_each_vector(columns.count, [&](int64_t at, auto... tail) {
+            store(data<T>(y) + (row + r) * a.width + columns.begin + at,
+                  load(acc[r] + at, tail...) * broadcast(scale), tail...);
+          });
+      }
+  });
+  return y;
+}
+
+Tensor grad_scale(const Tensor& h, const Matrix<float>& grad) {
+  Tensor y = allocate(std::array<int64_t, 1>{1}, ScalarType::Float);
+  double total = 0;
+  for (int64_t row = 0; row < grad.rows; row++)
+    for (int64_t r = 0; r < grad.width; r++)
+      total += double(grad[row][r]) * data<float>(h)[row * grad.width + r];
+  data<float>(y)[0] = float(total);
+  return y;
+}
+
+Tensors lora_shrink_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, const Tensor& a,
+                             const Tensor& scale, const std::optional<Tensor>& index) {
+  check(needs_grad.size() == 4 && grads.size() == 1 && !index && a.dim() == 3 && a.size(0) == 1,
+        "expected the gradient of one adapter");
+  return dispatch_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Shrink shrink(x, a, scale, index);
+    check(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float &&
+              std::ranges::equal(grads[0].sizes(), shrink.sizes),
+          "the gradient must have the shape of the output, in float32");
+    Rows<float> grad(grads[0]);
+    Rows<T> rows(x), weights(a);
+    float factor = Vector<float>(scale, 1)[0];
+    Tensors result;
+    if (needs_grad[0]) result.push_back(grad_input<T>(x, grad, weights, factor));
+    if (needs_grad[1]) {
+      Tensor rounded = round_columns<T>(grad, 0, shrink.rank, factor, x.scalar_type());
+      result.push_back(grad_weight<T>(a, Rows<T>(rounded), rows));
+    }
+    if (needs_grad[2]) result.push_back(grad_scale(shrink.run<T>(x, a, nullptr), grad));
+    return result;
+  });
+}
+
+}  // namespace ingot::kernels
+
+REGISTER_OP(lora_shrink)
+REGISTER_BACKWARD(lora_shrink)
