@@ -51,6 +51,13 @@ from ingot.nn.recompute import RecomputePolicy
 from ingot.training import clip, optimizer
 from ingot.training.guard import SpikeGuardConfig
 from ingot.training.mixup import MixupConfig
+from ingot.training.objective import (
+    CrossEntropy,
+    CrossEntropyConfig,
+    Objective,
+    ObjectiveConfig,
+    SFTConfig,
+)
 from ingot.training.precision import Precision
 from ingot.training.schedule import LRSchedule
 
@@ -77,8 +84,10 @@ class Datasets:
     validation: Any
     fingerprint: str
     """Identity of the data; a run cannot be resumed with other data."""
-    tokens: data.TokenDataset | None = None
-    """The tokens on disk, for text."""
+    tokenizer_dir: Path | None = None
+    """Directory of the tokenizer, for text: it is exported with the model."""
+    vocab_size: int | None = None
+    """Number of tokens of the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +169,7 @@ class TextData:
         )
         splits = (tokens.train, tokens.validation)
         train, validation = (data.PackedDataset(split, self.seq_len) for split in splits)
-        return Datasets(train, validation, tokens.hash, tokens)
+        return Datasets(train, validation, tokens.hash, tokens.directory, tokens.vocab_size)
 
 
 DataConfig = XorData | DigitsData | MnistData | TextData
@@ -189,6 +198,8 @@ class Recipe:
     """The model to initialize randomly. Give either this or `init_from`."""
     init_from: Path | None = None
     """A model directory whose decoder is trained further."""
+    objective: ObjectiveConfig | None = None
+    """What is minimized; by default "sft" for chat data and "cross_entropy" for other data."""
     device: str = "auto"
     """Device to train on: "auto", "cpu", "cuda", "cuda:1", "xpu" or another torch device."""
     seed: int = 0
@@ -238,6 +249,7 @@ class Recipe:
                 f"got {self.global_batch_size} and {self.grad_accum_steps}",
                 hint="change one of the two",
             )
+        self._set_objective()
         if (self.model is None) is (self.init_from is None):
             raise ConfigError(
                 "a recipe needs exactly one of model and init_from",
@@ -245,6 +257,17 @@ class Recipe:
             )
         if self.model is not None:
             self.check_model(self.model)
+
+    def _set_objective(self) -> None:
+        """Fill in the default objective, so that it is saved with the run."""
+        needed = SFTConfig if self.data.kind == "chat" else CrossEntropyConfig
+        if self.objective is None:
+            object.__setattr__(self, "objective", needed())
+        elif type(self.objective) is not needed:
+            raise ConfigError(
+                f"objective: '{self.objective.kind}' cannot be trained on '{self.data.kind}' data",
+                hint=f'remove it, or set objective.kind="{needed.kind}"',
+            )
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise a `ConfigError` unless the model fits the data and the options."""
@@ -286,6 +309,22 @@ def build_model(recipe: Recipe) -> nn.Module:
     """
     assert recipe.model is not None
     return MODELS[type(recipe.model)].from_config(recipe.model, seed=recipe.seed)
+
+
+def build_objective(recipe: Recipe) -> Objective:
+    """Build the objective of a recipe.
+
+    >>> model = DenseConfig(in_features=2, hidden_dims=(8,), out_features=2)
+    >>> build_objective(Recipe(name="xor", steps=1, global_batch_size=4, data=XorData(),
+    ...                        model=model, label_smoothing=0.1)).label_smoothing
+    0.1
+    """
+    return CrossEntropy(
+        label_smoothing=recipe.label_smoothing,
+        z_loss=recipe.z_loss,
+        mixup=recipe.mixup,
+        seed=recipe.seed,
+    )
 
 
 def load_datasets(config: DataConfig) -> Datasets:

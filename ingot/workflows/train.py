@@ -25,7 +25,6 @@ from torch import nn
 
 from ingot.core import config, lineage, log, paths
 from ingot.core.errors import IngotError
-from ingot.data import TokenDataset
 from ingot.data import tokenizer as tokenizers
 from ingot.interop import hf
 from ingot.nn import Decoder
@@ -33,7 +32,7 @@ from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
 from ingot.training.checkpoint import Checkpoint, Checkpoints
-from ingot.training.recipe import Recipe, build_model, load_datasets
+from ingot.training.recipe import Datasets, Recipe, build_model, load_datasets
 from ingot.training.trainer import Trainer
 
 MODEL = "model"
@@ -130,8 +129,9 @@ class TrainingRun:
                 path = directory / MODEL
                 if path.exists():  # of the finished run that this one continues
                     shutil.rmtree(path)
-                tokens = trainer.datasets.tokens
-                exported = _write_model(trainer.model, self.recipe, tokens, trainer.step, path)
+                exported = _write_model(
+                    trainer.model, self.recipe, trainer.datasets, trainer.step, path
+                )
         return TrainResult(
             run_dir=directory,
             steps=trainer.step,
@@ -163,7 +163,7 @@ def export(
             f"{directory}: the data has changed since the run was started",
             hint="restore the data: its tokenizer belongs to the model",
         )
-    if not _write_model(model, own, datasets.tokens, checkpoint.step, model_dir):
+    if not _write_model(model, own, datasets, checkpoint.step, model_dir):
         raise IngotError(
             f"{directory}: only decoders can be exported as a model directory",
             hint="use the weights in its checkpoints, which are safetensors",
@@ -223,18 +223,20 @@ def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) ->
 
 
 def _write_model(
-    model: nn.Module, recipe: Recipe, tokens: TokenDataset | None, step: int, path: Path
+    model: nn.Module, recipe: Recipe, datasets: Datasets, step: int, path: Path
 ) -> bool:
     """Write a decoder with its tokenizer and its lineage; return False for other models."""
-    if tokens is None or not isinstance(model, Decoder):
+    if datasets.tokenizer_dir is None or not isinstance(model, Decoder):
         return False
     with paths.atomic_directory(path) as temporary:
         hf.save(model, temporary)
-        tokenizers.copy_files(tokens.directory, temporary)
+        tokenizers.copy_files(datasets.tokenizer_dir, temporary)
         source = recipe.init_from
         if source is not None and (source / lineage.NAME).is_file():
             shutil.copyfile(source / lineage.NAME, temporary / lineage.NAME)
-        lineage.append(temporary, "train", recipe=recipe.name, steps=step, data=tokens.hash)
+        lineage.append(
+            temporary, "train", recipe=recipe.name, steps=step, data=datasets.fingerprint
+        )
     return True
 
 
