@@ -106,6 +106,7 @@ class CrossEntropy:
                 label_smoothing=smoothing,
                 z_loss=self.z_loss,
                 grad_output=grad_output,
+                target_rows=batch.target_rows,
             )
         if self.mixup is None:
             return class_losses(model(batch.x), batch.y, smoothing)
@@ -119,7 +120,7 @@ class CrossEntropy:
         """Return the sum of the losses, and of the correct predictions of a classifier."""
         if isinstance(batch, TokenBatch):
             rows = batch.tokens, batch.targets, batch.lengths
-            losses = token_losses(model, *rows)  # pyright: ignore[reportArgumentType]
+            losses = token_losses(model, *rows, target_rows=batch.target_rows)  # pyright: ignore
             return {"loss": losses.double().sum()}
         logits = model(batch.x)
         num_correct = (logits.argmax(-1) == batch.y).sum()

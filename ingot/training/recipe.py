@@ -172,7 +172,43 @@ class TextData:
         return Datasets(train, validation, tokens.hash, tokens.directory, tokens.vocab_size)
 
 
-DataConfig = XorData | DigitsData | MnistData | TextData
+@dataclass(frozen=True, kw_only=True)
+class ChatData:
+    """Conversations and completions, of which the assistant's tokens are trained."""
+
+    kind: Literal["chat"] = "chat"
+    source: str
+    """A .jsonl, .parquet or .arrow file, or a directory of such files."""
+    validation_source: str | None = None
+    """Rows for validation; by default `validation_fraction` of the rows of `source`."""
+    validation_fraction: float = 0.05
+    """Fraction of the rows used for validation, chosen by the hash of their content."""
+    tokenizer: Path | None = None
+    """Model directory with the tokenizer and the chat template; by default `init_from`."""
+    seq_len: int = 1024
+    """Most tokens of a sample, which holds one or several whole conversations."""
+    overlong: data.Overlong = "error"
+    """What happens with a conversation longer than `seq_len`: "error" or "drop"."""
+    template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, seq_len=(1, data.MAX_LENGTH), validation_fraction=(0.0, 0.5))
+
+    def load(self, encode: data.EncodeRow, tokenizer_dir: Path, vocab_size: int) -> Datasets:
+        """Encode the rows and pack them; `encode` knows the tokenizer of `tokenizer_dir`."""
+        splits = data.split_rows(self.source, self.validation_source, self.validation_fraction)
+        options = {"max_length": self.seq_len, "overlong": self.overlong}
+        train, validation = (
+            data.ChatDataset(data.encode_rows(rows, encode, **options), self.seq_len)
+            for rows in splits
+        )
+        fingerprint = f"{train.sequences.hash()} {validation.sequences.hash()} {self.seq_len}"
+        fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
+        return Datasets(train, validation, fingerprint, tokenizer_dir, vocab_size)
+
+
+DataConfig = XorData | DigitsData | MnistData | TextData | ChatData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +286,11 @@ class Recipe:
                 hint="change one of the two",
             )
         self._set_objective()
+        if isinstance(self.data, ChatData) and not (self.data.tokenizer or self.init_from):
+            raise ConfigError(
+                "data.tokenizer: chat data needs a tokenizer with a chat template",
+                hint="set init_from to a chat model, or data.tokenizer to its directory",
+            )
         if (self.model is None) is (self.init_from is None):
             raise ConfigError(
                 "a recipe needs exactly one of model and init_from",
@@ -271,13 +312,14 @@ class Recipe:
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise a `ConfigError` unless the model fits the data and the options."""
-        is_text, is_language_model = isinstance(self.data, TextData), hasattr(model, "vocab_size")
+        is_text = isinstance(self.data, TextData | ChatData)
+        is_language_model = hasattr(model, "vocab_size")
         if is_text is not is_language_model:
             raise ConfigError(
                 f"model: {type(model).__name__} cannot be trained on '{self.data.kind}' data",
                 hint="use a decoder or a GRU for text, a dense model, CNN or ResNet otherwise",
             )
-        if isinstance(self.data, TextData) and self.data.seq_len > model.max_seq_len:
+        if isinstance(self.data, TextData | ChatData) and self.data.seq_len > model.max_seq_len:
             raise ConfigError(
                 f"data.seq_len: must be at most the model's max_seq_len of {model.max_seq_len}, "
                 f"got {self.data.seq_len}",
@@ -330,7 +372,10 @@ def build_objective(recipe: Recipe) -> Objective:
 def load_datasets(config: DataConfig) -> Datasets:
     """Load the data of a recipe; text is tokenized if that was not done before.
 
+    Chat data needs a chat template: `ingot.workflows.chat_data` loads it.
+
     >>> len(load_datasets(XorData()).train)
     4
     """
+    assert not isinstance(config, ChatData)
     return config.load()

@@ -50,6 +50,7 @@ from ingot.training.objective import Batch
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
 from ingot.training.recipe import (
+    ChatData,
     Datasets,
     Recipe,
     TextData,
@@ -182,7 +183,7 @@ class Trainer:
         if not self._is_due(recipe.checkpoint_every):
             self._save(result)
         self.checkpoints.wait()
-        if isinstance(recipe.data, TextData):
+        if isinstance(recipe.data, TextData | ChatData):
             with self.ema_weights():
                 save_logprobs(self.model, self.datasets.validation, self.directory)
         return result
@@ -366,7 +367,8 @@ class _ConsoleLogger:
             log.logger(__name__).info("step %d of %d: %s", metrics["step"], steps, text)
 
     def _format(self, metrics: dict[str, Any]) -> str:
-        unit = "tokens" if isinstance(self._trainer.recipe.data, TextData) else "samples"
+        is_text = isinstance(self._trainer.recipe.data, TextData | ChatData)
+        unit = "tokens" if is_text else "samples"
         parts = [
             f"loss {metrics['loss']:.4g}",
             f"lr {metrics['lr']:.2g}",

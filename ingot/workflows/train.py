@@ -32,11 +32,13 @@ from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
 from ingot.training.checkpoint import Checkpoint, Checkpoints
-from ingot.training.recipe import Datasets, Recipe, build_model, load_datasets
+from ingot.training.recipe import Datasets, Recipe, build_model
 from ingot.training.trainer import Trainer
+from ingot.workflows.chat_data import load_datasets
 
 MODEL = "model"
 RECIPE = "recipe.toml"
+_GENERATION_CONFIG = "generation_config.json"  # the tokens that end a turn
 _LOG = log.logger(__name__)
 
 OnMetrics = Callable[[dict[str, Any]], object]
@@ -157,7 +159,7 @@ def export(
     own = config.load(Recipe, directory / RECIPE)
     model = hf.load(own.init_from) if own.init_from else build_model(own)
     model.to(own.precision.dtype)
-    checkpoint, datasets = _load_checkpoint(model, directory, own), load_datasets(own.data)
+    checkpoint, datasets = _load_checkpoint(model, directory, own), load_datasets(own)
     if checkpoint.metadata["data"] != datasets.fingerprint:
         raise IngotError(
             f"{directory}: the data has changed since the run was started",
@@ -214,7 +216,7 @@ def _create_directory(name: str, run_dir: Path | None) -> Path:
 
 def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) -> Trainer:
     model = None if recipe.init_from is None else hf.load(recipe.init_from)
-    trainer = Trainer(recipe, directory, model, peak_flops)
+    trainer = Trainer(recipe, directory, model, peak_flops, load_datasets(recipe))
     if isinstance(
         trainer.model, Decoder
     ):  # fail now rather than when the trained model is exported
