@@ -76,18 +76,23 @@ def read_rows(where: str | Path) -> Iterator[Row]:
 
 def split_rows(
     source: str | Path, validation_source: str | Path | None, validation_fraction: float
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Iterator[Row], Iterator[Row]]:
     """Return the rows for training and those for validation.
 
-    A row is used for validation if the hash of its content is below the fraction, or if it is in
-    `validation_source`. Rows with equal content are in the same split.
+    Those of `validation_source`; or else a row is used for validation if the hash of its content is
+    below the fraction, so that rows with equal content are in the same split. If that selects no
+    row, or all, the row with the smallest hash is taken.
     """
-    rows = list(read_rows(source))
     if validation_source is not None:
-        return rows, list(read_rows(validation_source))
-    below = [is_below(row.digest[:8], validation_fraction) for row in rows]
-    train = [row for row, held_out in zip(rows, below, strict=True) if not held_out]
-    return train, [row for row, held_out in zip(rows, below, strict=True) if held_out]
+        return read_rows(source), read_rows(validation_source)
+    digests = {row.digest for row in read_rows(source)}
+    held_out = {digest for digest in digests if is_below(digest[:8], validation_fraction)}
+    if validation_fraction and digests and len(held_out) in (0, len(digests)):
+        held_out = {min(digests)}
+    return (
+        (row for row in read_rows(source) if row.digest not in held_out),
+        (row for row in read_rows(source) if row.digest in held_out),
+    )
 
 
 def parse_row(record: Any, name: str) -> Row:

@@ -201,8 +201,8 @@ def _parse_call(call: Any) -> Any:
         return call
     if not isinstance(arguments, dict):
         return call
-    function = cast(dict[str, Any], call["function"])
-    return {**cast(dict[str, Any], call), "function": {**function, "arguments": arguments}}
+    function: Any = {**call["function"], "arguments": arguments}
+    return {**call, "function": function}
 
 
 def _checked(answer: dict[str, Any] | None) -> dict[str, Any]:
