@@ -1,8 +1,8 @@
 """Best-fit packing: sequences in samples of at most `capacity` tokens, none of them cut.
 
 Best-fit decreasing: sequences from the longest to the shortest, each into the fullest sample in
-which it fits. It needs at most 11/9 of the smallest possible number of samples, and 6/9 of one more
-(Dósa et al. 2013). Text for pretraining is cut instead (`ingot.data.pack`), since its documents are
+which it fits. It needs at most about 11/9 of the smallest possible number of samples (Johnson
+1973). Text for pretraining is cut instead (`ingot.data.pack`), since its documents are
 longer than a sample and every token is trained.
 """
 

@@ -83,7 +83,7 @@ def encode_rows(
     total = num_rows = 0
     for row in rows:
         num_rows += 1
-        for ids, mask in _encode(row, encode):
+        for ids, mask in encode_row(row, encode):
             if len(ids) > max_length:
                 dropped.append((len(ids), row.name))
                 continue
@@ -106,7 +106,8 @@ def encode_rows(
     return MaskedSequences(np.concatenate(tokens), np.concatenate(trained), ends)
 
 
-def _encode(row: Row, encode: EncodeRow) -> Sequence[tuple[list[int], list[bool]]]:
+def encode_row(row: Row, encode: EncodeRow) -> Sequence[tuple[list[int], list[bool]]]:
+    """Encode a row; raise an error that names it if that fails or if nothing would be trained."""
     try:
         encoded = encode(row)
     except IngotError as error:
