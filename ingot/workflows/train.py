@@ -233,9 +233,9 @@ def _write_model(
     with paths.atomic_directory(path) as temporary:
         hf.save(model, temporary)
         tokenizers.copy_files(datasets.tokenizer_dir, temporary)
-        source = recipe.init_from
-        if source is not None and (source / lineage.NAME).is_file():
-            shutil.copyfile(source / lineage.NAME, temporary / lineage.NAME)
+        for name in (lineage.NAME, _GENERATION_CONFIG):
+            if recipe.init_from is not None and (recipe.init_from / name).is_file():
+                shutil.copyfile(recipe.init_from / name, temporary / name)
         lineage.append(
             temporary, "train", recipe=recipe.name, steps=step, data=datasets.fingerprint
         )
