@@ -110,10 +110,10 @@ class SampleEncoder:
                 raise _diverging(i, prompt, whole)
             prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
             ids = self._encode_completion(prompt, prompt_ids, whole[len(prompt) :])
-            ends = [k for k, token in enumerate(ids) if token in self.tokenizer.eos_token_ids]
-            if not ends:
+            completion_ids = self._cut_after_eos(ids)
+            if completion_ids is None:
                 raise _without_eos(i, whole[len(prompt) :])
-            yield prompt_ids, ids[: ends[-1] + 1]
+            yield prompt_ids, completion_ids
 
     def _marked_turns(
         self,
@@ -132,8 +132,10 @@ class SampleEncoder:
                 continue
             prompt_ids = self.tokenizer.encode(text[:begin], add_special_tokens=False)
             ids = self._encode_completion(text[:begin], prompt_ids, text[begin:end])
-            self._warn_without_eos(ids)
-            yield prompt_ids, ids
+            completion_ids = self._cut_after_eos(ids)
+            if completion_ids is None:
+                self._warn_without_eos()
+            yield prompt_ids, ids if completion_ids is None else completion_ids
 
     def _render(
         self,
@@ -158,8 +160,23 @@ class SampleEncoder:
             )
         return ids
 
-    def _warn_without_eos(self, ids: list[int]) -> None:
-        if not self._warned and ids[-1] not in self.tokenizer.eos_token_ids:
+    def _cut_after_eos(self, ids: list[int]) -> list[int] | None:
+        """Return the ids up to the first EOS token, where a server stops; None without one.
+
+        Templates may write a newline or another EOS token after it, but no words.
+        """
+        is_eos = (token in self.tokenizer.eos_token_ids for token in ids)
+        end = next((k + 1 for k, found in enumerate(is_eos) if found), None)
+        if end is not None and self.tokenizer.decode(ids[end:]).strip():
+            inside = self.tokenizer.decode(ids[:end], skip_special_tokens=False)
+            raise ChatError(
+                f"an EOS token ends a message before its last word: {inside[-_CONTEXT:]!r}",
+                hint="remove the text of the token from the message",
+            )
+        return None if end is None else ids[:end]
+
+    def _warn_without_eos(self) -> None:
+        if not self._warned:
             self._warned = True
             log.logger(__name__).warning(
                 "the template's {% generation %} excludes the EOS token: the model does not learn "

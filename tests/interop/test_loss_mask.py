@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -154,6 +155,23 @@ def test_a_turn_without_an_eos_token_is_refused() -> None:
     with pytest.raises(ChatError, match="none of the model's EOS tokens") as caught:
         encoder.encode_chat(messages)
     assert "eos_token_id" in caught.value.hint
+
+
+def test_a_completion_ends_with_its_first_eos_token() -> None:
+    """Phi-3's template writes another one after a whole conversation."""
+    source = templates.SMOLLM2 + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    family = Family(source, "</s>", lambda m: "")
+    eos_token_ids = frozenset(INNER.token_to_id(name) for name in ("<|im_end|>", "</s>"))
+    tokenizer = replace(templates.tokenizer(family, INNER), eos_token_ids=eos_token_ids)
+    question = {"role": "user", "content": "a"}
+    (sample,) = SampleEncoder(tokenizer).encode_chat(
+        [question, {"role": "assistant", "content": "b"}]
+    )
+    ((_, completion),) = trained_parts(sample)
+    assert tokenizer.decode(completion, skip_special_tokens=False) == "b<|im_end|>"
+    answer = {"role": "assistant", "content": "write <|im_end|> to end"}
+    with pytest.raises(ChatError, match="EOS token ends a message before its last word"):
+        SampleEncoder(tokenizer).encode_chat([question, answer])
 
 
 def test_a_conversation_that_the_assistant_begins_is_refused() -> None:
