@@ -69,7 +69,7 @@ def _open(source: str, tokenizer_dir: Path | None) -> tuple[Iterator[Row], Encod
         )
     rows, _ = split_rows(data.source, data.validation_source, data.validation_fraction)
     tokenizer = Tokenizer.load(tokenizer_dir or chat_data.tokenizer_dir(recipe))
-    return rows, chat_data.row_encoder(tokenizer, data.template_kwargs), tokenizer
+    return rows, chat_data.row_encoder(tokenizer, data.chat_template_kwargs), tokenizer
 
 
 def _print_sample(sample: MaskedTokens, name: str, tokenizer: Tokenizer) -> None:

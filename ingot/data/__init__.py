@@ -56,7 +56,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ingot.data.array import ArrayBatch, ArrayDataset, xor
-    from ingot.data.chat_dataset import ChatDataset, EncodeRow, Overlong, encode_rows
+    from ingot.data.chat_dataset import ChatDataset, EncodeRow, encode_rows
     from ingot.data.image import digits, mnist
     from ingot.data.loader import Dataset, Loader
     from ingot.data.pack import MAX_LENGTH, PackedDataset, TokenBatch
@@ -75,7 +75,6 @@ _HOMES = {
     "ChatRow": "row",
     "EncodeRow": "chat_dataset",
     "MAX_LENGTH": "pack",
-    "Overlong": "chat_dataset",
     "Row": "row",
     "TextRow": "row",
     "Dataset": "loader",
@@ -99,7 +98,6 @@ __all__ = [
     "Dataset",
     "EncodeRow",
     "Loader",
-    "Overlong",
     "PackedDataset",
     "Row",
     "Source",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ MAX_TARGET_SHARE = 0.9
 
 EncodeRow = Callable[[Row], Sequence[tuple[list[int], list[bool]]]]
 """Returns the tokens of a row's sequences, and which of them are trained."""
-Overlong = Literal["error", "drop"]
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ class MaskedSequences:
 
 
 def encode_rows(
-    rows: Iterable[Row], encode: EncodeRow, *, max_length: int, overlong: Overlong = "error"
+    rows: Iterable[Row], encode: EncodeRow, *, max_length: int, drop_long: bool = False
 ) -> MaskedSequences:
-    """Encode rows; those with more than `max_length` tokens are an error or dropped and counted."""
+    """Encode rows; those of more than `max_length` tokens are an error, or dropped and counted."""
     tokens: list[NDArray[np.int32]] = []
     trained: list[NDArray[np.bool_]] = []
     dropped: list[tuple[int, str]] = []
@@ -96,7 +95,7 @@ def encode_rows(
                 hint="train on a part of the rows",
             )
     if dropped:
-        _report_dropped(dropped, num_rows, max_length, overlong)
+        _report_long(dropped, num_rows, max_length, drop_long)
     if not tokens:
         raise DataError(
             f"no conversations to train on, of {num_rows} rows",
@@ -120,18 +119,19 @@ def encode_row(row: Row, encode: EncodeRow) -> Sequence[tuple[list[int], list[bo
     return encoded
 
 
-def _report_dropped(
-    dropped: list[tuple[int, str]], num_rows: int, max_length: int, overlong: Overlong
+def _report_long(
+    dropped: list[tuple[int, str]], num_rows: int, max_length: int, drop_long: bool
 ) -> None:
     longest, name = max(dropped)
     summary = (
         f"{len(dropped)} of {num_rows} conversations have more than {max_length:,} tokens; the "
         f"longest has {longest:,} ({name})"
     )
-    if overlong == "error":
+    if not drop_long:
         raise DataError(
             summary,
-            hint=f'raise data.seq_len to {longest}, or leave them out with data.overlong="drop"',
+            hint=f"raise data.seq_len to {longest}, or leave them out with "
+            'data.excess_length_strategy="drop"',
         )
     log.logger(__name__).warning("dropped: %s", summary)
 

@@ -201,7 +201,7 @@ def _diverging(number: int, prompt: str, whole: str) -> ChatError:
         f"  prompt:       ...{prompt[window]!r}\n"
         f"  conversation: ...{whole[window]!r}",
         hint="mark the assistant's words with {% generation %} in the template, or set the "
-        "template's variables (data.template_kwargs), such as enable_thinking",
+        "template's variables (data.chat_template_kwargs), such as enable_thinking",
     )
 
 

@@ -187,9 +187,9 @@ class ChatData:
     """Model directory with the tokenizer and the chat template; by default `init_from`."""
     seq_len: int = 1024
     """Most tokens of a sample, which holds one or several whole conversations."""
-    overlong: data.Overlong = "error"
-    """What happens with a conversation longer than `seq_len`: "error" or "drop"."""
-    template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    excess_length_strategy: Literal["raise", "drop"] = "raise"
+    """What happens with a conversation longer than `seq_len`; none is cut."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
 
     def __post_init__(self) -> None:
@@ -198,7 +198,8 @@ class ChatData:
     def load(self, encode: data.EncodeRow, tokenizer_dir: Path, vocab_size: int) -> Datasets:
         """Encode the rows and pack them; `encode` knows the tokenizer of `tokenizer_dir`."""
         splits = data.split_rows(self.source, self.validation_source, self.validation_fraction)
-        options = {"max_length": self.seq_len, "overlong": self.overlong}
+        drop_long = self.excess_length_strategy == "drop"
+        options = {"max_length": self.seq_len, "drop_long": drop_long}
         train, validation = (
             data.ChatDataset(data.encode_rows(rows, encode, **options), self.seq_len)
             for rows in splits

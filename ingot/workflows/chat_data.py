@@ -28,7 +28,7 @@ def load_datasets(recipe: Recipe) -> Datasets:
         return recipes.load_datasets(config)
     directory = tokenizer_dir(recipe)
     tokenizer = Tokenizer.load(directory)
-    encode = row_encoder(tokenizer, config.template_kwargs)
+    encode = row_encoder(tokenizer, config.chat_template_kwargs)
     datasets = config.load(encode, directory, tokenizer.vocab_size)
     train = datasets.train.sequences
     log.logger(__name__).info(

@@ -124,7 +124,7 @@ def test_long_conversations_are_an_error_or_dropped_and_counted(
     assert "the longest has 12 (line 3)" in caught.value.message
     assert "data.seq_len to 12" in caught.value.hint
     with caplog.at_level(logging.WARNING, "ingot"):
-        kept = encoded(found, max_length=8, overlong="drop")
+        kept = encoded(found, max_length=8, drop_long=True)
     assert kept.lengths == [3, 4]
     assert "dropped: 2 of 4 conversations" in caplog.text
 
