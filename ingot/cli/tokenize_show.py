@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ingot.interop.tokenizer import Tokenizer
 
 MAX_SHOWN = 10_000
-BEGIN, END = "«", "»"  # around trained tokens where there is no colour
+BEGIN, END = "«", "»"  # around trained tokens if the output has no colour
 
 
 def show(source: str, tokenizer_dir: Path | None, count: int) -> None:

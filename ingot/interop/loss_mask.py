@@ -100,8 +100,7 @@ class SampleEncoder:
                 continue
             if i == 0:
                 raise ChatError(
-                    "the conversation begins with an assistant message, for which there is no "
-                    "prompt",
+                    "the conversation begins with an assistant message, which has no prompt",
                     hint="begin it with a user message",
                 )
             prompt = self._render(messages[:i], tools, True)

@@ -129,7 +129,7 @@ def served_logprobs(server: Served, tokens: list[int]) -> list[float]:
     return found["choices"][0]["logprobs"]["token_logprobs"][1:]
 
 
-def test_the_loss_of_held_out_answers_is_that_of_a_server(tmp_path: Path) -> None:
+def test_the_validation_loss_is_that_of_a_server(tmp_path: Path) -> None:
     """The log-probabilities of the assistant's tokens, from a server, bit for bit."""
     result = ingot.train(chats.recipe(tmp_path, precision=Precision.BF16), run_dir=tmp_path / "run")
     assert result.model_dir is not None
