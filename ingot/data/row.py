@@ -137,7 +137,7 @@ def _messages(value: Any, name: str) -> list[Record]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):  # pyright: ignore
             raise _row_error(name, f"message {number} must be an object with a role")
         fields = cast(Record, message).items()
-        # `content` may be null in a message with tool calls; other nulls are keys that do not apply.
+        # `content` may be null in a message with tool calls; another null is a key that is absent.
         messages.append({key: v for key, v in fields if v is not None or key == "content"})
     return messages
 
