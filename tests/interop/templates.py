@@ -240,13 +240,15 @@ def train_inner() -> Inner:
 
 def tokenizer(family: Family, inner: Inner) -> Tokenizer:
     """Return the tokenizer of a family."""
+    eos_id = inner.token_to_id(family.eos)
+    assert eos_id is not None
     return Tokenizer(
         inner=inner,
         special_tokens={
             "bos_token": "<s>" if family.eos == "</s>" else "<|begin_of_text|>",
             "eos_token": family.eos,
         },
-        eos_token_ids=frozenset({inner.token_to_id(family.eos)}),
+        eos_token_ids=frozenset({eos_id}),
         chat_template=ChatTemplate(family.template),
     )
 
