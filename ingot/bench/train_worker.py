@@ -139,8 +139,9 @@ def ingot(task: dict[str, Any], clock: StepClock) -> str:
     """Run the train step of `ingot.training`."""
     from ingot.interop import hf
     from ingot.training.clip import ClipNormConfig, Clipper
+    from ingot.training.objective import CrossEntropy
     from ingot.training.precision import MasterWeights, Precision
-    from ingot.training.step import LossConfig, TrainStep, TrainStepHooks
+    from ingot.training.step import TrainStep, TrainStepHooks
 
     class Timer(TrainStepHooks):
         def after_forward(self, index: int) -> None:
@@ -151,7 +152,7 @@ def ingot(task: dict[str, Any], clock: StepClock) -> str:
     config = AdamWConfig(lr=_LR, state_dtype=task["state_dtype"])
     optimizers = Optimizers(config, model, masters.weights, masters.low_bits)
     clipper = Clipper(ClipNormConfig(), len(masters.weights))
-    step = TrainStep(model, masters, optimizers, clipper, LossConfig(), Timer())
+    step = TrainStep(model, masters, optimizers, clipper, CrossEntropy(), Timer())
     model.set_recompute(task["recompute"])
     for number, (tokens_BL, targets_BL) in enumerate(_batches(task, model.config.vocab_size)):
         lengths = [task["seq_len"]] * task["batch_size"]

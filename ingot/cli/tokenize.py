@@ -12,6 +12,7 @@ import tyro
 from ingot.cli import escape_markup
 from ingot.cli.import_ import size
 from ingot.cli.tables import new_grid
+from ingot.core.errors import ConfigError
 from ingot.core.log import stdout
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 def tokenize(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    directory: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[DST]")] = None,
     tokenizer: Path | None = None,
     vocab_size: int | None = None,
     field: str = "text",
     validation: float = 0.01,
+    show: int | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Tokenize text for training, with a model's tokenizer or with one trained on the text.
@@ -33,10 +35,13 @@ def tokenize(
     Python's standard library. DST is created when it is complete, with the tokenizer in it. If DST
     exists and was built from the same text with the same options, nothing is done.
 
+    `--show` prints samples of conversations instead, with the tokens that are trained in colour.
+    SRC is then a recipe with chat data, or a file of rows.
+
     Examples: `ingot tokenize stdlib tokens` to try it,
     `ingot tokenize books/ tokens --vocab-size 16384`,
     `ingot tokenize posts.jsonl tokens --field body --tokenizer smollm2` to continue training a
-    model.
+    model, `ingot tokenize recipes/smollm2-sft.toml --show 3` to see what is trained.
 
     Args:
         source: The text.
@@ -45,8 +50,16 @@ def tokenize(
         vocab_size: Train a tokenizer with this many tokens; 4096 unless --tokenizer is given.
         field: Name of the text field in JSON objects and tables.
         validation: Fraction of the documents that is used for validation.
+        show: Print this many samples with their loss masks and write nothing.
         json: Print JSON instead of text.
     """
+    if show is not None:
+        from ingot.cli import tokenize_show
+
+        tokenize_show.show(source, tokenizer, show)
+        return
+    if directory is None:
+        raise ConfigError("DST: missing", hint="name the directory to write, or use --show")
     from ingot.data import token_dataset
     from ingot.data.source import Source
 

@@ -30,6 +30,11 @@
     for start in range(0, len(validation), 8):
         batch = validation.batch(range(start, min(start + 8, len(validation))))
 
+    # Conversations: whole ones in samples of at most 1024 tokens. `encode` returns the tokens of a
+    # row and which of them are trained (`ingot.workflows.chat_data.row_encoder`).
+    rows, held_out = data.split_rows("chats.jsonl", None, validation_fraction=0.05)
+    train = data.ChatDataset(data.encode_rows(rows, encode, max_length=1024), seq_len=1024)
+
     # Images, or any arrays: batch.x, batch.y, batch.sample_ids
     train, validation = data.digits().split(0.2)  # or data.xor(), data.mnist(folder)
     loader = data.Loader(train, batch_size=64, seed=0)
@@ -51,9 +56,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ingot.data.array import ArrayBatch, ArrayDataset, xor
+    from ingot.data.chat_dataset import ChatDataset, EncodeRow, encode_rows
     from ingot.data.image import digits, mnist
     from ingot.data.loader import Dataset, Loader
-    from ingot.data.pack import PackedDataset, TokenBatch
+    from ingot.data.pack import MAX_LENGTH, PackedDataset, TokenBatch
+    from ingot.data.row import ChatRow, Row, TextRow, read_rows, split_rows
     from ingot.data.source import Source
     from ingot.data.token_dataset import TokenDataset, tokenize
 
@@ -64,26 +71,44 @@ _HOMES = {
     "TokenDataset": "token_dataset",
     "Loader": "loader",
     "PackedDataset": "pack",
+    "ChatDataset": "chat_dataset",
+    "ChatRow": "row",
+    "EncodeRow": "chat_dataset",
+    "MAX_LENGTH": "pack",
+    "Row": "row",
+    "TextRow": "row",
     "Dataset": "loader",
     "Source": "source",
     "TokenBatch": "pack",
     "digits": "image",
+    "encode_rows": "chat_dataset",
+    "read_rows": "row",
+    "split_rows": "row",
     "mnist": "image",
     "tokenize": "token_dataset",
     "xor": "array",
 }
 
 __all__ = [
+    "MAX_LENGTH",
     "ArrayBatch",
     "ArrayDataset",
+    "ChatDataset",
+    "ChatRow",
     "Dataset",
+    "EncodeRow",
     "Loader",
     "PackedDataset",
+    "Row",
     "Source",
+    "TextRow",
     "TokenBatch",
     "TokenDataset",
     "digits",
+    "encode_rows",
     "mnist",
+    "read_rows",
+    "split_rows",
     "tokenize",
     "xor",
 ]

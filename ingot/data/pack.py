@@ -46,11 +46,16 @@ class TokenBatch:
     targets: Tensor
     lengths: list[int]
     sample_ids: list[int]
+    target_rows: Tensor | None = None
+    """Indices of the targets that are not ignored, if they are few; None otherwise."""
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch on a device; `lengths` and `sample_ids` stay on the host."""
         tokens, targets = copy_to_device(device, self.tokens, self.targets)
-        return replace(self, tokens=tokens, targets=targets)
+        if self.target_rows is None:
+            return replace(self, tokens=tokens, targets=targets)
+        (rows,) = copy_to_device(device, self.target_rows)
+        return replace(self, tokens=tokens, targets=targets, target_rows=rows)
 
 
 class PackedDataset:

@@ -95,7 +95,7 @@ class Source:
 
     def _read_file(self, path: Path, skip: Skip) -> Iterator[str]:
         if path.suffix in (".jsonl", ".ndjson"):
-            texts = _read_jsonl(path, self.field)
+            texts = _read_texts(path, self.field)
         elif path.suffix in table.SUFFIXES:
             texts = table.read_texts(path, self.field)
         elif path == Path(self.where) or _is_text(path):
@@ -189,26 +189,31 @@ def _decode(path: Path) -> Iterator[str]:
         ) from error
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+def _read_texts(path: Path, field: str) -> Iterator[str]:
+    for number, record in read_jsonl(path):
+        text = cast(dict[str, Any], record).get(field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            keys = list(cast(dict[str, Any], record))[:8] if isinstance(record, dict) else []
+            raise DataError(
+                f"{path}: line {number:,} must be an object with text in '{field}'",
+                hint=f"give the key of the text with --field, of: {', '.join(keys) or 'none'}",
+            )
+        yield text
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the JSON value of each line that is not empty."""
     decoder = msgspec.json.Decoder()
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file, path), 1):
             if not line.strip():
                 continue
             try:
-                record: Any = decoder.decode(line)
+                yield number, decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise DataError(
                     f"{path}: line {number:,} is not JSON: {error}", hint="correct the line"
                 ) from error
-            text = cast(dict[str, Any], record).get(field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                keys = list(cast(dict[str, Any], record))[:8] if isinstance(record, dict) else []
-                raise DataError(
-                    f"{path}: line {number:,} must be an object with text in '{field}'",
-                    hint=f"give the key of the text with --field, of: {', '.join(keys) or 'none'}",
-                )
-            yield text
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:

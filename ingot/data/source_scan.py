@@ -32,7 +32,7 @@ class Document(NamedTuple):
     def is_sampled(self, fraction: float) -> bool:
         """Return whether it is in a random fraction of the documents, independent of the split."""
         # The last bytes of the hash: the first determine the split.
-        return _is_below(self.digest[-8:], fraction)
+        return is_below(self.digest[-8:], fraction)
 
 
 @dataclass
@@ -99,20 +99,20 @@ class SourceScan:
     def _add(self, digest: bytes, num_bytes: int) -> None:
         self.documents += 1
         self.bytes += num_bytes
-        self._num_validation += _is_below(digest[:8], self.fraction)
+        self._num_validation += is_below(digest[:8], self.fraction)
         self._smallest = min(self._smallest, digest)
 
     def _assign_split(self, digest: bytes) -> Split:
-        is_validation = _is_below(digest[:8], self.fraction)
+        is_validation = is_below(digest[:8], self.fraction)
         if self._num_validation in (0, self.documents):
             is_validation = self.fraction > 0 and digest == self._smallest
         return "validation" if is_validation else "train"
 
 
-def _is_below(digest: bytes, fraction: float) -> bool:
+def is_below(digest: bytes, fraction: float) -> bool:
     """Return whether eight bytes of a hash are in this lowest fraction of all values.
 
-    >>> _is_below(bytes(8), 0.0), _is_below(bytes(8), 0.01), _is_below(bytes([255] * 8), 1.0)
+    >>> is_below(bytes(8), 0.0), is_below(bytes(8), 0.01), is_below(bytes([255] * 8), 1.0)
     (False, True, True)
     """
     return int.from_bytes(digest, "big") < fraction * 2**64

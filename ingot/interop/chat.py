@@ -12,6 +12,7 @@ takes 0.02 ms in this process.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ingot.core.errors import IngotError
 
@@ -31,6 +32,9 @@ SECONDS = 2.0
 START_SECONDS = 30.0
 
 Message = Mapping[str, Any]
+Spans = list[tuple[int, int]]
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 class ChatError(IngotError):
@@ -65,8 +69,41 @@ class ChatTemplate:
         `tools` are JSON schemas of functions. `add_generation_prompt` appends the beginning of an
         assistant message. Other variables are specific to the template, such as `enable_thinking`.
         """
+        return self._ask(messages, tools, add_generation_prompt, variables)["text"]
+
+    @property
+    def has_generation(self) -> bool:
+        """Whether the template marks the assistant's words with `{% generation %}`."""
+        return _GENERATION.search(self.source) is not None
+
+    def render_with_spans(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[str, Spans]:
+        """Render a whole conversation; return also where `{% generation %}` begins and ends.
+
+        >>> source = "{% for m in messages %}:{% generation %}{{ m.content }}{% endgeneration %}"
+        >>> template = ChatTemplate(source + "{% endfor %}")
+        >>> template.render_with_spans([{"role": "assistant", "content": "Hello"}])
+        (':Hello', [(1, 6)])
+        """
+        answer = self._ask(messages, tools, False, variables)
+        if answer["spans"] is None:
+            raise _invalid("{% generation %} is used inside a macro, so its place is unknown")
+        return answer["text"], [(begin, end) for begin, end in answer["spans"]]
+
+    def _ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> dict[str, Any]:
         inputs = {
-            "messages": list(messages),
+            "messages": [_with_parsed_arguments(message) for message in messages],
             "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -85,18 +122,18 @@ class ChatTemplate:
                 hint="shorten the messages",
             )
         with self._lock:
-            return self._ask(content)
+            return self._send(content)
 
-    def _ask(self, content: str) -> str:
+    def _send(self, content: str) -> dict[str, Any]:
         if self._renderer is None or not self._renderer.alive():
             renderer = _Renderer()
             # Before the process is kept, so that a compile error is raised at every use.
-            _text(renderer.ask(json.dumps(self.source), START_SECONDS))
+            _checked(renderer.ask(json.dumps(self.source), START_SECONDS))
             self._renderer = renderer
         answer = self._renderer.ask(content, SECONDS)
         if answer is None or ("error" in answer and not answer["rejected"]):
             self._renderer = None  # a new one next time: this one may be out of memory
-        return _text(answer)
+        return _checked(answer)
 
 
 class _Renderer:
@@ -142,11 +179,37 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.wait()
 
 
-def _text(answer: dict[str, Any] | None) -> str:
+def _with_parsed_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as objects.
+
+    OpenAI's API gives them as a JSON string, templates expect the object.
+
+    >>> call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    >>> _with_parsed_arguments({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+    [{'type': 'function', 'function': {'name': 'f', 'arguments': {'x': 1}}}]
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parse_call(call) for call in cast(list[Any], calls)]}
+
+
+def _parse_call(call: Any) -> Any:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    function: Any = {**call["function"], "arguments": arguments}
+    return {**call, "function": function}
+
+
+def _checked(answer: dict[str, Any] | None) -> dict[str, Any]:
     if answer is None:
         raise _invalid(f"it does not finish within {SECONDS:.0f} s, or crashes its process")
     if "error" not in answer:
-        return answer["text"]
+        return answer
     if answer["rejected"]:
         raise ChatError(
             f"the model's chat template rejects the messages: {answer['error']}",

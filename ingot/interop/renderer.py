@@ -3,8 +3,9 @@
 
 This script is started with the file descriptor of a connection and imports nothing of ingot. The
 first message is the template, each later one the variables to render it with; the answer to each is
-{"text": ...} or {"error": ..., "rejected": whether the template itself raised it}. The process
-exits when the connection is closed.
+{"text": ..., "spans": ...} or {"error": ..., "rejected": whether the template itself raised it}.
+`spans` are the characters from `{% generation %}` to `{% endgeneration %}`; None if they cannot be
+located. The process exits when the connection is closed.
 """
 
 from __future__ import annotations
@@ -28,18 +29,36 @@ class MessagesRejected(Exception):
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """Ignores the tags `{% generation %}` and `{% endgeneration %}`.
+    """Records what is between the tags `{% generation %}` and `{% endgeneration %}`.
 
-    They mark the assistant's tokens for training.
+    They mark the assistant's words for training. `position` is the number of characters rendered
+    before; as in transformers, it is only known for tags that are not inside a macro.
     """
 
     tags = {"generation"}  # noqa: RUF012
 
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.position = 0
+        self.marked: list[tuple[int, str]] = []
+
     def parse(self, parser: Any) -> Any:
-        """Return a scope around the statements, as transformers does."""
+        """Return a call of `mark` with the statements."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
+        return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        """Record the text of the statements and return it."""
+        text = caller()
+        self.marked.append((self.position, text))
+        return text
+
+    def spans(self, text: str) -> list[tuple[int, int]] | None:
+        """Return begin and end of what was marked; None if it is not at the recorded positions."""
+        if any(not text.startswith(marked, start) for start, marked in self.marked):
+            return None
+        return [(start, start + len(marked)) for start, marked in self.marked]
 
 
 def environment() -> jinja2.Environment:
@@ -84,16 +103,18 @@ def strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def render(template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
+def render(template: jinja2.Template, variables: dict[str, Any], limit: int) -> dict[str, Any]:
     """Render at most `limit` characters; raise ValueError beyond."""
+    tag: Any = template.environment.extensions[GenerationTag.identifier]
+    tag.position, tag.marked = 0, []
     parts: list[str] = []
-    total = 0
     for part in template.generate(**variables):
-        total += len(part)
-        if total > limit:
+        tag.position += len(part)
+        if tag.position > limit:
             raise ValueError(f"it renders more than {limit:,} characters")
         parts.append(part)
-    return "".join(parts)
+    text = "".join(parts)
+    return {"text": text, "spans": tag.spans(text)}
 
 
 def serve(connection: Connection, seconds: float, max_characters: int) -> None:
@@ -113,7 +134,7 @@ def serve(connection: Connection, seconds: float, max_characters: int) -> None:
                 template = environment().from_string(request)
                 answer = {"text": ""}
             else:
-                answer = {"text": render(template, request, max_characters)}
+                answer = render(template, request, max_characters)
         except MemoryError:
             answer = {"error": "it needs too much memory", "rejected": False}
         except Exception as error:

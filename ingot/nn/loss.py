@@ -39,6 +39,7 @@ def token_losses(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     grad_output: float | None = None,
+    target_rows: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each token's target, (T,), for packed sequences of these lengths.
 
@@ -48,6 +49,9 @@ def token_losses(
     differs after all, the gradients are computed again on the CPU; on an accelerator that is an
     error, raised by the device.
 
+    `target_rows` are the indices of the targets that are not ignored. If given, the LM head is
+    applied to these rows alone; their losses have the same bits.
+
     >>> import torch
     >>> from ingot.nn import Decoder, preset
     >>> model = Decoder.from_config(preset("tiny"), seed=0)
@@ -56,10 +60,16 @@ def token_losses(
     """
     layout = BatchLayout.packed(lengths, tokens_T.device)
     hidden_TD = model(tokens_T, layout)
+    if target_rows is not None:
+        hidden_TD, targets_T = hidden_TD[target_rows], targets_T[target_rows]
     args = (hidden_TD, model.lm_head_weight, targets_T, IGNORE_INDEX, label_smoothing, z_loss)
     if grad_output is None or not (hidden_TD.requires_grad and torch.is_grad_enabled()):
-        return ops.linear_cross_entropy(*args)
-    return _WithGradients.apply(grad_output, *args)  # pyright: ignore
+        losses = ops.linear_cross_entropy(*args)
+    else:
+        losses = _WithGradients.apply(grad_output, *args)  # pyright: ignore
+    if target_rows is None:
+        return losses
+    return losses.new_zeros(len(tokens_T)).index_copy(0, target_rows, losses)
 
 
 class _WithGradients(torch.autograd.Function):

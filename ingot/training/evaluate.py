@@ -15,8 +15,8 @@ from torch import nn
 
 from ingot.core.paths import atomic_file
 from ingot.data import TokenBatch
-from ingot.nn.loss import class_losses, token_logprobs, token_losses
-from ingot.training.step import Batch, num_targets
+from ingot.nn.loss import token_logprobs
+from ingot.training.objective import Batch, CrossEntropy, Objective
 
 LOGPROBS = "validation.safetensors"
 
@@ -45,7 +45,14 @@ def iterate_batches(dataset: Any, batch_size: int, max_batches: int) -> Iterator
         yield dataset.batch(range(start, min(start + batch_size, len(dataset))))
 
 
-def evaluate(model: nn.Module, dataset: Any, *, batch_size: int, max_batches: int) -> EvalResult:
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    *,
+    batch_size: int,
+    max_batches: int,
+    objective: Objective | None = None,
+) -> EvalResult:
     """Return the loss and accuracy of the first `max_batches` batches of a dataset.
 
     The batches are computed on the model's device; the sums are read once, at the end.
@@ -57,27 +64,19 @@ def evaluate(model: nn.Module, dataset: Any, *, batch_size: int, max_batches: in
     >>> 0 <= evaluate(model, xor(), batch_size=4, max_batches=1).accuracy <= 1
     True
     """
+    objective = CrossEntropy() if objective is None else objective
     device = next(model.parameters()).device
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    num_correct = torch.zeros((), dtype=torch.float64, device=device)
-    count, is_classifier = 0, False
+    sums: dict[str, torch.Tensor] = {}
+    count = 0
     model.eval()
     with torch.inference_mode():
-        for host_batch in iterate_batches(dataset, batch_size, max_batches):
-            count += num_targets(host_batch)
-            batch = host_batch.to(device)
-            if isinstance(batch, TokenBatch):
-                rows = batch.tokens, batch.targets, batch.lengths
-                losses = token_losses(model, *rows)  # pyright: ignore[reportArgumentType]
-            else:
-                is_classifier, logits = True, model(batch.x)
-                losses = class_losses(logits, batch.y)
-                num_correct = num_correct + (logits.argmax(-1) == batch.y).sum()
-            loss_sum = loss_sum + losses.double().sum()
+        for batch in iterate_batches(dataset, batch_size, max_batches):
+            count += objective.num_targets(batch)
+            for name, value in objective.metric_sums(model, batch.to(device)).items():
+                sums[name] = sums[name] + value if name in sums else value
     model.train()
-    total, correct = torch.stack([loss_sum, num_correct]).tolist()
-    accuracy = correct / max(count, 1) if is_classifier else None
-    return EvalResult(loss=total / max(count, 1), accuracy=accuracy)
+    totals = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+    return EvalResult(**{name: total / max(count, 1) for name, total in totals.items()})
 
 
 def save_logprobs(model: nn.Module, dataset: Any, directory: Path, max_samples: int = 8) -> None:

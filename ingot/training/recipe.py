@@ -52,6 +52,13 @@ from ingot.nn.recompute import RecomputePolicy
 from ingot.training import clip, optimizer
 from ingot.training.guard import SpikeGuardConfig
 from ingot.training.mixup import MixupConfig
+from ingot.training.objective import (
+    CrossEntropy,
+    CrossEntropyConfig,
+    Objective,
+    ObjectiveConfig,
+    SFTConfig,
+)
 from ingot.training.precision import Precision
 from ingot.training.schedule import LRSchedule
 
@@ -78,8 +85,10 @@ class Datasets:
     validation: Any
     fingerprint: str
     """Identity of the data; a run cannot be resumed with other data."""
-    tokens: data.TokenDataset | None = None
-    """The tokens on disk, for text."""
+    tokenizer_dir: Path | None = None
+    """Directory of the tokenizer, for text: it is exported with the model."""
+    vocab_size: int | None = None
+    """Number of tokens of the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +170,47 @@ class TextData:
         )
         splits = (tokens.train, tokens.validation)
         train, validation = (data.PackedDataset(split, self.seq_len) for split in splits)
-        return Datasets(train, validation, tokens.hash, tokens)
+        return Datasets(train, validation, tokens.hash, tokens.directory, tokens.vocab_size)
 
 
-DataConfig = XorData | DigitsData | MnistData | TextData
+@dataclass(frozen=True, kw_only=True)
+class ChatData:
+    """Conversations and completions, of which the assistant's tokens are trained."""
+
+    kind: Literal["chat"] = "chat"
+    source: str
+    """A .jsonl, .parquet or .arrow file, or a directory of such files."""
+    validation_source: str | None = None
+    """Rows for validation; by default `validation_fraction` of the rows of `source`."""
+    validation_fraction: float = 0.05
+    """Fraction of the rows used for validation, chosen by the hash of their content."""
+    tokenizer: Path | None = None
+    """Model directory with the tokenizer and the chat template; by default `init_from`."""
+    seq_len: int = 1024
+    """Most tokens of a sample, which holds one or several whole conversations."""
+    excess_length_strategy: Literal["raise", "drop"] = "raise"
+    """What happens with a conversation longer than `seq_len`; none is cut."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, seq_len=(1, data.MAX_LENGTH), validation_fraction=(0.0, 0.5))
+
+    def load(self, encode: data.EncodeRow, tokenizer_dir: Path, vocab_size: int) -> Datasets:
+        """Encode the rows and pack them; `encode` knows the tokenizer of `tokenizer_dir`."""
+        splits = data.split_rows(self.source, self.validation_source, self.validation_fraction)
+        drop_long = self.excess_length_strategy == "drop"
+        options = {"max_length": self.seq_len, "drop_long": drop_long}
+        train, validation = (
+            data.ChatDataset(data.encode_rows(rows, encode, **options), self.seq_len)
+            for rows in splits
+        )
+        fingerprint = f"{train.sequences.hash()} {validation.sequences.hash()} {self.seq_len}"
+        fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
+        return Datasets(train, validation, fingerprint, tokenizer_dir, vocab_size)
+
+
+DataConfig = XorData | DigitsData | MnistData | TextData | ChatData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +238,8 @@ class Recipe:
     """A model directory whose decoder is trained further."""
     adapter: LoraConfig | None = None
     """Train a LoRA adapter instead of the weights of `init_from`, which are frozen."""
+    objective: ObjectiveConfig | None = None
+    """What is minimized; by default "sft" for chat data and "cross_entropy" for other data."""
     device: str = "auto"
     """Device to train on: "auto", "cpu", "cuda", "cuda:1", "xpu" or another torch device."""
     seed: int = 0
@@ -241,6 +289,12 @@ class Recipe:
                 f"got {self.global_batch_size} and {self.grad_accum_steps}",
                 hint="change one of the two",
             )
+        self._set_objective()
+        if isinstance(self.data, ChatData) and not (self.data.tokenizer or self.init_from):
+            raise ConfigError(
+                "data.tokenizer: chat data needs a tokenizer with a chat template",
+                hint="set init_from to a chat model, or data.tokenizer to its directory",
+            )
         if (self.model is None) is (self.init_from is None):
             raise ConfigError(
                 "a recipe needs exactly one of model and init_from",
@@ -254,15 +308,27 @@ class Recipe:
         if self.model is not None:
             self.check_model(self.model)
 
+    def _set_objective(self) -> None:
+        """Fill in the default objective, so that it is saved with the run."""
+        needed = SFTConfig if self.data.kind == "chat" else CrossEntropyConfig
+        if self.objective is None:
+            object.__setattr__(self, "objective", needed())
+        elif type(self.objective) is not needed:
+            raise ConfigError(
+                f"objective: '{self.objective.kind}' cannot be trained on '{self.data.kind}' data",
+                hint=f'remove it, or set objective.kind="{needed.kind}"',
+            )
+
     def check_model(self, model: ModelConfig) -> None:
         """Raise a `ConfigError` unless the model fits the data and the options."""
-        is_text, is_language_model = isinstance(self.data, TextData), hasattr(model, "vocab_size")
+        is_text = isinstance(self.data, TextData | ChatData)
+        is_language_model = hasattr(model, "vocab_size")
         if is_text is not is_language_model:
             raise ConfigError(
                 f"model: {type(model).__name__} cannot be trained on '{self.data.kind}' data",
                 hint="use a decoder or a GRU for text, a dense model, CNN or ResNet otherwise",
             )
-        if isinstance(self.data, TextData) and self.data.seq_len > model.max_seq_len:
+        if isinstance(self.data, TextData | ChatData) and self.data.seq_len > model.max_seq_len:
             raise ConfigError(
                 f"data.seq_len: must be at most the model's max_seq_len of {model.max_seq_len}, "
                 f"got {self.data.seq_len}",
@@ -296,10 +362,29 @@ def build_model(recipe: Recipe) -> nn.Module:
     return MODELS[type(recipe.model)].from_config(recipe.model, seed=recipe.seed)
 
 
+def build_objective(recipe: Recipe) -> Objective:
+    """Build the objective of a recipe.
+
+    >>> model = DenseConfig(in_features=2, hidden_dims=(8,), out_features=2)
+    >>> build_objective(Recipe(name="xor", steps=1, global_batch_size=4, data=XorData(),
+    ...                        model=model, label_smoothing=0.1)).label_smoothing
+    0.1
+    """
+    return CrossEntropy(
+        label_smoothing=recipe.label_smoothing,
+        z_loss=recipe.z_loss,
+        mixup=recipe.mixup,
+        seed=recipe.seed,
+    )
+
+
 def load_datasets(config: DataConfig) -> Datasets:
     """Load the data of a recipe; text is tokenized if that was not done before.
+
+    Chat data needs a chat template: `ingot.workflows.chat_data` loads it.
 
     >>> len(load_datasets(XorData()).train)
     4
     """
+    assert not isinstance(config, ChatData)
     return config.load()

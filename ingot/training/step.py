@@ -23,30 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ingot.core.targets import IGNORE_INDEX
-from ingot.data import ArrayBatch, TokenBatch
+from ingot.data import TokenBatch
 from ingot.nn import dropout
-from ingot.nn.loss import class_losses, token_losses
 from ingot.training.clip import Clipper, grad_norms
-from ingot.training.mixup import MixupConfig, apply_mixup
+from ingot.training.objective import Batch, Objective
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
-
-Batch = TokenBatch | ArrayBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """Options of the training loss."""
-
-    label_smoothing: float = 0.0
-    """Probability mass that is spread evenly over all classes."""
-    z_loss: float = 0.0
-    """Weight of the squared log-partition function, for language models."""
-    mixup: MixupConfig | None = None
-    """How images of a batch are mixed; None for not at all."""
-    seed: int = 0
-    """Seed of dropout and mixup."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +69,12 @@ class TrainStepHooks:
 
 
 class TrainStep:
-    """Training steps of one model, on the device of its parameters.
+    """Training steps of one model, on the device of its parameters; `seed` is that of dropout.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
     >>> from ingot.training.clip import ClipNormConfig
+    >>> from ingot.training.objective import CrossEntropy
     >>> from ingot.training.optimizer import AdamWConfig
     >>> from ingot.training.precision import Precision
     >>> config = DenseConfig(in_features=2, hidden_dims=(8,), out_features=2)
@@ -99,7 +82,7 @@ class TrainStep:
     >>> master_weights = MasterWeights(model, Precision.FP32)
     >>> optimizers = Optimizers(AdamWConfig(lr=0.1), model, master_weights.weights)
     >>> clipper = Clipper(ClipNormConfig(), len(master_weights.weights))
-    >>> step = TrainStep(model, master_weights, optimizers, clipper, LossConfig())
+    >>> step = TrainStep(model, master_weights, optimizers, clipper, CrossEntropy())
     >>> batch = [xor().batch(range(4))]
     >>> first = step.forward_backward(batch, step=0).loss
     >>> for number in range(20):
@@ -115,11 +98,13 @@ class TrainStep:
         master_weights: MasterWeights,
         optimizers: Optimizers,
         clipper: Clipper,
-        losses: LossConfig,
+        objective: Objective,
         hooks: TrainStepHooks | None = None,
+        *,
+        seed: int = 0,
     ) -> None:
         self.model, self.master_weights, self.optimizers = model, master_weights, optimizers
-        self.clipper, self.losses = clipper, losses
+        self.clipper, self.objective, self._seed = clipper, objective, seed
         self.hooks = TrainStepHooks() if hooks is None else hooks
         self._device = next(model.parameters()).device
         self._norms = torch.empty(0)
@@ -132,13 +117,15 @@ class TrainStep:
         masters = self.master_weights
         masters.grads.clear()
         self.model.train()
-        count, rows = sum(map(num_targets, micro_batches)), 0
+        count, rows = sum(map(self.objective.num_targets, micro_batches)), 0
         grad_output = masters.loss_scale / max(count, 1)
         losses: list[Tensor] = []
         for index, micro_batch in enumerate(micro_batches):
-            dropout.set_step(self.model, seed=self.losses.seed, step=step, row=rows)
+            dropout.set_step(self.model, seed=self._seed, step=step, row=rows)
             on_device = micro_batch.to(self._device)
-            row_losses = self._losses(on_device, step, index, grad_output)
+            row_losses = self.objective.losses(
+                self.model, on_device, step=step, index=index, grad_output=grad_output
+            )
             self.hooks.after_forward(index)
             loss_sum = row_losses.sum()
             losses.append(loss_sum.detach())
@@ -169,34 +156,6 @@ class TrainStep:
         zero = torch.zeros((), device=self._device)
         grads = self.master_weights.grads
         return grad_norms([grads.get(name, zero) for name in self.master_weights.weights])
-
-    def _losses(self, batch: Batch, step: int, index: int, grad_output: float) -> Tensor:
-        """Return the loss of each row; `grad_output` is what it will be multiplied by."""
-        options, smoothing = self.losses, self.losses.label_smoothing
-        if isinstance(batch, TokenBatch):
-            return token_losses(
-                self.model,  # pyright: ignore[reportArgumentType]
-                batch.tokens,
-                batch.targets,
-                batch.lengths,
-                label_smoothing=smoothing,
-                z_loss=options.z_loss,
-                grad_output=grad_output,
-            )
-        if options.mixup is None:
-            return class_losses(self.model(batch.x), batch.y, smoothing)
-        key = {"seed": options.seed, "step": step, "index": index}
-        mixed = apply_mixup(options.mixup, batch.x, batch.y, **key)
-        logits = self.model(mixed.x)
-        own, other = (class_losses(logits, y, smoothing) for y in (mixed.y, mixed.other_y))
-        return mixed.lam * own + (1 - mixed.lam) * other
-
-
-def num_targets(batch: Batch) -> int:
-    """Return how many targets of a batch count towards the loss."""
-    if isinstance(batch, TokenBatch):
-        return int((batch.targets != IGNORE_INDEX).sum())
-    return len(batch.y)
 
 
 def num_rows(batch: Batch) -> int:

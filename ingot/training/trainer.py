@@ -48,10 +48,19 @@ from ingot.training.clip import Clipper
 from ingot.training.ema import EMA
 from ingot.training.evaluate import EvalResult, evaluate, save_logprobs
 from ingot.training.guard import Diverged, SpikeDetector, dump_bad_batch
+from ingot.training.objective import Batch
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
-from ingot.training.recipe import Recipe, TextData, build_model, load_datasets
-from ingot.training.step import Batch, LossConfig, StepStats, TrainStep
+from ingot.training.recipe import (
+    ChatData,
+    Datasets,
+    Recipe,
+    TextData,
+    build_model,
+    build_objective,
+    load_datasets,
+)
+from ingot.training.step import StepStats, TrainStep
 
 RECIPE = "recipe.toml"
 _LOG_EVERY_S = 10.0  # between log lines without a progress bar
@@ -60,8 +69,9 @@ _LOG_EVERY_S = 10.0  # between log lines without a progress bar
 class Trainer:
     """One run in a directory; call `resume` first to continue the run that is there.
 
-    `model` is the model of `recipe.init_from`, if that is given. `peak_flops` is the machine's peak
-    in FLOP/s, if it is known, for the utilization that is logged.
+    `model` is the model of `recipe.init_from`, if that is given; `datasets` is the data of the
+    recipe, if it is loaded already. `peak_flops` is the machine's peak in FLOP/s, if it is known,
+    for the utilization that is logged.
     """
 
     def __init__(
@@ -70,10 +80,11 @@ class Trainer:
         directory: Path,
         model: nn.Module | None = None,
         peak_flops: float | None = None,
+        datasets: Datasets | None = None,
     ) -> None:
         self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
         self.device = resolve(recipe.device)
-        self.datasets = load_datasets(recipe.data)
+        self.datasets = load_datasets(recipe.data) if datasets is None else datasets
         self.model = build_model(recipe) if model is None else model
         self._check()
         self.model.to(self.device)
@@ -83,13 +94,10 @@ class Trainer:
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
         clipper = Clipper(recipe.clip, len(masters.weights))
-        losses = LossConfig(
-            label_smoothing=recipe.label_smoothing,
-            z_loss=recipe.z_loss,
-            mixup=recipe.mixup,
-            seed=recipe.seed,
+        self.objective = build_objective(recipe)
+        self.train_step = TrainStep(
+            self.model, masters, optimizers, clipper, self.objective, seed=recipe.seed
         )
-        self.train_step = TrainStep(self.model, masters, optimizers, clipper, losses)
         self.ema: EMA | None = None
         if recipe.ema_decay:
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
@@ -107,12 +115,12 @@ class Trainer:
     def _check(self) -> None:
         model_config: Any = self.model.config
         self.recipe.check_model(model_config)
-        tokens = self.datasets.tokens
-        if tokens and tokens.vocab_size > model_config.vocab_size:
+        vocab_size = self.datasets.vocab_size
+        if vocab_size and vocab_size > model_config.vocab_size:
             raise ConfigError(
-                f"model.vocab_size: must be at least the tokenizer's {tokens.vocab_size}, "
+                f"model.vocab_size: must be at least the tokenizer's {vocab_size}, "
                 f"got {model_config.vocab_size}",
-                hint=f"set model.vocab_size={tokens.vocab_size} or more",
+                hint=f"set model.vocab_size={vocab_size} or more",
             )
         if self.recipe.dropout:
             self.model.set_dropout(self.recipe.dropout)  # pyright: ignore
@@ -184,7 +192,7 @@ class Trainer:
         if not self._is_due(recipe.checkpoint_every):
             self._save(result)
         self.checkpoints.wait()
-        if isinstance(recipe.data, TextData):
+        if isinstance(recipe.data, TextData | ChatData):
             with self.ema_weights():
                 save_logprobs(self.model, self.datasets.validation, self.directory)
         return result
@@ -267,6 +275,7 @@ class Trainer:
                 self.datasets.validation,
                 batch_size=self._micro_batch_size,
                 max_batches=self.recipe.eval_batches,
+                objective=self.objective,
             )
         self._record({"step": self.step, **result.metrics()})
         log.logger(__name__).info("step %d: %s", self.step, _format_metrics(result.metrics()))
@@ -379,7 +388,8 @@ class _ConsoleLogger:
             log.logger(__name__).info("step %d of %d: %s", metrics["step"], steps, text)
 
     def _format(self, metrics: dict[str, Any]) -> str:
-        unit = "tokens" if isinstance(self._trainer.recipe.data, TextData) else "samples"
+        is_text = isinstance(self._trainer.recipe.data, TextData | ChatData)
+        unit = "tokens" if is_text else "samples"
         parts = [
             f"loss {metrics['loss']:.4g}",
             f"lr {metrics['lr']:.2g}",

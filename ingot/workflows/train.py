@@ -25,7 +25,6 @@ from torch import nn
 
 from ingot.core import config, lineage, log, paths
 from ingot.core.errors import IngotError
-from ingot.data import TokenDataset
 from ingot.data import tokenizer as tokenizers
 from ingot.interop import hf, peft
 from ingot.nn import Decoder
@@ -33,11 +32,13 @@ from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
 from ingot.training.checkpoint import Checkpoint, Checkpoints
-from ingot.training.recipe import Recipe, build_model, load_datasets
+from ingot.training.recipe import Datasets, Recipe, build_model
 from ingot.training.trainer import Trainer
+from ingot.workflows.chat_data import load_datasets
 
 MODEL = "model"
 RECIPE = "recipe.toml"
+_GENERATION_CONFIG = "generation_config.json"  # the tokens that end a turn
 _LOG = log.logger(__name__)
 
 OnMetrics = Callable[[dict[str, Any]], object]
@@ -130,8 +131,9 @@ class TrainingRun:
                 path = directory / MODEL
                 if path.exists():  # of the finished run that this one continues
                     shutil.rmtree(path)
-                tokens = trainer.datasets.tokens
-                exported = _write_model(trainer.model, self.recipe, tokens, trainer.step, path)
+                exported = _write_model(
+                    trainer.model, self.recipe, trainer.datasets, trainer.step, path
+                )
         return TrainResult(
             run_dir=directory,
             steps=trainer.step,
@@ -159,13 +161,13 @@ def export(
     if own.adapter and isinstance(model, Decoder):
         model.add_lora(own.adapter, own.seed)
     model.to(own.precision.dtype)
-    checkpoint, datasets = _load_checkpoint(model, directory, own), load_datasets(own.data)
+    checkpoint, datasets = _load_checkpoint(model, directory, own), load_datasets(own)
     if checkpoint.metadata["data"] != datasets.fingerprint:
         raise IngotError(
             f"{directory}: the data has changed since the run was started",
             hint="restore the data: its tokenizer belongs to the model",
         )
-    if not _write_model(model, own, datasets.tokens, checkpoint.step, model_dir):
+    if not _write_model(model, own, datasets, checkpoint.step, model_dir):
         raise IngotError(
             f"{directory}: only decoders can be exported as a model directory",
             hint="use the weights in its checkpoints, which are safetensors",
@@ -216,7 +218,7 @@ def _create_directory(name: str, run_dir: Path | None) -> Path:
 
 def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) -> Trainer:
     model = None if recipe.init_from is None else hf.load(recipe.init_from)
-    trainer = Trainer(recipe, directory, model, peak_flops)
+    trainer = Trainer(recipe, directory, model, peak_flops, load_datasets(recipe))
     if isinstance(
         trainer.model, Decoder
     ):  # fail now rather than when the trained model is exported
@@ -227,21 +229,23 @@ def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) ->
 
 
 def _write_model(
-    model: nn.Module, recipe: Recipe, tokens: TokenDataset | None, step: int, path: Path
+    model: nn.Module, recipe: Recipe, datasets: Datasets, step: int, path: Path
 ) -> bool:
     """Write a decoder, or its adapter, with its tokenizer and its lineage; False for others."""
-    if tokens is None or not isinstance(model, Decoder):
+    if datasets.tokenizer_dir is None or not isinstance(model, Decoder):
         return False
     with paths.atomic_directory(path) as temporary:
         if recipe.adapter:
             peft.write(_to_peft(model, recipe), temporary)
         else:
             hf.save(model, temporary)
-        tokenizers.copy_files(tokens.directory, temporary)
-        source = recipe.init_from
-        if source is not None and (source / lineage.NAME).is_file():
-            shutil.copyfile(source / lineage.NAME, temporary / lineage.NAME)
-        lineage.append(temporary, "train", recipe=recipe.name, steps=step, data=tokens.hash)
+        tokenizers.copy_files(datasets.tokenizer_dir, temporary)
+        for name in (lineage.NAME, _GENERATION_CONFIG):
+            if recipe.init_from is not None and (recipe.init_from / name).is_file():
+                shutil.copyfile(recipe.init_from / name, temporary / name)
+        lineage.append(
+            temporary, "train", recipe=recipe.name, steps=step, data=datasets.fingerprint
+        )
     return True
 
 

@@ -40,8 +40,8 @@ class Once:
 def test_the_first_message_is_the_template() -> None:
     assert answers("Hello {{ name }}", {"name": "you"}, {"name": "<é>"}) == [
         {"text": ""},
-        {"text": "Hello you"},
-        {"text": "Hello <é>"},
+        {"text": "Hello you", "spans": []},
+        {"text": "Hello <é>", "spans": []},
     ]
 
 
@@ -55,7 +55,7 @@ def test_errors_are_answered() -> None:
 
 def test_output_is_bounded() -> None:
     _, within, beyond = answers("{{ 'a' * n }}", {"n": 100}, {"n": 101})
-    assert within == {"text": "a" * 100}
+    assert within["text"] == "a" * 100
     assert "more than 100 characters" in beyond["error"]
 
 
@@ -71,4 +71,19 @@ def test_output_is_bounded() -> None:
 )
 def test_templates_have_the_functions_of_transformers(source: str, text: str | None) -> None:
     expected = '{"a":[1],"b":"é"}' if text is None else text
-    assert answers(source, {})[1] == {"text": expected}
+    assert answers(source, {})[1]["text"] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "spans"),
+    [
+        ("a{% generation %}bc{% endgeneration %}d", [[1, 3]]),
+        (
+            "{% for x in 'ab' %}-{% generation %}{{ x }}{% endgeneration %}{% endfor %}",
+            [[1, 2], [3, 4]],
+        ),
+        ("{% macro f() %}a{% generation %}b{% endgeneration %}{% endmacro %}a{{ f() }}", None),
+    ],
+)
+def test_what_is_generated_is_located(source: str, spans: list[list[int]] | None) -> None:
+    assert answers(source, {})[1]["spans"] == spans

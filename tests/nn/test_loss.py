@@ -68,6 +68,40 @@ def test_gradients_are_right_for_any_grad_output(dtype: torch.dtype, assumed: fl
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_output", [None, 0.25])
+def test_selected_rows_have_the_same_losses_and_gradients(
+    dtype: torch.dtype, grad_output: float | None
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(256, (2, 40), generator=random)
+    targets[torch.rand(40, generator=random) < 0.6] = -100
+    rows = (targets != -100).nonzero()[:, 0]
+
+    def run(rows: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        model = Decoder.from_config(preset("tiny"), seed=0).to(dtype)
+        losses = token_losses(
+            model, tokens, targets, [25, 15], grad_output=grad_output, target_rows=rows
+        )
+        (losses.sum() * 0.25).backward()
+        return losses.detach(), [p.grad for p in model.parameters()]
+
+    (losses, grads), (same, found) = run(None), run(rows)
+    assert torch.equal(losses, same)
+    assert losses[rows].all()
+    for one, other in zip(found, grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_no_selected_rows() -> None:
+    model, nothing = Decoder.from_config(preset("tiny"), seed=0), torch.full((3,), -100)
+    rows = torch.zeros(0, dtype=torch.int64)
+    losses = token_losses(model, torch.arange(3), nothing, [3], grad_output=1.0, target_rows=rows)
+    losses.sum().backward()
+    assert losses.tolist() == [0.0, 0.0, 0.0]
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
 def test_micro_batch_without_targets_has_no_loss_and_no_gradient() -> None:
     hidden, weight = torch.zeros(0, 8).bfloat16(), torch.randn(11, 8).bfloat16()
     found = ops.linear_cross_entropy_fwd_bwd(hidden, weight, torch.zeros(0).long())

@@ -96,9 +96,10 @@ import torch
 from ingot.data import TokenBatch
 from ingot.nn import Decoder, preset
 from ingot.training.clip import Clipper, ClipNormConfig
+from ingot.training.objective import CrossEntropy
 from ingot.training.optimizer import AdamWConfig, Optimizers
 from ingot.training.precision import MasterWeights, Precision
-from ingot.training.step import LossConfig, TrainStep
+from ingot.training.step import TrainStep
 
 for policy in ("none", "selective", "full"):
     model = Decoder.from_config(preset("tiny"), seed=0)
@@ -106,7 +107,7 @@ for policy in ("none", "selective", "full"):
     masters = MasterWeights(model, Precision.BF16, split=True)
     optimizers = Optimizers(AdamWConfig(), model, masters.weights, masters.low_bits)
     clipper = Clipper(ClipNormConfig(), len(masters.weights))
-    step = TrainStep(model, masters, optimizers, clipper, LossConfig())
+    step = TrainStep(model, masters, optimizers, clipper, CrossEntropy())
     step.forward_backward([TokenBatch(torch.arange(3), torch.tensor([1, 2, -100]), [3], [])], 0)
     step.optimizer_step(1.0)
 assert "torch._dynamo" not in sys.modules

@@ -12,16 +12,19 @@ from ingot.nn import CNN, BatchLayout, CNNConfig, Decoder, Dense, DenseConfig, p
 from ingot.ops.adamw import join
 from ingot.training.clip import ClipNormConfig, Clipper
 from ingot.training.mixup import MixupConfig
+from ingot.training.objective import CrossEntropy
 from ingot.training.optimizer import AdamWConfig, Optimizers, SGDConfig
 from ingot.training.precision import MasterWeights, Precision
-from ingot.training.step import LossConfig, TrainStep, num_rows, num_targets
+from ingot.training.step import TrainStep, num_rows
 
 
-def step_of(model: Any, precision: Precision = Precision.FP32, **losses: Any) -> TrainStep:
+def step_of(
+    model: Any, precision: Precision = Precision.FP32, seed: int = 0, **losses: Any
+) -> TrainStep:
     masters = MasterWeights(model, precision)
     optimizers = Optimizers(SGDConfig(lr=0.5, momentum=0.0), model, masters.weights)
     clipper = Clipper(ClipNormConfig(max_norm=0.1), len(masters.weights))
-    return TrainStep(model, masters, optimizers, clipper, LossConfig(**losses))
+    return TrainStep(model, masters, optimizers, clipper, CrossEntropy(**losses), seed=seed)
 
 
 def tokens(lengths: list[int], seed: int = 0) -> TokenBatch:
@@ -102,7 +105,7 @@ def test_split_bf16_weights_follow_whole_master_weights() -> None:
         masters = MasterWeights(model, Precision.BF16, split)
         optimizers = Optimizers(AdamWConfig(lr=1e-3), model, masters.weights, masters.low_bits)
         clipper = Clipper(ClipNormConfig(max_norm=0.1), len(masters.weights))
-        step = TrainStep(model, masters, optimizers, clipper, LossConfig())
+        step = TrainStep(model, masters, optimizers, clipper, CrossEntropy())
         step.forward_backward([tokens([20])], 0)
         step.optimizer_step(1.0)
         low, weights = masters.low_bits, masters.weights
@@ -171,7 +174,6 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 
 def test_counts() -> None:
-    assert (num_targets(tokens([3, 4])), num_rows(tokens([3, 4]))) == (6, 7)
-    assert (num_targets(images()), num_rows(images())) == (6, 6)
+    assert (num_rows(tokens([3, 4])), num_rows(images())) == (7, 6)
     nothing = TokenBatch(torch.zeros(2, dtype=torch.int64), torch.full((2,), -100), [2], [0])
     assert step_of(decoder()).forward_backward([nothing], 0).loss == 0.0
