@@ -116,7 +116,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of A and B."""
+        """Factor of `B A`."""
         alpha, rank = float(self.config["lora_alpha"]), self.rank
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
