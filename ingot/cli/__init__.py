@@ -37,6 +37,7 @@ SUMMARIES = {
     "info": "describe a model: architecture, size, memory, lineage",
     "kernels": "compile the GPU kernels without a GPU; registers, spills",
     "keys": "create API keys for the server",
+    "merge": "merge a LoRA adapter into its base model",
     "ops": "list the ops: providers, batch invariance, tolerance, cost",
     "pull": "download a model from the Hugging Face hub",
     "runs": "list and compare training runs",

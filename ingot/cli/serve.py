@@ -38,6 +38,9 @@ def serve(
     stall_timeout: float = 60.0,
     drain_timeout: float = 30.0,
     speculate: Literal["ngram"] | None = None,
+    adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    max_loras: int | None = None,
+    max_lora_rank: int | None = None,
     log_format: Literal["text", "json"] = "text",
 ) -> None:
     """Serve a model to any OpenAI client: chat and completions, streamed or not.
@@ -46,14 +49,16 @@ def serve(
 
     Examples: `ingot serve smollm2`, `ingot serve smollm2 --host 0.0.0.0 --api-key-file keys.txt`
     (`ingot keys create NAME >> keys.txt` creates a key),
-    `ingot serve smollm2 --log-format json`.
+    `ingot serve smollm2 --log-format json`,
+    `ingot serve smollm2 --adapter pirate=runs/pirate` (requests select it as their `model`).
 
     Args:
         model: A model directory, or ORG/NAME on the Hugging Face hub.
         host: Address to listen at; 0.0.0.0 accepts other machines.
         port: Port; 0 for any free one.
         device: Device of the engine: auto, cpu, cuda, cuda:1...
-        admin_address: HOST:PORT of /metrics and /drain; default: loopback, --port + 1000.
+        admin_address: HOST:PORT of /metrics, /drain and loading of adapters; default: loopback,
+            --port + 1000.
         api_key_file: File of tenants and hashed API keys; default: no authentication.
         kv_cache_gib: KV-cache size in GiB; default: 4, at most a quarter of the machine's memory.
         max_requests: Maximum concurrent requests; further ones get 429 with Retry-After.
@@ -63,8 +68,12 @@ def serve(
         drain_timeout: Seconds that running requests have to finish at shutdown.
         speculate: Enable n-gram (prompt-lookup) speculative decoding. Output is unchanged; quotes,
             edits and code are generated faster while few requests run.
+        adapter: NAME=DIRECTORY of a LoRA adapter as PEFT saves it; may be repeated.
+        max_loras: Maximum number of loaded adapters; default: as many as --adapter.
+        max_lora_rank: Maximum rank of an adapter; default: the largest of --adapter, at least 16.
         log_format: Log format.
     """
+    from ingot.serving.engine.adapters import parse_adapters
     from ingot.workflows import serve as workflow
 
     if kv_cache_gib is not None and not 0 < kv_cache_gib <= 1 << 16:
@@ -87,6 +96,9 @@ def serve(
         drain_timeout=drain_timeout,
         kv_cache_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
         speculate=speculate,
+        adapters=parse_adapters(adapter),
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
         json_logs=log_format == "json",
     )
     workflow.run(_serve(server, started=time.monotonic()))

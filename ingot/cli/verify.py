@@ -22,6 +22,7 @@ def verify(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     schedules: int = 1000,
     seed: int = 0,
+    adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     device: str = "auto",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
@@ -30,29 +31,42 @@ def verify(
 
     The certificate is added to the model's ingot.json. The exit status is 1 if a bit differs.
 
+    With adapters, requests of the base model and of all adapters are mixed in one batch, and each
+    is compared with the training path of its own adapter.
+
     Examples: `ingot verify smollm2`, `ingot verify smollm2 --schedules 50` for a quick check,
+    `ingot verify smollm2 --adapter pirate=runs/pirate --adapter formal=runs/formal`,
     `ingot verify smollm2 --json` for scripts.
 
     Args:
         model: A model directory, or ORG/NAME on the Hugging Face hub.
         schedules: Number of random schedules.
         seed: Seed of the texts and the schedules.
+        adapter: NAME=DIRECTORY of a LoRA adapter as PEFT saves it; may be repeated.
         device: Where to compute: auto, cpu, cuda, cuda:1. The certificate is valid for this kind of
             processor.
         json: Print JSON instead of text.
     """
     from ingot.cli.generate import load
-    from ingot.interop import hub
+    from ingot.interop import hub, peft
     from ingot.serving import verify as serving
+    from ingot.serving.engine.adapters import parse_adapters
 
-    place = resolve(device)  # before a model is downloaded
+    place, named = resolve(device), parse_adapters(adapter)  # before a model is downloaded
     directory = hub.model_path(model)
     decoder = load(directory, str(place)).decoder
+    adapters = {name: peft.load(path, decoder) for name, path in named.items()}
     with log.progress("verifying", schedules) as bar:
         certificate = serving.verify(
-            decoder, schedules=schedules, seed=seed, progress=lambda: bar.advance()
+            decoder,
+            adapters=adapters,
+            schedules=schedules,
+            seed=seed,
+            progress=lambda: bar.advance(),
         )
     facts = as_facts(certificate, place)
+    if adapters:
+        facts["adapters"] = {name: adapter.digest for name, adapter in adapters.items()}
     lineage.append(directory, "verify", **facts)
     if json:
         print(json_format.dumps(facts, indent=2))  # noqa: T201
@@ -91,6 +105,13 @@ def _processor(device: torch.device) -> dict[str, str | None]:
     return {"gpu": gpus[index].name, "capability": gpus[index].capability}
 
 
+def _describe_models(certificate: Certificate) -> str:
+    if not certificate.adapters:
+        return ""
+    most = certificate.max_models_per_step
+    return f"{certificate.adapters} adapters and the base, up to {most} of them in one step; "
+
+
 def _print_lines(certificate: Certificate) -> None:
     console = log.stdout()
     console.print(
@@ -107,6 +128,7 @@ def _print_lines(certificate: Certificate) -> None:
         f"{certificate.steps:,} steps, {certificate.preemptions:,} preemptions, "
         f"{certificate.cached_tokens:,} cached tokens, {certificate.accepted_tokens:,} of "
         f"{certificate.draft_tokens:,} draft tokens accepted; "
+        f"{_describe_models(certificate)}"
         f"{certificate.dtype}, {' and '.join(map(str, certificate.threads))} threads",
         highlight=False,
     )

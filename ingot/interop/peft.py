@@ -116,7 +116,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """Factor of what A and B compute."""
+        """Factor of `B A`."""
         alpha, rank = float(self.config["lora_alpha"]), self.rank
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 

@@ -13,6 +13,11 @@ has to equal the reference. A schedule varies
     max_num_seqs and max_num_batched_tokens                 preemption, by scarce blocks
     prompt log-probabilities, shared prefixes               1 or 2 threads
     speculation: none, n-gram, a draft model, or an oracle that is sometimes wrong
+    with LoRA adapters: which of them the requests use, and in which slots they are
+
+With adapters, the base model and all of them are mixed in one batch, and the reference of a request
+is that of its own adapter: a decoder with the adapter in the form in which it is trained, and no
+other.
 """
 
 # pyright: basic
@@ -21,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -31,14 +36,18 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
+from ingot.interop import peft
+from ingot.interop.peft import Adapter
 from ingot.nn import BatchLayout, Decoder
+from ingot.nn.lora import LoraConfig
+from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampler import OnLogits, SamplingState, sampling_tensors
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.engine.scheduler import SchedulerConfig, SchedulerOutput
 from ingot.serving.engine.speculate import (
     DraftModelProposer,
     NgramProposer,
@@ -73,6 +82,10 @@ class Certificate:
     threads: tuple[int, ...]
     dtype: str
     seed: int
+    adapters: int = 0
+    """Number of LoRA adapters, besides the base model."""
+    max_models_per_step: int = 1
+    """The most models (adapters and the base) that were computed in one step."""
     difference: str | None = None
     """Description of the first difference."""
 
@@ -88,6 +101,7 @@ class ReferenceText:
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    adapter: str
     tokens: tuple[int, ...]
     """Generated after the prompt."""
     logprobs: tuple[float, ...]
@@ -98,11 +112,14 @@ class ReferenceText:
 def verify(
     decoder: Decoder,
     *,
+    adapters: Mapping[str, Adapter] | None = None,
     schedules: int = 1000,
     seed: int = 0,
     progress: Callable[[], object] = lambda: None,
 ) -> Certificate:
     """Compare `schedules` random schedules with the reference; `progress` is called after each.
+
+    For `adapters`, by name, the decoder gets slots.
 
     >>> from ingot.nn import preset
     >>> verify(Decoder.from_config(preset("tiny"), seed=0), schedules=2).bitwise_equal
@@ -114,8 +131,8 @@ def verify(
             hint=f"give a number from 1 to {MAX_SCHEDULES:,}",
         )
     numbers = random.Random(seed)
-    texts = generate_reference(decoder, prompts(decoder, numbers), seed)
-    runners = _RunnerCache(decoder)
+    texts = reference_texts(decoder, adapters or {}, numbers, seed)
+    runners = _RunnerCache(decoder, adapters or {})
     counts: Counter[str] = Counter()
     # On a GPU, log-probabilities of stored logits differ from training's in float32's last bits.
     first_difference = compare_distributions(texts) if decoder.device.type == "cpu" else None
@@ -136,6 +153,8 @@ def verify(
         threads=THREADS,
         dtype=str(decoder.dtype).removeprefix("torch."),
         seed=seed,
+        adapters=len(adapters or {}),
+        max_models_per_step=runners.max_models_per_step,
         difference=first_difference,
         **{name: counts[name] for name in _COUNTERS},
     )
@@ -156,7 +175,41 @@ _COUNTERS = (
 # Reference
 
 
-def prompts(decoder: Decoder, numbers: random.Random) -> list[tuple[int, ...]]:
+def reference_texts(
+    decoder: Decoder, adapters: Mapping[str, Adapter], numbers: random.Random, seed: int
+) -> list[ReferenceText]:
+    """Return texts of the base model and of each adapter. With adapters, two successive ones have
+    the same prompt, whose cached blocks must not be shared."""
+    names, repeats = ["", *adapters], 2 if adapters else 1
+    count = max(NUM_TEXTS, repeats * len(names))
+    given = prompts(decoder, numbers, count)
+    texts: list[ReferenceText] = []
+    for number, name in enumerate(names):
+        own = range(number, count, len(names))
+        reference = trained_decoder(decoder, adapters[name]) if name else decoder
+        params = [_sampling_params(i, seed) for i in own]
+        texts += generate_reference(reference, [given[i // repeats] for i in own], params, name)
+    return texts
+
+
+def trained_decoder(decoder: Decoder, adapter: Adapter) -> Decoder:
+    """Return a decoder that shares the weights and has the adapter as it is trained."""
+    trained = Decoder.on_meta(decoder.config, decoder.dtype)
+    trained.load_state_dict(decoder.state_dict(), assign=True)
+    trained = trained.to(decoder.device)
+    weights = peft.lora_weights(adapter, decoder)
+    targets = tuple(sorted({target for _, target in weights}))
+    alpha = adapter.scale * adapter.rank
+    trained.add_lora(LoraConfig(rank=adapter.rank, alpha=alpha, targets=targets), seed=0)
+    with torch.no_grad():
+        for key, (a, b) in trained.lora_weights().items():
+            if key in weights:  # in other layers B is 0
+                a.copy_(weights[key].a)
+                b.copy_(weights[key].b)
+    return trained
+
+
+def prompts(decoder: Decoder, numbers: random.Random, count: int) -> list[tuple[int, ...]]:
     """Return prompts of many lengths, most of which share a prefix with others."""
     config = decoder.config
     max_len = config.max_seq_len - NEW_TOKENS
@@ -173,23 +226,28 @@ def prompts(decoder: Decoder, numbers: random.Random) -> list[tuple[int, ...]]:
     sources = [random_tokens(max(LENGTHS)) for _ in range(3)]
     sources.append(random_tokens(5) * max(LENGTHS))  # repetitive, for the n-gram proposer
     result: list[tuple[int, ...]] = []
-    for index in range(NUM_TEXTS):
+    for index in range(count):
         length = min(numbers.choice(LENGTHS), max_len)
         own = numbers.choice((0, 1, length // 2))
         result.append(tuple((sources[index % 4][: length - own] + random_tokens(own))[:length]))
     return result
 
 
+def _sampling_params(index: int, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=(0.0, 0.7, 1.0)[index % 3], top_p=(1.0, 0.9)[index % 2], seed=seed + index
+    )
+
+
 @torch.inference_mode()
 def generate_reference(
-    decoder: Decoder, prompts: Sequence[tuple[int, ...]], seed: int
+    decoder: Decoder,
+    prompts: Sequence[tuple[int, ...]],
+    params: Sequence[SamplingParams],
+    adapter: str = "",
 ) -> list[ReferenceText]:
     """Continue the prompts by packed forward passes, without a cache; score every token."""
     device = decoder.device
-    params = [
-        SamplingParams(temperature=(0.0, 0.7, 1.0)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=seed + i)
-        for i in range(len(prompts))
-    ]
     columns = sampling_tensors(params, decoder.config.vocab_size, device)
     texts = [list(prompt) for prompt in prompts]
     distributions: list[Tensor] = []
@@ -205,6 +263,7 @@ def generate_reference(
         ReferenceText(
             prompt=prompt,
             params=param,
+            adapter=adapter,
             tokens=tuple(text[len(prompt) :]),
             logprobs=tuple(
                 decoder.logprobs(hidden_TD[:-1], torch.tensor(text[1:], device=device)).tolist()
@@ -270,13 +329,12 @@ class _OracleProposer:
     """Proposes the reference tokens, one in five of them wrong."""
 
     def __init__(self, texts: Sequence[ReferenceText], numbers: random.Random) -> None:
-        self._texts = {text.prompt: text for text in texts}
-        self._numbers = numbers
+        self._texts, self._numbers = texts, numbers  # by the id of their requests
 
     def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[tuple[int, ...]]:
         drafts: list[tuple[int, ...]] = []
         for sequence in sequences:
-            text = self._texts[sequence.request.prompt]
+            text = self._texts[sequence.request.id]
             at = len(sequence.tokens) - len(text.prompt)
             right = text.tokens[at : at + min(max_tokens, 5)]
             drafts.append(tuple([0 if self._numbers.random() < 0.2 else t for t in right]))
@@ -290,18 +348,35 @@ class _RunnerCache:
     """Runners by model and block size. They are reused from schedule to schedule, with whatever the
     earlier schedules left in the KV cache and in the captured steps."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, adapters: Mapping[str, Adapter]) -> None:
         self.decoder, self.draft_model = decoder, truncated_draft_model(decoder)
+        self.max_seqs = max(_MAX_SEQS, 2 * len(adapters) if adapters else 0)
+        self.max_models_per_step = 1
+        rank = max([adapter.rank for adapter in adapters.values()], default=1)
+        self.adapters, self._pool = adapters, AdapterPool(decoder, len(adapters), rank)
         self._runners: dict[tuple[Decoder, int], Runner] = {}
 
+    def shuffle_slots(self, numbers: random.Random) -> None:
+        """Load the adapters in another order."""
+        for adapter in self._pool.loaded:
+            self._pool.unload(adapter.name)
+        for name in numbers.sample(list(self.adapters), len(self.adapters)):
+            self._pool.load(name, self.adapters[name])
+
     def engine(
-        self, config: SchedulerConfig, proposer: Proposer | None, on_logits: OnLogits
+        self,
+        config: SchedulerConfig,
+        proposer: Proposer | None,
+        on_step: Callable[[SchedulerOutput, float], object],
+        on_logits: OnLogits,
     ) -> Engine:
         return Engine(
             self.decoder,
             scheduler_config=config,
             proposer=proposer,
+            adapters=self._pool,
             runner=self._runner(self.decoder, config),
+            on_step=on_step,
             on_logits=on_logits,
         )
 
@@ -320,7 +395,7 @@ class _RunnerCache:
                 num_blocks=_num_blocks(max(LENGTHS) + NEW_TOKENS, size, 8) + 2,
                 block_size=size,
                 max_num_batched_tokens=_MAX_STEP_TOKENS,
-                max_num_seqs=_MAX_SEQS,
+                max_num_seqs=self.max_seqs,
             )
             self._runners[decoder, size] = Runner(decoder, largest)
         return self._runners[decoder, size]
@@ -339,10 +414,16 @@ class _Schedule:
     def __init__(
         self, runners: _RunnerCache, texts: Sequence[ReferenceText], numbers: random.Random
     ) -> None:
-        self.numbers = numbers
-        some = numbers.sample(texts, 4)  # few, so that they repeat and hit the prefix cache
-        self.texts = [numbers.choice(some) for _ in range(numbers.randint(1, 8))]
-        max_seqs, size = numbers.randint(1, _MAX_SEQS), numbers.choice(BLOCK_SIZES)
+        self.numbers, self.runners = numbers, runners
+        runners.shuffle_slots(numbers)
+        max_seqs, self.arrival = numbers.randint(1, runners.max_seqs), 0.3
+        if runners.adapters and numbers.random() < 0.5:  # all models in one batch
+            self.texts = numbers.sample(texts, len(texts))
+            max_seqs, self.arrival = runners.max_seqs, 0.95
+        else:
+            some = numbers.sample(texts, 4)  # few, so that they repeat and hit the prefix cache
+            self.texts = [numbers.choice(some) for _ in range(numbers.randint(1, 8))]
+        size = numbers.choice(BLOCK_SIZES)
         max_len = max(len(text.prompt) + NEW_TOKENS for text in self.texts)
         times, extra = numbers.choice((1, 1, 2, 8)), numbers.randint(0, 2)
         self.config = SchedulerConfig(
@@ -356,10 +437,13 @@ class _Schedule:
             lambda: None,
             lambda: NgramProposer(n=numbers.randint(1, 3)),
             lambda: runners.proposer(self.config),
-            lambda: _OracleProposer(texts, numbers),
+            lambda: _OracleProposer(self.texts, numbers),
         )
         self.engine = runners.engine(
-            self.config, numbers.choice(proposers)(), self._compare_distributions
+            self.config,
+            numbers.choice(proposers)(),
+            self._count_models,
+            self._compare_distributions,
         )
         self.num_distributions, self.difference = 0, None
         self.results: dict[int, tuple[list[int], list[float], list[float]]] = {}
@@ -370,7 +454,9 @@ class _Schedule:
         numbers, engine = self.numbers, self.engine
         waiting = list(enumerate(self.texts))
         while waiting or engine.has_unfinished_requests:
-            while waiting and (not engine.has_unfinished_requests or numbers.random() < 0.3):
+            while waiting and (
+                not engine.has_unfinished_requests or numbers.random() < self.arrival
+            ):
                 self._add_request(*waiting.pop(0))
             for output in engine.step():
                 self._collect(output)
@@ -384,6 +470,10 @@ class _Schedule:
         counts["distributions"] += self.num_distributions
         differences = [self._compare(id, text, counts) for id, text in enumerate(self.texts)]
         return next((one for one in [self.difference, *differences] if one), None)
+
+    def _count_models(self, output: SchedulerOutput, seconds: float) -> None:
+        models = {self.texts[seq.id].adapter for seq in output.scheduled}
+        self.runners.max_models_per_step = max(self.runners.max_models_per_step, len(models))
 
     def _compare_distributions(
         self,
@@ -421,6 +511,7 @@ class _Schedule:
             prompt=text.prompt,
             max_tokens=NEW_TOKENS,
             priority=self.numbers.choice((0, 0, -1, 1)),
+            adapter=text.adapter,
             sampling_params=params,
         )
         self.engine.add_request(request)
@@ -450,7 +541,8 @@ class _Schedule:
             message = f"expected logprobs {text.logprobs}, got {prompt_logprobs + logprobs}"
         else:
             return None
-        return f"prompt of {first + 1} tokens: {message}; {self.config}"
+        of_adapter = f" with adapter {text.adapter}" if text.adapter else ""
+        return f"prompt of {first + 1} tokens{of_adapter}: {message}; {self.config}"
 
 
 def _same_bits(some: Sequence[float], all: Sequence[float]) -> bool:

@@ -6,6 +6,7 @@
     llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text
     for chunk in llm.stream("Once upon a time"):
         print(chunk.text, end="")
+    ingot.LLM("smollm2", adapters={"pirate": "runs/pirate"}).generate("Ahoy", adapter="pirate")
     llm.score("The capital of France is Paris.").perplexity
 
 `LLM` is a layer over the server's engine: prompts of one call are batched, prefixes that were
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,8 +34,10 @@ from ingot.core import device as devices
 from ingot.core.errors import ConfigError, IngotError
 from ingot.interop import hf, hub
 from ingot.interop.chat import Message
+from ingot.interop.peft import Adapter
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder
+from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.detokenizer import StreamingDetokenizer
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.output import Logprob, Output
@@ -161,6 +164,10 @@ class LLM:
             memory if that is less.
         speculate: "ngram" drafts tokens that followed the same tokens before. The output is the
             same; quoting, editing and code are faster.
+        adapters: PEFT directories of LoRA adapters, by name.
+        max_loras: Maximum number of loaded adapters; by default that of `adapters`.
+        max_lora_rank: Maximum rank of an adapter; by default the largest of `adapters`, at least
+            16.
         on_status: Called with a line of text before each part of loading that may take long.
     """
 
@@ -172,9 +179,15 @@ class LLM:
         dtype: torch.dtype | None = None,
         kv_cache_bytes: int | None = None,
         speculate: Literal["ngram"] | None = None,
+        adapters: Mapping[str, Path | str] | None = None,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
         on_status: Callable[[str], object] = lambda status: None,
     ) -> None:
         self.decoder, self.tokenizer = load(model, device=device, dtype=dtype, on_status=on_status)
+        self._adapters = AdapterPool.of(
+            self.decoder, adapters or {}, max_loras=max_loras, max_lora_rank=max_lora_rank
+        )
         self._kv_cache_bytes, self._speculate = kv_cache_bytes, speculate
         self._ids = itertools.count()
         self._outputs: dict[int, list[Output]] = {}  # by request, not yet fetched by its stream
@@ -202,7 +215,23 @@ class LLM:
             scheduler_config=config_for_memory(self.decoder, self._kv_cache_bytes),
             tokenizer=self.tokenizer,
             proposer=NgramProposer() if self._speculate else None,
+            adapters=self._adapters,
         )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return tuple(one.name for one in self._adapters.loaded)
+
+    def load_adapter(
+        self, name: str, adapter: Adapter | Path | str, *, replace: bool = False
+    ) -> None:
+        """Load an adapter, or that of a PEFT directory; there must be a free slot: `max_loras`."""
+        self.engine.load_adapter(name, adapter, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter; streams that use it continue."""
+        self.engine.unload_adapter(name)
 
     @overload
     def generate(
@@ -213,6 +242,7 @@ class LLM:
         max_tokens: int = ...,
         stop: str | Sequence[str] = ...,
         ignore_eos: bool = ...,
+        adapter: str = ...,
     ) -> Completion: ...
     @overload
     def generate(
@@ -223,6 +253,7 @@ class LLM:
         max_tokens: int = ...,
         stop: str | Sequence[str] = ...,
         ignore_eos: bool = ...,
+        adapter: str = ...,
     ) -> list[Completion]: ...
     def generate(
         self,
@@ -232,6 +263,7 @@ class LLM:
         max_tokens: int = MAX_TOKENS,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        adapter: str = "",
     ) -> Completion | list[Completion]:
         """Return the completion of a prompt, or a list of those of several.
 
@@ -242,11 +274,14 @@ class LLM:
             max_tokens: The most tokens of a completion.
             stop: Strings that end a completion; they are not part of it.
             ignore_eos: Continue after the model's end-of-sequence tokens.
+            adapter: Name of the adapter to use; by default none.
         """
         texts, batch = _as_batch(prompts)
         parts: list[list[CompletionChunk]] = [[] for _ in batch]
         token_ids = [self._encode(prompt) for prompt in batch]
-        for chunk in self._stream(token_ids, sampling_params, max_tokens, stop, ignore_eos):
+        for chunk in self._stream(
+            token_ids, sampling_params, max_tokens, stop, ignore_eos, adapter
+        ):
             parts[chunk.index].append(chunk)
         completions = [
             _join(prompt, ids, chunks)
@@ -265,6 +300,7 @@ class LLM:
         max_tokens: int = MAX_TOKENS,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        adapter: str = "",
     ) -> Iterator[CompletionChunk]:
         """Return an iterator over the chunks of completions as they are computed.
 
@@ -276,10 +312,10 @@ class LLM:
         """
         if isinstance(prompts, Iterator):
             lazy = map(self._encode, prompts)
-            return self._stream(lazy, sampling_params, max_tokens, stop, ignore_eos)
+            return self._stream(lazy, sampling_params, max_tokens, stop, ignore_eos, adapter)
         _, batch = _as_batch(prompts)
         token_ids = [self._encode(prompt) for prompt in batch]
-        return self._stream(token_ids, sampling_params, max_tokens, stop, ignore_eos)
+        return self._stream(token_ids, sampling_params, max_tokens, stop, ignore_eos, adapter)
 
     def chat(
         self,
@@ -288,6 +324,7 @@ class LLM:
         *,
         max_tokens: int = MAX_TOKENS,
         stop: str | Sequence[str] = (),
+        adapter: str = "",
     ) -> Completion | list[Completion]:
         """Return the answer to a conversation, or a list of those to several.
 
@@ -296,7 +333,9 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = messages if several else [messages]
         prompts = [self.apply_chat_template(one) for one in conversations]  # type: ignore
-        answers = self.generate(prompts, sampling_params, max_tokens=max_tokens, stop=stop)
+        answers = self.generate(
+            prompts, sampling_params, max_tokens=max_tokens, stop=stop, adapter=adapter
+        )
         return answers if several else answers[0]
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
@@ -304,10 +343,14 @@ class LLM:
         return self.tokenizer.encode_chat(messages)
 
     @overload
-    def score(self, prompts: str | list[int]) -> SequenceScore: ...
+    def score(self, prompts: str | list[int], *, adapter: str = "") -> SequenceScore: ...
     @overload
-    def score(self, prompts: list[str] | list[list[int]]) -> list[SequenceScore]: ...
-    def score(self, prompts: Prompt | Sequence[Prompt]) -> SequenceScore | list[SequenceScore]:
+    def score(
+        self, prompts: list[str] | list[list[int]], *, adapter: str = ""
+    ) -> list[SequenceScore]: ...
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], *, adapter: str = ""
+    ) -> SequenceScore | list[SequenceScore]:
         """Return the log-probabilities of the tokens of a text, or of each of several.
 
         They are bitwise equal to those of training: `-ops.linear_cross_entropy`.
@@ -322,7 +365,7 @@ class LLM:
             )
         params = SamplingParams(temperature=0.0, prompt_logprobs=0)
         logprobs: list[list[float]] = [[] for _ in batch]
-        for chunk in self._stream(token_ids, params, 1, (), True):
+        for chunk in self._stream(token_ids, params, 1, (), True, adapter):
             logprobs[chunk.index] += [one.logprob for one in chunk.prompt_logprobs or ()]
         scores = [
             SequenceScore(token_ids=ids, logprobs=tuple(of_prompt))
@@ -349,7 +392,10 @@ class LLM:
         max_tokens: int,
         stop: str | Sequence[str],
         ignore_eos: bool,
+        adapter: str,
     ) -> Iterator[CompletionChunk]:
+        if adapter:
+            self._adapters.find(adapter)
         several = not isinstance(sampling_params, SamplingParams | None)
         params = _for_each(sampling_params, prompts)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -363,6 +409,7 @@ class LLM:
                     id=next(self._ids),
                     prompt=prompt,
                     max_tokens=max_tokens,
+                    adapter=adapter,
                     sampling_params=_with_stop_tokens(one, eos),
                 ),
                 StreamingDetokenizer(self.tokenizer, stops),

@@ -10,8 +10,9 @@ import torch
 from ingot.cli.verify import verify
 from ingot.core import lineage
 from ingot.core.errors import IngotError
-from ingot.interop import hub
+from ingot.interop import hf, hub, peft
 from ingot.serving import verify as serving
+from tests import adapters
 
 
 def test_certificate_is_printed_and_stored(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +43,20 @@ def test_difference_sets_the_exit_code_and_is_stored(
     assert "first difference" in out
     (step,) = lineage.read(tiny).steps
     assert (step["mismatches"], step["bitwise_equal"]) == (2, False)
+
+
+def test_adapters_are_mixed_with_the_base(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoder = hf.load(tiny)
+    names = {f"a{i}": adapters.save(decoder, tmp_path / f"a{i}", i) for i in range(2)}
+    options = tuple(f"{name}={path}" for name, path in names.items())
+    verify(str(tiny), schedules=4, adapter=options)
+    assert "2 adapters and the base, up to 3 of them in one step" in capsys.readouterr().out
+    (step,) = lineage.read(tiny).steps
+    assert step["bitwise_equal"] is True
+    digests = {name: peft.load(path, decoder).digest for name, path in names.items()}
+    assert step["adapters"] == digests
 
 
 def test_command_verifies_a_directory(ready: Any, tiny: Path) -> None:

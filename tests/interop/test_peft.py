@@ -3,9 +3,10 @@ another kind, another model or an attacker has is refused before memory is alloc
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from ingot.core.errors import IngotError
 from ingot.interop import hf, peft
 from ingot.interop.peft import CONFIG, WEIGHTS, AdapterError
-from ingot.nn import Decoder, preset
+from ingot.nn import BatchLayout, Decoder, preset
 from ingot.nn.lora import LoraConfig
-from tests import models
+from ingot.serving.engine.adapters import AdapterPool
+from tests import adapters
+
+from .hf_models import MODELS, VOCABULARY
 
 # As PEFT 0.21.2 writes it.
 THEIRS: dict[str, Any] = {
@@ -271,3 +276,94 @@ def test_damaged_weights_are_refused_or_of_the_same_shapes(
     except IngotError:
         return
     assert {n: t.shape for n, t in adapter.tensors.items()} == {n: t.shape for n, t in made.items()}
+
+
+def served_logprobs(directory: Path, adapter: Path | peft.Adapter, tokens: torch.Tensor) -> Any:
+    """Log-probabilities of all tokens after each token, with the adapter in a slot."""
+    decoder = hf.load(directory)
+    AdapterPool(decoder, 2, 8).load("adapter", adapter)
+    layout = BatchLayout.packed([len(tokens)])
+    slots = torch.zeros(len(tokens), dtype=torch.int32)
+    layout = dataclasses.replace(layout, adapters=slots)
+    with torch.inference_mode():
+        return decoder.logits(decoder(tokens, layout)).log_softmax(-1)
+
+
+PEFT_MODELS = ("smollm2", "llama-linear-bias", "qwen3", "olmo2", "gpt2", "mixtral", "qwen3-moe")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PEFT_MODELS)
+def test_peft_computes_the_same(
+    name: str, tmp_path: Path, record_property: Callable[[str, float], None]
+) -> None:
+    """What PEFT saves is served with its log-probabilities; PEFT loads what is saved here."""
+    library = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MODELS[name]()).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    decoder = hf.load(tmp_path / "base")
+    targets = sorted({layer.rpartition(".")[2] for layer in peft.target_layers(decoder)})
+    settings = {"r": 5, "lora_alpha": 12, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    theirs = library.get_peft_model(model, library.LoraConfig(**settings, use_rslora=True)).eval()
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            if "lora_" in key:
+                parameter.normal_(0, 0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokens = torch.randint(VOCABULARY, (60,), generator=torch.Generator().manual_seed(7))
+
+    adapter = peft.load(tmp_path / "theirs", decoder)
+    peft.save(adapter, tmp_path / "ours")
+    for file in (CONFIG, WEIGHTS):
+        written = (tmp_path / "ours" / file).read_bytes()
+        assert written == (tmp_path / "theirs" / file).read_bytes()
+    with torch.inference_mode():
+        wanted = theirs(tokens[None]).logits[0].log_softmax(-1)
+    found = served_logprobs(tmp_path / "base", tmp_path / "theirs", tokens)
+    difference = float((found - wanted).abs().max())
+    record_property("difference", difference)
+    assert difference < 2e-5
+
+    other = adapters.adapter(decoder, seed=3, rank=4)
+    peft.save(other, tmp_path / "other")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = library.PeftModel.from_pretrained(model, tmp_path / "other").eval()
+    with torch.inference_mode():
+        wanted = loaded(tokens[None]).logits[0].log_softmax(-1)
+        base = decoder.logits(decoder(tokens, BatchLayout.packed([60]))).log_softmax(-1)
+    found = served_logprobs(tmp_path / "base", other, tokens)
+    assert (found - wanted).abs().max() < 2e-5
+    assert (found - base).abs().max() > 1e-2, "the adapter changes something"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merged_weights_are_rounded_once(dtype: torch.dtype) -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=dtype)
+    adapter = adapters.adapter(decoder, 1)
+    layer = peft.target_layers(decoder)["model.layers.1.self_attn.v_proj"]
+    before = decoder.get_parameter(f"{layer.module}.weight").detach().clone()
+    a, b = adapter.weights["model.layers.1.self_attn.v_proj"]
+    peft.merge_(decoder, adapter)
+    rows = slice(layer.first, layer.first + layer.out_features)
+    after = decoder.get_parameter(f"{layer.module}.weight")[rows]
+    exact = before[rows].double() + adapter.scale * (b.double() @ a.double())
+    assert (after.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+    assert not torch.equal(after, before[rows])
+
+
+def test_a_trained_adapter_is_saved_and_read_as_it_is(tmp_path: Path) -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=0)
+    config = LoraConfig(rank=3, alpha=6.0, targets=("v_proj", "up_proj"), dropout=0.1)
+    decoder.add_lora(config, seed=1)
+    for pair in decoder.lora_weights().values():
+        pair.b.normal_(0, 0.1)
+    peft.save(peft.from_weights(decoder.lora_weights(), config, decoder, "base"), tmp_path / "a")
+    found = peft.load(tmp_path / "a", Decoder.on_meta(preset("tiny")))
+    assert found.config["target_modules"] == ["up_proj", "v_proj"]
+    assert (found.config["lora_dropout"], found.scale) == (0.1, 2.0)
+    weights = peft.lora_weights(found, decoder)
+    assert weights.keys() == decoder.lora_weights().keys()
+    for key, (a, b) in decoder.lora_weights().items():
+        assert torch.equal(weights[key].a, a)
+        assert torch.equal(weights[key].b, b)

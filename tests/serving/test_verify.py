@@ -8,10 +8,13 @@ import torch
 
 from ingot import ops
 from ingot.core.errors import ConfigError
+from ingot.interop import peft
 from ingot.nn import Decoder, linear, preset
 from ingot.serving import verify
 from ingot.serving.engine import runner
+from ingot.serving.engine.blocks import root_key
 from ingot.serving.engine.scheduler import ScheduledSeq
+from tests import adapters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,6 +94,55 @@ def test_a_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("ingot.serving.verify.Runner", Faulty)
     found = verify.verify(Decoder.from_config(preset("tiny"), seed=3), schedules=12)
+    assert not found.bitwise_equal
+
+
+def random_adapters(decoder: Decoder) -> dict[str, peft.Adapter]:
+    """Eight adapters of several ranks and targets."""
+    targets = (("",), ("q_proj", "down_proj"), ("v_proj", "gate_proj"))
+    return {
+        f"a{i}": adapters.adapter(decoder, i, rank=(4, 8, 3)[i % 3], targets=targets[i % 3])
+        for i in range(8)
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_bit_of_mixed_adapters_is_equal(dtype: torch.dtype) -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=3, dtype=dtype)
+    found = verify.verify(decoder, adapters=random_adapters(decoder), schedules=12)
+    assert found.difference is None
+    assert (found.adapters, found.max_models_per_step) == (8, 9)
+    assert found.cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_every_bit_of_mixed_adapters_is_equal_in_many_schedules(name: str) -> None:
+    decoder = Decoder.from_config(preset(name), seed=3, dtype=torch.bfloat16)
+    found = verify.verify(decoder, adapters=random_adapters(decoder), schedules=300, seed=1)
+    assert found.difference is None
+
+
+def test_a_shared_block_of_two_adapters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_adapter(adapter: str, model_version: str, cache_salt: bytes) -> bytes:
+        return root_key("", model_version, cache_salt)
+
+    monkeypatch.setattr("ingot.serving.engine.scheduler.root_key", without_adapter)
+    decoder = Decoder.from_config(preset("tiny"), seed=3)
+    found = verify.verify(decoder, adapters=random_adapters(decoder), schedules=12)
+    assert not found.bitwise_equal
+
+
+def test_a_row_with_the_adapter_of_its_neighbour_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of more than eight requests."""
+
+    class Faulty(runner.Runner):
+        def _fill_adapters(self, work: Any, slots: Any) -> None:
+            super()._fill_adapters(work, slots if len(slots) <= 8 else [*slots[:-1], slots[-2]])
+
+    monkeypatch.setattr("ingot.serving.verify.Runner", Faulty)
+    decoder = Decoder.from_config(preset("tiny"), seed=3)
+    found = verify.verify(decoder, adapters=random_adapters(decoder), schedules=12)
     assert not found.bitwise_equal
 
 

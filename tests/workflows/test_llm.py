@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 import ingot
 from ingot import ops
-from ingot.core.errors import ConfigError, IngotError
+from ingot.core.errors import ConfigError, IngotError, UnknownName
+from ingot.interop import hf, peft
 from ingot.nn import BatchLayout
 from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.verify import trained_decoder
 from ingot.workflows.llm import LLM, Completion, CompletionChunk
-from tests import models, oracle
+from tests import adapters, models, oracle
 
 HOT = SamplingParams(temperature=2.0, seed=3)
 GREEDY = SamplingParams(temperature=0.0)
@@ -59,6 +61,38 @@ def test_one_prompt_gives_one_completion_and_a_list_gives_a_list(llm: LLM) -> No
     assert (from_ids.prompt, from_ids.token_ids) == (None, one.token_ids)
     assert [c.token_ids for c in llm.generate([ids], HOT, max_tokens=5)] == [one.token_ids]
     assert llm.generate([]) == []
+
+
+def test_adapters_are_named_by_each_call(directory: Path, tmp_path: Path) -> None:
+    decoder = hf.load(directory)
+    paths = {name: adapters.save(decoder, tmp_path / name, len(name)) for name in ("a", "bb")}
+    llm = LLM(directory, adapters=paths, max_loras=3)
+    assert llm.adapters == ("a", "bb")
+    texts = [llm.generate("Hello", max_tokens=9, adapter=name).text for name in ("", "a", "bb")]
+    assert len(set(texts)) == 3
+    for name, text in zip(("a", "bb"), texts[1:], strict=True):
+        trained = trained_decoder(llm.decoder, peft.load(paths[name], llm.decoder))
+        ids = oracle.generate(trained, llm.tokenizer.encode("Hello"), 9, GREEDY)
+        assert llm.tokenizer.decode(ids) == text
+    streams = [llm.stream("Hello", max_tokens=9, adapter=name) for name in ("", "a", "bb")]
+    mixed = ["", "", ""]
+    while parts := [next(stream, None) for stream in streams]:
+        if not any(parts):
+            break
+        for index, part in enumerate(parts):
+            mixed[index] += part.text if part else ""
+    assert mixed == texts
+    scores = [llm.score("Hello", adapter=name) for name in ("", "a")]
+    assert scores[0] != scores[1]
+    chat = [llm.chat(QUESTION, max_tokens=4, adapter=name).text for name in ("", "bb")]  # type: ignore
+    assert chat[0] != chat[1]
+    llm.load_adapter("ccc", paths["a"])
+    assert llm.generate("Hello", max_tokens=9, adapter="ccc").text == texts[1]
+    llm.unload_adapter("ccc")
+    with pytest.raises(UnknownName, match="ccc"):
+        llm.generate("Hello", adapter="ccc")
+    with pytest.raises(UnknownName, match="dddd"):
+        llm.stream("Hello", adapter="dddd")
 
 
 def test_a_batch_gets_what_each_prompt_gets_alone(llm: LLM) -> None:

@@ -10,6 +10,9 @@ A step schedules (`scheduler`), runs the model (`runner`), samples (`sampler`) a
 output of a request depends on its own tokens and parameters alone: not on the rest of the batch,
 cache hits, preemption or speculative decoding (`speculate`).
 
+Requests may name a LoRA adapter (`adapters`); those of several adapters and of the base model are
+computed in one batch.
+
 If a step raises, for instance for want of memory, its requests fail; the other requests and the
 engine continue. A request that finishes is reported with its last token, one step before the
 scheduler processes it.
@@ -23,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -31,8 +35,10 @@ from torch import Tensor
 
 from ingot.core import device, log
 from ingot.core.errors import IngotError
+from ingot.interop.peft import Adapter
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder
+from ingot.serving.engine.adapters import BASE_SLOT, AdapterPool, LoadedAdapter
 from ingot.serving.engine.grammar import GrammarCompiler, GrammarMatcher
 from ingot.serving.engine.output import EngineStats, Logprob, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
@@ -118,6 +124,7 @@ class Engine:
         scheduler_config: SchedulerConfig | None = None,
         tokenizer: Tokenizer | None = None,
         proposer: Proposer | None = None,
+        adapters: AdapterPool | None = None,
         runner: Runner | None = None,
         on_step: Callable[[SchedulerOutput, float], object] | None = None,
         on_logits: OnLogits | None = None,
@@ -126,6 +133,7 @@ class Engine:
         self.config = scheduler_config or config_for_memory(decoder)
         self.decoder, self.proposer, self.on_step = decoder, proposer, on_step
         self.scheduler = Scheduler(self.config)
+        self.adapters = adapters or AdapterPool(decoder, max_loras=0)
         self.runner = runner or Runner(decoder, self.config)
         self.sampler = Sampler(decoder, on_logits)
         vocab_size = decoder.config.vocab_size
@@ -134,6 +142,7 @@ class Engine:
         self._outputs: list[Output] = []  # returned by the next step
         self._clock = clock
         self._sequences: dict[int, _Sequence] = {}
+        self._adapter_slots: dict[int, int] = {}  # of unfinished requests that have an adapter
         self._events: list[Event] = []
         self._reported_finished: set[int] = set()  # which the scheduler will report again
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -149,16 +158,22 @@ class Engine:
         """Queue a request; raise an error if it can never be served."""
         request = self._check(request)
         grammar = request.sampling_params.grammar
-        if grammar is None:
-            self._add_sequence(request)
-            return
-        if self._grammars is None:
+        if grammar is not None and self._grammars is None:
             message = "grammars need a tokenizer, and the engine has none"
             raise _error(request, message, "give it one: Engine(..., tokenizer=...)")
-        if len(self._compiling) >= self.config.max_queue:
+        if grammar is not None and len(self._compiling) >= self.config.max_queue:
             self._outputs.append(Output(request.id, finish_reason=FinishReason.REJECTED))
             return
-        self._compiling[request.id] = request, self._grammars.compile(grammar)
+        if request.adapter:
+            adapter = self.adapters.find(request.adapter)
+            self._adapter_slots[request.id] = adapter.slot
+            # Blocks are those of its content: another adapter may get this name.
+            request = msgspec.structs.replace(request, adapter=adapter.digest)
+        if grammar is None:
+            self._add_sequence(request)
+        else:
+            assert self._grammars is not None
+            self._compiling[request.id] = request, self._grammars.compile(grammar)
 
     def abort(self, id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Finish a request early: its client left, or a stop string was found. An unknown id is
@@ -166,7 +181,19 @@ class Engine:
         if id in self._sequences:
             self._events.append(Abort(id, reason))
         elif self._compiling.pop(id, None):
+            self._adapter_slots.pop(id, None)
             self._outputs.append(Output(id, finish_reason=reason))
+
+    def load_adapter(
+        self, name: str, source: Adapter | Path | str, *, replace: bool = False
+    ) -> LoadedAdapter:
+        """Make an adapter available to requests by a name: see `AdapterPool.load`."""
+        busy = set(self._adapter_slots.values())
+        return self.adapters.load(name, source, replace=replace, busy=busy)
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove the name of an adapter; requests that use it finish."""
+        self.adapters.unload(name)
 
     def _add_sequence(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
         self._sequences[request.id] = _Sequence(request, SamplingState(request, matcher))
@@ -185,6 +212,7 @@ class Engine:
             if error is None:
                 self._add_sequence(request, future.result())
             else:
+                self._adapter_slots.pop(id, None)
                 reason = FinishReason.REJECTED
                 self._outputs.append(Output(id, finish_reason=reason, error=str(error)))
 
@@ -287,7 +315,10 @@ class Engine:
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self._compute(scheduled)
-        hidden_TD = self.runner.run(scheduled)
+        slots = None
+        if self._adapter_slots:
+            slots = [self._adapter_slots.get(seq.id, BASE_SLOT) for seq in scheduled]
+        hidden_TD = self.runner.run(scheduled, slots)
         sequences = self._sequences
         drafts: list[tuple[int, ...]] | None = None
         if sum([len(s.tokens) for s in scheduled]) == sum([s.needs_sampling for s in scheduled]):
@@ -414,6 +445,7 @@ class Engine:
 
     def _remove(self, id: int) -> None:
         del self._sequences[id]
+        self._adapter_slots.pop(id, None)
         if self.proposer:
             self.proposer.forget(id)
 

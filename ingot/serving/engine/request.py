@@ -73,6 +73,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_salt: bytes = b""
     """Requests share cached blocks only with requests of the same salt: one per tenant."""
     adapter: str = ""
+    """Name of a LoRA adapter; empty for the base model."""
     sampling_params: SamplingParams = SamplingParams()
     """Opaque to the scheduler."""
 

@@ -47,7 +47,17 @@ class _TokenInputs(NamedTuple):
     slots: StagingArray
     sampled_rows: StagingArray
     sampled_positions: StagingArray
+    adapters: StagingArray
     end: int
+
+
+class _Shape(NamedTuple):
+    """What the ops of a step depend on, besides the content of its inputs."""
+
+    tokens: int
+    requests: int
+    adapted: bool
+    """Whether a token has an adapter; a step without any computes the base model alone."""
 
 
 class Runner:
@@ -70,7 +80,7 @@ class Runner:
         self._max_tokens, self._rows = config.prefill_only_budget, config.max_num_seqs
         self._steps = torch.arange(self._rows + 1, dtype=torch.int32, device=device)
         self._allocate(8)
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[_Shape] = set()
         self._num_sampled, self._samples_all = 0, False
 
     def _allocate(self, blocks: int) -> None:
@@ -79,41 +89,47 @@ class Runner:
         starts_at = 4 * rows * blocks
         contexts_at = starts_at + 4 * (rows + 1)
         tokens_at = -(-(contexts_at + 4 * rows) // 8) * 8
-        staging = self._staging = StagingBuffer(tokens_at + 40 * self._max_tokens, self._device)
+        staging = self._staging = StagingBuffer(tokens_at + 44 * self._max_tokens, self._device)
         self._table = staging.part(0, (rows, blocks), np.int32)
         self._table_BM = self._table.array
         self._starts = staging.part(starts_at, (rows + 1,), np.int32)
         self._contexts = staging.part(contexts_at, (rows,), np.int32)
         self._small, self._large = (
             _TokenInputs(
-                *(staging.part(tokens_at + 8 * size * n, (size,), np.int64) for n in range(5)),
-                end=tokens_at + 40 * size,
+                *[staging.part(tokens_at + 8 * size * n, (size,), np.int64) for n in range(5)],
+                adapters=staging.part(tokens_at + 40 * size, (size,), np.int32),
+                end=tokens_at + 44 * size,
             )
             for size in (rows, self._max_tokens)
         )
         self._inputs = self._small
         self._position_views: dict[int, Tensor] = {}
         self._row_tables: list[tuple[int, ...]] = [()] * rows
-        self._captures: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
+        self._captures: OrderedDict[_Shape, Callable[[], Tensor]] = OrderedDict()
 
-    def run(self, work: Sequence[ScheduledSeq]) -> Tensor:
+    def run(self, work: Sequence[ScheduledSeq], slots: Sequence[int] | None = None) -> Tensor:
         """Return the normalized hidden state of each scheduled token, (T, D).
 
+        `slots` are the adapters of the sequences, as slots of the decoder; -1 for the base model.
         A captured step on a GPU returns the same tensor each time: use it before the next step.
         """
         self._staging.wait()
-        shape = self._fill(work)
+        if slots is not None and max(slots) < 0:
+            slots = None
+        shape = _Shape(*self._fill(work), slots is not None)
+        if slots is not None:
+            self._fill_adapters(work, slots)
         self._staging.copy_to_device(self._inputs.end)
         replay = self._captures.get(shape)
         if replay is not None:
             self._captures.move_to_end(shape)
             return replay()
-        if not self._can_capture(*shape):
-            return self._forward(*shape)
-        if shape not in self._seen and not self._captures_first(*shape):
+        if not self._can_capture(shape):
+            return self._forward(shape)
+        if shape not in self._seen and not self._captures_first(shape):
             self._seen.add(shape)
-            return self._forward(*shape)
-        hidden_TD, self._captures[shape] = capture(lambda: self._forward(*shape), self._device)
+            return self._forward(shape)
+        hidden_TD, self._captures[shape] = capture(lambda: self._forward(shape), self._device)
         if len(self._captures) > MAX_CAPTURES:
             self._captures.popitem(last=False)
         return hidden_TD
@@ -133,20 +149,20 @@ class Runner:
             positions_R = self._position_views[count] = inputs.sampled_positions.tensor[:count]
         return hidden_TD, positions_R
 
-    def _can_capture(self, tokens: int, requests: int) -> bool:
+    def _can_capture(self, shape: _Shape) -> bool:
         """Return whether a step is small enough; a CUDA graph is worth its memory for decoding."""
-        if tokens > MAX_CAPTURED_TOKENS:
+        if shape.tokens > MAX_CAPTURED_TOKENS:
             return False
         kind = self._device.type
-        return kind == "cpu" or (kind in CUDA_GRAPH_DEVICES and tokens == requests)
+        return kind == "cpu" or (kind in CUDA_GRAPH_DEVICES and shape.tokens == shape.requests)
 
-    def _captures_first(self, tokens: int, requests: int) -> bool:
+    def _captures_first(self, shape: _Shape) -> bool:
         """Return whether the first step of a shape is captured, not the second: most prefills have
         a shape of their own, and a CUDA graph needs kernels that are compiled."""
-        return tokens == requests and self._device.type == "cpu"
+        return shape.tokens == shape.requests and self._device.type == "cpu"
 
-    def _forward(self, tokens: int, requests: int) -> Tensor:
-        inputs = self._inputs
+    def _forward(self, shape: _Shape) -> Tensor:
+        inputs, (tokens, requests, adapted) = self._inputs, shape
         starts = self._steps if tokens == requests else self._starts.tensor
         layout = BatchLayout(
             positions=inputs.positions.tensor[:tokens],
@@ -155,6 +171,7 @@ class Runner:
             block_table=self._table.tensor[:requests],
             slot_mapping=inputs.slots.tensor[:tokens],
             kv_cache=self.kv_cache,
+            adapters=inputs.adapters.tensor[:tokens] if adapted else None,
         )
         return self.decoder(inputs.tokens.tensor[:tokens], layout)
 
@@ -207,6 +224,16 @@ class Runner:
         first_T = self._table_BM[row_T, block_T] * np.int64(self.size)
         inputs.slots.array[:total] = first_T + offset_T
         inputs.tokens.array[:total] = list(chain.from_iterable([item.tokens for item in work]))
+
+    def _fill_adapters(self, work: Sequence[ScheduledSeq], slots: Sequence[int]) -> None:
+        """Write the slot of the adapter of each token."""
+        staged, counts = self._inputs.adapters, [len(item.tokens) for item in work]
+        total = sum(counts)
+        if total > len(work):
+            staged.array[:total] = np.repeat(slots, counts)
+        else:  # a loop, as in _fill_single
+            for row, slot in enumerate(slots):
+                staged.items[row] = slot
 
     def _fill_sampled(self, work: Sequence[ScheduledSeq]) -> int:
         """Write after which rows tokens are sampled, and at which positions; return how many."""

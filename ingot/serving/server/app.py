@@ -16,7 +16,9 @@ from ingot.serving.server.openai import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from ingot.serving.server.service import Service
 
@@ -60,12 +62,13 @@ def create_app(service: Service) -> RequestGuard:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service)]}
+        names = (service.model, *service.engine.adapters)
+        return {"object": "list", "data": [_model_card(service, name) for name in names]}
 
     @app.get("/v1/models/{name}")
     async def one_model(name: str) -> dict[str, Any]:
         service.check_model_name(name)
-        return _model_card(service)
+        return _model_card(service, name)
 
     return RequestGuard(service, app)
 
@@ -75,6 +78,7 @@ def create_admin_app(
 ) -> FastAPI:
     """Return the application of the admin listener."""
     app = FastAPI(title="ingot admin", docs_url=None, redoc_url=None)
+    add_error_handlers(app)
     _add_health(app, service)
 
     @app.get("/metrics", response_class=Response)
@@ -86,16 +90,25 @@ def create_admin_app(
         drain()
         return json_response(202, _encode({"status": "draining"}))
 
+    @app.post("/v1/load_lora_adapter", response_class=Response)
+    async def load_lora_adapter(body: LoadAdapterRequest) -> Response:
+        return await service.load_adapter(body)
+
+    @app.post("/v1/unload_lora_adapter", response_class=Response)
+    async def unload_lora_adapter(body: UnloadAdapterRequest) -> Response:
+        return await service.unload_adapter(body)
+
     return app
 
 
-def _model_card(service: Service) -> dict[str, Any]:
+def _model_card(service: Service, name: str) -> dict[str, Any]:
     info = service.engine.info
     return {
-        "id": service.model,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "ingot",
+        "parent": None if name == service.model else service.model,
         "max_model_len": info.max_model_len if info else None,
     }
 

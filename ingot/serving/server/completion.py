@@ -85,6 +85,7 @@ class Choice:
             priority=context.priority,
             deadline=context.deadline,
             cache_salt=context.cache_salt,
+            adapter=job.adapter,
             sampling_params=msgspec.structs.replace(job.sampling_params, seed=self.seed),
         )
 

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Protocol, cast
 
+from ingot.core.errors import IngotError
 from ingot.core.log import logger
+from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.server import wire
@@ -48,6 +50,10 @@ class OutputHandler(Protocol):
         ...
 
 
+class EngineUnavailable(IngotError):
+    """No worker with a loaded model is connected."""
+
+
 class EngineClient:
     """Outstanding requests, and the state of the engine process."""
 
@@ -67,6 +73,9 @@ class EngineClient:
         """Set when the worker is lost."""
         self.on_status_change: Callable[[], None] = lambda: None
         """Called when `status` or `ready` changes."""
+        self.adapters: dict[str, LoadedAdapter] = {}
+        """The adapters of the engine by name; kept when the worker dies, for the next one."""
+        self._adapter_changes: dict[int, asyncio.Future[wire.AdaptersChanged]] = {}
         self._handlers: dict[int, OutputHandler] = {}
         self._ids = count(1)
         self._transport: asyncio.Transport | None = None
@@ -102,6 +111,25 @@ class EngineClient:
         if self._handlers.pop(id, None) is not None and self._transport is not None:
             self._transport.write(wire.frame(Abort(id, reason)))
 
+    async def load_adapter(self, name: str, directory: str, replace: bool) -> LoadedAdapter:
+        """Load an adapter of a directory; raise the error of one that cannot be loaded."""
+        await self._change_adapters(wire.LoadAdapter(self.new_id(), name, directory, replace))
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove the name of an adapter; requests that use it finish."""
+        await self._change_adapters(wire.UnloadAdapter(self.new_id(), name))
+
+    async def _change_adapters(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> None:
+        if self._transport is None or not self.ready:
+            raise EngineUnavailable("the engine is not available", hint="retry in a few seconds")
+        future = asyncio.get_running_loop().create_future()
+        self._adapter_changes[message.id] = future
+        self._transport.write(wire.frame(message))
+        changed = await future
+        if changed.message is not None:
+            raise IngotError(changed.message, hint=changed.hint)
+
     def on_worker_lost(self, reason: str) -> None:
         """Fail all outstanding requests: the worker is gone."""
         transport, self._transport = self._transport, None
@@ -114,6 +142,9 @@ class EngineClient:
         for handler in handlers.values():
             handler.on_error(503, reason, "send the request again: the engine is being restarted")
         _flush({handler.client for handler in handlers.values()})
+        changes, self._adapter_changes = self._adapter_changes, {}
+        for change in [change for change in changes.values() if not change.done()]:
+            change.set_exception(EngineUnavailable(reason, hint="retry in a few seconds"))
         self.disconnected.set()
         self.on_status_change()
 
@@ -142,7 +173,13 @@ class EngineClient:
         elif isinstance(message, wire.Loading):
             self.status = message.status
             self.on_status_change()
+        elif isinstance(message, wire.AdaptersChanged):
+            self.adapters = {adapter.name: adapter for adapter in message.adapters}
+            change = self._adapter_changes.pop(message.id, None)
+            if change is not None and not change.done():
+                change.set_result(message)
         elif isinstance(message, wire.EngineReady):
+            self.adapters = {adapter.name: adapter for adapter in message.adapters}
             self.info, self.ready, self.status = message, True, "serving"
             self.on_status_change()
         else:

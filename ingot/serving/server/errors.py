@@ -15,6 +15,7 @@ from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.interop.chat import ChatError
 from ingot.serving.server.admission import Overloaded
+from ingot.serving.server.engine_client import EngineUnavailable
 from ingot.serving.server.openai import error_body
 
 _log = logger(__name__)
@@ -94,6 +95,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_ingot_error(_: Request, error: Exception) -> Response:
         ingot_error = cast(IngotError, error)
         status = 400 if isinstance(error, ChatError) else 422
+        status = 503 if isinstance(error, EngineUnavailable) else status
         return error_response(ApiError(status, ingot_error.message, ingot_error.hint))
 
     async def on_invalid_body(_: Request, error: Exception) -> Response:

@@ -107,7 +107,7 @@ class CommonParams(_Strict):
     """Fields that completions and chats have in common."""
 
     model: _Short = ""
-    """Model name; empty for the served model."""
+    """Name of the served model or of an adapter; empty for the served model."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -296,6 +296,22 @@ class TokenizeRequest(_Strict):
         return self
 
 
+class LoadAdapterRequest(_Strict):
+    """The body of `/v1/load_lora_adapter`, as vLLM's."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=128)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A PEFT directory on the server's machine."""
+    load_inplace: bool = False
+    """Whether to replace an adapter of the same name."""
+
+
+class UnloadAdapterRequest(_Strict):
+    """The body of `/v1/unload_lora_adapter`, as vLLM's."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=128)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationJob:
     """What to generate for one HTTP request."""
@@ -303,6 +319,7 @@ class GenerationJob:
     chat: bool
     """Whether to respond in the format of a chat or of a completion."""
     model: str
+    """Name in the response."""
     prompts: list[tuple[int, ...]]
     echo: list[str]
     """With `echo`: the text of each prompt, which precedes its completion."""
@@ -315,6 +332,8 @@ class GenerationJob:
     """Whether a stream ends with the token counts."""
     prompt_only: bool = False
     """Whether `max_tokens` was 0: the output is dropped."""
+    adapter: str = ""
+    """Name of a LoRA adapter; empty for the base model."""
 
 
 def error_body(

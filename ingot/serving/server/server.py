@@ -1,7 +1,7 @@
 """The server: two listeners, the supervisor of the engine process, startup and shutdown.
 
     main     for clients: OpenAI's API, /healthz, /readyz
-    admin    for operators: /metrics, /drain; on loopback by default
+    admin    for operators: /metrics, /drain, loading of adapters; on loopback by default
 
 Both sockets are bound before the model is loaded, so that a port in use is reported at once. While
 the model loads, requests are answered with 503. SIGTERM or Ctrl-C drains the server: no new
@@ -20,8 +20,8 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger
 from ingot.interop.tokenizer import Tokenizer
+from ingot.serving.engine.adapters import check_name
 from ingot.serving.server.admission import Admission, AdmissionLimits
 from ingot.serving.server.app import create_admin_app, create_app
 from ingot.serving.server.engine_client import EngineClient
@@ -74,6 +75,12 @@ class ServerConfig:
     """Seconds that running requests have to finish at shutdown."""
     kv_cache_bytes: int | None = None
     speculate: Literal["ngram"] | None = None
+    adapters: Mapping[str, Path | str] = field(default_factory=dict[str, "Path | str"])
+    """Directories of LoRA adapters by the name that requests give as their `model`."""
+    max_loras: int | None = None
+    """Maximum number of loaded adapters; by default that of `adapters`."""
+    max_lora_rank: int | None = None
+    """Maximum rank; by default the largest of `adapters`, at least 16."""
     json_logs: bool = False
 
     def __post_init__(self) -> None:
@@ -162,6 +169,9 @@ class Server:
             device=config.device,
             kv_cache_bytes=config.kv_cache_bytes,
             speculate=config.speculate,
+            adapters=_check_adapters(config.adapters, directory.resolve().name),
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
             json_logs=config.json_logs,
         )
         self.supervisor = Supervisor(self.engine, settings, config.stall_timeout)
@@ -257,6 +267,16 @@ class Server:
             "engine_restarts": self.supervisor.restarts,
             "draining": float(self.service.draining),
         }
+
+
+def _check_adapters(adapters: Mapping[str, Path | str], model: str) -> dict[str, str]:
+    for name in adapters:
+        check_name(name)
+        if name == model:
+            raise ConfigError(
+                f"adapter '{name}' has the name of its base model", hint="give it another name"
+            )
+    return {name: str(Path(path).absolute()) for name, path in adapters.items()}
 
 
 def _url(listener: socket.socket) -> str:

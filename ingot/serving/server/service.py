@@ -22,6 +22,7 @@ import msgspec
 from starlette.responses import Response
 
 from ingot.interop.tokenizer import Tokenizer
+from ingot.serving.engine.adapters import check_name
 from ingot.serving.engine.detokenizer import TokenTexts
 from ingot.serving.server.admission import Admission, Ticket, estimate_tokens
 from ingot.serving.server.asgi import Scope, headers_of
@@ -36,8 +37,10 @@ from ingot.serving.server.openai import (
     CompletionRequest,
     EmbeddingRequest,
     GenerationJob,
+    LoadAdapterRequest,
     Message,
     TokenizeRequest,
+    UnloadAdapterRequest,
     Unprocessable,
 )
 from ingot.serving.server.response import EngineResponse
@@ -98,7 +101,8 @@ class Service:
             echo = [self._echo(prompt) for prompt in prompts] if body.echo else []
             job = GenerationJob(
                 chat=False,
-                model=self.model,
+                model=body.model or self.model,
+                adapter=self._adapter(body.model),
                 prompts=ids,
                 echo=echo,
                 n=n,
@@ -127,7 +131,8 @@ class Service:
             ids = await self._tokenize_chat(body.messages, body.tools, body.chat_template_kwargs)
             job = GenerationJob(
                 chat=True,
-                model=self.model,
+                model=body.model or self.model,
+                adapter=self._adapter(body.model),
                 prompts=[ids],
                 echo=[],
                 n=n,
@@ -165,18 +170,43 @@ class Service:
         message = f"'{self.model}' does not support embeddings"
         return error_response(ApiError(400, message, "use an embedding model", code="unsupported"))
 
+    async def load_adapter(self, body: LoadAdapterRequest) -> Response:
+        """Handle `/v1/load_lora_adapter` of the admin listener."""
+        check_name(body.lora_name)
+        if body.lora_name == self.model:
+            raise Unprocessable(
+                f"'{self.model}' is the base model", hint="give the adapter another name"
+            )
+        adapter = await self.engine.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
+        fields = {"id": adapter.name, "rank": adapter.rank, "sha256": adapter.digest}
+        return json_response(200, _encode(fields))
+
+    async def unload_adapter(self, body: UnloadAdapterRequest) -> Response:
+        """Handle `/v1/unload_lora_adapter` of the admin listener: running requests finish."""
+        if body.lora_name not in self.engine.adapters:
+            message = f"adapter '{body.lora_name}' not found"
+            hint = "GET /v1/models of the main listener lists the adapters"
+            raise RequestError(ApiError(404, message, hint, param="lora_name"))
+        await self.engine.unload_adapter(body.lora_name)
+        return json_response(200, _encode({"id": body.lora_name}))
+
     def check_model_name(self, model: str) -> None:
-        """Raise a 404 for another model."""
-        if model not in ("", self.model):
+        """Raise a 404 for a name that is neither the model's nor an adapter's."""
+        if model not in ("", self.model) and model not in self.engine.adapters:
+            names = ", ".join(f"'{name}'" for name in (self.model, *self.engine.adapters))
             raise RequestError(
                 ApiError(
                     404,
                     f"model '{model}' not found",
-                    f"use '{self.model}'",
+                    f"use {names}",
                     param="model",
                     code="model_not_found",
                 )
             )
+
+    def _adapter(self, model: str) -> str:
+        """Return the adapter that a request's `model` names; empty for the base model."""
+        return "" if model == self.model else model
 
     def _admit(self, scope: Scope, model: str, choices: int, max_tokens: int | None) -> Ticket:
         self.check_model_name(model)

@@ -89,7 +89,7 @@ class Supervisor:
         with theirs:
             # A session of its own: Ctrl-C in the terminal is handled by this process alone.
             self.process = process = subprocess.Popen(
-                [*self.command, str(theirs.fileno()), msgspec.json.encode(self._settings).decode()],
+                [*self.command, str(theirs.fileno()), self._worker_settings()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -102,6 +102,20 @@ class Supervisor:
         await _wait_for_exit(process)
         if not self._stopping.is_set():
             _log.warning("the engine process exited with status %s", process.returncode)
+
+    def _worker_settings(self) -> str:
+        """Return the settings as JSON; after a restart, with the adapters of the last worker."""
+        settings, engine = self._settings, self._engine
+        if engine.info is not None:
+            adapters = {one.name: one.directory for one in engine.adapters.values()}
+            settings = msgspec.structs.replace(
+                settings,
+                adapters=adapters,
+                max_loras=engine.info.max_loras,
+                max_lora_rank=engine.info.max_lora_rank,
+                skip_broken_adapters=True,
+            )
+        return msgspec.json.encode(settings).decode()
 
     async def _watch(self) -> None:
         engine = self._engine

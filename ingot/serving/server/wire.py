@@ -1,7 +1,8 @@
 """Messages between the HTTP process and the engine process, and their framing.
 
-    client -> worker   Request, Abort
-    worker -> client   Loading..., EngineReady, then StepOutputs; or EngineFailed, and it exits
+    client -> worker   Request, Abort, LoadAdapter, UnloadAdapter
+    worker -> client   Loading..., EngineReady, then StepOutputs, RequestRejected, AdaptersChanged;
+                       or EngineFailed, and it exits
 
 A frame is a length (4 bytes, little-endian) and a message as msgpack, over a Unix socket that only
 the two processes hold. Messages are tagged structs with typed fields: anything else is an error,
@@ -19,6 +20,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from ingot.core.errors import IngotError
+from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, Request
 
@@ -37,6 +39,32 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     status: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load the LoRA adapter of a directory; the worker answers with `AdaptersChanged`."""
+
+    id: int
+    name: str
+    path: str
+    replace: bool = False
+    """Whether to replace an adapter of the same name."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Remove the name of an adapter; the worker answers with `AdaptersChanged`."""
+
+    id: int
+    name: str
+
+
+class AdaptersChanged(msgspec.Struct, frozen=True, tag=True):
+    """The adapters after a message of this id; with an error, they are those before it."""
+
+    id: int
+    adapters: list[LoadedAdapter]
+    message: str | None = None
+    hint: str = ""
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model is loaded."""
 
@@ -47,6 +75,9 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_size: int
     num_blocks: int
     device: str = "cpu"
+    adapters: list[LoadedAdapter] = []
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -73,8 +104,10 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     hint: str
 
 
-ToWorker: TypeAlias = Request | Abort
-ToClient: TypeAlias = Loading | EngineReady | StepOutputs | RequestRejected | EngineFailed
+ToWorker: TypeAlias = Request | Abort | LoadAdapter | UnloadAdapter
+ToClient: TypeAlias = (
+    Loading | EngineReady | StepOutputs | RequestRejected | AdaptersChanged | EngineFailed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -21,6 +21,7 @@ import msgspec
 
 from ingot.core.errors import IngotError
 from ingot.core.log import logger, setup
+from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.sampling_params import SamplingParams
@@ -46,6 +47,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None for the default of `config_for_memory`."""
     speculate: Literal["ngram"] | None = None
     """Speculative decoding: see `ingot.serving.engine.speculate`."""
+    adapters: dict[str, str] = {}
+    """Directories of LoRA adapters by name."""
+    max_loras: int | None = None
+    """Slots for adapters; None for as many as `adapters` has."""
+    max_lora_rank: int | None = None
+    """None for the largest rank of `adapters`, at least 16."""
+    skip_broken_adapters: bool = False
+    """Whether to serve without an adapter that cannot be loaded: after a restart."""
     json_logs: bool = False
 
 
@@ -93,10 +102,28 @@ class Worker:
         if isinstance(message, Abort):
             self.engine.abort(message.id, message.reason)
             return
+        if isinstance(message, wire.LoadAdapter | wire.UnloadAdapter):
+            self._change_adapters(message)
+            return
         try:
             self.engine.add_request(message)
         except IngotError as error:
             self._send(wire.RequestRejected(message.id, error.message, error.hint))
+
+    def _change_adapters(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> None:
+        """Load or unload an adapter between two steps."""
+        engine, error, hint = self.engine, None, ""
+        try:
+            if isinstance(message, wire.UnloadAdapter):
+                engine.unload_adapter(message.name)
+            else:
+                engine.load_adapter(message.name, message.path, replace=message.replace)
+        except IngotError as caught:
+            error, hint = caught.message, caught.hint
+        except (OSError, RuntimeError, ValueError) as caught:  # no memory, a file that changed
+            _log.exception("loading adapter %s failed", message.name)
+            error, hint = f"{type(caught).__name__}: {caught}"[:1000], "see the server's log"
+        self._send(wire.AdaptersChanged(message.id, engine.adapters.loaded, error, hint))
 
     def _send(self, message: wire.ToClient) -> None:
         try:
@@ -135,12 +162,20 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     name = directory.resolve().name
     send(wire.Loading(f"loading {directory}"))
     decoder, tokenizer = hf.load(directory).to(device), Tokenizer.load(directory)
+    adapters = AdapterPool.of(
+        decoder,
+        settings.adapters,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        skip_broken=settings.skip_broken_adapters,
+    )
     scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
     engine = engines.Engine(
         decoder,
         scheduler_config=scheduler_config,
         tokenizer=tokenizer,
         proposer=NgramProposer() if settings.speculate == "ngram" else None,
+        adapters=adapters,
     )
     send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
     warm_up(engine)
@@ -153,6 +188,9 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
             block_size=scheduler_config.block_size,
             num_blocks=scheduler_config.num_blocks,
             device=str(device),
+            adapters=adapters.loaded,
+            max_loras=adapters.max_loras,
+            max_lora_rank=adapters.max_lora_rank,
         )
     )
     return Worker(engine, connection, name)
@@ -162,10 +200,16 @@ def warm_up(engine: Engine) -> None:
     """Run every kernel once, so that the first request does not wait for compilation."""
     prompt = tuple(range(min(3, engine.decoder.config.max_seq_len - 3)))
     params = SamplingParams(logprobs=0)
-    for id in (1, 2):
+    adapters = [adapter.name for adapter in engine.adapters.loaded[:1]]
+    for id, adapter in enumerate(("", "", *adapters)):
         engine.add_request(
             Request(
-                id=id, prompt=prompt, max_tokens=3, cache_salt=b"warm-up", sampling_params=params
+                id=id,
+                prompt=prompt,
+                max_tokens=3,
+                cache_salt=b"warm-up",
+                adapter=adapter,
+                sampling_params=params,
             )
         )
     while engine.has_unfinished_requests:

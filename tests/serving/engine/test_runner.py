@@ -84,7 +84,7 @@ def test_number_of_captures_is_limited(decoder: Decoder, monkeypatch: pytest.Mon
             for _ in range(3):
                 got = runner.run([ScheduledSeq(1, 0, tokens, (3, 4), True)])
                 assert torch.equal(got, packed(decoder, list(tokens)))
-    assert list(runner._captures) == [(3, 1), (4, 1)]
+    assert list(runner._captures) == [(3, 1, False), (4, 1, False)]
 
 
 def test_selected_rows_are_those_after_which_a_token_is_sampled(decoder: Decoder) -> None:
