@@ -129,6 +129,12 @@ def embedding(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     return make.ints(call.out, call.rows), make(call.out, call.width)
 
 
+def rope(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    width = 2 * (1 + call.width % 70)
+    freqs, scale = ops.rope_frequencies(width)
+    return make(call.rows, 3, width + call.out % 5), make.ints(5000, call.rows), freqs, False, scale
+
+
 ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear": linear,
     "gated_linear": gated_linear,
@@ -141,6 +147,7 @@ ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear_cross_entropy": lambda make, call: loss(make, call, options=True),
     "attention": attention,
     "embedding": embedding,
+    "rope": rope,
 }
 OPS = [op for op in ops.registry().values() if op.name in ARGUMENTS]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
