@@ -196,13 +196,12 @@ def _with_parsed_arguments(message: Message) -> Message:
 
 def _parse_call(call: Any) -> Any:
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments: Any = json.loads(call["function"]["arguments"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
         return call
-    function: Any = {**call["function"], "arguments": arguments}
-    return {**call, "function": function}
+    return {**call, "function": {**call["function"], "arguments": cast(Any, arguments)}}
 
 
 def _checked(answer: dict[str, Any] | None) -> dict[str, Any]:

@@ -139,6 +139,12 @@ def sampling(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     return make(call.rows, call.out, scale=3.0), options[0], top_k, *options[1:]
 
 
+def rope(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    width = 2 * (1 + call.width % 70)
+    freqs, scale = ops.rope_frequencies(width)
+    return make(call.rows, 3, width + call.out % 5), make.ints(5000, call.rows), freqs, False, scale
+
+
 ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear": linear,
     "gated_linear": gated_linear,
@@ -152,6 +158,7 @@ ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "attention": attention,
     "embedding": embedding,
     "sampling_logprobs": sampling,
+    "rope": rope,
 }
 OPS = [op for op in ops.registry().values() if op.name in ARGUMENTS]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
