@@ -127,12 +127,12 @@ def _print_help() -> None:
 
     verbs = new_grid((f"  {verb}", summary) for verb, summary in SUMMARIES.items())
     console = stdout()
-    console.print("[bold]ingot[/]: train, serve and verify one model with the same kernels\n")
-    console.print("usage: ingot VERB ...\n", highlight=False)
-    console.print(verbs)
+    console.print("[bold]ingot[/]: train, serve and verify one model with the same kernels")
     console.print(
-        "\n`ingot VERB --help` lists the options of a verb, with examples.", highlight=False
+        "usage: ingot VERB ...; `ingot VERB --help` lists the options, with examples\n",
+        highlight=False,
     )
+    console.print(verbs)
 
 
 def escape_markup(text: str) -> str:
