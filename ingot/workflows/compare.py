@@ -57,6 +57,7 @@ MAX_TEXT_BYTES = 1 << 20
 _CHUNK = 64  # positions whose logits are compared at once: 25 MB of float64 for 49,152 tokens
 _MAX_VLLM_LOGPROBS = 1 << 26  # vLLM returns them as Python numbers
 _VLLM_TIMEOUT_S = 1800.0
+_VLLM_VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _LM_HEAD = "lm_head"
 
 Rows = Callable[[slice], Tensor]
@@ -312,7 +313,8 @@ def _run_vllm(
 
 def _run_worker(command: list[str], folder: Path) -> None:
     """Run vLLM's side; the last line that it writes is part of an error."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **inherited, **_VLLM_VARIABLES}  # GiB
     try:
         run = subprocess.run(
             command,

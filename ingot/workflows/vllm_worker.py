@@ -10,15 +10,12 @@ writes float32 log-probabilities of the whole vocabulary, one row for each token
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 
 def main(model: str, dtype: str, ids_file: str, out_file: str, version_file: str) -> None:
     """Compute and write the matrix, then vLLM's version. vLLM itself writes to stdout."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     import numpy as np
     import vllm  # pyright: ignore[reportMissingImports]
 

@@ -28,7 +28,7 @@ def test_equal_directories_are_said_to_be(cli: Any, tiny: Path, copy: Path) -> N
     assert "outlier" not in run.stdout
 
 
-def test_an_error_is_located_and_drawn(cli: Any, tiny: Path, copy: Path, tmp_path: Path) -> None:
+def test_an_error_is_located_and_plotted(cli: Any, tiny: Path, copy: Path, tmp_path: Path) -> None:
     plant(copy)
     folder = tmp_path / "new" / "out"
     options = ("--tokens", "50", "--output", str(folder))

@@ -52,6 +52,7 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
     subject = {
         "bench": ("ops",),
         "chat": ("directory",),
+        "compare": ("directory", "--with", "other"),
         "tokenize": ("from", "to"),
         "eval": ("task", "directory"),
         "generate": ("directory", "prompt"),

@@ -23,7 +23,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_comparison_is_drawn(case: str, tmp_path: Path) -> None:
+def test_a_comparison_is_plotted(case: str, tmp_path: Path) -> None:
     files = [tmp_path / "compare.png", tmp_path / "compare.svg"]
     draw(CASES[case], files)
     width, height = struct.unpack(">II", files[0].read_bytes()[16:24])
