@@ -5,7 +5,6 @@ Both are stripped of whitespace at their ends and then compared character by cha
 The regular expression that finds the answer comes from a task file, and Python's `re` backtracks:
 `(a+)+$` takes years for some outputs of a hundred characters, and holds the interpreter's lock
 meanwhile. So it runs in a separate process with a memory limit, which is killed after a timeout.
-Measured on a Xeon: 0.05 s to start, 0.05 ms for an output.
 """
 
 from __future__ import annotations

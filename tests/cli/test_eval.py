@@ -68,7 +68,7 @@ def test_ctrl_c_keeps_what_was_computed(
     path, output = tmp_path / "long.jsonl", tmp_path / "out"
     rows = [{"prompt": f"{n}", "answer": "x"} for n in range(4000)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["eval", str(path), str(tiny), "--max-tokens", "100", "--output", str(output)]
+    options = ["eval", str(path), str(tiny), "--max-tokens", "20", "--output", str(output)]
     process = subprocess.Popen(
         [sys.executable, "-m", "ingot", *options],
         env=environment,

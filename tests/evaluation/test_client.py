@@ -144,7 +144,7 @@ def test_a_server_that_stays_overloaded_is_an_error(task: EvalTask) -> None:
     [
         ((400, {"error": {"message": "too long"}}, {}), "line 1: the server answers 400: too long"),
         ((422, b"<html>", {}), "line 1: the server answers 422: <html>"),
-        ((307, b"", {"location": "http://127.0.0.1:9/v1/completions"}), "answers 307"),
+        ((302, b"", {"location": "http://127.0.0.1:9/v1/completions"}), "answers 302"),
         ((200, b"<html>", {}), "not in OpenAI's format"),
         ((200, {"choices": []}, {}), "not in OpenAI's format"),
     ],
