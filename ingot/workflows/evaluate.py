@@ -33,7 +33,7 @@ from ingot.evaluation.samples import Sample, SampleFile
 from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, Row, TextRow
 
 if TYPE_CHECKING:
-    from ingot.workflows.llm_eval import LocalModel
+    from ingot.workflows.local_model import LocalModel
 
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
 FORMAT = 1
@@ -115,7 +115,7 @@ def evaluate(
 
 
 def _local_model(task: EvalTask, model: str, device: str) -> LocalModel:
-    from ingot.workflows.llm_eval import LocalModel  # imports torch
+    from ingot.workflows.local_model import LocalModel  # imports torch
 
     return LocalModel(task=task, model=model, device=device)
 

@@ -18,7 +18,7 @@ from ingot.evaluation import answer
 from ingot.workflows import evaluate as workflow
 from ingot.workflows.evaluate import EvalReport
 from ingot.workflows.llm import LLM
-from ingot.workflows.llm_eval import LocalModel
+from ingot.workflows.local_model import LocalModel
 from tests import models
 from tests.serving.conftest import Served, serving
 

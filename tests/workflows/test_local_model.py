@@ -12,7 +12,7 @@ import pytest
 from ingot.core.errors import DataError
 from ingot.evaluation.model import SampleRequest
 from ingot.evaluation.task import AnswerRow, EvalTask, TextRow
-from ingot.workflows.llm_eval import LocalModel, encode_choice
+from ingot.workflows.local_model import LocalModel, encode_choice
 from tests import models
 
 
@@ -69,7 +69,7 @@ def test_a_choice_without_tokens_of_its_own_is_an_error(
     row = {"prompt": "a", "choices": ["b", "c"], "answer": 0}
     local = model(directory, tmp_path, row)
     assert encode_choice(local.llm, "ab ", " ", "cd")[1] == 2
-    monkeypatch.setattr("ingot.workflows.llm_eval.encode_choice", lambda *_: ([1, 2], 2))
+    monkeypatch.setattr("ingot.workflows.local_model.encode_choice", lambda *_: ([1, 2], 2))
     with pytest.raises(DataError, match="line 1: choice 'b' has no tokens of its own"):
         local.check(local.task.rows())
 
