@@ -70,5 +70,8 @@ def test_command_runs_in_its_own_process(ready: Any, tiny: Path, copy: Path) -> 
     run = ready("compare", str(tiny), "--with", str(copy), "--tokens", "9")
     assert run.returncode == 0, run.stderr
     assert "bitwise equal" in run.stdout
-    assert ready("compare", str(tiny)).returncode == 2
-    assert ready("compare", str(tiny), "--with", "nowhere").returncode == 2
+
+
+def test_what_is_missing_is_an_error(cli: Any, tiny: Path) -> None:
+    assert cli("compare", str(tiny)).returncode == 2
+    assert cli("compare", str(tiny), "--with", "nowhere").returncode == 2

@@ -205,6 +205,7 @@ def test_missing_models_and_engines_are_errors(directory: Path, tmp_path: Path) 
         ingot.compare(directory, "vllm", python=sys.executable)
 
 
+@pytest.mark.slow
 def test_the_real_model_is_close_to_transformers(smollm2: Path) -> None:
     """Figures of docs/compare.md, with room for another ISA tier."""
     found = ingot.compare(smollm2, "transformers", tokens=64)
