@@ -99,7 +99,7 @@ class RunHistory:
     def unit(self) -> str:
         """Unit of a row: tokens or samples."""
         data = self.recipe.get("data")
-        text = isinstance(data, dict) and data.get("kind") == "text"
+        text = isinstance(data, dict) and data.get("kind") in ("text", "chat")
         return "tokens" if text else "samples"
 
     def curve(self, key: str) -> Curve:
