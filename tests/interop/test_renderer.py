@@ -77,10 +77,10 @@ def test_templates_have_the_functions_of_transformers(source: str, text: str | N
 @pytest.mark.parametrize(
     ("source", "spans"),
     [
-        ("a{% generation %}bc{% endgeneration %}d", [[1, 3]]),
+        ("one {% generation %}two{% endgeneration %} three", [[4, 7]]),
         (
-            "{% for x in 'ab' %}-{% generation %}{{ x }}{% endgeneration %}{% endfor %}",
-            [[1, 2], [3, 4]],
+            "{% for x in 'ab' %}---{% generation %}{{ x }}{% endgeneration %}{% endfor %}",
+            [[3, 4], [7, 8]],
         ),
         ("{% macro f() %}a{% generation %}b{% endgeneration %}{% endmacro %}a{{ f() }}", None),
     ],
