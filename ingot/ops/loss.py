@@ -29,8 +29,10 @@ from torch import Tensor
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype
 from ingot.ops.check import check_same_dtype, is_integral
+from ingot.ops.epilogue import IDENTITY
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import SampleInput, TensorMaker
+from ingot.ops.linear import linear
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
 
@@ -220,6 +222,19 @@ def _logits_cost(hidden: Tensor, weight: Tensor) -> Cost:
     )
 
 
+def _of_linear(forward: Callable[..., Any]) -> Backward:
+    """Return the backward of `linear`, which rounds the gradient to the dtype of the weight."""
+
+    def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
+        hidden, weight = args
+        grad = grads[0].to(hidden.dtype)
+        flags = [*needs, False, False, False]
+        found = iter(linear.backward_overload(flags, [grad], hidden, weight, None, IDENTITY, None))
+        return [next(found) if needed else None for needed in needs]
+
+    return backward
+
+
 @op(
     check=_check_head,
     fake=_logits_fake,
@@ -227,6 +242,7 @@ def _logits_cost(hidden: Tensor, weight: Tensor) -> Cost:
     tolerance=Tolerance(),
     cost=_logits_cost,
     row_args=("hidden",),
+    gradient=_of_linear,
 )
 def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return the logits (T, V) of hidden states (T, D) and the weight (V, D) of the LM head.

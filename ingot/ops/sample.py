@@ -241,7 +241,6 @@ def apply_penalties(
     tolerance=Tolerance(),
     cost=_logprobs_cost,
     row_args=("logits", "temperature", "top_k", "top_p", "min_p"),
-    gradient=None,
 )
 def sampling_logprobs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
@@ -251,18 +250,23 @@ def sampling_logprobs(
     top-k keeps the k most likely tokens; top-p the fewest of these whose total probability reaches
     p; min-p those at least p times as likely as the most likely one. Ties keep the first token.
 
+    The gradient takes the set of kept tokens as constant: with p the probabilities and g the
+    gradient of the result, that of a kept logit is (g - p * sum(g)) / temperature, summed over the
+    kept tokens; that of an excluded one is 0. A trainer thus recomputes and differentiates the
+    distribution that was sampled from.
+
     >>> one, zero = torch.ones(1), torch.zeros(1)
     >>> sampling_logprobs(torch.tensor([[2.0, 1.0, 0.0]]), one, torch.tensor([2]), one, zero).exp()
     tensor([[0.7311, 0.2689, 0.0000]])
     """
     greedy = (temperature <= 0)[:, None]
     # Subtract the maximum first, so that no temperature causes an overflow.
-    relative = logits - logits.amax(-1, keepdim=True)
+    relative = logits - logits.amax(-1, keepdim=True).detach()
     scaled = relative / temperature.where(temperature > 0, 1)[:, None].to(logits.dtype)
     ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = rank < top_k[:, None].where(~greedy, 1)
-    p = log_softmax.reference(ranked, 1.0, keep).exp()
+    p = log_softmax.reference(ranked, 1.0, keep).exp().detach()
     before = p.cumsum(-1) - p
     # The sum may round to 1 before the last token: a top_p of 1 keeps all.
     keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1)

@@ -11,11 +11,10 @@ from ingot.ops.autograd import needed_gradients
 
 
 def test_op_without_gradient_raises_in_backward() -> None:
-    logits = torch.randn(1, 4, requires_grad=True)
-    one, zero = torch.ones(1), torch.zeros(1)
-    result = ops.sampling_logprobs(logits, one, torch.tensor([4]), one, zero)
+    hidden, weight = torch.randn(1, 4, requires_grad=True), torch.randn(3, 4)
+    losses, *_ = ops.linear_cross_entropy_fwd_bwd(hidden, weight, torch.tensor([2]))
     with pytest.raises(OpError, match="no gradient"):
-        result.sum().backward()
+        losses.sum().backward()
 
 
 def test_inference_mode_works_before_and_after_training() -> None:

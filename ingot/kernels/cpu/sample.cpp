@@ -55,6 +55,9 @@ struct Threshold {
     Ints after_last = lane_indices() + int32_t(at) > last;
     return ~((logits < min_logit) | ((logits == min_logit) & after_last));
   }
+  bool keeps(float logit, int64_t at) const {
+    return !(logit < min_logit || (logit == min_logit && at > last));
+  }
 };
 
 // Tokens in descending order of their logits, sorted lazily. A token is stored as one integer: its
@@ -261,6 +264,56 @@ void for_each_row(const Rows<T>& rows, const SamplingParams& all_params, const B
   });
 }
 
+// The distribution over the kept tokens of a row.
+template <class T>
+struct KeptRow {
+  const Row<T>& row;
+  const Threshold& threshold;
+  LogSum log;
+
+  KeptRow(const Row<T>& row, const Threshold& threshold) : row(row), threshold(threshold),
+      log(log_sum(row.width, [&](int64_t at, auto... tail) { return scores(at, tail...); })) {}
+
+  template <class... Tail>
+  Ints keeps(int64_t at, Tail... tail) const {
+    return threshold.keeps(load(row.logits + at, tail...), at);
+  }
+  // -inf for excluded tokens.
+  template <class... Tail>
+  Floats scores(int64_t at, Tail... tail) const {
+    return keeps(at, tail...) ? row.processed(at, tail...) : broadcast(-INF);
+  }
+  template <class... Tail>
+  Floats logprobs(int64_t at, Tail... tail) const {
+    Doubles logprobs = __builtin_convertvector(scores(at, tail...), Doubles);
+    return __builtin_convertvector(logprobs - log.row_max - log.rest, Floats);
+  }
+
+  // (g - p * sum(g)) / temperature, with p the probabilities and g the gradients of the kept tokens.
+  void write_gradient(const float* grads, const Output<T>& to, int64_t i) const {
+    Floats sum = sum_row(row.width, [&](Floats acc, int64_t at, auto... tail) {
+      return keeps(at, tail...) ? acc + load(grads + at, tail...) : acc;
+    });
+    float total = ingot::reduce_sum(sum);
+    for_each_vector(row.width, [&](int64_t at, auto... tail) {
+      Floats p = exp_nonpositive(logprobs(at, tail...));
+      Floats g = (load(grads + at, tail...) - p * total) * float(row.rate);
+      to.write(i, at, keeps(at, tail...) ? g : Floats{}, tail...);
+    });
+  }
+  // -sum(g * (s - sum(p * s))) / temperature, with s the logits / temperature of the kept tokens.
+  double temperature_gradient(const float* grads) const {
+    double weights = 0, weighted = 0, grad = 0, product = 0;
+    for (int64_t token = 0; token < row.width; token++) {
+      if (!threshold.keeps(widen(row.logits[token]), token)) continue;
+      double score = (double(widen(row.logits[token])) - row.row_max) * row.rate;
+      weights += std::exp(score), weighted += std::exp(score) * score;
+      grad += grads[token], product += grads[token] * score;
+    }
+    return (grad * weighted / weights - product) * row.rate;
+  }
+};
+
 void check_logits(const Tensor& logits) {
   check(logits.dim() == 2, "logits must be (T, V)");
   check(logits.size(1) > 0 || logits.size(0) == 0, "the vocabulary must not be empty");
@@ -279,18 +332,49 @@ Tensor sampling_logprobs(const Tensor& logits, const Tensor& temperature, const 
     Output<float> to(y);
     for_each_row(Rows<T>(logits), params,
                  [&](int64_t i, const Row<T>& row, const Threshold& threshold, Workspace&) {
-      auto kept = [&](int64_t at, auto... tail) {
-        Ints keep = threshold.keeps(load(row.logits + at, tail...), at);
-        return keep ? row.processed(at, tail...) : broadcast(-INF);
-      };
-      LogSum log = log_sum(row.width, kept);
+      KeptRow<T> kept(row, threshold);
       for_each_vector(row.width, [&](int64_t at, auto... tail) {
-        Doubles logprobs = __builtin_convertvector(kept(at, tail...), Doubles);
-        logprobs = logprobs - log.row_max - log.rest;
-        to.write(i, at, __builtin_convertvector(logprobs, Floats), tail...);
+        to.write(i, at, kept.logprobs(at, tail...), tail...);
       });
     });
     return y;
+  });
+}
+
+Tensors sampling_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& logits,
+                                   const Tensor& temperature, const Tensor& top_k,
+                                   const Tensor& top_p, const Tensor& min_p) {
+  check(needs_grad.size() == 5 && grads.size() == 1 && grads[0].is_cpu() &&
+            grads[0].scalar_type() == ScalarType::Float,
+        "expected one flag per argument and one float32 gradient");
+  return dispatch_dtype(logits, [&](auto tag) {
+    using T = decltype(tag);
+    check_logits(logits);
+    check(std::ranges::equal(grads[0].sizes(), logits.sizes()),
+          "the gradient must have the shape of the logits");
+    int64_t count = logits.size(0);
+    SamplingParams params{{temperature, count}, {top_k, count}, {top_p, count}, {min_p, count}};
+    Rows<float> grad_rows(grads[0]);
+    Tensor grad_logits = allocate_like(logits);
+    Tensor grad_temperature = allocate({&count, 1}, ScalarType::Float);
+    Output<T> to(grad_logits);
+    float* to_temperature = data<float>(grad_temperature);
+    for_each_row(Rows<T>(logits), params,
+                 [&](int64_t i, const Row<T>& row, const Threshold& threshold, Workspace&) {
+      KeptRow<T> kept(row, threshold);
+      if (needs_grad[0]) kept.write_gradient(grad_rows[i], to, i);
+      bool constant = params[i].greedy() || !needs_grad[1];
+      to_temperature[i] = constant ? 0 : float(kept.temperature_gradient(grad_rows[i]));
+    });
+    Tensor grad_option = allocate({&count, 1}, ScalarType::Float);
+    std::fill_n(data<float>(grad_option), count, 0.0f);
+    Tensors result;
+    if (needs_grad[0]) result.push_back(grad_logits);
+    if (needs_grad[1])
+      result.push_back(torch::stable::to(grad_temperature, temperature.scalar_type()));
+    if (needs_grad[3]) result.push_back(torch::stable::to(grad_option, top_p.scalar_type()));
+    if (needs_grad[4]) result.push_back(torch::stable::to(grad_option, min_p.scalar_type()));
+    return result;
   });
 }
 
@@ -406,3 +490,5 @@ REGISTER_OP(sampling_logprobs)
 REGISTER_OP(sample)
 REGISTER_OP(philox_uniform)
 REGISTER_OP(apply_penalties)
+
+REGISTER_BACKWARD(sampling_logprobs)
