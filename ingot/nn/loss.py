@@ -6,6 +6,7 @@ Legend: T tokens, D channels, B samples, C classes.
 # pyright: basic
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ingot import ops
 from ingot.core.targets import IGNORE_INDEX
 from ingot.nn.layout import BatchLayout
+from ingot.ops.loss import CHUNK
 
 
 class LanguageModel(Protocol):
@@ -112,6 +114,93 @@ def token_logprobs(
         hidden_TD, model.lm_head_weight, targets_T.masked_fill(ignored_T, 0)
     )
     return logprobs_T.masked_fill(ignored_T, 0.0)
+
+
+def sampled_logprobs(
+    model: LanguageModel,
+    tokens_T: Tensor,
+    targets_T: Tensor,
+    lengths: list[int],
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+) -> Tensor:
+    """Return the log-probability of each target in the distribution that was sampled from, (T,).
+
+    It is bitwise equal to the `processed` log-probability that the engine reports with the same
+    options, which are numbers or tensors with one entry per token. Ignored targets have 0, excluded
+    ones -inf. The gradient takes the kept tokens of each row as constant. The logits of at most
+    `CHUNK` rows are in memory at a time; the backward recomputes them.
+
+    >>> import torch
+    >>> from ingot.nn import Decoder, preset
+    >>> model = Decoder.from_config(preset("tiny"), seed=0)
+    >>> tokens, targets = torch.arange(3), torch.tensor([1, 2, -100])
+    >>> unchanged = sampled_logprobs(model, tokens, targets, [3])
+    >>> torch.equal(unchanged, token_logprobs(model, tokens, targets, [3]))
+    True
+    """
+    hidden_TD = model(tokens_T, BatchLayout.packed(lengths, tokens_T.device))
+    weight_VD = model.lm_head_weight
+    top_k = len(weight_VD) if top_k is None else top_k
+    options = [
+        torch.as_tensor(option, dtype=dtype, device=tokens_T.device).expand(len(targets_T))
+        for option, dtype in (
+            (temperature, torch.float32),
+            (top_k, torch.int64),
+            (top_p, torch.float32),
+            (min_p, torch.float32),
+        )
+    ]
+    (rows_N,) = torch.nonzero(targets_T != IGNORE_INDEX, as_tuple=True)
+    args = (hidden_TD[rows_N], weight_VD, targets_T[rows_N], *(o[rows_N] for o in options))
+    logprobs_N = _SampledLogprobs.apply(*args)
+    return logprobs_N.new_zeros(len(targets_T)).index_put((rows_N,), logprobs_N)
+
+
+class _SampledLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, *options_N: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD, *options_N)
+        chunks = _chunks(hidden_ND, *options_N)
+        logprobs = [_sampled_logprobs(h, weight_VD, *options) for h, *options in chunks]
+        return torch.cat(logprobs) if logprobs else hidden_ND.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads_N: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        hidden_ND, weight_VD, *options_N = ctx.saved_tensors
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        hidden_grads: list[Tensor] = [hidden_ND[:0]]
+        # Rounded once per chunk and once at the end, not once per addition.
+        weight_grad = torch.zeros_like(weight_VD, dtype=grads_N.dtype) if of_weight else None
+        for grads, hidden, *options in _chunks(grads_N, hidden_ND, *options_N):
+            leaves = [hidden.detach().requires_grad_(of_hidden)]
+            leaves.append(weight_VD.detach().requires_grad_(of_weight))
+            with torch.enable_grad():
+                logprobs = _sampled_logprobs(leaves[0], leaves[1], *options)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = list(torch.autograd.grad(logprobs, wanted, grads))
+            if weight_grad is not None:
+                weight_grad += found.pop()
+            hidden_grads += found
+        hidden_grad = torch.cat(hidden_grads) if of_hidden else None
+        weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
+        return hidden_grad, weight_grad, *(None for _ in options_N)
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
+
+
+def _sampled_logprobs(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *options: Tensor
+) -> Tensor:
+    logits_NV = ops.linear_logits(hidden_ND, weight_VD)
+    logprobs_NV = ops.sampling_logprobs(logits_NV, *options)  # pyright: ignore[reportCallIssue]
+    return logprobs_NV.gather(1, targets_N[:, None])[:, 0]
 
 
 def class_losses(logits_BC: Tensor, targets_B: Tensor, label_smoothing: float = 0.0) -> Tensor:

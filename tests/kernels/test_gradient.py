@@ -110,6 +110,16 @@ def embedding(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     return make.ints(call.out, call.rows), make(call.out, call.width)
 
 
+def sampling(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    def cycle(*values: float) -> list[float]:
+        return [values[row % len(values)] for row in range(call.rows)]
+
+    top_k = make.tensor([int(k) for k in cycle(call.out, 5, call.out, call.out, 7)])
+    temperature, top_p = cycle(1.0, 0.7, 1.3, 0.8, 0.0), cycle(1.0, 0.9, 0.8)
+    options = [make.floats(values) for values in (temperature, top_p, cycle(0.0, 0.05))]
+    return make(call.rows, call.out, scale=3.0), options[0], top_k, *options[1:]
+
+
 ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear": linear,
     "gated_linear": gated_linear,
@@ -121,6 +131,7 @@ ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear_cross_entropy": lambda make, call: loss(make, call, options=True),
     "attention": attention,
     "embedding": embedding,
+    "sampling_logprobs": sampling,
 }
 OPS = [op for op in ops.registry().values() if op.name in ARGUMENTS]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
