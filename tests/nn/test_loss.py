@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.nn import BatchLayout, Decoder, preset
-from ingot.nn.loss import class_losses, token_logprobs, token_losses
+from ingot.nn.loss import CHUNK, class_losses, sampled_logprobs, token_logprobs, token_losses
 
 
 def test_token_losses_match_cross_entropy_of_logits() -> None:
@@ -107,3 +107,107 @@ def test_micro_batch_without_targets_has_no_loss_and_no_gradient() -> None:
     found = ops.linear_cross_entropy_fwd_bwd(hidden, weight, torch.zeros(0).long())
     assert [tuple(part.shape) for part in found] == [(0,), (0, 8), (11, 8)]
     assert not found[2].any()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"top_k": 9},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+]
+
+
+def sampled_texts(model: Decoder, count: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return tokens, and targets that are possible with these options; some are ignored."""
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.randint(256, (count,), generator=random)
+    logits = model.logits(model(tokens, BatchLayout.packed([count]))).detach()
+    t, k = options.get("temperature", 1.0), options.get("top_k", 256)
+    row = torch.ones(count)
+    p, m = options.get("top_p", 1.0), options.get("min_p", 0.0)
+    positions = torch.arange(count)
+    args = (row * t, (row * k).long(), row * p, row * m, positions * 0, positions)
+    targets = ops.sample(logits, *args)
+    targets[::5] = -100
+    return tokens, targets
+
+
+def fp64_logprobs(logits: Tensor, targets: Tensor, options: dict[str, Any]) -> Tensor:
+    """The definition, row by row: scale, rank, truncate, normalize."""
+    found = []
+    for row, target in zip(logits, targets.tolist(), strict=True):
+        if target == -100:
+            found.append(row.sum() * 0)
+            continue
+        scaled = row / options.get("temperature", 1.0)
+        ranked = scaled.detach().sort(descending=True).indices[: options.get("top_k", 256)]
+        p = scaled.detach()[ranked].softmax(0)
+        kept = (p.cumsum(0) - p < options.get("top_p", 1.0)) & (p >= options.get("min_p", 0) * p[0])
+        found.append(scaled[target] - scaled[ranked[kept]].logsumexp(0))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sampled_logprobs_and_gradients_match_float64(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = Decoder.from_config(preset("tiny"), seed=0).to(dtype)
+    count = CHUNK + 60  # the rows of two chunks
+    tokens, targets = sampled_texts(model, count, **options)
+    weights = torch.randn(count, generator=torch.Generator().manual_seed(2))
+    found = sampled_logprobs(model, tokens, targets, [count], **options)
+    assert torch.equal(found == 0, targets == -100)
+    (found * weights).sum().backward()
+
+    hidden = model(tokens, BatchLayout.packed([count])).detach()
+    leaves = [hidden.double(), model.lm_head_weight.detach().double()]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    wanted = fp64_logprobs(leaves[0] @ leaves[1].T, targets, options)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+    # Of the head alone: the same function of the hidden states, as parameters.
+    head = FromHidden(hidden, model.lm_head_weight.detach())
+    of_head = sampled_logprobs(head, tokens, targets, [count], **options)
+    assert torch.equal(of_head, found)
+    gradients = torch.autograd.grad(of_head, [head.hidden, head.lm_head_weight], weights)
+    exact = torch.autograd.grad(wanted, leaves, weights.double())
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    for gradient, truth in zip(gradients, exact, strict=True):
+        assert gradient.dtype == dtype
+        assert (gradient.double() - truth).abs().max() <= bound * truth.abs().max()
+
+
+class FromHidden:
+    """A language model whose hidden states are its parameters."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self.hidden, self.lm_head_weight = hidden.requires_grad_(), weight.requires_grad_()
+
+    def __call__(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
+        return self.hidden
+
+
+def test_sampled_logprobs_take_options_per_token() -> None:
+    model = Decoder.from_config(preset("tiny"), seed=0)
+    tokens, targets = torch.randint(256, (2, 6))
+    t, k = torch.tensor([1.0, 0.7, 1.3] * 2), torch.tensor([256, 256, 256, 9, 9, 9])
+    found = sampled_logprobs(model, tokens, targets, [6], temperature=t, top_k=k)
+    for row in range(6):
+        options: dict[str, Any] = {"temperature": t[row].item(), "top_k": int(k[row])}
+        alone = sampled_logprobs(model, tokens, targets, [6], **options)
+        assert torch.equal(found[row], alone[row])
+
+
+def test_a_frozen_head_has_no_gradient() -> None:
+    model = Decoder.from_config(preset("tiny"), seed=0)
+    hidden = torch.randn(4, 64)
+    head = FromHidden(hidden, model.lm_head_weight.detach().clone())
+    head.lm_head_weight.requires_grad_(False)
+    targets = torch.tensor([1, -100, 3, 4])
+    sampled_logprobs(head, targets, targets, [4], temperature=0.7).sum().backward()
+    assert head.lm_head_weight.grad is None
+    assert torch.equal(hidden.grad.any(1), targets != -100)  # pyright: ignore
+    none = torch.full((4,), -100)
+    assert not sampled_logprobs(head, targets, none, [4]).any()

@@ -20,6 +20,7 @@ import ingot
 from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn import BatchLayout
+from ingot.nn.loss import sampled_logprobs
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.workflows.llm import LLM, Completion, CompletionChunk
 from tests import models, oracle
@@ -44,6 +45,46 @@ def llm(directory: Path) -> LLM:
 @pytest.fixture(scope="module")
 def real(smollm2: Path) -> LLM:
     return LLM(smollm2)
+
+
+def assert_trainer_recomputes(llm: LLM, texts: list[str], max_tokens: int) -> None:
+    """Check that processed log-probabilities are bitwise those of `sampled_logprobs`."""
+    grid = [
+        (t, k, p, m)
+        for t in (0.7, 1.0, 1.3)
+        for k, p, m in ((None, 1.0, 0.0), (20, 1.0, 0.0), (None, 0.9, 0.0), (50, 0.95, 0.05))
+    ]
+    params = [
+        SamplingParams(
+            temperature=t, top_k=k, top_p=p, min_p=m, seed=i, logprobs=0, logprobs_mode="processed"
+        )
+        for i, (t, k, p, m) in enumerate(grid)
+    ]
+    prompts = [texts[i % len(texts)] for i in range(len(params))]
+    for one, found in zip(
+        params, llm.generate(prompts, params, max_tokens=max_tokens), strict=True
+    ):
+        tokens = torch.tensor([*found.prompt_token_ids, *found.token_ids])
+        reported = torch.tensor([entry.logprob for entry in found.logprobs or ()])
+        with torch.no_grad():
+            trained = sampled_logprobs(
+                llm.decoder, tokens[:-1], tokens[1:], [len(tokens) - 1],
+                temperature=one.temperature, top_k=one.top_k, top_p=one.top_p, min_p=one.min_p,
+            )  # fmt: skip
+        assert torch.equal(trained[-len(reported) :], reported), one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_trainer_recomputes_processed_logprobs_bitwise(
+    directory: Path, dtype: torch.dtype
+) -> None:
+    llm = LLM(directory)
+    llm.decoder.to(dtype)
+    assert_trainer_recomputes(llm, ["Hello", "The quick brown fox", "x"], 8)
+
+
+def test_a_trainer_recomputes_processed_logprobs_of_a_real_model_bitwise(real: LLM) -> None:
+    assert_trainer_recomputes(real, ["The capital of France is", "def add(a, b):"], 6)
 
 
 def test_one_prompt_gives_one_completion_and_a_list_gives_a_list(llm: LLM) -> None:
