@@ -155,18 +155,19 @@ class Sampler:
         logits_SV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the sampled and the most likely tokens of a group, and their log-probabilities."""
-        rows_G = group.rows_G
-        tokens_G = sampled_R.index_select(0, rows_G)
-        logits_GV = logits_RV.index_select(0, rows_G)
-        if group.mode == "raw" and not group.top:
-            if self._device.type == "cpu":
-                return tokens_G[:, None], ops.token_logprobs(logits_GV, tokens_G)[:, None]
+        tokens_G, on_cpu = group.select(sampled_R), self._device.type == "cpu"
+        if not group.top and on_cpu and group.unchanged:
+            logprobs_G = ops.token_logprobs(group.select(logits_RV), tokens_G)
+            return tokens_G[:, None], logprobs_G[:, None]
+        if not group.top and group.mode == "raw":
             # The Triton kernels of both forms differ in float32's last bits; this is training's.
-            hidden_GD = hidden_RD.index_select(0, rows_G)
-            return tokens_G[:, None], self.decoder.logprobs(hidden_GD, tokens_G)[:, None]
-        if group.mode == "processed" and logits_SV is not None:
+            logprobs_G = self.decoder.logprobs(group.select(hidden_RD), tokens_G)
+            return tokens_G[:, None], logprobs_G[:, None]
+        logits_GV = group.select(logits_RV)
+        if len(group.processed_to):
+            assert logits_SV is not None
             processed = logits_SV.index_select(0, group.processed_from)
-            logits_GV.index_copy_(0, group.processed_to, processed)
+            logits_GV = logits_GV.index_copy(0, group.processed_to, processed)
         return _rank(ops.sampling_logprobs(logits_GV, *group.params), tokens_G, group.top)
 
     def score(self, hidden_RD: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
@@ -234,12 +235,16 @@ class _LogprobGroup:
         device: torch.device,
     ) -> None:
         self.top, self.mode, self.rows = top, mode, rows
-        if mode == "raw":  # the model's own distribution
-            params = _sampling_arrays([UNCHANGED] * len(rows), vocabulary)[:4]
-        else:
+        params = unchanged = _sampling_arrays([UNCHANGED] * len(rows), vocabulary)[:4]
+        both: list[tuple[int, int]] = []
+        if mode == "processed":
             params = [array[rows] for array in arrays[:4]]
-        both = [(processed_rows.index(r), i) for i, r in enumerate(rows) if r in processed_rows]
-        self.rows_G, self.processed_from, self.processed_to, t, k, p, m = copy_to_device(
+            both = [(processed_rows.index(r), i) for i, r in enumerate(rows) if r in processed_rows]
+        self.unchanged = not both and all(map(np.array_equal, params, unchanged))
+        """The model's own distribution is reported."""
+        # Copying the logits of 32 requests and 49,152 tokens takes as long as their log-sums.
+        self._is_whole_batch = len(rows) == len(arrays[0])
+        self._rows_G, self.processed_from, self.processed_to, t, k, p, m = copy_to_device(
             [
                 np.array(rows, np.int64),
                 np.array([source for source, _ in both], np.int64),
@@ -249,6 +254,10 @@ class _LogprobGroup:
             device,
         )
         self.params = t, k, p, m
+
+    def select(self, x_R: Tensor) -> Tensor:
+        """Return the rows of the group."""
+        return x_R if self._is_whole_batch else x_R.index_select(0, self._rows_G)
 
 
 class _Processing:
