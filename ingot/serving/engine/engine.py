@@ -18,7 +18,6 @@ scheduler processes it.
 # pyright: basic
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -90,7 +89,8 @@ class _Sequence:
         self.request, self.sampling_state = request, sampling_state
         self.tokens = list(request.prompt)
         self.admitted = False
-        self.num_scored = 0  # prompt log-probabilities reported so far
+        # Prompt log-probabilities reported so far, or not asked for.
+        self.num_scored = max(request.sampling_params.prompt_logprobs_start - 1, 0)
 
 
 class Engine:
@@ -211,10 +211,10 @@ class Engine:
             message = f"prompt and max_tokens must fit in the KV cache ({self.config.capacity} "
             hint = "lower max_tokens, or give the engine more memory"
             raise _error(request, f"{message}tokens), got {count + max_tokens}", hint)
-        cache_salt = request.cache_salt
-        if params.prompt_logprobs is not None:
-            cache_salt += secrets.token_bytes(16)
-        return msgspec.structs.replace(request, max_tokens=max_tokens, cache_salt=cache_salt)
+        max_cached = request.max_cached_tokens
+        if params.prompt_logprobs is not None:  # the token before the first one is computed
+            max_cached = max(params.prompt_logprobs_start - 1, 0)
+        return msgspec.structs.replace(request, max_tokens=max_tokens, max_cached_tokens=max_cached)
 
     # Steps
 

@@ -72,6 +72,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Time, on the scheduler's clock, at which the request is dropped."""
     cache_salt: bytes = b""
     """Requests share cached blocks only with requests of the same salt: one per tenant."""
+    max_cached_tokens: int | None = None
+    """Most prompt tokens to take from the prefix cache; None for no limit."""
     adapter: str = ""
     sampling_params: SamplingParams = SamplingParams()
     """Opaque to the scheduler."""

@@ -73,7 +73,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """`raw`: of the model's distribution. `processed`: of the distribution sampled from, after
     penalties, bias, grammar, temperature and truncation."""
     prompt_logprobs: int | None = None
-    """The same for prompt tokens, from the second on. Disables prefix caching for the request."""
+    """The same for prompt tokens, from the second on or from `prompt_logprobs_start` on."""
+    prompt_logprobs_start: int = 0
+    """Position of the first prompt token whose log-probability is returned. Only the tokens before
+    it can come from the prefix cache."""
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_range("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_TOKEN_ID)
         _check_range("len(logit_bias)", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
         _check_range("len(stop_token_ids)", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
         for token, value in self.logit_bias:

@@ -417,8 +417,11 @@ class Scheduler:
         if sum([len(o.tokens) - o.num_computed for o in running[:ahead]]) >= self._budget():
             return False
         size, tokens = config.block_size, len(state.tokens)
-        state.hash_blocks((tokens - 1) // size, size)
-        cached = pool.find_cached(state.keys[1 : (tokens - 1) // size + 1])
+        max_cached = (tokens - 1) // size
+        if state.request.max_cached_tokens is not None:
+            max_cached = min(max_cached, state.request.max_cached_tokens // size)
+        state.hash_blocks(max_cached, size)
+        cached = pool.find_cached(state.keys[1 : max_cached + 1])
         count = -(-tokens // size) - len(cached)
         # An upper bound of what preemption can free; shared and cached blocks only show on trying.
         if pool.num_free + sum([len(o.block_table) for o in running[ahead:]]) < count:

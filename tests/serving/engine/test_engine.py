@@ -98,6 +98,19 @@ def test_a_prefix_is_found_and_changes_nothing() -> None:
     assert len([one for o in outputs for one in o.prompt_logprobs or ()]) == 29
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, 16, 17, 23, 29, 30])
+def test_logprobs_of_the_end_of_a_prompt_reuse_its_beginning(start: int) -> None:
+    engine, whole = Engine(DECODER, scheduler_config=LIMITS), prompt(30)
+    wanted = logprobs(list(whole))
+    for id in range(2):  # the second finds all blocks of the first, and must compute some again
+        params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)
+        engine.add_request(Request(id=id, prompt=whole, max_tokens=1, sampling_params=params))
+        (outputs,) = finish(engine).values()
+        found = [one.logprob for o in outputs for one in o.prompt_logprobs or ()]
+        assert found == wanted[max(start - 1, 0) :]
+        assert outputs[0].num_cached_tokens == (max(start - 1, 0) // 8 * 8 if id else 0)
+
+
 def test_stop_token_ends_a_request_and_is_reported() -> None:
     engine = Engine(DECODER, scheduler_config=LIMITS)
     engine.add_request(asked(1, max_tokens=8))
