@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from ingot.data.image import digits, mnist
     from ingot.data.loader import Dataset, Loader
     from ingot.data.pack import MAX_LENGTH, PackedDataset, TokenBatch
+    from ingot.data.preference import PairBatch, PairDataset, PairRow, encode_pairs, read_pairs
     from ingot.data.row import ChatRow, Row, TextRow, read_rows, split_rows
     from ingot.data.source import Source
     from ingot.data.token_dataset import TokenDataset, tokenize
@@ -75,13 +76,18 @@ _HOMES = {
     "ChatRow": "row",
     "EncodeRow": "chat_dataset",
     "MAX_LENGTH": "pack",
+    "PairBatch": "preference",
+    "PairDataset": "preference",
+    "PairRow": "preference",
     "Row": "row",
     "TextRow": "row",
     "Dataset": "loader",
     "Source": "source",
     "TokenBatch": "pack",
     "digits": "image",
+    "encode_pairs": "preference",
     "encode_rows": "chat_dataset",
+    "read_pairs": "preference",
     "read_rows": "row",
     "split_rows": "row",
     "mnist": "image",
@@ -99,14 +105,19 @@ __all__ = [
     "EncodeRow",
     "Loader",
     "PackedDataset",
+    "PairBatch",
+    "PairDataset",
+    "PairRow",
     "Row",
     "Source",
     "TextRow",
     "TokenBatch",
     "TokenDataset",
     "digits",
+    "encode_pairs",
     "encode_rows",
     "mnist",
+    "read_pairs",
     "read_rows",
     "split_rows",
     "tokenize",

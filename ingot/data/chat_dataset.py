@@ -95,7 +95,7 @@ def encode_rows(
                 hint="train on a part of the rows",
             )
     if dropped:
-        _report_long(dropped, num_rows, max_length, drop_long)
+        report_long(dropped, num_rows, max_length, drop_long)
     if not tokens:
         raise DataError(
             f"no conversations to train on, of {num_rows} rows",
@@ -119,9 +119,10 @@ def encode_row(row: Row, encode: EncodeRow) -> Sequence[tuple[list[int], list[bo
     return encoded
 
 
-def _report_long(
+def report_long(
     dropped: list[tuple[int, str]], num_rows: int, max_length: int, drop_long: bool
 ) -> None:
+    """Warn about rows that are too long, given by length and name, or raise an error."""
     longest, name = max(dropped)
     summary = (
         f"{len(dropped)} of {num_rows} conversations have more than {max_length:,} tokens; the "
@@ -158,7 +159,7 @@ class ChatDataset:
             raise IndexError(f"indices must be from 0 to {len(self) - 1}, got {ids}")
         parts = [self.sequences[number] for index in ids for number in self.samples[index]]
         tokens_T = np.concatenate([tokens for tokens, _ in parts]).astype(np.int64)
-        targets_T = np.concatenate([_targets(tokens, trained) for tokens, trained in parts])
+        targets_T = np.concatenate([next_targets(tokens, trained) for tokens, trained in parts])
         rows = np.flatnonzero(targets_T != IGNORE_INDEX)
         few = len(rows) <= MAX_TARGET_SHARE * len(targets_T)
         return TokenBatch(
@@ -170,10 +171,10 @@ class ChatDataset:
         )
 
 
-def _targets(tokens: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArray[np.int64]:
+def next_targets(tokens: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the target of each token: the next one, if it is trained.
 
-    >>> _targets(np.array([5, 6, 7], np.int32), np.array([False, False, True]))
+    >>> next_targets(np.array([5, 6, 7], np.int32), np.array([False, False, True]))
     array([-100,    7, -100])
     """
     targets = np.full(len(tokens), IGNORE_INDEX, dtype=np.int64)

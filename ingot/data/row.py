@@ -13,10 +13,10 @@ a column of a table cannot hold objects of different shapes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -59,11 +59,19 @@ Row = ChatRow | TextRow
 
 def read_rows(where: str | Path) -> Iterator[Row]:
     """Yield the rows of a file, or of all such files in a folder."""
+    return (parse_row(record, name) for name, record in read_records(where, KEYS))
+
+
+def read_records(where: str | Path, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the objects of a file, or of all such files in a folder, with where they are.
+
+    Of a table, only the columns with these keys are read.
+    """
     for path in Source(where).files():
         if path.suffix in (".jsonl", ".ndjson"):
             records = ((f"line {number:,}", record) for number, record in read_jsonl(path))
         elif path.suffix in table.SUFFIXES:
-            rows = enumerate(table.read_records(path, KEYS), 1)
+            rows = enumerate(table.read_records(path, keys), 1)
             records = ((f"row {number:,}", _without_none(record)) for number, record in rows)
         else:
             raise DataError(
@@ -71,12 +79,27 @@ def read_rows(where: str | Path) -> Iterator[Row]:
                 hint="write one JSON object per line, with messages in 'messages'",
             )
         for place, record in records:
-            yield parse_row(record, f"{path}: {place}")
+            yield f"{path}: {place}", record
+
+
+class HashedRow(Protocol):
+    """A row of any kind."""
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of its content."""
+        ...
+
+
+R = TypeVar("R", bound=HashedRow)
 
 
 def split_rows(
-    source: str | Path, validation_source: str | Path | None, validation_fraction: float
-) -> tuple[Iterator[Row], Iterator[Row]]:
+    source: str | Path,
+    validation_source: str | Path | None,
+    validation_fraction: float,
+    read: Callable[[str | Path], Iterator[R]] = read_rows,
+) -> tuple[Iterator[R], Iterator[R]]:
     """Return the rows for training and those for validation.
 
     Those of `validation_source`; or else a row is used for validation if the hash of its content is
@@ -84,14 +107,14 @@ def split_rows(
     row, or all, the row with the smallest hash is taken.
     """
     if validation_source is not None:
-        return read_rows(source), read_rows(validation_source)
-    digests = {row.digest for row in read_rows(source)}
+        return read(source), read(validation_source)
+    digests = {row.digest for row in read(source)}
     held_out = {digest for digest in digests if is_below(digest[:8], validation_fraction)}
     if validation_fraction and digests and len(held_out) in (0, len(digests)):
         held_out = {min(digests)}
     return (
-        (row for row in read_rows(source) if row.digest not in held_out),
-        (row for row in read_rows(source) if row.digest in held_out),
+        (row for row in read(source) if row.digest not in held_out),
+        (row for row in read(source) if row.digest in held_out),
     )
 
 

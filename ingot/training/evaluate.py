@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,23 @@ LOGPROBS = "validation.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Mean loss of the targets, and for classifiers the accuracy.
+    """Mean loss of the targets, for classifiers the accuracy, and the objective's other metrics.
 
     >>> EvalResult(loss=0.5, accuracy=0.75).metrics()
     {'validation_loss': 0.5, 'accuracy': 0.75}
+    >>> EvalResult(loss=0.5, others={"rewards/margins": 0.1}).metrics()
+    {'validation_loss': 0.5, 'validation_rewards/margins': 0.1}
     """
 
     loss: float
     accuracy: float | None = None
+    others: dict[str, float] = field(default_factory=dict[str, float])
 
     def metrics(self) -> dict[str, float]:
         """Return the fields as a line of metrics.jsonl names them."""
         known = {"validation_loss": self.loss, "accuracy": self.accuracy}
-        return {name: value for name, value in known.items() if value is not None}
+        others = {f"validation_{name}": value for name, value in self.others.items()}
+        return {name: value for name, value in known.items() if value is not None} | others
 
 
 def iterate_batches(dataset: Any, batch_size: int, max_batches: int) -> Iterator[Batch]:
@@ -76,7 +80,8 @@ def evaluate(
                 sums[name] = sums[name] + value if name in sums else value
     model.train()
     totals = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
-    return EvalResult(**{name: total / max(count, 1) for name, total in totals.items()})
+    means = {name: total / max(count, 1) for name, total in totals.items()}
+    return EvalResult(loss=means.pop("loss"), accuracy=means.pop("accuracy", None), others=means)
 
 
 def save_logprobs(model: nn.Module, dataset: Any, directory: Path, max_samples: int = 8) -> None:

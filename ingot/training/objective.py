@@ -14,11 +14,12 @@ methods of `Objective`, and build it in `ingot.training.recipe.build_objective`.
 # pyright: basic
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from ingot.core.config import check_bounds
 from ingot.core.targets import IGNORE_INDEX
 from ingot.data import ArrayBatch, TokenBatch
 from ingot.nn.loss import class_losses, token_losses
@@ -41,7 +42,36 @@ class SFTConfig:
     kind: Literal["sft"] = "sft"
 
 
-ObjectiveConfig = CrossEntropyConfig | SFTConfig
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "sigmoid_norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    """Direct preference optimization: see `ingot.training.preference`."""
+
+    kind: Literal["dpo"] = "dpo"
+    loss: PreferenceLoss = "sigmoid"
+    """The loss of a pair: "sigmoid" (DPO), "ipo", "hinge", or "sigmoid_norm", which divides the
+    log-ratio of an answer by its number of tokens."""
+    beta: float = 0.1
+    """Strength of the reference model: larger values keep the trained model closer to it."""
+    sft_weight: float = 0.0
+    """Weight of the chosen answer's cross-entropy, its mean over the tokens, in the loss."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, beta=(1e-6, 1e3), sft_weight=(0.0, 1e3))
+
+
+ObjectiveConfig = CrossEntropyConfig | SFTConfig | DPOConfig
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Losses of the rows of a batch."""
+
+    losses: Tensor
+    metric_sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Sums over the targets of other metrics, by the name of their mean."""
 
 
 class Objective(Protocol):
@@ -53,7 +83,7 @@ class Objective(Protocol):
 
     def losses(
         self, model: nn.Module, batch: Any, *, step: int, index: int, grad_output: float
-    ) -> Tensor:
+    ) -> LossOutput:
         """Return the loss of each row of micro-batch `index`.
 
         Each will be multiplied by `grad_output` before backward.
@@ -94,8 +124,13 @@ class CrossEntropy:
 
     def losses(
         self, model: nn.Module, batch: Batch, *, step: int, index: int, grad_output: float
-    ) -> Tensor:
+    ) -> LossOutput:
         """Return the loss of each token or sample."""
+        return LossOutput(self._losses(model, batch, step, index, grad_output))
+
+    def _losses(
+        self, model: nn.Module, batch: Batch, step: int, index: int, grad_output: float
+    ) -> Tensor:
         smoothing = self.label_smoothing
         if isinstance(batch, TokenBatch):
             return token_losses(

@@ -54,11 +54,13 @@ from ingot.training.mixup import MixupConfig
 from ingot.training.objective import (
     CrossEntropy,
     CrossEntropyConfig,
+    DPOConfig,
     Objective,
     ObjectiveConfig,
     SFTConfig,
 )
 from ingot.training.precision import Precision
+from ingot.training.preference import DPO
 from ingot.training.schedule import LRSchedule
 
 MODELS: dict[type, Any] = {
@@ -173,10 +175,9 @@ class TextData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatData:
-    """Conversations and completions, of which the assistant's tokens are trained."""
+class _RowData:
+    """Rows of text and messages, encoded with a tokenizer and its chat template."""
 
-    kind: Literal["chat"] = "chat"
     source: str
     """A .jsonl, .parquet or .arrow file, or a directory of such files."""
     validation_source: str | None = None
@@ -186,30 +187,62 @@ class ChatData:
     tokenizer: Path | None = None
     """Model directory with the tokenizer and the chat template; by default `init_from`."""
     seq_len: int = 1024
-    """Most tokens of a sample, which holds one or several whole conversations."""
+    """Most tokens of a sequence; a sample of chat data holds one or several conversations."""
     excess_length_strategy: Literal["raise", "drop"] = "raise"
-    """What happens with a conversation longer than `seq_len`; none is cut."""
+    """What happens with a row longer than `seq_len`; none is cut."""
     chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
 
     def __post_init__(self) -> None:
         check_bounds(self, seq_len=(1, data.MAX_LENGTH), validation_fraction=(0.0, 0.5))
 
+    @property
+    def _drop_long(self) -> bool:
+        return self.excess_length_strategy == "drop"
+
+    def _fingerprint(self, *splits: Any) -> str:
+        hashes = " ".join(split.sequences.hash() for split in splits)
+        return hashlib.sha256(f"{hashes} {self.seq_len}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatData(_RowData):
+    """Conversations and completions, of which the assistant's tokens are trained."""
+
+    kind: Literal["chat"] = "chat"
+
     def load(self, encode: data.EncodeRow, tokenizer_dir: Path, vocab_size: int) -> Datasets:
         """Encode the rows and pack them; `encode` knows the tokenizer of `tokenizer_dir`."""
         splits = data.split_rows(self.source, self.validation_source, self.validation_fraction)
-        drop_long = self.excess_length_strategy == "drop"
-        options = {"max_length": self.seq_len, "drop_long": drop_long}
+        options = {"max_length": self.seq_len, "drop_long": self._drop_long}
         train, validation = (
             data.ChatDataset(data.encode_rows(rows, encode, **options), self.seq_len)
             for rows in splits
         )
-        fingerprint = f"{train.sequences.hash()} {validation.sequences.hash()} {self.seq_len}"
-        fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
+        fingerprint = self._fingerprint(train, validation)
         return Datasets(train, validation, fingerprint, tokenizer_dir, vocab_size)
 
 
-DataConfig = XorData | DigitsData | MnistData | TextData | ChatData
+@dataclass(frozen=True, kw_only=True)
+class PreferenceData(_RowData):
+    """Preference pairs: rows with `prompt`, `chosen` and `rejected`. A sample is a pair."""
+
+    kind: Literal["preference"] = "preference"
+
+    def load(self, encode: data.EncodeRow, tokenizer_dir: Path, vocab_size: int) -> Datasets:
+        """Encode the pairs; `encode` knows the tokenizer of `tokenizer_dir`."""
+        where = (self.source, self.validation_source, self.validation_fraction)
+        splits = data.split_rows(*where, data.read_pairs)
+        options = {"max_length": self.seq_len, "drop_long": self._drop_long}
+        train, validation = (
+            data.PairDataset(data.encode_pairs(rows, encode, **options)) for rows in splits
+        )
+        fingerprint = self._fingerprint(train, validation)
+        return Datasets(train, validation, fingerprint, tokenizer_dir, vocab_size)
+
+
+RowData = ChatData | PreferenceData
+DataConfig = XorData | DigitsData | MnistData | TextData | RowData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +269,8 @@ class Recipe:
     init_from: Path | None = None
     """A model directory whose decoder is trained further."""
     objective: ObjectiveConfig | None = None
-    """What is minimized; by default "sft" for chat data and "cross_entropy" for other data."""
+    """What is minimized; by default "sft" for chat data, "dpo" for preference data and
+    "cross_entropy" for other data."""
     device: str = "auto"
     """Device to train on: "auto", "cpu", "cuda", "cuda:1", "xpu" or another torch device."""
     seed: int = 0
@@ -287,9 +321,9 @@ class Recipe:
                 hint="change one of the two",
             )
         self._set_objective()
-        if isinstance(self.data, ChatData) and not (self.data.tokenizer or self.init_from):
+        if isinstance(self.data, RowData) and not (self.data.tokenizer or self.init_from):
             raise ConfigError(
-                "data.tokenizer: chat data needs a tokenizer with a chat template",
+                f"data.tokenizer: {self.data.kind} data needs a tokenizer with a chat template",
                 hint="set init_from to a chat model, or data.tokenizer to its directory",
             )
         if (self.model is None) is (self.init_from is None):
@@ -302,7 +336,8 @@ class Recipe:
 
     def _set_objective(self) -> None:
         """Fill in the default objective, so that it is saved with the run."""
-        needed = SFTConfig if self.data.kind == "chat" else CrossEntropyConfig
+        by_data = {"chat": SFTConfig, "preference": DPOConfig}
+        needed = by_data.get(self.data.kind, CrossEntropyConfig)
         if self.objective is None:
             object.__setattr__(self, "objective", needed())
         elif type(self.objective) is not needed:
@@ -313,17 +348,19 @@ class Recipe:
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise a `ConfigError` unless the model fits the data and the options."""
-        is_text = isinstance(self.data, TextData | ChatData)
+        is_text = isinstance(self.data, TextData | RowData)
         is_language_model = hasattr(model, "vocab_size")
         if is_text is not is_language_model:
             raise ConfigError(
                 f"model: {type(model).__name__} cannot be trained on '{self.data.kind}' data",
                 hint="use a decoder or a GRU for text, a dense model, CNN or ResNet otherwise",
             )
-        if isinstance(self.data, TextData | ChatData) and self.data.seq_len > model.max_seq_len:
+        # The engine that scores pairs samples a token after each sequence.
+        max_len = getattr(model, "max_seq_len", 0) - isinstance(self.data, PreferenceData)
+        if isinstance(self.data, TextData | RowData) and self.data.seq_len > max_len:
             raise ConfigError(
-                f"data.seq_len: must be at most the model's max_seq_len of {model.max_seq_len}, "
-                f"got {self.data.seq_len}",
+                f"data.seq_len: must be at most {max_len} for the model's max_seq_len of "
+                f"{model.max_seq_len}, got {self.data.seq_len}",
                 hint="lower data.seq_len or raise model.max_seq_len",
             )
         if self.dropout and not hasattr(MODELS[type(model)], "set_dropout"):
@@ -362,6 +399,8 @@ def build_objective(recipe: Recipe) -> Objective:
     ...                        model=model, label_smoothing=0.1)).label_smoothing
     0.1
     """
+    if isinstance(recipe.objective, DPOConfig):
+        return DPO(config=recipe.objective)
     return CrossEntropy(
         label_smoothing=recipe.label_smoothing,
         z_loss=recipe.z_loss,
@@ -373,10 +412,10 @@ def build_objective(recipe: Recipe) -> Objective:
 def load_datasets(config: DataConfig) -> Datasets:
     """Load the data of a recipe; text is tokenized if that was not done before.
 
-    Chat data needs a chat template: `ingot.workflows.chat_data` loads it.
+    Rows need a chat template: `ingot.workflows.chat_data` loads it.
 
     >>> len(load_datasets(XorData()).train)
     4
     """
-    assert not isinstance(config, ChatData)
+    assert not isinstance(config, RowData)
     return config.load()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class StepStats:
     """Targets that count towards the loss."""
     num_rows: int
     """Tokens, or samples of another kind."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Means of the objective's other metrics over the targets."""
 
     @property
     def finite(self) -> bool:
@@ -119,24 +121,39 @@ class TrainStep:
         self.model.train()
         count, rows = sum(map(self.objective.num_targets, micro_batches)), 0
         grad_output = masters.loss_scale / max(count, 1)
-        losses: list[Tensor] = []
+        sums: dict[str, list[Tensor]] = {"loss": []}
         for index, micro_batch in enumerate(micro_batches):
             dropout.set_step(self.model, seed=self._seed, step=step, row=rows)
             on_device = micro_batch.to(self._device)
-            row_losses = self.objective.losses(
+            output = self.objective.losses(
                 self.model, on_device, step=step, index=index, grad_output=grad_output
             )
             self.hooks.after_forward(index)
-            loss_sum = row_losses.sum()
-            losses.append(loss_sum.detach())
+            loss_sum = output.losses.sum()
+            for name, value in {"loss": loss_sum.detach(), **output.metric_sums}.items():
+                sums.setdefault(name, []).append(value)
             (loss_sum * grad_output).backward()
             self.hooks.after_backward(index)
             rows += num_rows(micro_batch)
-        losses_and_norms = torch.cat([torch.stack(losses).float(), self._grad_norms()]).cpu()
-        self._norms = losses_and_norms[len(losses) :]
+        means = self._read_back(sums, max(count, 1))
         norm = float(self._norms.double().square().sum().sqrt()) / masters.loss_scale
-        loss = sum(losses_and_norms[: len(losses)].tolist()) / max(count, 1)
-        return StepStats(loss=loss, grad_norm=norm, num_targets=count, num_rows=rows)
+        return StepStats(
+            loss=means.pop("loss"),
+            grad_norm=norm,
+            num_targets=count,
+            num_rows=rows,
+            metrics=means,
+        )
+
+    def _read_back(self, sums: dict[str, list[Tensor]], count: int) -> dict[str, float]:
+        """Copy the sums of all micro-batches and the gradient norms to the host, in one copy;
+        return the mean over `count` targets of each metric."""
+        values, norms = [one for some in sums.values() for one in some], self._grad_norms()
+        dtype = torch.promote_types(values[0].dtype, norms.dtype)
+        numbers = torch.cat([torch.stack([v.to(dtype) for v in values]), norms.to(dtype)]).cpu()
+        self._norms = numbers[len(values) :].to(norms.dtype)
+        remaining = iter(numbers.tolist())
+        return {name: sum(next(remaining) for _ in some) / count for name, some in sums.items()}
 
     def optimizer_step(self, lr_factor: float) -> float:
         """Update the weights and free the gradients; `lr_factor` scales the learning rate.

@@ -50,9 +50,9 @@ from ingot.training.objective import Batch
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
 from ingot.training.recipe import (
-    ChatData,
     Datasets,
     Recipe,
+    RowData,
     TextData,
     build_model,
     build_objective,
@@ -61,6 +61,7 @@ from ingot.training.recipe import (
 from ingot.training.step import StepStats, TrainStep
 
 RECIPE = "recipe.toml"
+_SHOWN = ("rewards/accuracies", "rewards/margins")  # of the objective's metrics, on the console
 _LOG_EVERY_S = 10.0  # between log lines without a progress bar
 
 
@@ -183,7 +184,7 @@ class Trainer:
         if not self._is_due(recipe.checkpoint_every):
             self._save(result)
         self.checkpoints.wait()
-        if isinstance(recipe.data, TextData | ChatData):
+        if isinstance(recipe.data, TextData | RowData):
             with self.ema_weights():
                 save_logprobs(self.model, self.datasets.validation, self.directory)
         return result
@@ -206,6 +207,7 @@ class Trainer:
             "lr": self.recipe.optimizer.lr * lr_factor,
             "grad_norm": stats.grad_norm,
             "num_rows": stats.num_rows,
+            **stats.metrics,
         }
         if reason := self._reason_to_skip(stats, micro_batches):
             metrics["skipped"] = reason
@@ -367,12 +369,13 @@ class _ConsoleLogger:
             log.logger(__name__).info("step %d of %d: %s", metrics["step"], steps, text)
 
     def _format(self, metrics: dict[str, Any]) -> str:
-        is_text = isinstance(self._trainer.recipe.data, TextData | ChatData)
+        is_text = isinstance(self._trainer.recipe.data, TextData | RowData)
         unit = "tokens" if is_text else "samples"
         parts = [
             f"loss {metrics['loss']:.4g}",
             f"lr {metrics['lr']:.2g}",
             f"grad norm {metrics['grad_norm']:.2g}",
+            *(f"{name} {metrics[name]:.3g}" for name in _SHOWN if name in metrics),
             f"{self._rate:,.0f} {unit}/s",
         ]
         if self._flops and self._trainer.peak_flops:

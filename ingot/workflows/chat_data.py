@@ -18,13 +18,13 @@ from ingot.data import ChatRow, EncodeRow, Row
 from ingot.interop.loss_mask import MaskedTokens, SampleEncoder
 from ingot.interop.tokenizer import Tokenizer
 from ingot.training import recipe as recipes
-from ingot.training.recipe import ChatData, Datasets, Recipe
+from ingot.training.recipe import Datasets, PreferenceData, Recipe, RowData
 
 
 def load_datasets(recipe: Recipe) -> Datasets:
     """Load the data of a recipe of any kind."""
     config = recipe.data
-    if not isinstance(config, ChatData):
+    if not isinstance(config, RowData):
         return recipes.load_datasets(config)
     directory = tokenizer_dir(recipe)
     tokenizer = Tokenizer.load(directory)
@@ -32,8 +32,9 @@ def load_datasets(recipe: Recipe) -> Datasets:
     datasets = config.load(encode, directory, tokenizer.vocab_size)
     train = datasets.train.sequences
     log.logger(__name__).info(
-        "%s conversations in %s samples, %s tokens, %.0f%% of them trained; an epoch is %.1f steps",
+        "%s %s in %s samples, %s tokens, %.0f%% of them trained; an epoch is %.1f steps",
         f"{len(train):,}",
+        "answers" if isinstance(config, PreferenceData) else "conversations",
         f"{len(datasets.train):,}",
         f"{len(train.tokens_N):,}",
         100 * train.trained_N.mean(),

@@ -32,9 +32,11 @@ from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
 from ingot.training.checkpoint import Checkpoint, Checkpoints
+from ingot.training.objective import DPOConfig
 from ingot.training.recipe import Datasets, Recipe, build_model
 from ingot.training.trainer import Trainer
 from ingot.workflows.chat_data import load_datasets
+from ingot.workflows.reference import add_reference
 
 MODEL = "model"
 RECIPE = "recipe.toml"
@@ -217,6 +219,8 @@ def _create_directory(name: str, run_dir: Path | None) -> Path:
 def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) -> Trainer:
     model = None if recipe.init_from is None else hf.load(recipe.init_from)
     trainer = Trainer(recipe, directory, model, peak_flops, load_datasets(recipe))
+    if isinstance(recipe.objective, DPOConfig):  # before a checkpoint is loaded
+        add_reference(trainer.model, trainer.datasets)
     if isinstance(
         trainer.model, Decoder
     ):  # fail now rather than when the trained model is exported

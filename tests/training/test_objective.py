@@ -22,7 +22,7 @@ def test_cross_entropy_counts_and_sums_the_targets_that_are_not_ignored() -> Non
         Decoder.from_config(preset("tiny"), seed=0),
     )
     objective = CrossEntropy()
-    losses = objective.losses(model, batch, step=0, index=0, grad_output=1.0)
+    losses = objective.losses(model, batch, step=0, index=0, grad_output=1.0).losses
     assert objective.num_targets(batch) == 2
     assert losses.equal(token_losses(model, TOKENS, TARGETS, [4]))
     assert (losses == 0).tolist() == [False, True, False, True]

@@ -1,0 +1,130 @@
+"""Reference log-probabilities of preference pairs, computed once by the engine.
+
+    add_reference(trainer.model, trainer.datasets)
+
+The reference model of DPO is the model before its first update; for an adapter, whose first update
+is still to come, that is the base model. The engine scores the answers of all pairs with it, in the
+dtype and on the device of training. Chosen answers are scored first and rejected ones after them,
+so that these find the blocks of the prompt in the cache.
+
+The results are kept in ingot's cache as float32, under a hash of the weights, the tokens and the
+processor, and are read from there when a run is resumed or another one has the same data.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from ingot.core import log, paths
+from ingot.core.device import detect
+from ingot.core.errors import ConfigError
+from ingot.data import PairDataset
+from ingot.nn import Decoder
+from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.request import Request
+from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.training.recipe import Datasets
+
+GROUP = 64  # pairs whose prompts are kept in the KV cache between their two answers
+_LOG = log.logger(__name__)
+
+
+def add_reference(model: torch.nn.Module, datasets: Datasets) -> None:
+    """Give both splits the log-probabilities of their targets under the model as it is now."""
+    if not isinstance(model, Decoder):
+        raise ConfigError("dpo: the model must be a decoder", hint="set init_from to a chat model")
+    splits: list[PairDataset] = [datasets.train, datasets.validation]
+    key = _key(model, splits)
+    path = paths.cache("references", f"{key[:32]}.safetensors")
+    stored = _read(path, splits)
+    if stored is None:
+        count = 2 * sum(map(len, splits))
+        with log.progress("scoring with the reference model", count) as bar:
+            train, validation = (score_pairs(model, split, bar.advance) for split in splits)
+        stored = {"train": train, "validation": validation}
+        with paths.atomic_file(path) as temporary:
+            save_file(stored, temporary)
+    else:
+        _LOG.info("reference log-probabilities are in %s", path)
+    for split, name in zip(splits, ("train", "validation"), strict=True):
+        split.reference = stored[name]
+
+
+def score_pairs(
+    decoder: Decoder, pairs: PairDataset, advance: Callable[[int], object] = lambda _: None
+) -> NDArray[np.float32]:
+    """Return the log-probabilities of the targets of all sequences, one after the other.
+
+    They are bitwise equal to those that training computes.
+    """
+    training = decoder.training
+    decoder.eval()
+    engine = Engine(decoder)
+    logprobs: list[list[float]] = [[] for _ in range(len(pairs.sequences))]
+    for begin in range(0, len(pairs), GROUP):
+        group = range(2 * begin, 2 * min(begin + GROUP, len(pairs)))
+        for answers in (group[::2], group[1::2]):
+            _score(engine, pairs, answers, logprobs)
+            advance(len(answers))
+    decoder.train(training)
+    stats = engine.stats()
+    _LOG.info(
+        "scored %s answers; %s prompt tokens were cached",
+        f"{len(logprobs):,}",
+        f"{stats.cached_tokens:,}",
+    )
+    return np.concatenate([np.array(some, np.float32) for some in logprobs])
+
+
+def _score(engine: Engine, pairs: PairDataset, numbers: range, logprobs: list[list[float]]) -> None:
+    """Score the sequences of these numbers; `logprobs` receives those of their targets."""
+    scores: dict[int, list[float]] = {}
+    for number in numbers:
+        tokens, trained = pairs.sequences[number]
+        params = SamplingParams(
+            temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=int(trained.argmax())
+        )
+        scores[number] = []
+        engine.add_request(
+            Request(id=number, prompt=tuple(tokens.tolist()), max_tokens=1, sampling_params=params)
+        )
+    with torch.inference_mode():
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                scores[output.id] += [one.logprob for one in output.prompt_logprobs or ()]
+    for number, found in scores.items():
+        trained = pairs.sequences[number][1]
+        wanted = trained[trained.argmax() :]
+        logprobs[number] = [value for value, want in zip(found, wanted, strict=True) if want]
+
+
+def _key(model: Decoder, splits: list[PairDataset]) -> str:
+    """Return a hash of everything that the log-probabilities depend on."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    for split in splits:
+        digest.update(split.sequences.hash().encode())
+    cpu = detect().cpu
+    digest.update(f"{model.config} {model.device.type} {cpu.name} {cpu.isa}".encode())
+    return digest.hexdigest()
+
+
+def _read(path: Path, splits: list[PairDataset]) -> dict[str, NDArray[np.float32]] | None:
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError):
+        return None
+    shapes = [(array.shape, array.dtype) for array in stored.values()]
+    wanted = [((split.reference_ends[-1],), np.float32) for split in splits]
+    return stored if list(stored) == ["train", "validation"] and shapes == wanted else None
