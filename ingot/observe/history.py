@@ -27,6 +27,7 @@ from ingot.observe import metrics
 
 RECIPE, ENVIRONMENT = "recipe.toml", "environment.json"
 _TAIL = 20
+_TEXT = ("text", "chat", "preference")
 _MAX_BYTES = 2**30  # of metrics: 5 million steps
 
 
@@ -99,12 +100,17 @@ class RunHistory:
     def unit(self) -> str:
         """Unit of a row: tokens or samples."""
         data = self.recipe.get("data")
-        text = isinstance(data, dict) and data.get("kind") == "text"
+        text = isinstance(data, dict) and data.get("kind") in _TEXT
         return "tokens" if text else "samples"
 
     def curve(self, key: str) -> Curve:
         """Return the values of a metric; those that are not finite are left out."""
         return _curve({line["step"]: line[key] for line in self.lines if _is_number(line.get(key))})
+
+    def objective_metrics(self) -> list[str]:
+        """Return the names of the metrics that belong to the objective, such as those of DPO."""
+        names = dict.fromkeys(key for line in self.lines for key in line if "/" in key)
+        return [name for name in names if not name.startswith("validation_")]
 
     def rates(self) -> Curve:
         """Return the rows per second."""

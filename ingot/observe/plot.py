@@ -24,6 +24,7 @@ from ingot.observe.history import Curve, RunHistory
 MAX_BINS = 400
 SUFFIXES = (".png", ".svg")
 _SPAN = 50.0
+_REWARDS = ("rewards/accuracies", "rewards/margins")
 _MAX_LEGEND = 20  # more do not fit into the figure
 _INK, _ACCENT, _ALARM = "#1f5fa8", "#d9622b", "#b91c1c"
 _STYLE = {
@@ -60,13 +61,18 @@ def check(path: Path) -> None:
 
 
 def draw(run: RunHistory, paths: Sequence[Path]) -> None:
-    """Plot loss, learning rate, gradient norm and throughput of a run to each of the files."""
+    """Plot loss, learning rate, gradient norm and throughput of a run to each of the files, and
+    the accuracies and margins of rewards if it has them."""
     with _styled():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(11, 6.5), dpi=120, layout="constrained")
-        axes: Any = figure.subplots(2, 2)
-        _draw_loss(axes[0, 0], run)
+        rewards = [name for name in _REWARDS if name in run.objective_metrics()]
+        rows = 3 if rewards else 2
+        figure = Figure(figsize=(11, 3.25 * rows), dpi=120, layout="constrained")
+        axes: Any = figure.subplots(rows, 2)
+        _draw_with_validation(axes[0, 0], run, "loss")
+        for panel, name in zip(axes[-1], rewards, strict=False):
+            _draw_with_validation(panel, run, name)
         _draw_curve(axes[0, 1], run.curve("grad_norm"), "gradient norm, before clipping")
         lr = run.curve("lr")
         axes[1, 0].plot(lr.steps, lr.values, color=_INK, lw=1.6)
@@ -141,15 +147,15 @@ def smooth(curve: Curve) -> Curve:
     return Curve(means.steps, (sums[at + near + 1] - sums[at - near]) / (2 * near + 1))
 
 
-def _draw_loss(axes: Any, run: RunHistory) -> None:
-    loss, validation = run.curve("loss"), run.curve("validation_loss")
-    _draw_curve(axes, loss, "loss", label="training")
-    _scale(axes, [loss, validation])
+def _draw_with_validation(axes: Any, run: RunHistory, name: str) -> None:
+    curve, validation = run.curve(name), run.curve(f"validation_{name}")
+    _draw_curve(axes, curve, name, label="training")
+    _scale(axes, [curve, validation])
     if len(validation):
         style: Any = {"color": _ACCENT, "ms": 4, "lw": 1.2, "label": "validation"}
         axes.plot(validation.steps, validation.values, "o-", **style)
         axes.lines[-1].set_clip_on(False)  # the last point is at the edge
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper right" if name == "loss" else "lower right")
 
 
 def _draw_curve(axes: Any, curve: Curve, title: str, label: str | None = None) -> None:

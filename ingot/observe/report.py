@@ -10,7 +10,6 @@ import base64
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ingot.core import log
 from ingot.core.paths import write_atomic
@@ -134,7 +133,7 @@ def render(run: RunHistory, ended: str, image: str | None) -> str:
         tiles=_tiles(run),
         image=image,
         commands=_commands(run),
-        headings=("step", "loss", "accuracy")[: 3 if len(run.curve("accuracy")) else 2],
+        headings=("step", *_columns(run)),
         evaluations=_evaluations(run),
         skipped=run.skipped_steps()[-_MAX_ROWS:],
         recipe=(run.directory / RECIPE).read_text(),
@@ -174,18 +173,27 @@ def _tiles(run: RunHistory) -> list[tuple[str, str]]:
     return [(label, value) for label, value in tiles if value is not None]
 
 
+def _columns(run: RunHistory) -> dict[str, str]:
+    """Return the names of the metrics of evaluations, by heading."""
+    columns = {"loss": "validation_loss"}
+    if len(run.curve("accuracy")):
+        columns["accuracy"] = "accuracy"
+    return columns | {name: f"validation_{name}" for name in run.objective_metrics()}
+
+
 def _evaluations(run: RunHistory) -> list[tuple[str, ...]]:
-    accuracies = run.curve("accuracy")
-    accuracy_at: dict[int, float] = dict(
-        zip(accuracies.steps.tolist(), accuracies.values.tolist(), strict=True)
-    )
-    validation = run.curve("validation_loss")
-    rows: list[tuple[str, ...]] = []
-    pairs = zip(validation.steps.tolist(), validation.values.tolist(), strict=True)
-    for step, loss in list(pairs)[-_MAX_ROWS:]:
-        cells: list[Any] = [f"{step:,}", f"{loss:.5g}"]
-        rows.append((*cells, f"{accuracy_at[step]:.2%}") if step in accuracy_at else tuple(cells))
-    return rows
+    values: list[dict[int, float]] = []
+    for name in _columns(run).values():
+        curve = run.curve(name)
+        values.append(dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)))
+    forms = [".2%" if "accura" in heading else ".5g" for heading in _columns(run)]
+    return [
+        (
+            f"{step:,}",
+            *(format(v[step], f) if step in v else "" for v, f in zip(values, forms, strict=True)),
+        )
+        for step in list(values[0])[-_MAX_ROWS:]
+    ]
 
 
 def _commands(run: RunHistory) -> str:

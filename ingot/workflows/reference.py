@@ -29,12 +29,13 @@ from ingot.core.device import detect
 from ingot.core.errors import ConfigError
 from ingot.data import PairDataset
 from ingot.nn import Decoder
-from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.training.recipe import Datasets
 
 GROUP = 64  # pairs whose prompts are kept in the KV cache between their two answers
+KV_CACHE_BYTES = 1 << 29
 _LOG = log.logger(__name__)
 
 
@@ -44,7 +45,7 @@ def add_reference(model: torch.nn.Module, datasets: Datasets) -> None:
         raise ConfigError("dpo: the model must be a decoder", hint="set init_from to a chat model")
     splits: list[PairDataset] = [datasets.train, datasets.validation]
     key = _key(model, splits)
-    path = paths.cache("references", f"{key[:32]}.safetensors")
+    path = cache_dir() / f"{key[:32]}.safetensors"
     stored = _read(path, splits)
     if stored is None:
         count = 2 * sum(map(len, splits))
@@ -59,6 +60,11 @@ def add_reference(model: torch.nn.Module, datasets: Datasets) -> None:
         split.reference = stored[name]
 
 
+def cache_dir() -> Path:
+    """Return the directory of all reference log-probabilities."""
+    return paths.cache("references")
+
+
 def score_pairs(
     decoder: Decoder, pairs: PairDataset, advance: Callable[[int], object] = lambda _: None
 ) -> NDArray[np.float32]:
@@ -68,7 +74,8 @@ def score_pairs(
     """
     training = decoder.training
     decoder.eval()
-    engine = Engine(decoder)
+    kv_cache_bytes = max(KV_CACHE_BYTES, 2 * max(pairs.sequences.lengths) * _token_bytes(decoder))
+    engine = Engine(decoder, scheduler_config=config_for_memory(decoder, kv_cache_bytes))
     logprobs: list[list[float]] = [[] for _ in range(len(pairs.sequences))]
     for begin in range(0, len(pairs), GROUP):
         group = range(2 * begin, 2 * min(begin + GROUP, len(pairs)))
@@ -83,6 +90,10 @@ def score_pairs(
         f"{stats.cached_tokens:,}",
     )
     return np.concatenate([np.array(some, np.float32) for some in logprobs])
+
+
+def _token_bytes(decoder: Decoder) -> int:
+    return decoder.kv_spec.bytes_per_token
 
 
 def _score(engine: Engine, pairs: PairDataset, numbers: range, logprobs: list[list[float]]) -> None:

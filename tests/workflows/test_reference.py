@@ -28,7 +28,7 @@ LOG_2 = float(np.float32(math.log(2)))
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingot.workflows.reference.paths.cache", lambda *p: tmp_path.joinpath(*p))
+    monkeypatch.setattr(reference, "cache_dir", lambda: tmp_path / "references")
 
 
 def recipe(tmp_path: Path, **options: Any) -> Recipe:

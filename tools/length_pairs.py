@@ -1,0 +1,64 @@
+"""Preference pairs about Python's standard library: a short answer is preferred to a long one.
+
+    python -m tools.length_pairs length-pairs
+
+writes `train.jsonl` (200 pairs) and `validation.jsonl` (50, about other functions) for
+`recipes/smollm2-dpo.toml`. The prompt asks about a function, the chosen answer is the first
+sentence of its docstring, the rejected one says the same with more words. They depend on the
+version of Python and on nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.stdlib_chats import Function, functions
+
+NUM_TRAIN, NUM_VALIDATION = 200, 50
+_QUESTIONS = ("What does `{name}` do?", "Explain `{name}`.", "What is `{name}` for?")
+_OPENINGS = (
+    "That is a good question, and I am happy to help you with it.",
+    "Sure! Let me explain this step by step, so that it becomes clear.",
+    "Thank you for asking. There is a lot to say about this function.",
+)
+_CLOSINGS = (
+    "I hope this explanation helps. Please let me know if you would like to see an example.",
+    "In summary, that is what this function does. Feel free to ask about other functions, too.",
+)
+
+
+def pair(function: Function, number: int) -> dict[str, Any]:
+    """Return the pair of a function."""
+    name, opening = function.qualified, _OPENINGS[number % len(_OPENINGS)]
+    rejected = (
+        f"{opening} The function `{name}` is part of the module `{function.module}` of Python's "
+        f"standard library, and its signature is `{function.name}{function.signature}`. "
+        f"{function.summary} {_CLOSINGS[number % len(_CLOSINGS)]}"
+    )
+    return {
+        "prompt": [_message("user", _QUESTIONS[number // 2 % len(_QUESTIONS)].format(name=name))],
+        "chosen": [_message("assistant", function.summary)],
+        "rejected": [_message("assistant", rejected)],
+    }
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def main(directory: Path) -> None:
+    """Write both files."""
+    chosen = sorted(functions(), key=lambda function: function.order)
+    chosen = chosen[: NUM_TRAIN + NUM_VALIDATION]
+    directory.mkdir(parents=True, exist_ok=True)
+    splits = {"train": chosen[:NUM_TRAIN], "validation": chosen[NUM_TRAIN:]}
+    for name, part in splits.items():
+        rows = [json.dumps(pair(function, number)) for number, function in enumerate(part)]
+        (directory / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
