@@ -18,6 +18,8 @@ from typing import Any
 from tools.stdlib_chats import Function, functions
 
 NUM_TRAIN, NUM_VALIDATION = 200, 50
+MAX_SUMMARY = 70
+_SYSTEM = "You explain Python."
 _QUESTIONS = ("What does `{name}` do?", "Explain `{name}`.", "What is `{name}` for?")
 _OPENINGS = (
     "That is a good question, and I am happy to help you with it.",
@@ -32,16 +34,12 @@ _CLOSINGS = (
 
 def pair(function: Function, number: int) -> dict[str, Any]:
     """Return the pair of a function."""
-    name, opening = function.qualified, _OPENINGS[number % len(_OPENINGS)]
-    rejected = (
-        f"{opening} The function `{name}` is part of the module `{function.module}` of Python's "
-        f"standard library, and its signature is `{function.name}{function.signature}`. "
-        f"{function.summary} {_CLOSINGS[number % len(_CLOSINGS)]}"
-    )
+    question = _QUESTIONS[number // 2 % len(_QUESTIONS)].format(name=function.qualified)
+    opening, closing = _OPENINGS[number % len(_OPENINGS)], _CLOSINGS[number % len(_CLOSINGS)]
     return {
-        "prompt": [_message("user", _QUESTIONS[number // 2 % len(_QUESTIONS)].format(name=name))],
+        "prompt": [_message("system", _SYSTEM), _message("user", question)],
         "chosen": [_message("assistant", function.summary)],
-        "rejected": [_message("assistant", rejected)],
+        "rejected": [_message("assistant", f"{opening} {function.summary} {closing}")],
     }
 
 
@@ -51,8 +49,9 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def main(directory: Path) -> None:
     """Write both files."""
-    chosen = sorted(functions(), key=lambda function: function.order)
-    chosen = chosen[: NUM_TRAIN + NUM_VALIDATION]
+    short = (function for function in functions() if len(function.summary) <= MAX_SUMMARY)
+    chosen = sorted(short, key=lambda function: function.order)[: NUM_TRAIN + NUM_VALIDATION]
+    assert len(chosen) == NUM_TRAIN + NUM_VALIDATION, f"only {len(chosen)} functions"
     directory.mkdir(parents=True, exist_ok=True)
     splits = {"train": chosen[:NUM_TRAIN], "validation": chosen[NUM_TRAIN:]}
     for name, part in splits.items():
