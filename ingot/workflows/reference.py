@@ -32,10 +32,12 @@ from ingot.nn import Decoder
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.training.recipe import Datasets
 
 GROUP = 64  # pairs whose prompts are kept in the KV cache between their two answers
 KV_CACHE_BYTES = 1 << 29
+BLOCK_SIZE = 8  # small: only whole blocks of a prompt are reused, and many prompts are short
 _NAME = "logprobs"
 _LOG = log.logger(__name__)
 
@@ -74,7 +76,8 @@ def score_pairs(
     decoder.eval()
     token_bytes = decoder.kv_spec.bytes_per_token
     kv_cache_bytes = max(KV_CACHE_BYTES, 2 * max(pairs.sequences.lengths) * token_bytes)
-    engine = Engine(decoder, scheduler_config=config_for_memory(decoder, kv_cache_bytes))
+    config = SchedulerConfig(num_blocks=1, block_size=BLOCK_SIZE)
+    engine = Engine(decoder, scheduler_config=config_for_memory(decoder, kv_cache_bytes, config))
     logprobs: list[list[float]] = [[] for _ in range(len(pairs.sequences))]
     for begin in range(0, len(pairs), GROUP):
         group = range(2 * begin, 2 * min(begin + GROUP, len(pairs)))
