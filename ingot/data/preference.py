@@ -169,7 +169,16 @@ class PairBatch(TokenBatch):
 
 
 class PairDataset:
-    """Preference pairs; `sequences` alternates between chosen and rejected ones."""
+    """Preference pairs; `sequences` alternates between chosen and rejected ones.
+
+    >>> pair = parse_pair({"prompt": "a", "chosen": "b", "rejected": "cd"}, "line 1")
+    >>> def encode(row):  # a token for each character
+    ...     text = row.prompt + row.completion
+    ...     return [([ord(c) for c in text], [i >= len(row.prompt) for i in range(len(text))])]
+    >>> dataset = PairDataset(encode_pairs([pair], encode, max_length=8))
+    >>> dataset.batch([0]).lengths, dataset.batch([0]).num_targets
+    ([2, 3], [1, 2])
+    """
 
     def __init__(self, sequences: MaskedSequences) -> None:
         self.sequences = sequences

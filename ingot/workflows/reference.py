@@ -32,10 +32,13 @@ from ingot.nn import Decoder
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.training.recipe import Datasets
 
 GROUP = 64  # pairs whose prompts are kept in the KV cache between their two answers
 KV_CACHE_BYTES = 1 << 29
+BLOCK_SIZE = 8  # small: only whole blocks of a prompt are reused, and many prompts are short
+_NAME = "logprobs"
 _LOG = log.logger(__name__)
 
 
@@ -43,21 +46,18 @@ def add_reference(model: torch.nn.Module, datasets: Datasets) -> None:
     """Give both splits the log-probabilities of their targets under the model as it is now."""
     if not isinstance(model, Decoder):
         raise ConfigError("dpo: the model must be a decoder", hint="set init_from to a chat model")
-    splits: list[PairDataset] = [datasets.train, datasets.validation]
-    key = _key(model, splits)
-    path = cache_dir() / f"{key[:32]}.safetensors"
-    stored = _read(path, splits)
-    if stored is None:
-        count = 2 * sum(map(len, splits))
-        with log.progress("scoring with the reference model", count) as bar:
-            train, validation = (score_pairs(model, split, bar.advance) for split in splits)
-        stored = {"train": train, "validation": validation}
+    model_hash = _hash_model(model)
+    for split in (datasets.train, datasets.validation):
+        key = hashlib.sha256(f"{model_hash} {split.sequences.hash()}".encode()).hexdigest()
+        path = cache_dir() / f"{key[:32]}.safetensors"
+        split.reference = _read(path, split)
+        if split.reference is not None:
+            _LOG.info("reference log-probabilities are in %s", path)
+            continue
+        with log.progress("scoring with the reference model", 2 * len(split)) as bar:
+            split.reference = score_pairs(model, split, bar.advance)
         with paths.atomic_file(path) as temporary:
-            save_file(stored, temporary)
-    else:
-        _LOG.info("reference log-probabilities are in %s", path)
-    for split, name in zip(splits, ("train", "validation"), strict=True):
-        split.reference = stored[name]
+            save_file({_NAME: split.reference}, temporary)
 
 
 def cache_dir() -> Path:
@@ -74,8 +74,10 @@ def score_pairs(
     """
     training = decoder.training
     decoder.eval()
-    kv_cache_bytes = max(KV_CACHE_BYTES, 2 * max(pairs.sequences.lengths) * _token_bytes(decoder))
-    engine = Engine(decoder, scheduler_config=config_for_memory(decoder, kv_cache_bytes))
+    token_bytes = decoder.kv_spec.bytes_per_token
+    kv_cache_bytes = max(KV_CACHE_BYTES, 2 * max(pairs.sequences.lengths) * token_bytes)
+    config = SchedulerConfig(num_blocks=1, block_size=BLOCK_SIZE)
+    engine = Engine(decoder, scheduler_config=config_for_memory(decoder, kv_cache_bytes, config))
     logprobs: list[list[float]] = [[] for _ in range(len(pairs.sequences))]
     for begin in range(0, len(pairs), GROUP):
         group = range(2 * begin, 2 * min(begin + GROUP, len(pairs)))
@@ -90,10 +92,6 @@ def score_pairs(
         f"{stats.cached_tokens:,}",
     )
     return np.concatenate([np.array(some, np.float32) for some in logprobs])
-
-
-def _token_bytes(decoder: Decoder) -> int:
-    return decoder.kv_spec.bytes_per_token
 
 
 def _score(engine: Engine, pairs: PairDataset, numbers: range, logprobs: list[list[float]]) -> None:
@@ -118,24 +116,21 @@ def _score(engine: Engine, pairs: PairDataset, numbers: range, logprobs: list[li
         logprobs[number] = [value for value, want in zip(found, wanted, strict=True) if want]
 
 
-def _key(model: Decoder, splits: list[PairDataset]) -> str:
-    """Return a hash of everything that the log-probabilities depend on."""
+def _hash_model(model: Decoder) -> str:
+    """Return a hash of the weights, the architecture and the processor."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    for split in splits:
-        digest.update(split.sequences.hash().encode())
     cpu = detect().cpu
     digest.update(f"{model.config} {model.device.type} {cpu.name} {cpu.isa}".encode())
     return digest.hexdigest()
 
 
-def _read(path: Path, splits: list[PairDataset]) -> dict[str, NDArray[np.float32]] | None:
+def _read(path: Path, split: PairDataset) -> NDArray[np.float32] | None:
     try:
-        stored = load_file(path)
-    except (OSError, SafetensorError):
+        stored = load_file(path)[_NAME]
+    except (OSError, SafetensorError, KeyError):
         return None
-    shapes = [(array.shape, array.dtype) for array in stored.values()]
-    wanted = [((split.reference_ends[-1],), np.float32) for split in splits]
-    return stored if list(stored) == ["train", "validation"] and shapes == wanted else None
+    fits = stored.shape == (split.reference_ends[-1],) and stored.dtype == np.float32
+    return stored if fits else None
