@@ -6,27 +6,39 @@
 
 namespace ingot::kernels {
 
-// Pairs of 32 rows and an adapter that some of them have; consecutive ones of one adapter are joined.
-std::vector<AdapterRows> adapter_tasks(const AdapterIndex& index, int64_t rows) {
-  if (!index.index) return split_rows(rows);
-  int64_t most = split_rows(rows)[0].rows;
+// The rows of x that have an adapter, in the order of their adapters, and the tasks of these rows.
+struct SortedRows {
+  std::vector<int64_t> order;
   std::vector<AdapterRows> tasks;
-  for (int64_t row = 0; row < rows; row += BLOCK_M) {
-    int64_t count = std::min<int64_t>(BLOCK_M, rows - row);
-    size_t first = tasks.size();
-    for (int64_t r = row; r < row + count; r++) {
-      auto same = [&](const AdapterRows& task) { return task.adapter == index[r]; };
-      if (index[r] >= 0 && std::none_of(tasks.begin() + first, tasks.end(), same))
-        tasks.push_back({row, count, index[r]});
+
+  SortedRows(const AdapterIndex& index, int64_t rows) {
+    for (int64_t row = 0; row < rows; row++)
+      if (index[row] >= 0) order.push_back(row);
+    std::ranges::stable_sort(order, {}, [&](int64_t row) { return index[row]; });
+    // Two tasks per thread if all rows have one adapter, of whole tiles of a dot product.
+    constexpr int64_t TILE_ROWS = 8;
+    int64_t total = order.size(), parts = 2 * torch::stable::get_num_threads() * TILE_ROWS;
+    int64_t most = std::max<int64_t>((total + parts - 1) / parts, 1) * TILE_ROWS;
+    for (int64_t at = 0; at < total; at++) {
+      int64_t adapter = index[order[at]];
+      if (tasks.empty() || tasks.back().adapter != adapter || tasks.back().rows == most)
+        tasks.push_back({at, 0, adapter});
+      tasks.back().rows++;
     }
-    if (tasks.size() != first + 1 || first == 0) continue;
-    AdapterRows &last = tasks[first - 1], &added = tasks[first];
-    if (last.adapter != added.adapter || last.row + last.rows != row || last.rows >= most) continue;
-    last.rows += count;
-    tasks.pop_back();
   }
-  return tasks;
-}
+  bool is_identity(int64_t rows) const {
+    return int64_t(order.size()) == rows && std::ranges::is_sorted(order);
+  }
+  // The rows of x in this order; x itself if they are in it.
+  template <class T>
+  Matrix<T> gather(const Rows<T>& x) const {
+    if (is_identity(x.count)) return x;
+    T* to = scratch<Scratch::LORA_SORTED_ROWS, T>(order.size() * x.width);
+    for (size_t at = 0; at < order.size(); at++)
+      std::copy_n(x[order[at]], x.width, to + at * x.width);
+    return {to, int64_t(order.size()), x.width, x.width};
+  }
+};
 
 struct Shrink {
   std::vector<int64_t> sizes;
@@ -52,17 +64,23 @@ struct Shrink {
     auto weight_of = [&](int64_t adapter) {
       return Matrix<T>(weights[adapter * rank], rank, weights.width, weights.stride);
     };
-    gemm_by_rows<T>(from, adapter_tasks(index, from.count), weight_of,
-                    [&](const OutputBlock& block) {
-      Floats factor = broadcast(scale ? scale[block.group] : 1.0f);
-      for (int64_t r = 0; r < block.rows; r++) {
-        if (index[block.row + r] != block.group) continue;
-        float* h = to + (block.row + r) * rank + block.columns.begin;
-        for_each_vector(block.columns.count, [&](int64_t at, auto... tail) {
-          store(h + at, load(block.acc_row(0, r) + at, tail...) * factor, tail...);
-        });
-      }
-    });
+    auto multiply = [&](const Matrix<T>& x, const std::vector<AdapterRows>& tasks, auto row_of) {
+      gemm_by_rows<T>(x, tasks, weight_of, [&](const OutputBlock& block) {
+        Floats factor = broadcast(scale ? scale[block.group] : 1.0f);
+        for (int64_t r = 0; r < block.rows; r++) {
+          float* h = to + row_of(block.row + r) * rank + block.columns.begin;
+          for_each_vector(block.columns.count, [&](int64_t at, auto... tail) {
+            store(h + at, load(block.acc_row(0, r) + at, tail...) * factor, tail...);
+          });
+        }
+      });
+    };
+    if (!index.index) {
+      multiply(from, split_rows(from.count), [](int64_t row) { return row; });
+      return y;
+    }
+    SortedRows sorted(index, from.count);
+    multiply(sorted.gather(from), sorted.tasks, [&](int64_t at) { return sorted.order[at]; });
     return y;
   }
 

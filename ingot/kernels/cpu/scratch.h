@@ -19,6 +19,8 @@ enum class Scratch {
   GEMM_PANEL_ACC,
   GEMM_PADDED_ROWS,  // of the weights with few rows of x, of x with many
   TRANSPOSED_GRAD,   // parallel_transpose_copy()
+  // lora.cpp
+  LORA_SORTED_ROWS,
   // loss.cpp
   LOSS_GRAD_HIDDEN,
   // attention
