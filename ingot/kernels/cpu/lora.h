@@ -11,10 +11,29 @@
 
 namespace ingot {
 
-// to[m] += sum over r, in order, of h[m][r] * b[r]. The vectors of b are loaded once for M rows.
+// to[m] += sum over r, in order, of h[m][r] * b[r]. The vectors of b are loaded once for M rows, the
+// elements of h once for N vectors.
 template <int M, class T>
 void expand_rows(float* const* to, const float* const* h, const Matrix<T>& b) {
-  for_each_vector(b.width, [&](int64_t at, auto... tail) {
+  constexpr int N = M <= 4 ? 4 : 2;
+  int64_t done = 0;
+  for (; done + N * WIDTH <= b.width; done += N * WIDTH) {
+    Floats acc[M][N];
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++) acc[m][n] = load(to[m] + done + n * WIDTH);
+    for (int64_t r = 0; r < b.rows; r++) {
+      Floats values[N];
+      for (int n = 0; n < N; n++) values[n] = load(b[r] + done + n * WIDTH);
+      for (int m = 0; m < M; m++) {
+        Floats factor = broadcast(h[m][r]);
+        for (int n = 0; n < N; n++) acc[m][n] = fma(factor, values[n], acc[m][n]);
+      }
+    }
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++) store(to[m] + done + n * WIDTH, acc[m][n]);
+  }
+  for_each_vector(b.width - done, [&](int64_t at, auto... tail) {
+    at += done;
     Floats acc[M];
     for (int m = 0; m < M; m++) acc[m] = load(to[m] + at, tail...);
     for (int64_t r = 0; r < b.rows; r++) {
