@@ -37,7 +37,7 @@ from ingot.evaluation.model import (
     row_error,
     split_choice,
 )
-from ingot.evaluation.task import ChoiceRow, EvalTask, Row, TextRow
+from ingot.evaluation.task import ChoiceRow, EvalTask, Row, PerplexityRow
 
 MAX_CONCURRENCY = 1024
 MAX_ATTEMPTS = 10
@@ -94,7 +94,9 @@ class HttpModel:
                 hint = "give the prompt as text, or evaluate the model directory"
                 raise row_error(self.task, row, message, hint)
 
-    def score_texts(self, rows: Iterator[TextRow]) -> Iterator[tuple[TextRow, TextScore]]:
+    def score_texts(
+        self, rows: Iterator[PerplexityRow]
+    ) -> Iterator[tuple[PerplexityRow, TextScore]]:
         """Compute the log-probability of each text."""
         return self._map(self._score_text, rows)
 
@@ -135,7 +137,7 @@ class HttpModel:
 
     # Requests of a row
 
-    def _score_text(self, row: TextRow) -> TextScore:
+    def _score_text(self, row: PerplexityRow) -> TextScore:
         tokens, logprobs = self._echo(row, row.text)
         num_bytes = num_scored_bytes(row.text, tokens[0])
         if not logprobs or not num_bytes:

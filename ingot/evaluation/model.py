@@ -13,7 +13,7 @@ import msgspec
 
 from ingot.core.errors import DataError
 from ingot.evaluation.metric import TextScore
-from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, Row, TextRow
+from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, Row, PerplexityRow
 
 
 class SampleRequest(msgspec.Struct, frozen=True):
@@ -43,7 +43,9 @@ class EvalModel(Protocol):
         """Raise an error for a row that the model cannot process, if that can be known."""
         ...
 
-    def score_texts(self, rows: Iterator[TextRow]) -> Iterator[tuple[TextRow, TextScore]]:
+    def score_texts(
+        self, rows: Iterator[PerplexityRow]
+    ) -> Iterator[tuple[PerplexityRow, TextScore]]:
         """Compute the log-probability of each text."""
         ...
 

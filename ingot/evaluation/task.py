@@ -102,7 +102,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return int.from_bytes(hashlib.sha256(content).digest()[:4]) >> 1
 
 
-class TextRow(msgspec.Struct, frozen=True):
+class PerplexityRow(msgspec.Struct, frozen=True):
     """A text whose perplexity is measured."""
 
     line: int
@@ -126,9 +126,9 @@ class ChoiceRow(msgspec.Struct, frozen=True):
     answer: int
 
 
-Row: TypeAlias = TextRow | AnswerRow | ChoiceRow
+Row: TypeAlias = PerplexityRow | AnswerRow | ChoiceRow
 _KINDS: dict[type, Kind] = {
-    TextRow: "perplexity",
+    PerplexityRow: "perplexity",
     AnswerRow: "exact_match",
     ChoiceRow: "multiple_choice",
 }
@@ -203,7 +203,7 @@ def _build_row(path: Path, line: int, content: bytes, raw: _RawRow, settings: Ta
     if raw.text is not None and raw.prompt is None:
         if not raw.text:
             raise _error(path, line, "text must not be empty", "remove the line")
-        return TextRow(line, raw.text)
+        return PerplexityRow(line, raw.text)
     found = ", ".join(map(repr, list(msgspec.json.decode(content))[:8])) or "none"
     hint = _KINDS_HINT
     if "messages" in msgspec.json.decode(content):

@@ -30,7 +30,7 @@ from ingot.evaluation.client import HttpModel
 from ingot.evaluation.metric import Estimate, TextScore
 from ingot.evaluation.model import EvalModel, SampleRequest
 from ingot.evaluation.samples import Sample, SampleFile
-from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, Row, TextRow
+from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, Row, PerplexityRow
 
 if TYPE_CHECKING:
     from ingot.workflows.local_model import LocalModel
@@ -166,7 +166,7 @@ class _Evaluation:
 
     def _samples_of(self, file: SampleFile, rows: Iterator[Row]) -> Iterator[Sample]:
         if self.task.kind == "perplexity":
-            for row, score in self.model.score_texts(cast(Iterator[TextRow], rows)):
+            for row, score in self.model.score_texts(cast(Iterator[PerplexityRow], rows)):
                 yield {
                     "line": row.line,
                     "sample": 0,

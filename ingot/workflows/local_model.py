@@ -26,7 +26,7 @@ from ingot.evaluation.model import (
     split_choice,
     windows,
 )
-from ingot.evaluation.task import ChoiceRow, EvalTask, Prompt, Row, TextRow
+from ingot.evaluation.task import ChoiceRow, EvalTask, Prompt, Row, PerplexityRow
 from ingot.interop import directory, hub
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.workflows.llm import LLM, CompletionChunk
@@ -79,7 +79,7 @@ class LocalModel:
                 raise row_error(self.task, row, error.message, error.hint) from error
 
     def _check(self, row: Row) -> None:
-        if isinstance(row, TextRow):
+        if isinstance(row, PerplexityRow):
             self._text_parts(row)
         elif isinstance(row, ChoiceRow):
             self._choice_parts(row)
@@ -96,7 +96,9 @@ class LocalModel:
 
     # Log-probabilities
 
-    def score_texts(self, rows: Iterator[TextRow]) -> Iterator[tuple[TextRow, TextScore]]:
+    def score_texts(
+        self, rows: Iterator[PerplexityRow]
+    ) -> Iterator[tuple[PerplexityRow, TextScore]]:
         """Compute the log-probability of each text; a long one is scored in windows."""
         for row, parts in self._score(rows, self._text_parts):
             logprobs = [one for part in parts for one in part]
@@ -133,7 +135,7 @@ class LocalModel:
                 if not score.num_missing:
                     yield score.row, score.logprobs
 
-    def _text_parts(self, row: TextRow) -> list[tuple[Sequence[int], int]]:
+    def _text_parts(self, row: PerplexityRow) -> list[tuple[Sequence[int], int]]:
         ids = self.llm.tokenizer.encode(row.text)
         if len(ids) < 2 or not self._num_bytes(row):
             message = f"at least 2 tokens have to be scored, got {len(ids)}"
@@ -142,7 +144,7 @@ class LocalModel:
             (ids[start:stop], first - start) for start, stop, first in windows(len(ids), self._size)
         ]
 
-    def _num_bytes(self, row: TextRow) -> int:
+    def _num_bytes(self, row: PerplexityRow) -> int:
         tokenizer = self.llm.tokenizer
         first = tokenizer.encode(row.text)[:1]
         return num_scored_bytes(row.text, tokenizer.decode(first, skip_special_tokens=False))

@@ -17,7 +17,7 @@ from ingot.core.errors import ConfigError, DataError, IngotError
 from ingot.evaluation import client
 from ingot.evaluation.client import HttpModel, ServerError, base_url
 from ingot.evaluation.model import SampleRequest
-from ingot.evaluation.task import AnswerRow, EvalTask, TextRow
+from ingot.evaluation.task import AnswerRow, EvalTask, PerplexityRow
 
 ANSWER = {"choices": [{"text": " Paris", "finish_reason": "stop"}], "usage": {}}
 MODELS = {"data": [{"id": "one"}]}
@@ -172,7 +172,7 @@ def test_a_server_without_echo_is_named(task: EvalTask) -> None:
     with answering(Responses((200, ANSWER, {}))) as url:
         model = HttpModel(task=task, url=url)
         with pytest.raises(ServerError, match="no log-probabilities of the prompt"):
-            list(model.score_texts(iter([TextRow(1, "abc")])))
+            list(model.score_texts(iter([PerplexityRow(1, "abc")])))
 
 
 def test_requests_are_concurrent_within_the_bound_and_read_lazily(task: EvalTask) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError, UnknownName
 from ingot.evaluation import task as tasks
-from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, TaskSettings, TextRow
+from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, TaskSettings, PerplexityRow
 
 
 def write(folder: Path, *rows: Any) -> Path:
@@ -25,7 +25,7 @@ def write(folder: Path, *rows: Any) -> Path:
 @pytest.mark.parametrize(
     ("row", "kind", "expected"),
     [
-        ({"text": "abc"}, "perplexity", TextRow(1, "abc")),
+        ({"text": "abc"}, "perplexity", PerplexityRow(1, "abc")),
         ({"prompt": "a", "answer": "b"}, "exact_match", AnswerRow(1, "a", ("b",))),
         ({"prompt": "a", "answer": 42, "id": 7}, "exact_match", AnswerRow(1, "a", ("42",))),
         ({"prompt": "a", "answer": ["x", 1]}, "exact_match", AnswerRow(1, "a", ("x", "1"))),

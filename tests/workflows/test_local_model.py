@@ -11,7 +11,7 @@ import pytest
 
 from ingot.core.errors import DataError
 from ingot.evaluation.model import SampleRequest
-from ingot.evaluation.task import AnswerRow, EvalTask, TextRow
+from ingot.evaluation.task import AnswerRow, EvalTask, PerplexityRow
 from ingot.workflows.local_model import LocalModel, encode_choice
 from tests import models
 
@@ -41,10 +41,10 @@ def test_rows_are_read_as_the_engine_gets_to_them(directory: Path, tmp_path: Pat
     max_active, taken = 2 * local.llm.engine.config.max_num_seqs, list[int]()
     count = 3 * max_active
 
-    def rows() -> Iterator[TextRow]:
+    def rows() -> Iterator[PerplexityRow]:
         for line in range(count):
             taken.append(line)
-            yield TextRow(line, "ab" * (1 + line % 5))
+            yield PerplexityRow(line, "ab" * (1 + line % 5))
 
     sizes, done = list[int](), 0
     local.llm.engine.on_step = lambda plan, seconds: sizes.append(len(plan.scheduled))
