@@ -37,7 +37,7 @@ from ingot.evaluation.model import (
     row_error,
     split_choice,
 )
-from ingot.evaluation.task import ChoiceRow, EvalTask, Row, PerplexityRow
+from ingot.evaluation.task import ChoiceRow, EvalTask, PerplexityRow, Row
 
 MAX_CONCURRENCY = 1024
 MAX_ATTEMPTS = 10

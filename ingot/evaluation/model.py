@@ -13,7 +13,7 @@ import msgspec
 
 from ingot.core.errors import DataError
 from ingot.evaluation.metric import TextScore
-from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, Row, PerplexityRow
+from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, PerplexityRow, Row
 
 
 class SampleRequest(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ from ingot.evaluation.client import HttpModel
 from ingot.evaluation.metric import Estimate, TextScore
 from ingot.evaluation.model import EvalModel, SampleRequest
 from ingot.evaluation.samples import Sample, SampleFile
-from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, Row, PerplexityRow
+from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, PerplexityRow, Row
 
 if TYPE_CHECKING:
     from ingot.workflows.local_model import LocalModel

@@ -26,7 +26,7 @@ from ingot.evaluation.model import (
     split_choice,
     windows,
 )
-from ingot.evaluation.task import ChoiceRow, EvalTask, Prompt, Row, PerplexityRow
+from ingot.evaluation.task import ChoiceRow, EvalTask, PerplexityRow, Prompt, Row
 from ingot.interop import directory, hub
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.workflows.llm import LLM, CompletionChunk

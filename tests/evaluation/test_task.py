@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError, DataError, UnknownName
 from ingot.evaluation import task as tasks
-from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, TaskSettings, PerplexityRow
+from ingot.evaluation.task import AnswerRow, ChoiceRow, EvalTask, PerplexityRow, TaskSettings
 
 
 def write(folder: Path, *rows: Any) -> Path:
