@@ -30,10 +30,10 @@ def _worker() -> None:
 
     plain = Runner.run
 
-    def run(self, work):  # pyright: ignore
+    def run(self, work, slots=None):  # pyright: ignore
         if any(item.tokens[: len(POISON)] == POISON for item in work):
             raise MemoryError("no memory, for a test")
-        return plain(self, work)
+        return plain(self, work, slots)
 
     Runner.run = run  # pyright: ignore
     worker.main()
