@@ -29,7 +29,6 @@ from torch import Tensor
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype
 from ingot.ops.check import check_same_dtype, is_integral
-from ingot.ops.epilogue import IDENTITY
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.linear import linear
@@ -226,10 +225,9 @@ def _of_linear(forward: Callable[..., Any]) -> Backward:
     """Return the backward of `linear`, which rounds the gradient to the dtype of the weight."""
 
     def backward(needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor | None]:
-        hidden, weight = args
-        grad = grads[0].to(hidden.dtype)
-        flags = [*needs, False, False, False]
-        found = iter(linear.backward_overload(flags, [grad], hidden, weight, None, IDENTITY, None))
+        args = linear.with_defaults(args)
+        flags = [*needs, *(False for _ in args[len(needs) :])]
+        found = iter(linear.backward_overload(flags, [grads[0].to(args[0].dtype)], *args))
         return [next(found) if needed else None for needed in needs]
 
     return backward
