@@ -42,7 +42,7 @@ class UnknownName(IngotError):
         close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
         suggestion = f"did you mean '{close[0]}'? " if close else ""
         # Among many options the suggestion alone is printed: a list of sixty is not read.
-        listing = "" if close and len(options) > 20 else f"valid: {', '.join(options)}"
+        listing = "" if close and len(options) > 30 else f"valid: {', '.join(options)}"
         super().__init__(f"unknown {kind} '{name}'", hint=(suggestion + listing).rstrip())
         self.name = name
 

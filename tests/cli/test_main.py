@@ -59,6 +59,7 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "import": ("from", "to"),
         "info": ("directory",),
         "keys": ("create", "alice"),
+        "merge": ("adapter", "to"),
         "pull": ("org/name",),
         "serve": ("directory",),
         "train": ("recipe",),
