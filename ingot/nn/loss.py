@@ -149,7 +149,9 @@ def sampled_logprobs(
     weight_VD = model.lm_head_weight
     top_k = len(weight_VD) if top_k is None else top_k
     options = [
-        torch.as_tensor(option, dtype=dtype, device=tokens_T.device).expand(len(targets_T))
+        option.to(targets_T.device, dtype).expand(len(targets_T))
+        if isinstance(option, Tensor)
+        else torch.full_like(targets_T, option, dtype=dtype)
         for option, dtype in (
             (temperature, torch.float32),
             (top_k, torch.int64),
