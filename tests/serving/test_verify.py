@@ -126,7 +126,7 @@ def random_adapters(decoder: Decoder) -> dict[str, peft.Adapter]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_bit_of_mixed_adapters_is_equal(dtype: torch.dtype) -> None:
     decoder = Decoder.from_config(preset("tiny"), seed=3, dtype=dtype)
-    found = verify.verify(decoder, adapters=random_adapters(decoder), schedules=12)
+    found = verify.verify(decoder, adapters=random_adapters(decoder), schedules=12, seed=2)
     assert found.difference is None
     assert (found.adapters, found.max_models_per_step) == (8, 9)
     assert found.cached_tokens > 0
