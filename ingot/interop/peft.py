@@ -209,7 +209,7 @@ def new_config(config: LoraConfig, targets: Sequence[str], base: str | None = No
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": config.dropout,
         "modules_to_save": None,
         "peft_type": "LORA",
