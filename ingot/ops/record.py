@@ -193,17 +193,16 @@ class Op(Generic[P, R]):
     def backward_kernel(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
         """Compute the needed gradients, called by torch's dispatcher."""
         args = self.with_defaults(args)
+        needs = _for_each_argument(needs, args)
         backward = next(p.backward for p in candidates(self.providers, args) if p.backward)
         gradients = outside_autocast(backward, needs, grads, *args)
         return needed_gradients(args, gradients, needs, grads)
 
     def backward_fake(self, needs: list[bool], grads: list[Tensor], *args: Any) -> list[Tensor]:
         """Allocate the needed gradients, called by torch's dispatcher."""
-        return [
-            allocate_like(arg)
-            for arg, needed in zip(self.with_defaults(args), needs, strict=True)
-            if needed
-        ]
+        args = self.with_defaults(args)
+        flags = _for_each_argument(needs, args)
+        return [allocate_like(arg) for arg, needed in zip(args, flags, strict=True) if needed]
 
     def _raise_with_hint(self, args: tuple[Any, ...]) -> None:
         """Repeat a call that a C++ kernel rejected, to raise an error with the op and a hint."""
@@ -221,6 +220,11 @@ class Op(Generic[P, R]):
             f"{self.name}: {condition}",
             hint="fix the argument, or run this call with `ingot.ops.prefer('reference')`",
         )
+
+
+def _for_each_argument(needs: list[bool], args: tuple[Any, ...]) -> list[bool]:
+    """Append flags for trailing arguments that torch.compile has dropped: see `with_defaults`."""
+    return [*needs, *(False for _ in args[len(needs) :])]
 
 
 def registry() -> dict[str, Op[..., Any]]:
