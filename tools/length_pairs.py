@@ -10,14 +10,13 @@ version of Python and on nothing else.
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.stdlib_chats import Function, functions
+from tools.stdlib_chats import Function, functions, write_rows
 
-NUM_TRAIN, NUM_VALIDATION = 200, 50
 MAX_SUMMARY = 70
 _SYSTEM = "You explain Python."
 _QUESTIONS = ("What does `{name}` do?", "Explain `{name}`.", "What is `{name}` for?")
@@ -47,16 +46,14 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+def short_functions() -> Iterator[Function]:
+    """Yield the functions with a short first sentence."""
+    return (function for function in functions() if len(function.summary) <= MAX_SUMMARY)
+
+
 def main(directory: Path) -> None:
     """Write both files."""
-    short = (function for function in functions() if len(function.summary) <= MAX_SUMMARY)
-    chosen = sorted(short, key=lambda function: function.order)[: NUM_TRAIN + NUM_VALIDATION]
-    assert len(chosen) == NUM_TRAIN + NUM_VALIDATION, f"only {len(chosen)} functions"
-    directory.mkdir(parents=True, exist_ok=True)
-    splits = {"train": chosen[:NUM_TRAIN], "validation": chosen[NUM_TRAIN:]}
-    for name, part in splits.items():
-        rows = [json.dumps(pair(function, number)) for number, function in enumerate(part)]
-        (directory / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    write_rows(directory, short_functions(), pair, 200, 50)
 
 
 if __name__ == "__main__":

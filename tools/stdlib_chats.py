@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ subprocess symtable sys sysconfig tarfile tempfile textwrap threading time timei
 trace traceback tracemalloc types typing unicodedata unittest.mock urllib.parse urllib.request
 uuid venv warnings wave weakref xml.sax.saxutils zipfile zlib zoneinfo
 """
-NUM_TRAIN, NUM_VALIDATION = 500, 50
 MAX_SIGNATURE, MAX_SENTENCE = 80, 160
 _SENTENCE = re.compile(r"(.+?[.!])(?:\s|$)", re.DOTALL)
 _QUESTIONS = (
@@ -109,16 +108,27 @@ def _summary(value: Any) -> str | None:
     return summary if is_sentence and len(summary) <= MAX_SENTENCE else None
 
 
+def write_rows(
+    directory: Path,
+    candidates: Iterable[Function],
+    row: Callable[[Function, int], dict[str, Any]],
+    num_train: int,
+    num_validation: int,
+) -> None:
+    """Write `train.jsonl` and `validation.jsonl` with the rows of some of the functions."""
+    total = num_train + num_validation
+    chosen = sorted(candidates, key=lambda function: function.order)[:total]
+    assert len(chosen) == total, f"only {len(chosen)} functions"
+    directory.mkdir(parents=True, exist_ok=True)
+    splits = {"train": chosen[:num_train], "validation": chosen[num_train:]}
+    for name, part in splits.items():
+        rows = [json.dumps(row(function, number)) for number, function in enumerate(part)]
+        (directory / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+
+
 def main(directory: Path) -> None:
     """Write both files."""
-    chosen = sorted(functions(), key=lambda function: function.order)
-    chosen = chosen[: NUM_TRAIN + NUM_VALIDATION]
-    assert len(chosen) == NUM_TRAIN + NUM_VALIDATION, f"only {len(chosen)} functions"
-    directory.mkdir(parents=True, exist_ok=True)
-    splits = {"train": chosen[:NUM_TRAIN], "validation": chosen[NUM_TRAIN:]}
-    for name, part in splits.items():
-        rows = [json.dumps(conversation(f, number)) for number, f in enumerate(part)]
-        (directory / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    write_rows(directory, functions(), conversation, 500, 50)
 
 
 if __name__ == "__main__":

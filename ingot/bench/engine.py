@@ -3,6 +3,8 @@
     decode    a step of 1, 8 and 32 requests, interleaved with reading as many bytes of memory as
               the step has to: the weights, the keys and the values. On a machine with other tenants
               the bandwidth changes by half within a minute, so only interleaving is a comparison.
+    options   a step of 32 requests with log-probabilities or LoRA adapters, interleaved with one
+              without them
     ngram     one request that copies a text of its prompt, with and without n-gram speculation
     prefix    requests whose prompts share nine tokens of ten, one after the other, with the blocks
               of the previous ones and with a cache salt each, which shares nothing
@@ -14,15 +16,22 @@ Each optimization is interleaved with its baseline, and both have to produce the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from random import Random
 from statistics import mean, median
+from typing import Any
+
+import torch
 
 from ingot.bench.cpu_peaks import reader_on_all_cores
 from ingot.core.errors import IngotError
+from ingot.interop import peft
 from ingot.nn.decoder import Decoder
 from ingot.nn.layout import KVSpec
+from ingot.nn.lora import LoraConfig
+from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
@@ -37,6 +46,7 @@ TEXT = (
 )
 PREFIX, PROMPT, NUM_PROMPTS = 288, 320, 16
 BATCHES, STEPS, DECODE_PROMPT = (1, 8, 32), 100, 16
+NUM_LORAS, LORA_RANK = 8, 16
 _MAX_READ_BYTES = 2**30
 
 Advance = Callable[[int], object]
@@ -52,6 +62,18 @@ class DecodeStep:
     """Seconds that reading the same bytes takes."""
     roofline_fraction: float
     tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOption:
+    """A step of 32 requests with an option: medians, and the median of the ratios."""
+
+    name: str
+    step_s: float
+    baseline_s: float
+    """Seconds of a step without it."""
+    speed_ratio: float
+    """Speed with it over the speed without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +95,11 @@ def decode(model: LLM, steps: int = STEPS, advance: Advance = lambda _: None) ->
 
 
 def _decode(decoder: Decoder, batch_size: int, steps: int, advance: Advance) -> DecodeStep:
-    engine, vocab_size = Engine(decoder), decoder.config.vocab_size
-    for number in range(batch_size):
-        prompt = tuple((7 * at + number) % vocab_size for at in range(DECODE_PROMPT))
-        options = SamplingParams(temperature=0.0)
-        engine.add_request(
-            Request(id=number, prompt=prompt, max_tokens=steps + 3, sampling_params=options)
-        )
+    engine = Engine(decoder)
+    _add_requests(engine, batch_size, steps, temperature=0.0)
     spec = KVSpec.of(decoder)
     kv_bytes = spec.bytes_per_token if spec else 0
     num_bytes = _weight_bytes(decoder) + batch_size * (DECODE_PROMPT + steps // 2) * kv_bytes
-    for _ in range(2):  # prefill; page faults, graph captures
-        engine.step()
     pairs = []
     with reader_on_all_cores(min(num_bytes, _MAX_READ_BYTES)) as (read, size):
         for _ in range(steps):
@@ -98,6 +113,75 @@ def _decode(decoder: Decoder, batch_size: int, steps: int, advance: Advance) -> 
         roofline_fraction=median(b / a for a, b in pairs),
         tokens_per_s=batch_size / step,
     )
+
+
+def _add_requests(
+    engine: Engine, number: int, steps: int, adapters: Sequence[str] = ("",), **options: Any
+) -> None:
+    """Add requests that run for `steps` steps, and run their prefill."""
+    vocab_size = engine.decoder.config.vocab_size
+    for id in range(number):
+        engine.add_request(
+            Request(
+                id=id,
+                prompt=tuple((7 * at + id) % vocab_size for at in range(DECODE_PROMPT)),
+                max_tokens=steps + 3,
+                adapter=adapters[id % len(adapters)],
+                sampling_params=SamplingParams(seed=id, **options),
+            )
+        )
+    for _ in range(2):  # prefill; page faults, graph captures
+        engine.step()
+
+
+def measure_options(
+    model: LLM, steps: int = STEPS, advance: Advance = lambda _: None
+) -> list[DecodeOption]:
+    """Time `steps` decode steps with each option; `advance` is called after each round of them."""
+    decoder = model.decoder
+    pool = AdapterPool(decoder, NUM_LORAS, LORA_RANK)
+    names = [f"lora-{number}" for number in range(NUM_LORAS)]
+    for name in names:
+        pool.load(name, _adapter(decoder))
+    raw: dict[str, Any] = {"logprobs": 0}
+    options: dict[str, dict[str, Any]] = {
+        "none": {},
+        "raw log-probabilities": raw,
+        "processed log-probabilities": {**raw, "logprobs_mode": "processed"},
+        "one adapter": {"adapters": names[:1]},
+        f"{NUM_LORAS} adapters": {"adapters": names},
+    }
+    engines = {name: Engine(decoder, adapters=pool) for name in options}
+    for name, engine in engines.items():
+        _add_requests(engine, BATCHES[-1], steps, temperature=1.0, **options[name])
+    seconds: dict[str, list[float]] = {name: [] for name in options}
+    for number in range(steps):
+        for name in Random(number).sample(list(engines), len(engines)):
+            seconds[name].append(_seconds(engines[name].step))
+        advance(1)
+    baseline = seconds.pop("none")
+    return [
+        DecodeOption(
+            name=name,
+            step_s=median(own),
+            baseline_s=median(baseline),
+            speed_ratio=median(b / a for a, b in zip(own, baseline, strict=True)),
+        )
+        for name, own in seconds.items()
+    ]
+
+
+def _adapter(decoder: Decoder) -> peft.Adapter:
+    """Return an adapter of all linear layers; what its weights are does not change its speed."""
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.01, dtype=decoder.dtype)
+
+    weights = {
+        name: (matrix(LORA_RANK, layer.in_features), matrix(layer.out_features, LORA_RANK))
+        for name, layer in peft.target_layers(decoder).items()
+    }
+    return peft.Adapter(peft.new_config(LoraConfig(rank=LORA_RANK), sorted(weights)), weights)
 
 
 def _weight_bytes(decoder: Decoder) -> int:

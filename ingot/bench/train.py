@@ -3,7 +3,8 @@
     rows = compare(SYSTEMS, directory, TrainTask(batch_size=4, seq_len=512, rounds=5), peaks())
 
 **Systems** are those of `ingot.bench.train_worker`, and ingot in float32, with activation
-recomputation and with AdamW's state in bfloat16. A system that is not installed or fails has a row
+recomputation and with AdamW's state in bfloat16. PEFT is compared with ingot's LoRA, all others
+with its full fine-tuning. A system that is not installed or fails has a row
 with the error; so has one whose losses differ from the first system's by more than 1 %, because it
 computes something else.
 
@@ -97,6 +98,8 @@ def describe_options(recompute: str, state_dtype: str) -> str:
 
 OURS = TrainingSystem(system="ingot")
 FP32 = TrainingSystem(system="ingot", precision="fp32")
+LORA = TrainingSystem(system="lora")
+PEFT = TrainingSystem(system="peft")
 SYSTEMS = (
     OURS,
     TrainingSystem(system="eager"),
@@ -107,6 +110,9 @@ SYSTEMS = (
     TrainingSystem(system="ingot", recompute="full"),
     TrainingSystem(system="ingot", state_dtype="bf16"),
     TrainingSystem(system="ingot", recompute="full", state_dtype="bf16"),
+    LORA,
+    PEFT,
+    TrainingSystem(system="peft", precision="fp32"),
 )
 
 
@@ -175,7 +181,7 @@ class TrainRow:
     p20: float | None = None
     p80: float | None = None
     speedup: float | None = None
-    """Speed of ingot (the first row) over this system's in the same round: p50 of the rounds."""
+    """Speed of ingot over this system's in the same round: p50 of the rounds."""
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
@@ -285,9 +291,6 @@ def rows(
 ) -> list[TrainRow]:
     """Summarize: one row per system, in the given order."""
     first = next((of for of in runs.values() if of.reports and not of.error), None)
-    ours = runs.get(OURS)
-    if ours is None or ours.error or not ours.reports:
-        ours = None
     result: list[TrainRow] = []
     for system, of in runs.items():
         shared: dict[str, Any] = {
@@ -304,7 +307,8 @@ def rows(
         if error or first is None:
             result.append(TrainRow(**shared, error=error or "no result"))
             continue
-        measured = _measurements(of, ours, task)
+        ours = runs.get(LORA if system.system == PEFT.system else OURS)
+        measured = _measurements(of, None if ours is None or ours.error else ours, task)
         peak = machine.matmul["bf16" if system.precision == "bf16" else "fp32"]
         if peak:
             ideal = peak.value * 1e9 / (6 * parameters)
@@ -353,13 +357,19 @@ class TrainSummary:
     """Conclusions from the rows; None where one of them has no measurements."""
 
     best_peer: str | None
-    """The fastest of the other systems."""
+    """The fastest of the other systems in full fine-tuning."""
     speedup: float | None
     """Speed of ingot over the best peer's, in the same rounds."""
     memory_ratio: float | None
     """Peak memory of ingot over the best peer's."""
     backward_over_forward: float | None
     bf16_over_fp32: float | None
+    lora_over_full: float | None
+    """Speed of training a LoRA adapter over that of full fine-tuning, both by ingot."""
+    lora_idle_memory_ratio: float | None
+    """The same for the memory that is held between steps, libraries included."""
+    lora_over_peft: float | None
+    """Speed of ingot's LoRA over PEFT's, in its faster precision."""
     options: dict[str, dict[str, float | None]]
     """For each option of ingot: the fraction of the activations, of the step's memory and of the
     peak that it saves, its step time over the default's, its speedup over the best peer and its
@@ -375,9 +385,12 @@ def summarize(all_rows: Sequence[TrainRow]) -> TrainSummary:
         if row.system == OURS.system
     }
     ours, fp32 = mine.get((OURS.precision, "")), mine.get((FP32.precision, ""))
-    peers = [row for row in measured if row.system != OURS.system]
+    lora = next((row for row in measured if row.system == LORA.system), None)
+    others = [row for row in measured if row.system not in (OURS.system, LORA.system)]
+    peers = [row for row in others if row.system != PEFT.system]
+    peft = [row.speedup for row in others if row.system == PEFT.system and row.speedup]
     best = max(peers, key=lambda row: row.tokens_per_s or 0.0, default=None)
-    others = {name: row for (_, name), row in mine.items() if name}
+    variants = {name: row for (_, name), row in mine.items() if name}
     ratio = ours and round_measurement((ours.backward_s or 0) / (ours.forward_s or 1))
     return TrainSummary(
         best_peer=best and best.system,
@@ -385,7 +398,10 @@ def summarize(all_rows: Sequence[TrainRow]) -> TrainSummary:
         memory_ratio=_ratio(ours, best, "peak_memory_bytes"),
         backward_over_forward=ratio,
         bf16_over_fp32=fp32 and fp32.speedup,
-        options={name: _savings(row, ours, best) for name, row in others.items()} if ours else {},
+        lora_over_full=lora and lora.speedup and round_measurement(1 / lora.speedup),
+        lora_idle_memory_ratio=lora and ours and round_measurement(_idle(lora) / _idle(ours)),
+        lora_over_peft=min(peft, default=None),
+        options={name: _savings(row, ours, best) for name, row in variants.items()} if ours else {},
     )
 
 
@@ -401,6 +417,10 @@ def _savings(row: TrainRow, ours: TrainRow, best: TrainRow | None) -> dict[str, 
         "speedup": _ratio(best, row, "speedup"),
         "memory_ratio": _ratio(row, best, "peak_memory_bytes"),
     }
+
+
+def _idle(row: TrainRow) -> int:
+    return (row.peak_memory_bytes or 0) - (row.step_memory_bytes or 0)
 
 
 def _ratio(row: TrainRow | None, other: TrainRow | None, name: str) -> float | None:

@@ -6,7 +6,9 @@ JSON on stdout.
     ingot      `ingot.training`'s train step: bf16 weights with 32-bit master weights, or float32
     eager      `ingot.bench.gpt2_baseline`: float32 weights, bf16 by autocast
     compile    the same under torch.compile
-    trainer    transformers' GPT-2 and its Trainer, with its bf16 option
+    trainer    transformers' model and its Trainer, with its bf16 option
+    lora       ingot, training a LoRA adapter of rank 16 on all linear layers
+    peft       the same with PEFT and Trainer; weights of the base in the precision of the run
 
 All have the same weights, the same batches (random tokens, a function of the step number), the same
 AdamW (in float32, weight decay on matrices except the embeddings; torch's fused one, for ingot
@@ -31,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,11 @@ from ingot.core.targets import IGNORE_INDEX
 from ingot.data import TokenBatch
 from ingot.training.optimizer import AdamWConfig, Optimizers, select_decayed
 
+if TYPE_CHECKING:
+    from ingot.nn.lora import LoraConfig
+
 WARMUP_STEPS = 2
+LORA_RANK = 16
 _LR = 1e-4
 
 
@@ -137,6 +143,17 @@ def _trim() -> None:
 
 def ingot(task: dict[str, Any], clock: StepClock) -> str:
     """Run the train step of `ingot.training`."""
+    return _run_ingot(task, clock)
+
+
+def lora(task: dict[str, Any], clock: StepClock) -> str:
+    """Run the train step of `ingot.training` for a LoRA adapter."""
+    from ingot.nn.lora import LoraConfig
+
+    return _run_ingot(task, clock, LoraConfig(rank=LORA_RANK, alpha=2.0 * LORA_RANK))
+
+
+def _run_ingot(task: dict[str, Any], clock: StepClock, adapter: LoraConfig | None = None) -> str:
     from ingot.interop import hf
     from ingot.training.clip import ClipNormConfig, Clipper
     from ingot.training.objective import CrossEntropy
@@ -148,6 +165,8 @@ def ingot(task: dict[str, Any], clock: StepClock) -> str:
             clock.lap("forward")
 
     model = hf.load(task["model"], dtype=torch.float32)
+    if adapter:
+        model.add_lora(adapter, seed=0)
     masters = MasterWeights(model, Precision(task["precision"]), split=True)
     config = AdamWConfig(lr=_LR, state_dtype=task["state_dtype"])
     optimizers = Optimizers(config, model, masters.weights, masters.low_bits)
@@ -196,7 +215,42 @@ def _run_baseline(
 
 
 def trainer(task: dict[str, Any], clock: StepClock) -> str:
-    """Run transformers' Trainer; its work between steps, data included, is not counted."""
+    """Run transformers' Trainer."""
+    return _run_trainer(_transformers_model(task, torch.float32), task, clock)
+
+
+def peft(task: dict[str, Any], clock: StepClock) -> str:
+    """Run transformers' Trainer for a LoRA adapter of PEFT."""
+    import peft
+
+    base = _transformers_model(
+        task, torch.bfloat16 if task["precision"] == "bf16" else torch.float32
+    )
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        target_modules="all-linear",
+        fan_in_fan_out=base.config.model_type == "gpt2",  # its Conv1D
+    )
+    model = peft.get_peft_model(base, config)
+    transformers_version = _run_trainer(model, task, clock)
+    return f"{peft.__version__}, transformers {transformers_version}"
+
+
+def _transformers_model(task: dict[str, Any], dtype: torch.dtype) -> Any:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    dropouts = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    config = transformers.AutoConfig.from_pretrained(task["model"], **dropouts)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        task["model"], config=config, dtype=dtype, attn_implementation="sdpa"
+    )
+
+
+def _run_trainer(model: Any, task: dict[str, Any], clock: StepClock) -> str:
+    """Run Trainer; its work between steps, data included, is not counted."""
     import accelerate  # noqa: F401  # without it, Trainer fails much later
     import transformers
 
@@ -223,11 +277,6 @@ def trainer(task: dict[str, Any], clock: StepClock) -> str:
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(samples)  # pyright: ignore
 
-    transformers.utils.logging.set_verbosity_error()
-    dropouts = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        task["model"], dtype=torch.float32, attn_implementation="sdpa", **dropouts
-    )
     samples = [
         {"input_ids": tokens_L, "labels": targets_L.roll(1)}  # the model shifts labels back
         for pair in _batches(task, model.config.vocab_size)
@@ -270,7 +319,8 @@ def _batches(task: dict[str, Any], vocabulary: int) -> Iterator[tuple[Tensor, Te
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Return torch's AdamW with the parameter groups that ingot uses for such a model."""
-    decay, known = select_decayed(model), dict(model.named_parameters())
+    decay = select_decayed(model)
+    known = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not isinstance(model, gpt2_baseline.GPT2):  # transformers' GPT-2 has its matrices in Conv1D
         decay = {
             n: p.dim() >= 2 and ".wte." not in n and ".wpe." not in n for n, p in known.items()
@@ -282,8 +332,18 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=_LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-SYSTEMS = {"ingot": ingot, "eager": eager, "compile": compiled, "trainer": trainer}
-REQUIRED_PACKAGES: dict[str, Iterable[str]] = {"trainer": ("transformers", "accelerate")}
+SYSTEMS = {
+    "ingot": ingot,
+    "eager": eager,
+    "compile": compiled,
+    "trainer": trainer,
+    "lora": lora,
+    "peft": peft,
+}
+REQUIRED_PACKAGES: dict[str, Iterable[str]] = {
+    "trainer": ("transformers", "accelerate"),
+    "peft": ("transformers", "accelerate", "peft"),
+}
 
 
 def main() -> None:

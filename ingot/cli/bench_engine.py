@@ -19,8 +19,8 @@ def engine(
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Time the engine on a model: decode steps of 1, 8 and 32 requests, interleaved with reading
-    the same bytes from memory, which bounds them; and n-gram speculation and prefix caching, each
-    interleaved with running without it.
+    the same bytes from memory, which bounds them; what log-probabilities and LoRA adapters cost;
+    and n-gram speculation and prefix caching, each interleaved with running without it.
 
     Example: `ingot bench engine smollm2`.
 
@@ -29,17 +29,19 @@ def engine(
         rounds: Number of measured rounds of each optimization.
         json: Print JSON instead of text.
     """
-    from ingot.bench.engine import BATCHES, STEPS, decode, measure_speedups
+    from ingot.bench.engine import BATCHES, STEPS, decode, measure_options, measure_speedups
     from ingot.bench.results import RunInfo
 
     run, llm = RunInfo.now(ingot.__version__), ingot.LLM(model)
-    with log.progress("rounds", len(BATCHES) * STEPS + 2 * rounds) as bar:
+    with log.progress("rounds", (len(BATCHES) + 1) * STEPS + 2 * rounds) as bar:
         speedups = measure_speedups(llm, rounds, bar.advance)
         steps = decode(llm, STEPS, bar.advance)
+        options = measure_options(llm, STEPS, bar.advance)
     if json:
         report = {
             "run": dataclasses.asdict(run),
             "decode": [dataclasses.asdict(step) for step in steps],
+            "options": [dataclasses.asdict(option) for option in options],
             "speedups": [dataclasses.asdict(speedup) for speedup in speedups],
         }
         print(json_format.dumps(report, indent=2))  # noqa: T201
@@ -49,6 +51,13 @@ def engine(
             f"[bold]decode[/]   batch {step.batch_size:2}: {step.tokens_per_s:.0f} tokens/s, "
             f"{step.step_s * 1e3:.2f} ms per step, {step.roofline_fraction:.0%} of the memory "
             "bandwidth",
+            highlight=False,
+        )
+    for option in options:
+        log.stdout().print(
+            f"[bold]options[/]  {option.name}: {option.speed_ratio:.3f}x the speed of batch "
+            f"{BATCHES[-1]} without; {option.step_s * 1e3:.2f} ms per step, "
+            f"{option.baseline_s * 1e3:.2f} without",
             highlight=False,
         )
     for speedup in speedups:

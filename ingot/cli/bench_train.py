@@ -1,4 +1,4 @@
-"""`ingot bench train`: a training step, compared with eager PyTorch, torch.compile and Trainer."""
+"""`ingot bench train`: a training step, compared with PyTorch, transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ def train(
 ) -> None:
     """Time a training step of GPT-2 124M in bfloat16 (forward, backward, optimizer), interleaved
     with eager PyTorch, torch.compile and transformers' Trainer on the same weights and batches;
-    also in float32 and with options that use less memory.
+    also in float32 and with options that use less memory, and training a LoRA adapter, compared
+    with PEFT.
 
-    Examples: `ingot bench train`, `ingot bench train ingot compile --rounds 9`,
-    `ingot bench train --json` for scripts.
+    Examples: `ingot bench train`, `ingot bench train "ingot bf16" compile --rounds 9`,
+    `ingot bench train "ingot bf16" lora peft --model smollm2`.
 
     Args:
-        names: Only these systems: ingot, eager, compile, trainer.
-        model: Directory of a GPT-2; random weights if left out.
+        names: Only these systems: ingot, eager, compile, trainer, lora, peft; "ingot bf16" is
+            ingot without its other options.
+        model: Model directory; a GPT-2 for eager and compile; random weights if left out.
         batch_size: Number of sequences of a step.
         seq_len: Number of tokens of each sequence.
         rounds: Number of measured rounds.
@@ -60,7 +62,7 @@ def train(
 
     task = steps_bench.TrainTask(batch_size=batch_size, seq_len=seq_len, rounds=rounds)
     systems = _select(names, steps_bench.SYSTEMS)
-    if model is not None:
+    if model is not None and {"eager", "compile"} & {system.system for system in systems}:
         check_gpt2(model)
     run = csv_files.RunInfo.now(ingot.__version__)
     file = results and results / "train.csv"
@@ -85,11 +87,11 @@ def train(
 
 
 def _select(names: tuple[str, ...], systems: tuple[TrainingSystem, ...]) -> list[TrainingSystem]:
-    known = {system.system for system in systems}
+    known = {name for system in systems for name in (system.system, system.name)}
     for name in names:
         if name not in known:
             raise UnknownName("system", name, known)
-    return [system for system in systems if not names or system.system in names]
+    return [system for system in systems if not names or {system.system, system.name} & set(names)]
 
 
 @contextmanager
@@ -165,6 +167,13 @@ def _conclusions(summary: TrainSummary) -> list[str]:
         lines.append(f"backward / forward: {summary.backward_over_forward:.2f}x the time")
     if summary.bf16_over_fp32 is not None:
         lines.append(f"bf16 / fp32: {summary.bf16_over_fp32:.2f}x the speed")
+    if summary.lora_over_full is not None and summary.lora_idle_memory_ratio is not None:
+        lines.append(
+            f"LoRA / full: {summary.lora_over_full:.2f}x the speed, "
+            f"{summary.lora_idle_memory_ratio:.0%} of the memory between steps, libraries included"
+        )
+    if summary.lora_over_peft is not None:
+        lines.append(f"LoRA: {summary.lora_over_peft:.2f}x the speed of PEFT")
     for name, of in summary.options.items():
         peer = f"; {of['memory_ratio']:.0%} of the best peer's memory" if of["memory_ratio"] else ""
         lines.append(

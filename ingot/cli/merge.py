@@ -43,13 +43,12 @@ def merge(
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
         return
-    console = stdout()
+    console, drift = stdout(), report.drift
     console.print(
         f"merged rank {report.rank} in {report.layers} layers into {directory}", highlight=False
     )
     console.print(
-        f"KL(adapter || merged) over {report.positions} positions: mean {report.kl_mean:.2e}, "
-        f"max {report.kl_max:.2e} nats; same most likely token at "
-        f"{report.argmax_agreement:.1%}",
+        f"KL(adapter || merged) over {drift.positions} positions: mean {drift.kl_mean:.2e}, "
+        f"max {drift.kl_max:.2e} nats; same most likely token at {drift.argmax_agreement:.1%}",
         highlight=False,
     )

@@ -36,8 +36,10 @@ MAX_TOKENS = 1 << 32  # of all conversations, in memory
 # Share of targets up to which the LM head is applied to their rows alone.
 MAX_TARGET_SHARE = 0.9
 
-EncodeRow = Callable[[Row], Sequence[tuple[list[int], list[bool]]]]
-"""Returns the tokens of a row's sequences, and which of them are trained."""
+EncodedSequence = tuple[list[int], list[bool]]
+"""Tokens, and which of them are trained."""
+EncodeRow = Callable[[Row], Sequence[EncodedSequence]]
+"""Returns the sequences of a row."""
 
 
 @dataclass(frozen=True)
@@ -76,36 +78,52 @@ def encode_rows(
     rows: Iterable[Row], encode: EncodeRow, *, max_length: int, drop_long: bool = False
 ) -> MaskedSequences:
     """Encode rows; those of more than `max_length` tokens are an error, or dropped and counted."""
+    samples = ((row.name, [sequence]) for row in rows for sequence in encode_row(row, encode))
+    return join(samples, "conversations", max_length=max_length, drop_long=drop_long)
+
+
+def join(
+    samples: Iterable[tuple[str, Sequence[EncodedSequence]]],
+    noun: str,
+    *,
+    max_length: int,
+    drop_long: bool,
+) -> MaskedSequences:
+    """Join the sequences of all samples, each of which has a name for errors.
+
+    Samples with a sequence of more than `max_length` tokens are an error, or dropped and counted.
+    """
     tokens: list[NDArray[np.int32]] = []
     trained: list[NDArray[np.bool_]] = []
     dropped: list[tuple[int, str]] = []
-    total = num_rows = 0
-    for row in rows:
-        num_rows += 1
-        for ids, mask in encode_row(row, encode):
-            if len(ids) > max_length:
-                dropped.append((len(ids), row.name))
-                continue
+    total = count = 0
+    for name, sequences in samples:
+        count += 1
+        longest = max(len(ids) for ids, _ in sequences)
+        if longest > max_length:
+            dropped.append((longest, name))
+            continue
+        for ids, mask in sequences:
             tokens.append(np.array(ids, dtype=np.int32))
             trained.append(np.array(mask, dtype=np.bool_))
             total += len(ids)
         if total > MAX_TOKENS:
             raise DataError(
-                f"{row.name}: all rows together must have at most {MAX_TOKENS:,} tokens",
-                hint="train on a part of the rows",
+                f"{name}: all {noun} together must have at most {MAX_TOKENS:,} tokens",
+                hint=f"train on a part of the {noun}",
             )
     if dropped:
-        report_long(dropped, num_rows, max_length, drop_long)
+        _report_long(dropped, count, noun, max_length, drop_long)
     if not tokens:
         raise DataError(
-            f"no conversations to train on, of {num_rows} rows",
-            hint="add rows, raise data.seq_len, or change the validation split",
+            f"no {noun} to train on, of {count}",
+            hint=f"add {noun}, raise data.seq_len, or change the validation split",
         )
     ends = np.cumsum([len(part) for part in tokens], dtype=np.int64)
     return MaskedSequences(np.concatenate(tokens), np.concatenate(trained), ends)
 
 
-def encode_row(row: Row, encode: EncodeRow) -> Sequence[tuple[list[int], list[bool]]]:
+def encode_row(row: Row, encode: EncodeRow) -> Sequence[EncodedSequence]:
     """Encode a row; raise an error that names it if that fails or if nothing would be trained."""
     try:
         encoded = encode(row)
@@ -119,14 +137,14 @@ def encode_row(row: Row, encode: EncodeRow) -> Sequence[tuple[list[int], list[bo
     return encoded
 
 
-def report_long(
-    dropped: list[tuple[int, str]], num_rows: int, max_length: int, drop_long: bool
+def _report_long(
+    dropped: list[tuple[int, str]], count: int, noun: str, max_length: int, drop_long: bool
 ) -> None:
-    """Warn about rows that are too long, given by length and name, or raise an error."""
+    """Warn about samples that are too long, given by length and name, or raise an error."""
     longest, name = max(dropped)
     summary = (
-        f"{len(dropped)} of {num_rows} conversations have more than {max_length:,} tokens; the "
-        f"longest has {longest:,} ({name})"
+        f"{len(dropped)} of {count} {noun} have more than {max_length:,} tokens; the longest has "
+        f"{longest:,} ({name})"
     )
     if not drop_long:
         raise DataError(

@@ -31,12 +31,12 @@ from torch import Tensor
 from ingot.core.errors import DataError
 from ingot.core.targets import IGNORE_INDEX
 from ingot.data.chat_dataset import (
-    MAX_TOKENS,
+    EncodedSequence,
     EncodeRow,
     MaskedSequences,
     encode_row,
+    join,
     next_targets,
-    report_long,
 )
 from ingot.data.pack import TokenBatch
 from ingot.data.row import KEYS, Record, Row, parse_row, read_records
@@ -107,38 +107,14 @@ def encode_pairs(
 
     Pairs of which one has more than `max_length` tokens are an error or dropped and counted.
     """
-    parts: list[tuple[list[int], list[bool]]] = []
-    dropped: list[tuple[int, str]] = []
-    total = num_pairs = 0
-    for pair in pairs:
-        num_pairs += 1
-        both = [_encode_answer(row, encode) for row in (pair.chosen, pair.rejected)]
-        longest = max(len(tokens) for tokens, _ in both)
-        if longest > max_length:
-            dropped.append((longest, pair.name))
-            continue
-        parts += both
-        total += sum(len(tokens) for tokens, _ in both)
-        if total > MAX_TOKENS:
-            raise DataError(
-                f"{pair.name}: all pairs together must have at most {MAX_TOKENS:,} tokens",
-                hint="train on a part of the pairs",
-            )
-    if dropped:
-        report_long(dropped, num_pairs, max_length, drop_long)
-    if not parts:
-        raise DataError(
-            f"no pairs to train on, of {num_pairs}",
-            hint="add pairs, raise data.seq_len, or change the validation split",
-        )
-    return MaskedSequences(
-        np.concatenate([np.array(tokens, np.int32) for tokens, _ in parts]),
-        np.concatenate([np.array(trained, np.bool_) for _, trained in parts]),
-        np.cumsum([len(tokens) for tokens, _ in parts], dtype=np.int64),
+    samples = (
+        (pair.name, [_encode_answer(row, encode) for row in (pair.chosen, pair.rejected)])
+        for pair in pairs
     )
+    return join(samples, "pairs", max_length=max_length, drop_long=drop_long)
 
 
-def _encode_answer(row: Row, encode: EncodeRow) -> tuple[list[int], list[bool]]:
+def _encode_answer(row: Row, encode: EncodeRow) -> EncodedSequence:
     sequences = encode_row(row, encode)
     if len(sequences) != 1:
         raise DataError(

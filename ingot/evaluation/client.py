@@ -1,34 +1,24 @@
-"""A client of OpenAI-compatible servers, for evaluation.
+"""The model of an OpenAI-compatible server, for evaluation.
 
 Answers come from `/v1/completions` (text prompts) and `/v1/chat/completions` (messages). Texts and
 choices are scored with `echo` and `logprobs` of `/v1/completions`, which ingot and vLLM support.
 
-Threads have a bounded number of requests under way. A request that the server rejects
-because it is overloaded or restarting (429, 502, 503, 504), or whose connection breaks, is sent
-again after a pause: that of `Retry-After`, or one that doubles each time. Redirects are not
-followed, so that the API key reaches only the named server.
+Threads have a bounded number of requests under way.
 """
 
 from __future__ import annotations
 
-import http.client
 import math
-import random
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
 from typing import Annotated, Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import msgspec
 
-from ingot.core.errors import ConfigError, IngotError
+from ingot.core.errors import ConfigError
 from ingot.evaluation.metric import TextScore
 from ingot.evaluation.model import (
     SampleOutput,
@@ -38,20 +28,12 @@ from ingot.evaluation.model import (
     split_choice,
 )
 from ingot.evaluation.task import ChoiceRow, EvalTask, PerplexityRow, Row
+from ingot.interop.openai_client import OpenAIClient, HttpStatusError, ServerError
 
 MAX_CONCURRENCY = 1024
-MAX_ATTEMPTS = 10
-MAX_PAUSE_S = 30.0
-MAX_BODY = 1 << 28  # bytes of a response
-TIMEOUT_S = 3600.0  # of a response: a long answer of a slow server
-_RETRIED = frozenset({429, 502, 503, 504})
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class ServerError(IngotError):
-    """A server that cannot be reached, or that rejects a request."""
 
 
 @dataclass(kw_only=True)
@@ -78,13 +60,12 @@ class HttpModel:
                 f"concurrency: expected 1 to {MAX_CONCURRENCY}, got {self.concurrency}",
                 hint=f"give 1 to {MAX_CONCURRENCY}",
             )
-        self._base = base_url(self.url)
-        self._opener = urllib.request.build_opener(_NoRedirect)
-        self.model_name = self._find_model()
+        self._client = OpenAIClient(self.url, self.key)
+        self.model_name = self._client.find_model(self.model_name)
 
     def describe(self) -> dict[str, Any]:
         """Return the address and the name of the model."""
-        return {"url": self._base, "name": self.model_name}
+        return {"url": self._client.base, "name": self.model_name}
 
     def check(self, rows: Iterable[Row]) -> None:
         """Reject rows that a server cannot score: choices after messages."""
@@ -170,7 +151,7 @@ class HttpModel:
             return tokens, msgspec.convert(logprobs, list[float])
         except (msgspec.ValidationError, ValueError) as error:
             raise ServerError(
-                f"{self._base}: no log-probabilities of the prompt in the response",
+                f"{self._client.base}: no log-probabilities of the prompt in the response",
                 hint="use a server that supports `echo` with `logprobs`, such as ingot or vLLM",
             ) from error
 
@@ -195,75 +176,14 @@ class HttpModel:
 
     def _complete(self, row: Row, path: str, body: dict[str, Any]) -> _Response:
         try:
-            return self._send(path, _Response, {"model": self.model_name, **body})
-        except _Rejected as error:
+            return self._client.send(path, _Response, {"model": self.model_name, **body})
+        except HttpStatusError as error:
             raise row_error(
                 self.task,
                 row,
                 f"the server answers {error.status}: {error.message}",
                 "change the row or the settings accordingly",
             ) from error
-
-    # HTTP
-
-    def _find_model(self) -> str:
-        try:
-            listing = self._send("models", _Models)
-        except _Rejected as error:
-            hint = "give --key" if error.status in (401, 403) else "check the URL"
-            raise ServerError(
-                f"{self._base}/models: the server answers {error.status}: {error.message}",
-                hint=hint,
-            ) from error
-        names = [model.id for model in listing.data]
-        if self.model_name is None and len(names) == 1:
-            return names[0]
-        if self.model_name is None or self.model_name not in names:
-            wanted = "serves several models" if self.model_name is None else "lacks that model"
-            raise ServerError(
-                f"{self._base}: {wanted}: {', '.join(names[:20])}", hint="name one: --model-name"
-            )
-        return self.model_name
-
-    def _send(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
-        headers = {"Content-Type": "application/json", "User-Agent": "ingot-eval"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        content = None if body is None else msgspec.json.encode(body)
-        url, reason = f"{self._base}/{path}", ""
-        for attempt in range(MAX_ATTEMPTS):
-            request = urllib.request.Request(url, content, headers)
-            retry_after = None
-            try:
-                with self._opener.open(request, timeout=TIMEOUT_S) as response:
-                    return self._decode(path, kind, response.read(MAX_BODY + 1))
-            except urllib.error.HTTPError as error:
-                message, retry_after = _error_message(error), error.headers.get("Retry-After")
-                reason = f"the server answers {error.code}: {message}"
-                if error.code not in _RETRIED:
-                    raise _Rejected(error.code, message) from error
-            except (OSError, http.client.HTTPException) as error:
-                reason = str(getattr(error, "reason", "") or error or type(error).__name__)
-                if body is None:
-                    break  # the first request: the address is wrong
-            if attempt + 1 < MAX_ATTEMPTS:
-                time.sleep(_pause(attempt, retry_after))
-        raise ServerError(
-            f"{url}: {reason}",
-            hint="check that the server is running, then run the command again: it continues",
-        )
-
-    def _decode(self, path: str, kind: type[T], content: bytes) -> T:
-        try:
-            if len(content) <= MAX_BODY:
-                return msgspec.json.decode(content, type=kind)
-            reason = f"it has more than {MAX_BODY:,} bytes"
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            reason = str(error)
-        raise ServerError(
-            f"{self._base}/{path}: the response is not in OpenAI's format: {reason}",
-            hint="give the address of an OpenAI-compatible server, with /v1 if it has that",
-        )
 
 
 def _work(
@@ -276,14 +196,6 @@ def _work(
             outbox.put((item, function(item), None))
         except BaseException as error:
             outbox.put((item, None, error))
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -310,54 +222,3 @@ class _Response(msgspec.Struct):
 class _EchoLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
-
-
-class _Rejected(Exception):
-    """A response with an error that another attempt would not change."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
-def base_url(url: str) -> str:
-    """Return the address below which the endpoints are.
-
-    >>> base_url("http://127.0.0.1:8000"), base_url("https://example.com/api/v1/")
-    ('http://127.0.0.1:8000/v1', 'https://example.com/api/v1')
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise ConfigError(f"'{url}': not the URL of a server", hint="give http://HOST:PORT")
-    if parts.username or parts.password:
-        raise ConfigError("URL: must not contain a password", hint="give the key with --key")
-    return url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
-
-
-def _error_message(error: urllib.error.HTTPError) -> str:
-    """Return the message of a response in OpenAI's format, or its beginning."""
-    content = b""
-    with error, suppress(OSError, http.client.HTTPException):
-        content = error.read(1 << 16)
-    try:
-        return str(msgspec.json.decode(content)["error"]["message"])[:1000]
-    except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
-        return content.decode(errors="replace")[:200].strip() or str(error.reason)
-
-
-def _pause(attempt: int, retry_after: str | None) -> float:
-    """Return the seconds before the next attempt.
-
-    >>> _pause(0, "3") >= 3, _pause(9, None) <= 1.5 * MAX_PAUSE_S
-    (True, True)
-    """
-    seconds = 0.25 * 2**attempt
-    if retry_after and retry_after.isascii() and retry_after.isdecimal():
-        seconds = float(retry_after[:6])
-    # Spread, so that rejected requests do not return all at once.
-    return min(MAX_PAUSE_S, seconds) * random.uniform(1.0, 1.5)

@@ -1,35 +1,28 @@
 """Chat templates: format messages as the text a model was trained on.
 
-A template is an untrusted Jinja program that comes with the weights. The sandbox keeps it from
+A template is an untrusted Jinja program that comes with the weights. Jinja's sandbox keeps it from
 Python's internals, but not from nested `{% for a in range(99999) %}`, nor from `'a' * 10**10`.
-Python code cannot reliably stop that in its own process, least of all in a server's thread, which
-gets no signals: repeating a string is one long call into C. So templates are rendered in a separate
-process with a memory limit, which is killed after a timeout. It starts at the first use and stays.
-Measured with SmolLM2's template on a Xeon: 0.12 s to start, 20 MB, and 0.17 ms for a rendering that
-takes 0.02 ms in this process.
+So templates are rendered in a process with a memory limit (`ingot.core.sandbox`), which is killed
+after a timeout. It starts at the first use and stays. Measured with SmolLM2's template on a Xeon:
+0.12 s to start, 20 MB, and 0.17 ms for a rendering that takes 0.02 ms in this process.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
 from ingot.core.errors import IngotError
+from ingot.core.sandbox import START_SECONDS, Sandbox
 
 MAX_TEMPLATE = 1 << 18  # characters; the longest in use have about 30 thousand
 MAX_CHARACTERS = 1 << 24  # of the messages as JSON, and of the rendered text
 MAX_MEMORY = 1 << 29  # bytes
 SECONDS = 2.0
-START_SECONDS = 30.0
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
@@ -54,7 +47,7 @@ class ChatTemplate:
             raise _invalid(f"it has {len(source):,} characters, more than {MAX_TEMPLATE:,}")
         self.source = source
         self._lock = threading.Lock()
-        self._renderer: _Renderer | None = None
+        self._renderer: Sandbox | None = None
 
     def render(
         self,
@@ -126,7 +119,8 @@ class ChatTemplate:
 
     def _send(self, content: str) -> dict[str, Any]:
         if self._renderer is None or not self._renderer.alive():
-            renderer = _Renderer()
+            script = Path(__file__).with_name("renderer.py")
+            renderer = Sandbox(script, SECONDS, MAX_CHARACTERS, MAX_MEMORY)
             # Before the process is kept, so that a compile error is raised at every use.
             _checked(renderer.ask(json.dumps(self.source), START_SECONDS))
             self._renderer = renderer
@@ -134,49 +128,6 @@ class ChatTemplate:
         if answer is None or ("error" in answer and not answer["rejected"]):
             self._renderer = None  # a new one next time: this one may be out of memory
         return _checked(answer)
-
-
-class _Renderer:
-    """The rendering process; it is stopped with this object."""
-
-    def __init__(self) -> None:
-        ours, theirs = Pipe()
-        script = Path(__file__).with_name("renderer.py")
-        limits = (SECONDS, MAX_CHARACTERS, MAX_MEMORY)
-        # -P: a module next to the script must not shadow a package, as `gguf` would.
-        # A session of its own: Ctrl-C in the terminal must not reach it.
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(script), str(theirs.fileno()), *map(str, limits)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self._process, self._connection = process, ours
-        self._stop = weakref.finalize(self, _stop, process, ours)
-
-    def alive(self) -> bool:
-        """Return whether the process is running."""
-        return self._process.poll() is None
-
-    def ask(self, content: str, seconds: float) -> dict[str, Any] | None:
-        """Send a message and return the answer; None after a timeout or if the process died."""
-        try:
-            self._connection.send_bytes(content.encode())
-            if self._connection.poll(seconds):
-                return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            pass
-        self._stop()
-        return None
-
-
-def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
 
 
 def _with_parsed_arguments(message: Message) -> Message:

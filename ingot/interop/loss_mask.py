@@ -61,11 +61,11 @@ class SampleEncoder:
         """Return the samples of a conversation; the first `num_prompt` messages are not trained."""
         template = self.tokenizer.chat_template
         if template is None or not template.has_generation:
-            turns = self._turns_by_prefix(messages, tools, num_prompt)
+            pairs = self._turns_by_prefix(messages, tools, num_prompt)
         else:
-            turns = self._marked_turns(messages, tools, num_prompt)
+            pairs = self._marked_turns(messages, tools, num_prompt)
         samples: list[MaskedTokens] = []
-        for prompt, completion in turns:
+        for prompt, completion in pairs:
             if not samples or prompt[: len(samples[-1].tokens)] != samples[-1].tokens:
                 samples.append(MaskedTokens([], []))
             tokens, trained = samples[-1]

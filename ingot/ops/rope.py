@@ -25,7 +25,7 @@ slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype, fake_like
 from ingot.ops.check import check_same_dtype, check_same_shape, is_integral
+from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
@@ -204,6 +205,34 @@ def _cost(
     return Cost(bytes=2 * x.nbytes + positions.nbytes + freqs.nbytes, flops=3 * turned)
 
 
+def _by_rotation(forward: Callable[..., Tensor]) -> Backward:
+    """Return the backward: the rotation by the negated angles.
+
+    Autograd through the reference took 10 ms instead of 0.5 for 512 tokens of SmolLM2 on one core,
+    5 % of a training step.
+    """
+    derived = differentiate(forward)
+
+    def backward(
+        needs: list[bool],
+        grads: list[Tensor],
+        x: Tensor,
+        positions: Tensor,
+        freqs: Tensor,
+        interleaved: bool = False,
+        scale: float = 1.0,
+    ) -> list[Tensor | None]:
+        args = x, positions, freqs, interleaved, scale
+        gradients: list[Tensor | None] = [None] * len(args)
+        if needs[0]:
+            gradients[0] = rope.overload(grads[0], positions, -freqs, interleaved, scale)
+        if needs[2]:  # rare: frequencies are usually not trained
+            gradients[2] = derived([False, False, True, False, False], grads, *args)[2]
+        return gradients
+
+    return backward
+
+
 @op(
     check=_check,
     fake=fake_like,
@@ -211,6 +240,7 @@ def _cost(
     tolerance=Tolerance(),
     cost=_cost,
     row_args=("x", "positions"),
+    gradient=_by_rotation,
 )
 def rope(
     x: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool = False, scale: float = 1.0

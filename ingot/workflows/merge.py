@@ -1,7 +1,7 @@
 """Merge a LoRA adapter into its base model: one directory of weights, with what merging costs.
 
     report = merge("runs/pirate", "pirate-merged", base="smollm2")
-    report.kl_mean
+    report.drift.kl_mean
 
 A merged weight is `W + scale * B A`, computed in float32 and rounded to the dtype of the model. In
 bfloat16 the rounding of a weight is often larger than its update, so that the merged model is not
@@ -14,7 +14,6 @@ accuracy: see `ingot serve --adapter`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from ingot.interop import hf, hub, peft
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import BatchLayout, Decoder
 from ingot.nn.weights import INDEX
+from ingot.observe.drift import DistributionDrift, DistributionMeter
 from ingot.serving.engine.adapters import AdapterPool
 from ingot.workflows.llm import load
 
@@ -46,13 +46,8 @@ class MergeReport:
     rank: int
     layers: int
     """Number of adapted layers."""
-    positions: int
-    """Number of positions at which the distributions were compared."""
-    kl_mean: float
-    """Mean of KL(adapter || merged) in nats."""
-    kl_max: float
-    argmax_agreement: float
-    """Share of positions at which both have the same most likely token."""
+    drift: DistributionDrift
+    """Of the merged model from the adapter."""
 
 
 def merge(
@@ -81,15 +76,9 @@ def merge(
     AdapterPool(decoder, 1, merged.rank).load("adapter", merged)
     adapted_TD = _forward(decoder, sequences, adapted=True)
     peft.merge_(decoder, merged)
-    kl, agreement = divergence(decoder, adapted_TD, _forward(decoder, sequences, adapted=False))
+    drift = _compare(decoder, adapted_TD, _forward(decoder, sequences, adapted=False))
     report = MergeReport(
-        adapter=merged.digest,
-        rank=merged.rank,
-        layers=len(merged.weights),
-        positions=len(kl),
-        kl_mean=float(kl.mean()),
-        kl_max=float(kl.max()),
-        argmax_agreement=agreement,
+        adapter=merged.digest, rank=merged.rank, layers=len(merged.weights), drift=drift
     )
     _write(decoder, base, directory, report)
     return report
@@ -130,21 +119,12 @@ def _forward(decoder: Decoder, sequences: list[list[int]], *, adapted: bool) -> 
 
 
 @torch.inference_mode()
-def divergence(decoder: Decoder, p_TD: Tensor, q_TD: Tensor) -> tuple[Tensor, float]:
-    """Return KL(p || q) of the distributions after each hidden state, in nats, and the share of
-    equal argmaxes."""
-    kl: list[Tensor] = []
-    equal = 0
-    for p, q in _logits(decoder, p_TD, q_TD):
-        equal += int((p.argmax(-1) == q.argmax(-1)).sum())
-        p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
-        kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
-    return torch.cat(kl), equal / len(p_TD)
-
-
-def _logits(decoder: Decoder, *hidden: Tensor) -> Iterator[list[Tensor]]:
-    for parts in zip(*(one.split(_CHUNK) for one in hidden), strict=True):
-        yield [decoder.logits(part) for part in parts]
+def _compare(decoder: Decoder, adapted_TD: Tensor, merged_TD: Tensor) -> DistributionDrift:
+    meter = DistributionMeter()
+    for hidden in zip(adapted_TD.split(_CHUNK), merged_TD.split(_CHUNK), strict=True):
+        adapted_TV, merged_TV = (decoder.logits(rows) for rows in hidden)
+        meter.add(adapted_TV, merged_TV, adapted_TV.argmax(-1))
+    return meter.result()
 
 
 def _write(decoder: Decoder, base: Path, directory: Path, report: MergeReport) -> None:

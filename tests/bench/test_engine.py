@@ -29,6 +29,17 @@ def test_decode_steps_are_compared_with_reading(small: Path) -> None:
         assert 0 < row.roofline_fraction < 1.5  # a small model is far below the bandwidth
 
 
+def test_options_are_compared_with_a_step_without_them(small: Path) -> None:
+    rounds: list[int] = []
+    options = engine.measure_options(ingot.LLM(small), 3, rounds.append)
+    kinds = ("raw log-probabilities", "processed log-probabilities", "one adapter", "8 adapters")
+    assert tuple(option.name for option in options) == kinds
+    assert rounds == [1] * 3
+    for option in options:
+        assert option.step_s > 0
+        assert 0 < option.speed_ratio < 3
+
+
 def test_untied_embedding_is_not_read(small: Path) -> None:
     decoder = ingot.LLM(small).decoder
     whole = sum(parameter.nbytes for parameter in decoder.parameters())

@@ -16,7 +16,9 @@ from ingot.bench import train
 from ingot.bench.peaks import Peak, Peaks
 from ingot.bench.train import (
     FP32,
+    LORA,
     OURS,
+    PEFT,
     SYSTEMS,
     TrainingRuns,
     TrainingSystem,
@@ -107,8 +109,10 @@ def test_measurements_and_summary() -> None:
         FP32: TrainingRuns(reports=[report(4), report(8)]),
         FULL: TrainingRuns(reports=[report(3, peak_bytes=2500), report(6, peak_bytes=2500)]),
         TrainingSystem(system="trainer"): TrainingRuns(error="reason"),
+        LORA: TrainingRuns(reports=[report(0.5, idle_bytes=250), report(1, idle_bytes=250)]),
+        PEFT: TrainingRuns(reports=[report(2), report(4)]),
     }
-    ours, eager, fp32, _, failed = result = rows(runs, "gpt2", 1000, TASK, PEAKS)
+    ours, eager, fp32, _, failed, lora, peft = result = rows(runs, "gpt2", 1000, TASK, PEAKS)
     assert ours.tokens_per_s == pytest.approx(51 / 2)
     assert (ours.forward_s, ours.backward_s, ours.optimizer_s) == (0.5, 1.0, 0.5)
     assert (ours.peak_memory_bytes, ours.step_memory_bytes) == (4000, 3000)
@@ -118,10 +122,13 @@ def test_measurements_and_summary() -> None:
     assert ours.roofline_fraction == pytest.approx(25.5 / 2e6, rel=1e-3)
     # Twice as fast in the first round, three times in the second.
     assert (ours.speedup, eager.speedup) == (1.0, 2.5)
+    assert (lora.speedup, peft.speedup) == (0.5, 4.0)  # PEFT is compared with LoRA
     assert (failed.error, failed.tokens_per_s) == ("reason", None)
     summary = summarize(result)
     assert (summary.best_peer, summary.speedup, summary.memory_ratio) == ("eager", 2.5, 0.5)
     assert (summary.backward_over_forward, summary.bf16_over_fp32) == (2.0, 4.0)
+    assert (summary.lora_over_full, summary.lora_over_peft) == (2.0, 4.0)
+    assert summary.lora_idle_memory_ratio == 0.25
     saved = {"peak_memory_saved": 0.375, "step_memory_saved": 0.5, "activation_memory_saved": 0.75}
     ratios = {
         "time_ratio": 3.0,

@@ -26,7 +26,7 @@ def test_the_cost_is_printed(
     assert "merged rank 4 in 14 layers" in lines
     assert "KL(adapter || merged) over 512 positions: mean" in lines
     merge(tmp_path / "adapter", tmp_path / "again", base=str(small), json=True)
-    assert json.loads(capsys.readouterr().out)["positions"] == 512
+    assert json.loads(capsys.readouterr().out)["drift"]["positions"] == 512
 
 
 def test_the_command_explains_what_is_missing(ready: Any, small: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_nothing_to_train_is_an_error_that_names_the_row() -> None:
         encoded([trained, ([1, 2], [False, False])])
     with pytest.raises(DataError, match="line 0: no token of it would be trained"):
         encode_rows(rows(1), lambda row: [], max_length=4)
-    with pytest.raises(DataError, match="no conversations to train on, of 0 rows"):
+    with pytest.raises(DataError, match="no conversations to train on, of 0"):
         encoded([])
 
 

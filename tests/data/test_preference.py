@@ -89,7 +89,7 @@ def test_a_batch_alternates_between_chosen_and_rejected() -> None:
 
 def test_a_pair_is_dropped_as_a_whole() -> None:
     pairs = [pair("ab", "c", "defg"), pair("x", "yz", "w")]
-    with pytest.raises(DataError, match="1 of 2 conversations"):
+    with pytest.raises(DataError, match="1 of 2 pairs"):
         encode_pairs(pairs, encode, max_length=5)
     kept = encode_pairs(pairs, encode, max_length=5, drop_long=True)
     assert kept.lengths == [3, 2]

@@ -56,7 +56,7 @@ def test_backtracking_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_process_ends_with_the_object() -> None:
     extractor = Extractor("x")
-    process: int = extractor._stop.peek()[2][0].pid  # type: ignore
+    process: int = extractor._sandbox._process.pid
     assert Path(f"/proc/{process}").exists()
     del extractor
     with pytest.raises(ProcessLookupError):

@@ -1,89 +1,28 @@
-"""The client against a real server, and against one that fails in every way."""
+"""Evaluation on a server: requests, errors that name a row, and concurrency."""
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ingot.core.errors import ConfigError, DataError, IngotError
-from ingot.evaluation import client
-from ingot.evaluation.client import HttpModel, ServerError, base_url
+from ingot.evaluation.client import HttpModel
 from ingot.evaluation.model import SampleRequest
 from ingot.evaluation.task import AnswerRow, EvalTask, PerplexityRow
+from ingot.interop import openai_client
+from ingot.interop.openai_client import ServerError
+from tests.openai_server import Responses, answering
 
 ANSWER = {"choices": [{"text": " Paris", "finish_reason": "stop"}], "usage": {}}
-MODELS = {"data": [{"id": "one"}]}
-
-
-class Responses:
-    """What a server answers, in order; the last response is repeated."""
-
-    def __init__(self, *responses: tuple[int, Any, dict[str, str]]) -> None:
-        self.responses = list(responses)
-        self.requests: list[tuple[str, dict[str, str], Any]] = []
-        self.running = self.most_running = 0
-        self.seconds = 0.0
-        self.lock = threading.Lock()
-
-    def next(self) -> tuple[int, Any, dict[str, str]]:
-        with self.lock:
-            return self.responses.pop(0) if len(self.responses) > 1 else self.responses[0]
-
-
-@contextmanager
-def answering(responses: Responses) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(200, MODELS, {})
-
-        def do_POST(self) -> None:
-            content = self.rfile.read(int(self.headers["content-length"]))
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            responses.requests.append((self.path, headers, json.loads(content)))
-            with responses.lock:
-                responses.running += 1
-                responses.most_running = max(responses.most_running, responses.running)
-            time.sleep(responses.seconds)
-            with responses.lock:
-                responses.running -= 1
-            self.reply(*responses.next())
-
-        def reply(self, status: int, body: Any, headers: dict[str, str]) -> None:
-            if status == 0:  # break the connection
-                self.connection.close()
-                return
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            for name, value in {"content-length": str(len(content)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_pause", lambda attempt, after: 0.001)
+    monkeypatch.setattr(openai_client, "_pause", lambda attempt, after: 0.001)
 
 
 @pytest.fixture
@@ -119,26 +58,6 @@ def test_requests_have_the_settings_and_the_key(task: EvalTask) -> None:
     assert "secret" not in repr(model)
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504, 0])
-def test_an_overloaded_server_is_asked_again(task: EvalTask, status: int) -> None:
-    failure = (status, {"error": {"message": "busy"}}, {"retry-after": "1"})
-    responses = Responses(failure, failure, (200, ANSWER, {}))
-    with answering(responses) as url:
-        ((_, output),) = HttpModel(task=task, url=url).generate(requests())
-    assert output.text == " Paris"
-    assert len(responses.requests) == 3
-
-
-def test_a_server_that_stays_overloaded_is_an_error(task: EvalTask) -> None:
-    responses = Responses((503, b"down", {}))
-    with answering(responses) as url:
-        model = HttpModel(task=task, url=url)
-        with pytest.raises(ServerError, match="503: down") as error:
-            list(model.generate(requests()))
-    assert len(responses.requests) == client.MAX_ATTEMPTS
-    assert "continues" in error.value.hint
-
-
 @pytest.mark.parametrize(
     ("response", "message"),
     [
@@ -158,14 +77,6 @@ def test_a_response_that_another_attempt_would_not_change(
         with pytest.raises(IngotError, match=message):
             list(model.generate(requests()))
     assert len(responses.requests) == 1
-
-
-def test_a_long_response_is_not_read(task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "MAX_BODY", 100)
-    with answering(Responses((200, b" " * 101, {}))) as url:
-        model = HttpModel(task=task, url=url)
-        with pytest.raises(ServerError, match="more than 100 bytes"):
-            list(model.generate(requests()))
 
 
 def test_a_server_without_echo_is_named(task: EvalTask) -> None:
@@ -205,30 +116,6 @@ def test_an_interrupted_stream_does_not_wait(task: EvalTask) -> None:
         assert time.monotonic() - begin < 0.5
 
 
-def test_addresses() -> None:
-    assert base_url("https://example.com:1/v1/") == "https://example.com:1/v1"
-    for url in ("ftp://x", "http://", "http://host?key=1"):
-        with pytest.raises(ConfigError, match="not the URL"):
-            base_url(url)
-    with pytest.raises(ConfigError, match="password"):
-        base_url("http://user:secret@host")
-
-
-def test_models_of_the_server(task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(Responses((200, ANSWER, {}))) as url:
-        assert HttpModel(task=task, url=url, model_name="one").model_name == "one"
-        with pytest.raises(ServerError, match="lacks that model: one"):
-            HttpModel(task=task, url=url, model_name="two")
-        monkeypatch.setitem(MODELS, "data", [{"id": "one"}, {"id": "two"}])
-        with pytest.raises(ServerError, match="several models: one, two"):
-            HttpModel(task=task, url=url)
-        with pytest.raises(ConfigError, match="concurrency"):
-            HttpModel(task=task, url=url, concurrency=0)
-    with pytest.raises(ServerError, match="refused") as error:
-        HttpModel(task=task, url=url)
-    assert "running" in error.value.hint
-
-
 def test_choices_after_messages_need_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "task.jsonl"
     path.write_text('{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n')
@@ -237,3 +124,8 @@ def test_choices_after_messages_need_a_directory(tmp_path: Path) -> None:
         model = HttpModel(task=task, url=url)
         with pytest.raises(DataError, match="line 1: servers score choices after a text only"):
             model.check(task.rows())
+
+
+def test_concurrency_is_bounded(task: EvalTask) -> None:
+    with pytest.raises(ConfigError, match="concurrency"):
+        HttpModel(task=task, url="http://127.0.0.1:9", concurrency=0)

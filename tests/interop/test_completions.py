@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from ingot.core.errors import IngotError
-from ingot.interop import completions
+from ingot.interop import openai_client
 from ingot.interop.completions import is_url, prompt_logprobs
+from tests.openai_server import Responses, answering
 
-MODELS = {"data": [{"id": "small"}]}
 GOOD: dict[str, Any] = {
     "token_logprobs": [None, -0.5, -1.5, -9.0],
     "top_logprobs": [None, {"a": -0.5, "b": -1.0}, {"c": -0.1}, {"d": -9.0}],
@@ -29,41 +26,18 @@ def answer(**changes: Any) -> dict[str, Any]:
 @contextmanager
 def server(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Answer one completion after another; yield the address and the bodies received."""
-    left, bodies = list(answers), list[dict[str, Any]]()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(200, MODELS)
-
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            body = json.loads(self.rfile.read(length))
-            bodies.append({**body, "key": self.headers["Authorization"]})
-            self.reply(*left.pop(0))
-
-        def reply(self, status: int, content: Any) -> None:
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
-        thread = threading.Thread(target=made.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{made.server_port}", bodies
-        finally:
-            made.shutdown()
-            thread.join()
+    responses = Responses(*((status, content, {}) for status, content in answers))
+    bodies: list[dict[str, Any]] = []
+    with answering(responses) as url:
+        yield url, bodies
+        for _, headers, body in responses.requests:
+            bodies.append({**body, "key": headers.get("authorization")})
 
 
 def test_logprobs_of_the_prompt_are_returned() -> None:
     with server((200, answer())) as (url, bodies):
         found = prompt_logprobs(f"{url}/v1/", [5, 6, 7], api_key="secret")
-    assert found.model == "small"
+    assert found.model == "one"
     assert found.logprobs == (-0.5, -1.5)
     assert found.top == ({"a": -0.5, "b": -1.0}, {"c": -0.1})
     (body,) = bodies
@@ -73,7 +47,7 @@ def test_logprobs_of_the_prompt_are_returned() -> None:
 
 def test_a_server_that_reports_fewer_tokens_is_asked_again() -> None:
     with server((400, {"error": "at most 5"}), (200, answer())) as (url, bodies):
-        prompt_logprobs(url, [5, 6, 7], model="small")
+        prompt_logprobs(url, [5, 6, 7], model="one")
     assert [body["logprobs"] for body in bodies] == [20, 5]
 
 
@@ -99,16 +73,16 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_answer_is_an_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(openai_client, "MAX_BODY", 1000)
     with server(WRONG[case]) as (url, _), pytest.raises(IngotError) as error:
         prompt_logprobs(url, [5, 6, 7])
-    assert "echo" in error.value.hint
+    assert "server" in error.value.hint
 
 
 def test_a_server_that_does_not_run_is_an_error() -> None:
     with server() as (url, _):
         pass
-    with pytest.raises(IngotError, match="cannot reach"):
+    with pytest.raises(IngotError, match="refused"):
         prompt_logprobs(url, [5, 6, 7])
 
 

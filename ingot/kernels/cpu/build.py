@@ -175,23 +175,18 @@ def _thread_pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
         return _thread_pools[0]
 
 
-def cpu(
-    op: Op[..., Any],
-    *,
-    backward: Callable[..., bool] | None = None,
-    gradient: Backward | None = None,
-) -> None:
+def cpu(op: Op[..., Any], *, backward: Callable[..., bool] | None = None) -> None:
     """Register the C++ kernel with the op's name as its `cpu` provider.
 
     `backward` returns whether the library has the gradient of a call; otherwise the next provider
-    computes it. `gradient` is one that is computed by other kernels.
+    computes it.
     """
     kernel = _declare(op.overload)
 
     def supports(*args: Any) -> bool:
         return _is_supported(args) and library(op.family) is not None
 
-    gradient = _gradient(op, backward) if backward else gradient
+    gradient = _gradient(op, backward) if backward else None
     op.provide("cpu", kernel, batch_invariant=True, supports=supports, backward=gradient)
 
 

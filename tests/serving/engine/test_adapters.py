@@ -130,7 +130,7 @@ def test_a_replaced_adapter_does_not_change_running_requests(decoder: Decoder) -
 def test_requests_that_never_run_release_their_slot(decoder: Decoder) -> None:
     engine = make_engine(decoder, max_loras=1, count=1)
     with pytest.raises(UnknownName):
-        engine.add_request(request(1, "nobody"))
+        engine.add_request(request(1, "unknown"))
     wrong = Request(
         id=2,
         prompt=PROMPT,
