@@ -4,9 +4,9 @@
 
 **Systems** are those of `ingot.bench.train_worker`, and ingot in float32, with activation
 recomputation and with AdamW's state in bfloat16. PEFT is compared with ingot's LoRA, all others
-with its full fine-tuning. A system that is not installed or fails has a row
-with the error; so has one whose losses differ from the first system's by more than 1 %, because it
-computes something else.
+with its full fine-tuning. A system that is not installed or fails has a row with the error; so has
+one whose losses differ by more than 1 % from those of the first system that trains the same
+parameters, because it computes something else.
 
 **Interleaving.** In each round every system runs in a new process, one after the other, so that all
 see the same load and none takes memory from another. A process runs two warm-up steps and three
@@ -290,7 +290,6 @@ def rows(
     machine: Peaks,
 ) -> list[TrainRow]:
     """Summarize: one row per system, in the given order."""
-    first = next((of for of in runs.values() if of.reports and not of.error), None)
     result: list[TrainRow] = []
     for system, of in runs.items():
         shared: dict[str, Any] = {
@@ -303,6 +302,7 @@ def rows(
             "seq_len": task.seq_len,
             "rounds": task.rounds,
         }
+        first = _first(runs, system)
         error = of.error or (first and _loss_difference(of, first))
         if error or first is None:
             result.append(TrainRow(**shared, error=error or "no result"))
@@ -316,6 +316,23 @@ def rows(
             measured["roofline_fraction"] = round_measurement(measured["tokens_per_s"] / ideal)
         result.append(TrainRow(**shared, **measured))
     return result
+
+
+def _first(
+    runs: Mapping[TrainingSystem, TrainingRuns], system: TrainingSystem
+) -> TrainingRuns | None:
+    """Return the first runs that succeeded and train the same parameters: all, or an adapter."""
+    adapters = (LORA.system, PEFT.system)
+    return next(
+        (
+            of
+            for other, of in runs.items()
+            if of.reports
+            and not of.error
+            and (other.system in adapters) == (system.system in adapters)
+        ),
+        None,
+    )
 
 
 def _loss_difference(of: TrainingRuns, first: TrainingRuns) -> str | None:

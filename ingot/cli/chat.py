@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -24,6 +25,7 @@ def chat(
     system: str | None = None,
     max_tokens: int = 512,
     device: str = "auto",
+    adapter: Path | None = None,
 ) -> None:
     """Chat with a model in the terminal; each line is a message.
 
@@ -39,10 +41,11 @@ def chat(
         system: The system prompt.
         max_tokens: The most tokens of an answer.
         device: Where to compute: auto, cpu, cuda, cuda:1.
+        adapter: PEFT directory of a LoRA adapter of the model.
     """
     check_max_tokens(max_tokens)
     params = sampling.params()
-    llm = load(model, device)
+    llm = load(model, device, adapter)
     if llm.tokenizer.chat_template is None:
         raise ChatError(
             f"{model}: the model has no chat template",

@@ -57,6 +57,7 @@ def eval(
     limit: int | None = None,
     output: Path | None = None,
     device: str = "auto",
+    adapter: Path | None = None,
     model_name: str | None = None,
     key: str | None = None,
     concurrency: int = 32,
@@ -82,6 +83,7 @@ def eval(
         limit: Evaluate only the first rows.
         output: Directory of the results; default: one below $XDG_DATA_HOME/ingot/evals.
         device: Where to compute: auto, cpu, cuda, cuda:1.
+        adapter: PEFT directory of a LoRA adapter of the model directory.
         model_name: Name of the model, if the server has several.
         key: API key of the server.
         concurrency: The most requests to the server at one time.
@@ -95,6 +97,7 @@ def eval(
         output=output,
         limit=limit,
         device=device,
+        adapter=adapter,
         model_name=model_name,
         key=key,
         concurrency=concurrency,

@@ -81,6 +81,7 @@ def generate(
     sampling: Annotated[SamplingOptions, tyro.conf.OmitArgPrefixes] = SamplingOptions(),  # noqa: B008
     max_tokens: int = 256,
     device: str = "auto",
+    adapter: Path | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Generate text from a prompt.
@@ -97,11 +98,12 @@ def generate(
         sampling: How tokens are sampled.
         max_tokens: The most tokens to generate.
         device: Where to compute: auto, cpu, cuda, cuda:1.
+        adapter: PEFT directory of a LoRA adapter of the model.
         json: Print JSON at the end instead of the text as it is generated.
     """
     check_max_tokens(max_tokens)
     params = sampling.params()
-    llm = load(model, device)
+    llm = load(model, device, adapter)
     streamer = TextStreamer(llm, params, max_tokens)
     ids = llm.tokenizer.encode(prompt)
     llm.reserve(len(ids) + max_tokens)
@@ -121,10 +123,12 @@ def check_max_tokens(max_tokens: int) -> None:
         raise ConfigError(f"--max-tokens: expected at least 1, got {max_tokens}", hint="raise it")
 
 
-def load(model: Path | str, device: str = "auto") -> LLM:
-    """Load a model and compile its kernels; show a status line meanwhile."""
+def load(model: Path | str, device: str = "auto", adapter: Path | None = None) -> LLM:
+    """Load a model, perhaps with an adapter, and compile its kernels; show a status line
+    meanwhile."""
+    adapters = {} if adapter is None else {"adapter": adapter}
     with stderr().status(f"loading {escape_markup(str(model))}") as status:
-        return LLM(model, device=device, on_status=status.update)
+        return LLM(model, device=device, adapters=adapters, on_status=status.update)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ class TextStreamer:
         return result
 
     def _chunks(self, ids: list[int]) -> Iterator[CompletionChunk]:
-        chunks = self.llm.stream([ids], self.params, max_tokens=self.max_tokens)
+        adapter = next(iter(self.llm.adapters), "")
+        chunks = self.llm.stream([ids], self.params, max_tokens=self.max_tokens, adapter=adapter)
         chunks = (chunk for chunk in chunks if chunk.token_ids)  # not those of a long prompt
         with stderr().status("computing the prompt"):
             first = next(chunks)

@@ -28,7 +28,7 @@ from ingot.evaluation.model import (
     split_choice,
 )
 from ingot.evaluation.task import ChoiceRow, EvalTask, PerplexityRow, Row
-from ingot.interop.openai_client import OpenAIClient, HttpStatusError, ServerError
+from ingot.interop.openai_client import HttpStatusError, OpenAIClient, ServerError
 
 MAX_CONCURRENCY = 1024
 

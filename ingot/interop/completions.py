@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ingot.core.errors import IngotError
-from ingot.interop.openai_client import OpenAIClient, HttpStatusError
+from ingot.interop.openai_client import HttpStatusError, OpenAIClient
 
 _TOP = (20, 5)  # vLLM and ingot report at most 20 tokens, OpenAI 5
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from ingot.core import lineage, paths
@@ -95,12 +96,17 @@ def count_parameters(directory: Path) -> int:
 
 def hash_model(directory: Path) -> str:
     """Return a SHA-256 of all that changes what a model computes: weights, config, tokenizer."""
+    others = (lineage.NAME, "LICENSE", "README.md")
+    return hash_files(path for path in model_files(directory) if path.name not in others)
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """Return a SHA-256 of the names and contents of files."""
     whole = hashlib.sha256()
-    for path in model_files(directory):
-        if path.name not in (lineage.NAME, "LICENSE", "README.md"):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            whole.update(f"{path.name} {digest}\n".encode())
+    for path in files:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        whole.update(f"{path.name} {digest}\n".encode())
     return whole.hexdigest()
 
 

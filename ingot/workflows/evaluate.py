@@ -77,6 +77,7 @@ def evaluate(
     output: Path | str | None = None,
     limit: int | None = None,
     device: str = "auto",
+    adapter: Path | str | None = None,
     model_name: str | None = None,
     key: str | None = None,
     concurrency: int = 32,
@@ -92,6 +93,8 @@ def evaluate(
             after the task, the model and a hash of everything that the samples depend on.
         limit: Evaluate only the first rows.
         device: Where a model directory is computed: "auto", "cpu", "cuda:1", ...
+        adapter: PEFT directory of a LoRA adapter of the model directory. A server selects an
+            adapter by its name: `model_name`.
         model_name: Name of the model, if a server has several.
         key: API key of the server.
         concurrency: The most requests to a server at one time.
@@ -104,20 +107,25 @@ def evaluate(
         Extractor(checked.settings.extract).close()  # an invalid one is an error at once
     target = str(model)
     if target.startswith(("http://", "https://")):
+        if adapter is not None:
+            raise ConfigError(
+                "adapter: a server selects an adapter by its name", hint="name it: --model-name"
+            )
         found: EvalModel = HttpModel(
             task=checked, url=target, model_name=model_name, key=key, concurrency=concurrency
         )
     else:
-        found = _local_model(checked, target, device)
+        found = _local_model(checked, target, device, adapter)
     evaluation = _Evaluation(checked, found, output, limit)
     with paths.lock(evaluation.directory):
         return evaluation.run()
 
 
-def _local_model(task: EvalTask, model: str, device: str) -> LocalModel:
+def _local_model(task: EvalTask, model: str, device: str, adapter: Path | str | None) -> LocalModel:
     from ingot.workflows.local_model import LocalModel  # imports torch
 
-    return LocalModel(task=task, model=model, device=device)
+    path = None if adapter is None else Path(adapter)
+    return LocalModel(task=task, model=model, device=device, adapter=path)
 
 
 class _Evaluation:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ingot.core import lineage
@@ -27,10 +28,11 @@ from ingot.evaluation.model import (
     windows,
 )
 from ingot.evaluation.task import ChoiceRow, EvalTask, PerplexityRow, Prompt, Row
-from ingot.interop import directory, hub
+from ingot.interop import directory, hub, peft
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.workflows.llm import LLM, CompletionChunk
 
+_ADAPTER = "adapter"
 SCORE = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 R = TypeVar("R", bound=Row)
@@ -38,20 +40,27 @@ R = TypeVar("R", bound=Row)
 
 @dataclass(kw_only=True)
 class LocalModel:
-    """A model directory, or a model of the Hugging Face hub; loaded when it has to compute."""
+    """A model directory, or a model of the Hugging Face hub; loaded when it has to compute.
+
+    `adapter` is the PEFT directory of a LoRA adapter, or None.
+    """
 
     task: EvalTask
     model: str
     device: str = "auto"
+    adapter: Path | None = None
 
     def __post_init__(self) -> None:
         self._device = resolve(self.device)  # before a model is downloaded
         self._directory = hub.model_path(self.model)
+        if self.adapter:
+            peft.read_config(self.adapter)  # an error at once if it is not an adapter
 
     @cached_property
     def llm(self) -> LLM:
         """The model; loaded by the first use."""
-        return LLM(self._directory, device=self._device)
+        adapters = {_ADAPTER: self.adapter} if self.adapter else {}
+        return LLM(self._directory, device=self._device, adapters=adapters)
 
     def describe(self) -> dict[str, Any]:
         """Return hash, lineage and processor of the model."""
@@ -60,13 +69,20 @@ class LocalModel:
             processor |= {"cpu": detect().cpu.name, "isa": detect().cpu.isa[0]}
         elif (index := self._device.index or 0) < len(gpus := detect().gpus):
             processor["gpu"] = gpus[index].name
-        return {
+        described = {
             "name": self._directory.resolve().name,
             "path": str(self._directory),
             "sha256": directory.hash_model(self._directory),
             "lineage": list(lineage.read(self._directory).steps),
             **processor,
         }
+        if self.adapter:
+            files = [self.adapter / name for name in (peft.CONFIG, peft.WEIGHTS)]
+            described["adapter"] = directory.hash_files(files)
+        return described
+
+    def _stream(self, prompts: Iterator[Sequence[int]], *args: Any, **options: Any) -> Any:
+        return self.llm.stream(prompts, *args, adapter=_ADAPTER if self.adapter else "", **options)
 
     def check(self, rows: Iterable[Row]) -> None:
         """Raise an error for a row that does not fit in the model's context."""
@@ -125,7 +141,7 @@ class LocalModel:
                     parts[next(numbers)] = score, part, first
                     yield ids
 
-        for chunk in self.llm.stream(sequences(), SCORE, max_tokens=1, ignore_eos=True):
+        for chunk in self._stream(sequences(), SCORE, max_tokens=1, ignore_eos=True):
             score, part, first = parts[chunk.index]
             score.logprobs[part] += [one.logprob for one in chunk.prompt_logprobs or ()]
             if chunk.finish_reason is not None:
@@ -189,7 +205,7 @@ class LocalModel:
             )
             for request in others
         )
-        for chunk in self.llm.stream(
+        for chunk in self._stream(
             prompts(), params, max_tokens=settings.max_tokens, stop=settings.stop
         ):
             request, chunks = running[chunk.index]

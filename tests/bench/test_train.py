@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_all_systems_succeed(gpt2: Path) -> None:
 
 
 def test_measurements_and_summary() -> None:
+    adapted = partial(report, loss=6.0)
     runs = {
         OURS: TrainingRuns(reports=[report(1, 1, 2), report(2, 2, 2)]),
         EAGER: TrainingRuns(
@@ -109,8 +111,8 @@ def test_measurements_and_summary() -> None:
         FP32: TrainingRuns(reports=[report(4), report(8)]),
         FULL: TrainingRuns(reports=[report(3, peak_bytes=2500), report(6, peak_bytes=2500)]),
         TrainingSystem(system="trainer"): TrainingRuns(error="reason"),
-        LORA: TrainingRuns(reports=[report(0.5, idle_bytes=250), report(1, idle_bytes=250)]),
-        PEFT: TrainingRuns(reports=[report(2), report(4)]),
+        LORA: TrainingRuns(reports=[adapted(0.5, idle_bytes=250), adapted(1, idle_bytes=250)]),
+        PEFT: TrainingRuns(reports=[adapted(2), adapted(4)]),
     }
     ours, eager, fp32, _, failed, lora, peft = result = rows(runs, "gpt2", 1000, TASK, PEAKS)
     assert ours.tokens_per_s == pytest.approx(51 / 2)

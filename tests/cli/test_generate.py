@@ -16,6 +16,8 @@ import pytest
 import ingot as package
 from ingot.cli.generate import GenerationResult, SamplingOptions, generate
 from ingot.core.errors import IngotError
+from ingot.interop import hf
+from tests import adapters
 
 COMMAND = str(Path(sys.executable).parent / "ingot")
 HOT = SamplingOptions(temperature=2.0, seed=3)
@@ -42,6 +44,20 @@ def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["prompt_tokens"], found["tokens"], found["finish_reason"]) == (5, 3, "length")
     assert 0 < found["ttft_seconds"] <= found["seconds"]
     assert err == ""
+
+
+def test_an_adapter_changes_the_text(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = adapters.save(hf.load(tiny), tmp_path / "adapter", seed=1)
+    texts: list[str] = []
+    for path in (None, adapter):
+        generate(str(tiny), "ab", max_tokens=8, adapter=path, json=True)
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    llm = package.LLM(tiny, adapters={"a": adapter})
+    assert texts[0] == llm.generate("ab", max_tokens=8).text
+    assert texts[1] == llm.generate("ab", max_tokens=8, adapter="a").text
+    assert texts[0] != texts[1]
 
 
 def test_a_full_context_is_reported(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

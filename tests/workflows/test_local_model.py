@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ingot.core.errors import DataError
+from ingot.core.errors import DataError, IngotError
 from ingot.evaluation.model import SampleRequest
 from ingot.evaluation.task import AnswerRow, EvalTask, PerplexityRow
+from ingot.interop import hf
 from ingot.workflows.local_model import LocalModel, encode_choice
-from tests import models
+from tests import adapters, models
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,21 @@ def test_the_model_is_loaded_when_it_computes(directory: Path, tmp_path: Path) -
     assert "llm" not in vars(local)
     local.check(local.task.rows())
     assert "llm" in vars(local)
+
+
+def test_an_adapter_is_evaluated_and_described(directory: Path, tmp_path: Path) -> None:
+    adapter = adapters.save(hf.load(directory), tmp_path / "adapter", seed=1)
+    base = model(directory, tmp_path, {"text": "Hello world"})
+    adapted = LocalModel(task=base.task, model=str(directory), adapter=adapter)
+    (row,) = base.task.rows()
+    scores = [next(local.score_texts(iter([row])))[1] for local in (base, adapted)]
+    assert scores[1].logprob == adapted.llm.score("Hello world", adapter="adapter").logprob
+    assert scores[0].logprob != scores[1].logprob
+    described = adapted.describe()
+    assert described.pop("adapter")
+    assert described == base.describe()
+    with pytest.raises(IngotError, match="adapter_config"):
+        LocalModel(task=base.task, model=str(directory), adapter=directory)
 
 
 def test_rows_are_read_as_the_engine_gets_to_them(directory: Path, tmp_path: Path) -> None:
