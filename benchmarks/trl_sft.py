@@ -27,9 +27,7 @@ from ingot.interop.tokenizer import Tokenizer
 from ingot.nn.loss import token_losses
 from ingot.workflows.chat_data import row_encoder
 
-_MESSAGE = (
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-)
+_MESSAGE = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
 _MARKED = (
     "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"

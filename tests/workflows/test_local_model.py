@@ -41,7 +41,7 @@ def test_an_adapter_is_evaluated_and_described(directory: Path, tmp_path: Path) 
     adapter = adapters.save(hf.load(directory), tmp_path / "adapter", seed=1)
     base = model(directory, tmp_path, {"text": "Hello world"})
     adapted = LocalModel(task=base.task, model=str(directory), adapter=adapter)
-    (row,) = base.task.rows()
+    row = PerplexityRow(1, "Hello world")
     scores = [next(local.score_texts(iter([row])))[1] for local in (base, adapted)]
     assert scores[1].logprob == adapted.llm.score("Hello world", adapter="adapter").logprob
     assert scores[0].logprob != scores[1].logprob
