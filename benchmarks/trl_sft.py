@@ -22,6 +22,7 @@ import trl
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
 from ingot.data import ChatDataset, encode_rows, read_rows
+from ingot.data.chat_dataset import MaskedSequences
 from ingot.interop import hf
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn.loss import token_losses
@@ -87,7 +88,7 @@ def _their_loss(trainer: trl.SFTTrainer) -> float:
     return float(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count))
 
 
-def _our_loss(directory: Path, encoded: object) -> float:
+def _our_loss(directory: Path, encoded: MaskedSequences) -> float:
     dataset = ChatDataset(encoded, 1 << 16)
     batch = dataset.batch(range(len(dataset)))
     model = hf.load(directory, dtype=torch.float32)

@@ -3,10 +3,10 @@
     rows = compare(SYSTEMS, directory, TrainTask(batch_size=4, seq_len=512, rounds=5), peaks())
 
 **Systems** are those of `ingot.bench.train_worker`, and ingot in float32, with activation
-recomputation and with AdamW's state in bfloat16. PEFT is compared with ingot's LoRA, all others
-with its full fine-tuning. A system that is not installed or fails has a row with the error; so has
-one whose losses differ by more than 1 % from those of the first system that trains the same
-parameters, because it computes something else.
+recomputation and with AdamW's state in bfloat16. PEFT is compared with ingot's LoRA of the same
+precision, all others with its full fine-tuning. A system that is not installed or fails has a row
+with the error; so has one whose losses differ by more than 1 % from those of the first system that
+trains the same parameters, because it computes something else.
 
 **Interleaving.** In each round every system runs in a new process, one after the other, so that all
 see the same load and none takes memory from another. A process runs two warm-up steps and three
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -112,6 +112,7 @@ SYSTEMS = (
     TrainingSystem(system="ingot", recompute="full", state_dtype="bf16"),
     LORA,
     PEFT,
+    TrainingSystem(system="lora", precision="fp32"),
     TrainingSystem(system="peft", precision="fp32"),
 )
 
@@ -307,7 +308,8 @@ def rows(
         if error or first is None:
             result.append(TrainRow(**shared, error=error or "no result"))
             continue
-        ours = runs.get(LORA if system.system == PEFT.system else OURS)
+        is_peft = system.system == PEFT.system
+        ours = runs.get(replace(LORA, precision=system.precision) if is_peft else OURS)
         measured = _measurements(of, None if ours is None or ours.error else ours, task)
         peak = machine.matmul["bf16" if system.precision == "bf16" else "fp32"]
         if peak:
@@ -385,8 +387,8 @@ class TrainSummary:
     """Speed of training a LoRA adapter over that of full fine-tuning, both by ingot."""
     lora_idle_memory_ratio: float | None
     """The same for the memory that is held between steps, libraries included."""
-    lora_over_peft: float | None
-    """Speed of ingot's LoRA over PEFT's, in its faster precision."""
+    lora_over_peft: dict[str, float]
+    """Speed of ingot's LoRA over PEFT's, by precision."""
     options: dict[str, dict[str, float | None]]
     """For each option of ingot: the fraction of the activations, of the step's memory and of the
     peak that it saves, its step time over the default's, its speedup over the best peer and its
@@ -402,10 +404,11 @@ def summarize(all_rows: Sequence[TrainRow]) -> TrainSummary:
         if row.system == OURS.system
     }
     ours, fp32 = mine.get((OURS.precision, "")), mine.get((FP32.precision, ""))
-    lora = next((row for row in measured if row.system == LORA.system), None)
+    is_lora = (LORA.system, LORA.precision)
+    lora = next((row for row in measured if (row.system, row.precision) == is_lora), None)
     others = [row for row in measured if row.system not in (OURS.system, LORA.system)]
     peers = [row for row in others if row.system != PEFT.system]
-    peft = [row.speedup for row in others if row.system == PEFT.system and row.speedup]
+    peft = {row.precision: row.speedup for row in others if row.system == PEFT.system}
     best = max(peers, key=lambda row: row.tokens_per_s or 0.0, default=None)
     variants = {name: row for (_, name), row in mine.items() if name}
     ratio = ours and round_measurement((ours.backward_s or 0) / (ours.forward_s or 1))
@@ -417,7 +420,7 @@ def summarize(all_rows: Sequence[TrainRow]) -> TrainSummary:
         bf16_over_fp32=fp32 and fp32.speedup,
         lora_over_full=lora and lora.speedup and round_measurement(1 / lora.speedup),
         lora_idle_memory_ratio=lora and ours and round_measurement(_idle(lora) / _idle(ours)),
-        lora_over_peft=min(peft, default=None),
+        lora_over_peft={name: speedup for name, speedup in peft.items() if speedup},
         options={name: _savings(row, ours, best) for name, row in variants.items()} if ours else {},
     )
 

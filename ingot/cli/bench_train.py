@@ -172,8 +172,8 @@ def _conclusions(summary: TrainSummary) -> list[str]:
             f"LoRA / full: {summary.lora_over_full:.2f}x the speed, "
             f"{summary.lora_idle_memory_ratio:.0%} of the memory between steps, libraries included"
         )
-    if summary.lora_over_peft is not None:
-        lines.append(f"LoRA: {summary.lora_over_peft:.2f}x the speed of PEFT")
+    for precision, speedup in summary.lora_over_peft.items():
+        lines.append(f"LoRA in {precision}: {speedup:.2f}x the speed of PEFT")
     for name, of in summary.options.items():
         peer = f"; {of['memory_ratio']:.0%} of the best peer's memory" if of["memory_ratio"] else ""
         lines.append(

@@ -129,7 +129,7 @@ def test_measurements_and_summary() -> None:
     summary = summarize(result)
     assert (summary.best_peer, summary.speedup, summary.memory_ratio) == ("eager", 2.5, 0.5)
     assert (summary.backward_over_forward, summary.bf16_over_fp32) == (2.0, 4.0)
-    assert (summary.lora_over_full, summary.lora_over_peft) == (2.0, 4.0)
+    assert (summary.lora_over_full, summary.lora_over_peft) == (2.0, {"bf16": 4.0})
     assert summary.lora_idle_memory_ratio == 0.25
     saved = {"peak_memory_saved": 0.375, "step_memory_saved": 0.5, "activation_memory_saved": 0.75}
     ratios = {
