@@ -187,7 +187,8 @@ def gradients(op: Op[..., Any], args: tuple[Any, ...], threads: int) -> list[Ten
 
 def test_every_gradient_in_cpp_is_tested_here() -> None:
     found = {op.name for op in ops.registry().values() if "cpu" in op.providers}
-    assert {n for n in found if ops.registry()[n].providers["cpu"].backward} == set(ARGUMENTS)
+    own = {name for name in found if ops.registry()[name].providers["cpu"].backward}
+    assert own | {"rope"} == set(ARGUMENTS)  # whose gradient is a call of itself
 
 
 @each_op
