@@ -95,6 +95,34 @@ inline DotOperand load_operand(const bf16* from, int64_t count) {
 }
 inline Floats dot_fma(Floats a, Floats b, Floats acc) { return fma(a, b, acc); }
 
+template <int M, int N>
+inline void reduce_sums(const Floats (&values)[M][N], float (&out)[M][N]) {
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) out[m][n] = reduce_sum(values[m][n]);
+}
+
+#if defined(__AVX512F__)
+// 16 sums at once, with the additions of reduce_sum() in the same order: one by one they take a
+// fifth of the time of a tile of 576 channels.
+inline void reduce_sums(const Floats (&values)[4][4], float (&out)[4][4]) {
+  __m512 eights[8], fours[4], twos[2];  // vectors of the remaining terms of several sums
+  for (int i = 0; i < 8; i++) {
+    auto a = (__m512)values[2 * i % 4][i / 2], b = (__m512)values[2 * i % 4 + 1][i / 2];
+    eights[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    __m512 a = eights[2 * i], b = eights[2 * i + 1];
+    fours[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+  }
+  for (int i = 0; i < 2; i++) {
+    __m512 a = fours[2 * i], b = fours[2 * i + 1];
+    twos[i] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+  }
+  _mm512_storeu_ps(out, _mm512_shuffle_ps(twos[0], twos[1], 0x88) +
+                            _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
+}
+#endif
+
 template <int M, int N, class T>
 inline void dot_tile(const T* const (&x)[M], const T* const (&w)[N], int64_t width,
                      float (&out)[M][N]) {
@@ -111,8 +139,7 @@ inline void dot_tile(const T* const (&x)[M], const T* const (&w)[N], int64_t wid
   int64_t at = 0;
   for (; at + STEP <= width; at += STEP) step(at);
   if (at < width) step(at, width - at);
-  for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) out[m][n] = reduce_sum(total[m][n]);
+  reduce_sums(total, out);
 }
 
 template <int M, class T>
