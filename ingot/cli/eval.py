@@ -117,7 +117,8 @@ def _print_summary(report: EvalReport) -> None:
         stderr = "-" if estimate.stderr is None else f"{estimate.stderr:.4f}"
         table.add_row(name, f"{estimate.value:.4f}", stderr)
     rows = "1 row" if report.num_rows == 1 else f"{report.num_rows:,} rows"
-    title = f"{report.task['file']} on {report.model['name']}: {rows}"
+    adapter = " with an adapter" if "adapter" in report.model else ""
+    title = f"{report.task['file']} on {report.model['name']}{adapter}: {rows}"
     console = stdout()
     console.print(escape_markup(title), table, highlight=False)
     if report.num_truncated:

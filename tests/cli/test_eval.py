@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from ingot.cli.eval import EvalOptions
+from ingot.interop import hf
+from tests import adapters
 
 
 @pytest.fixture
@@ -38,6 +40,17 @@ def test_the_summary_has_metrics_and_the_directory(
     assert found["complete"] is True
     assert found["metrics"]["exact_match"] == {"value": 0.0, "stderr": 0.0}
     assert (tmp_path / "out/samples.jsonl").read_text().count("\n") == 6
+
+
+def test_an_adapter_is_evaluated(cli: Any, tiny: Path, task: Path, tmp_path: Path) -> None:
+    adapter = adapters.save(hf.load(tiny), tmp_path / "adapter", seed=1)
+    arguments = ("eval", str(task), str(tiny), "--max-tokens", "4", "--adapter", str(adapter))
+    run = cli(*arguments)
+    assert run.returncode == 0, run.stderr
+    assert "questions.jsonl on tiny with an adapter: 6 rows" in run.stdout
+    run = cli("eval", str(task), "http://127.0.0.1:9", "--adapter", str(adapter))
+    assert run.returncode == 2
+    assert "hint: name it: --model-name" in run.stderr
 
 
 def test_only_given_options_replace_settings() -> None:
