@@ -19,8 +19,9 @@ the memory held between two steps (weights, optimizer state, libraries), it is t
 step itself: activations, gradients and temporaries. Activations alone are what is allocated between
 forward and backward (as glibc counts it).
 
-**Roofline**: the machine's matmul peak in the system's dtype over 6 N FLOPs per token: two for each
-of N parameters in the forward pass, four in the backward pass. Attention is not counted.
+**Roofline**: the machine's matmul peak in the system's dtype, for bf16 at least that in float32, over
+6 N FLOPs per token: two for each of N parameters in the forward pass, four in the backward pass.
+Attention is not counted.
 """
 
 from __future__ import annotations
@@ -311,9 +312,11 @@ def rows(
         is_peft = system.system == PEFT.system
         ours = runs.get(replace(LORA, precision=system.precision) if is_peft else OURS)
         measured = _measurements(of, None if ours is None or ours.error else ours, task)
-        peak = machine.matmul["bf16" if system.precision == "bf16" else "fp32"]
+        # Without instructions for bf16, PyTorch's matmul is slower in bf16 than in float32.
+        dtypes = ("bf16", "fp32") if system.precision == "bf16" else ("fp32",)
+        peak = max((found.value for name in dtypes if (found := machine.matmul[name])), default=0.0)
         if peak:
-            ideal = peak.value * 1e9 / (6 * parameters)
+            ideal = peak * 1e9 / (6 * parameters)
             measured["roofline_tokens_per_s"] = round_measurement(ideal)
             measured["roofline_fraction"] = round_measurement(measured["tokens_per_s"] / ideal)
         result.append(TrainRow(**shared, **measured))

@@ -117,7 +117,7 @@ def _print(rows: list[TrainRow], summary: TrainSummary, run: RunInfo) -> None:
     for line in _conclusions(summary):
         console.print(line, highlight=False)
     console.print(
-        f"\n{one.model}, {one.batch_size} x {one.seq_len} tokens per step, {one.rounds} rounds. "
+        f"\n{one.model}, {one.batch_size} x {one.seq_len} tokens per step, rounds: {one.rounds}. "
         "tokens/s: p50 \\[p20-p80]. roofline: fraction of the matmul peak in that dtype, at 6 "
         "FLOPs per parameter and token. speedup: of ingot over this system. selective, full: "
         "activation recomputation. fwd, bwd, opt: forward, backward, optimizer in ms. peak: memory "
