@@ -19,9 +19,9 @@ the memory held between two steps (weights, optimizer state, libraries), it is t
 step itself: activations, gradients and temporaries. Activations alone are what is allocated between
 forward and backward (as glibc counts it).
 
-**Roofline**: the machine's matmul peak in the system's dtype, for bf16 at least that in float32, over
-6 N FLOPs per token: two for each of N parameters in the forward pass, four in the backward pass.
-Attention is not counted.
+**Roofline**: the machine's matmul peak in the system's dtype, for bf16 at least that in float32,
+over 6 N FLOPs per token: two for each of N parameters in the forward pass, four in the backward
+pass. Attention is not counted.
 """
 
 from __future__ import annotations
