@@ -102,8 +102,8 @@ inline void reduce_sums(const Floats (&values)[M][N], float (&out)[M][N]) {
 }
 
 #if defined(__AVX512F__)
-// 16 sums at once, with the additions of reduce_sum() in the same order: one by one they take a
-// fifth of the time of a tile of 576 channels.
+// 16 sums at once, with the additions of reduce_sum() in the same order: a GEMM of 576 to 1536
+// channels is 3 to 12 % faster than with one sum at a time.
 inline void reduce_sums(const Floats (&values)[4][4], float (&out)[4][4]) {
   __m512 eights[8], fours[4], twos[2];  // vectors of the remaining terms of several sums
   for (int i = 0; i < 8; i++) {
