@@ -27,8 +27,9 @@ MARKER = "<!-- reference -->"
 PACKAGE = Path(__file__).parent.parent / "ingot"
 
 VARIABLES = {
-    "INGOT_ISA": "Limits the CPU kernels to a lower ISA tier: `amx`, `avx512_bf16`, `avx512`, "
-    "`avx2` or `portable`. Used to test tiers and to reproduce bits across machines.",
+    "INGOT_ISA": "Limits the CPU kernels to a lower ISA tier: `amx`, `avx512_bf16`, "
+    "`avx512_vnni`, `avx512`, `avx2` or `portable`. Used to test tiers and to reproduce bits "
+    "across machines.",
     "INGOT_CXXFLAGS": "Additional flags for compiling the CPU kernels; part of the cache key.",
     "CXX": "The C++ compiler for the CPU kernels. Default: the first of g++ and clang++ found.",
     "XDG_CACHE_HOME": "Parent of ingot's cache: compiled kernels, measured peaks, tokenized data. "

@@ -53,6 +53,7 @@ _TIERS: dict[str, frozenset[str]] = {
     "portable": frozenset(),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "avx512_vnni": frozenset({"avx512_vnni"}),
     "avx512_bf16": frozenset({"avx512_bf16"}),
     "amx": frozenset({"amx_tile", "amx_bf16"}),
 }
@@ -78,7 +79,8 @@ class Cpu:
     cores: int
     threads: int
     isa: tuple[str, ...]
-    """Available tiers, best first: of amx, avx512_bf16, avx512, avx2, portable."""
+    """Available tiers, best first: of amx, avx512_bf16, avx512_vnni, avx512, avx2,
+    portable."""
     int8: tuple[str, ...]
     """Instructions for int8 dot products: of amx_int8, avx512_vnni, avx_vnni."""
     l1d: int | None

@@ -27,7 +27,12 @@ from ingot.ops.loss import (
     token_logprobs,
 )
 from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ingot.ops.quantized import linear_int4, linear_int8, linear_int8_dynamic
+from ingot.ops.quantized import (
+    linear_int4,
+    linear_int4_dynamic,
+    linear_int8,
+    linear_int8_dynamic,
+)
 from ingot.ops.record import Cost, Op, Tolerance, registry
 from ingot.ops.rope import (
     LinearScaling,
@@ -72,6 +77,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_fwd_bwd",
     "linear_int4",
+    "linear_int4_dynamic",
     "linear_int8",
     "linear_int8_dynamic",
     "linear_logits",

@@ -1,10 +1,13 @@
 """Linear layers with quantized weights.
 
     linear_int8(x)         = x (s * W)^T           int8 weight, x as it is (W8A16)
-    linear_int8_dynamic(x) = (t * Q) (s * W)^T     x rounded to int8 too: Q = round(x / t) (W8A8)
     linear_int4(x)         = x (s * (W - z))^T     4-bit weight, s and z per group (W4A16)
+    linear_int8_dynamic(x) = (t * Q) (s * W)^T     x rounded to int8 too: Q = round(x / t) (W8A8)
+    linear_int4_dynamic(x) = (t * Q) (s * (W - z))^T                                       (W4A8)
 
-each followed by the epilogue of `linear`: `residual + activation(... + bias)`.
+each followed by the epilogue of `linear`: `residual + activation(... + bias)`. The dynamic ops have
+the rest of it, too: LoRA adapters, and `gated`, where the weight has the rows of gate and of up and
+the result is `activation(gate) * up`.
 
 The quantized weight is data: errors are measured against the GEMM with the dequantized weight, not
 against the weight before quantization. The weight has no gradient; scales and `x` have one, except
@@ -14,10 +17,14 @@ in `linear_int8_dynamic`, where rounding has none.
 - int4 weights are (out, in / 2) bytes. The low nibble is an even channel, the high nibble the next
   one. `scale` and `zero_point` are (out, in / group_size) for groups of 32, 64 or 128 consecutive
   channels. Without `zero_point`, 8 represents 0.
-- Scales may have any floating dtype; the arithmetic is in float32.
-- Where x is quantized, a row's scale is its max magnitude over 127. Values are rounded to nearest,
-  ties to even, in float32 for every dtype, so that all providers round alike. A row with a
-  non-finite value yields a non-finite row.
+- `minimum` replaces the zero point by a term of its own, s * W + m, as in GGUF's Q4_1.
+- Scales may have any floating dtype; the arithmetic is in float32. The kernels read the scales of
+  adjacent rows together: pass the transpose of a contiguous (groups, out).
+- Where x is quantized, each row is, in groups of channels: those of the weight's scales, or
+  `x_group` channels if the weight has one scale per row, where 0 is the whole row. A channel of
+  large magnitude then costs precision in its own group only. The scale of a group is its max
+  magnitude over 127. Values are rounded to nearest, ties to even, in float32 for every dtype, so
+  that all providers round alike. A group with a non-finite value yields a non-finite row.
 
 References: Dettmers et al. 2022 (LLM.int8()), Frantar et al. 2022 (GPTQ), Lin et al. 2023 (AWQ).
 """
@@ -29,17 +36,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ingot.core.errors import OpError
+from ingot.ops.arguments import accum_dtype
 from ingot.ops.check import check_same_dtype
 from ingot.ops.epilogue import (
     IDENTITY,
     SILU,
     ActivationFn,
+    add_lora,
+    apply_activation,
     apply_epilogue,
+    check_adapters,
     check_epilogue,
     epilogue_bytes,
+    lora_flops,
 )
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
@@ -79,6 +92,20 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     scale = wide.abs().amax(-1).clamp_min(_MIN_MAGNITUDE) / 127
     return (wide / scale[..., None]).round().to(torch.int8), scale
+
+
+def round_activations(x: Tensor, group: int) -> Tensor:
+    """Round x to int8 in groups of channels, and back; 0 is a group of the whole row.
+
+    >>> round_activations(torch.tensor([[63.6, 127.0, 0.1, 0.3]]), 2).tolist()
+    [[64.0, 127.0, 0.09921..., 0.3...]]
+    """
+    width = x.shape[-1]
+    group = group or width
+    groups = F.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
+    q, scale = quantize_rows(groups)
+    rounded = q.to(x.dtype) * scale.to(x.dtype)[..., None]
+    return rounded.flatten(-2)[..., :width]
 
 
 def _int8(make: TensorMaker, out: int, width: int) -> tuple[Tensor, Tensor]:
@@ -147,6 +174,48 @@ def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield from _epilogue_samples(make, (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
 
 
+def _dynamic_samples(
+    make: TensorMaker, args: tuple[Any, ...], between: tuple[Any, ...] = ()
+) -> Iterator[SampleInput]:
+    """Yield calls of shape (6, 64) x (48, 64) that only the dynamic ops have.
+
+    `between` are the arguments between the residual and `gated`.
+    """
+    args = (*args, None)
+    lora = make(6, 4).to(accum_dtype(make.dtype)), make(3, 4, 48, scale=0.5)
+    pair = make(6, 8).to(accum_dtype(make.dtype)), make(1, 4, 48, scale=0.5)
+    index = make.tensor([0, -1, 2, 2, 1, 0], torch.int32)
+    none = (None, None, None)
+    residual = (IDENTITY, make(6, 48), *between)
+    yield SampleInput("lora", (*args, *residual, False, *lora, index, False))
+    yield SampleInput("gated", (*args, SILU, make(6, 24), *between, True, *none, False))
+    yield SampleInput("gated_lora", (*args, SILU, None, *between, True, *pair, None, False))
+    yield SampleInput("float32", (*args, IDENTITY, None, *between, False, *none, True))
+
+
+def _int8_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    yield from _int8_samples(make)
+    weight, scale = _int8(make, 48, 64)
+    yield from _dynamic_samples(make, (make(6, 64), weight, scale), (32,))
+    for group in GROUP_SIZES:
+        args = make.spread(5, 300), *_int8(make, 19, 300), make(19), IDENTITY, None, group
+        yield SampleInput(f"group_{group}", args)
+    weight, _ = _int8(make, 33, 192)
+    scales = (make(6, 33).float().abs() + 0.5).T / 900
+    yield SampleInput("group_scales", (make(4, 192), weight, scales))
+
+
+def _int4_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    for sample in _int4_samples(make):
+        x, weight, scale, zero_point, *rest = sample.args
+        yield SampleInput(sample.name, (x, weight, scale, zero_point, None, *rest))
+    packed, scale, minimum = _int4(make, 48, 64, 32)
+    yield from _dynamic_samples(make, (make(6, 64), packed, scale, None, None))
+    yield SampleInput("minimum", (make(6, 64), packed, scale, None, minimum / 64, make(48)))
+    transposed = scale.T.contiguous().T, minimum.T.contiguous().T
+    yield SampleInput("adjacent_scales", (make(3, 64), packed, *transposed))
+
+
 def _check_int8(
     x: Tensor,
     weight: Tensor,
@@ -155,13 +224,7 @@ def _check_int8(
     activation: int,
     residual: Tensor | None,
 ) -> None:
-    check_same_dtype("linear_int8", x=x)
-    if weight.dtype != torch.int8 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise OpError(
-            f"linear_int8: x has {x.shape[-1]} channels, weight is {weight.dtype} "
-            f"{tuple(weight.shape)}",
-            hint="pass a weight of (out, in) in int8, in being x's channels",
-        )
+    _check_int8_weight("linear_int8", x, weight)
     if scale.shape != weight.shape[:1] or not scale.is_floating_point():
         raise OpError(
             f"linear_int8: weight is {tuple(weight.shape)}, scale {scale.dtype} "
@@ -171,12 +234,117 @@ def _check_int8(
     check_epilogue("linear_int8", x, weight.shape[0], bias, activation, residual)
 
 
-def _check_dynamic(x: Tensor, *args: Any) -> None:
-    _check_int8(x, *args)
+def _check_int8_weight(op: str, x: Tensor, weight: Tensor) -> None:
+    check_same_dtype(op, x=x)
+    if weight.dtype != torch.int8 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise OpError(
+            f"{op}: x has {x.shape[-1]} channels, weight is {weight.dtype} {tuple(weight.shape)}",
+            hint="pass a weight of (out, in) in int8, in being x's channels",
+        )
+
+
+def _check_int8_dynamic(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+    x_group: int,
+    *tail: Any,
+) -> None:
+    name = "linear_int8_dynamic"
+    _check_int8_weight(name, x, weight)
+    if scale.dim() != 1:
+        _check_group_scale(name, x, weight, scale)
+    elif scale.shape != weight.shape[:1] or not scale.is_floating_point():
+        raise OpError(
+            f"{name}: weight is {tuple(weight.shape)}, scale {scale.dtype} {tuple(scale.shape)}",
+            hint="pass floats, one per row of the weight, or per row and group of its channels",
+        )
+    if x_group not in (0, *GROUP_SIZES) or (x_group and scale.dim() != 1):
+        raise OpError(
+            f"{name}: x_group is {x_group}, scale {tuple(scale.shape)}",
+            hint="pass 0, 32, 64 or 128 channels; with a scale per group it must be 0",
+        )
     if not 0 < x.shape[-1] <= MAX_INT8_K:
         raise OpError(
-            f"linear_int8_dynamic: x has {x.shape[-1]} channels",
+            f"{name}: x has {x.shape[-1]} channels",
             hint=f"pass 1 to {MAX_INT8_K}: sums are in int32",
+        )
+    _check_dynamic_epilogue(name, x, weight, bias, activation, residual, *tail)
+
+
+def _check_dynamic_epilogue(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+    gated: bool,
+    lora_h: Tensor | None,
+    lora_b: Tensor | None,
+    lora_index: Tensor | None,
+    to_float32: bool,
+) -> None:
+    if gated and (len(weight) % 2 or bias is not None or to_float32):
+        raise OpError(
+            f"{op}: gated, weight is {tuple(weight.shape)}",
+            hint="pass the rows of gate and of up as one weight, no bias, and no to_float32",
+        )
+    parts = 2 if gated else 1
+    check_epilogue(op, x, len(weight) // parts, bias, activation, residual)
+    if lora_h is None or lora_b is None:
+        if lora_h is not None or lora_b is not None or lora_index is not None:
+            raise OpError(
+                f"{op}: lora_h and lora_b must be given together",
+                hint="pass both, or neither and no lora_index",
+            )
+        return
+    check_same_dtype(op, x=x, lora_b=lora_b)
+    fits = lora_b.dim() == 3 and lora_b.shape[2] == len(weight)
+    if not fits or lora_h.shape != (*x.shape[:-1], parts * lora_b.shape[1]):
+        raise OpError(
+            f"{op}: lora_b must be (adapters, rank, {len(weight)}) and lora_h (rows, rank"
+            f"{' of gate and up' if gated else ''}), got {tuple(lora_b.shape)} and "
+            f"{tuple(lora_h.shape)}",
+            hint="compute lora_h with ops.lora_shrink for the rows of x",
+        )
+    if lora_h.dtype != accum_dtype(x.dtype):
+        raise OpError(
+            f"{op}: lora_h must be {accum_dtype(x.dtype)}, got {lora_h.dtype}",
+            hint="pass the result of ops.lora_shrink as it is",
+        )
+    check_adapters(op, x, lora_index, len(lora_b))
+
+
+def _check_group_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
+    fits = scale.dim() == 2 and scale.shape[0] == weight.shape[0] and scale.shape[1] > 0
+    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUP_SIZES]:
+        raise OpError(
+            f"{op}: {weight.shape[0]} rows of {x.shape[-1]} channels, scale is "
+            f"{tuple(scale.shape)}",
+            hint="pass one scale per row and group of 32, 64 or 128 channels",
+        )
+    check_same_dtype(op, scale=scale)
+
+
+def _check_int4_weight(
+    op: str, x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None
+) -> None:
+    check_same_dtype(op, x=x)
+    if weight.dtype != torch.uint8 or weight.dim() != 2 or 2 * weight.shape[1] != x.shape[-1]:
+        raise OpError(
+            f"{op}: x has {x.shape[-1]} channels, weight is {weight.dtype} {tuple(weight.shape)}",
+            hint="pass a weight of (out, in / 2) bytes, in being x's channels",
+        )
+    _check_group_scale(op, x, weight, scale)
+    check_same_dtype(op, scale=scale, zero_point=zero_point)
+    if zero_point is not None and zero_point.shape != scale.shape:
+        raise OpError(
+            f"{op}: scale is {tuple(scale.shape)}, zero_point {tuple(zero_point.shape)}",
+            hint="pass both in the same shape",
         )
 
 
@@ -189,31 +357,64 @@ def _check_int4(
     activation: int,
     residual: Tensor | None,
 ) -> None:
-    check_same_dtype("linear_int4", x=x)
-    if weight.dtype != torch.uint8 or weight.dim() != 2 or 2 * weight.shape[1] != x.shape[-1]:
-        raise OpError(
-            f"linear_int4: x has {x.shape[-1]} channels, weight is {weight.dtype} "
-            f"{tuple(weight.shape)}",
-            hint="pass a weight of (out, in / 2) bytes, in being x's channels",
-        )
-    fits = scale.dim() == 2 and scale.shape[0] == weight.shape[0] and scale.shape[1] > 0
-    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUP_SIZES]:
-        raise OpError(
-            f"linear_int4: {weight.shape[0]} rows of {x.shape[-1]} channels, scale is "
-            f"{tuple(scale.shape)}",
-            hint="pass one scale per row and group of 32, 64 or 128 channels",
-        )
-    check_same_dtype("linear_int4", scale=scale, zero_point=zero_point)
-    if zero_point is not None and zero_point.shape != scale.shape:
-        raise OpError(
-            f"linear_int4: scale is {tuple(scale.shape)}, zero_point {tuple(zero_point.shape)}",
-            hint="pass both in the same shape",
-        )
+    _check_int4_weight("linear_int4", x, weight, scale, zero_point)
     check_epilogue("linear_int4", x, weight.shape[0], bias, activation, residual)
+
+
+def _check_int4_dynamic(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    minimum: Tensor | None,
+    *epilogue: Any,
+) -> None:
+    name = "linear_int4_dynamic"
+    if zero_point is not None and minimum is not None:
+        raise OpError(f"{name}: zero_point and minimum", hint="pass at most one of them")
+    _check_int4_weight(name, x, weight, scale, zero_point if minimum is None else minimum)
+    _check_dynamic_epilogue(name, x, weight, *epilogue)
 
 
 def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _dynamic_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    gated, *_, to_float32 = args[-5:]
+    shape = (*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
+    return x.new_empty(shape, dtype=accum_dtype(x.dtype) if to_float32 else x.dtype)
+
+
+def _dynamic_cost(x: Tensor, weight: Tensor, *args: Any) -> Cost:
+    gated, lora_h, *_ = args[-5:]
+    rows, width = x.numel() // x.shape[-1], weight.shape[0]
+    result = rows * width // (2 if gated else 1) * x.itemsize
+    read = sum(arg.nbytes for arg in (x, weight, *args) if isinstance(arg, Tensor))
+    flops = 2 * rows * width * x.shape[-1] + lora_flops(lora_h, width)
+    return Cost(bytes=read + result, flops=flops)
+
+
+def _dynamic_result(
+    y: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+    gated: bool,
+    lora: tuple[Tensor | None, Tensor | None, Tensor | None],
+    to_float32: bool,
+) -> Tensor:
+    """Apply the epilogue of a dynamic op in plain PyTorch."""
+    h, b, index = lora
+    if not gated:
+        y = apply_epilogue(add_lora(y, h, b, index), bias, activation, residual)
+        return y.to(accum_dtype(y.dtype)) if to_float32 else y
+    gate_h, up_h = (None, None) if h is None else h.chunk(2, -1)
+    gate_b, up_b = (None, None) if b is None else b.chunk(2, -1)
+    gate, up = y.chunk(2, -1)
+    gate, up = add_lora(gate, gate_h, gate_b, index), add_lora(up, up_h, up_b, index)
+    y = apply_activation(gate, activation) * up
+    return y if residual is None else residual + y
 
 
 def _int8_cost(
@@ -273,35 +474,6 @@ def linear_int8(
 
 
 @op(
-    check=_check_dynamic,
-    fake=_fake,
-    samples=_int8_samples,
-    tolerance=Tolerance(),
-    cost=_int8_cost,
-    row_args=("x", "residual"),
-    gradient=None,
-)
-def linear_int8_dynamic(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    activation: int = IDENTITY,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """Apply `linear_int8` with each row of x quantized to int8 too, in an integer GEMM (W8A8).
-
-    >>> weight = torch.tensor([[3, 4]], dtype=torch.int8)
-    >>> linear_int8_dynamic(torch.tensor([[63.6, 127.0]]), weight, torch.tensor([0.5]))
-    tensor([[350.]])
-    """
-    q, x_scale = quantize_rows(x)
-    rounded = q.to(x.dtype) * x_scale.to(x.dtype)[..., None]
-    y = rounded @ (weight.to(x.dtype) * scale.to(x.dtype)[:, None]).T
-    return apply_epilogue(y, bias, activation, residual)
-
-
-@op(
     check=_check_int4,
     fake=_fake,
     samples=_int4_samples,
@@ -329,3 +501,85 @@ def linear_int4(
     values = unpack_int4(weight).to(x.dtype).unflatten(-1, (scale.shape[1], -1))
     y = x @ ((values - offset) * groups).flatten(-2).T
     return apply_epilogue(y, bias, activation, residual)
+
+
+@op(
+    check=_check_int8_dynamic,
+    fake=_dynamic_fake,
+    samples=_int8_dynamic_samples,
+    tolerance=Tolerance(),
+    cost=_dynamic_cost,
+    row_args=("x", "residual", "lora_h", "lora_index"),
+    gradient=None,
+)
+def linear_int8_dynamic(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+    x_group: int = 0,
+    gated: bool = False,
+    lora_h: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    lora_index: Tensor | None = None,
+    to_float32: bool = False,
+) -> Tensor:
+    """Apply `linear_int8` with each row of x quantized to int8 too, in an integer GEMM (W8A8).
+
+    `scale` is (out,), or (out, groups) for groups of 32, 64 or 128 channels. `to_float32` returns
+    the accumulators as they are, for logits.
+
+    >>> weight = torch.tensor([[3, 4]], dtype=torch.int8)
+    >>> linear_int8_dynamic(torch.tensor([[63.6, 127.0]]), weight, torch.tensor([0.5]))
+    tensor([[350.]])
+    """
+    group = x.shape[-1] // scale.shape[1] if scale.dim() == 2 else x_group
+    groups = weight.to(x.dtype).unflatten(-1, (scale.shape[1] if scale.dim() == 2 else 1, -1))
+    values = groups * scale.to(x.dtype).unflatten(0, (-1, 1)).view(len(weight), -1, 1)
+    y = round_activations(x, group) @ values.flatten(-2).T
+    lora = lora_h, lora_b, lora_index
+    return _dynamic_result(y, bias, activation, residual, gated, lora, to_float32)
+
+
+@op(
+    check=_check_int4_dynamic,
+    fake=_dynamic_fake,
+    samples=_int4_dynamic_samples,
+    tolerance=Tolerance(),
+    cost=_dynamic_cost,
+    row_args=("x", "residual", "lora_h", "lora_index"),
+    gradient=None,
+)
+def linear_int4_dynamic(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    minimum: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    lora_h: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    lora_index: Tensor | None = None,
+    to_float32: bool = False,
+) -> Tensor:
+    """Apply `linear_int4` with each row of x quantized to int8 in the groups of the weight (W4A8).
+
+    >>> weight = torch.full((1, 16), 0x9A, dtype=torch.uint8)  # 10 and 9, which are 2 and 1
+    >>> linear_int4_dynamic(torch.ones(1, 32), weight, torch.tensor([[0.5]]))
+    tensor([[24.]])
+    """
+    scales = scale.to(x.dtype)[..., None]
+    values = unpack_int4(weight).to(x.dtype).unflatten(-1, (scale.shape[1], -1))
+    if minimum is None:
+        offset = 8 if zero_point is None else zero_point.to(x.dtype)[..., None]
+        values = (values - offset) * scales
+    else:
+        values = values * scales + minimum.to(x.dtype)[..., None]
+    y = round_activations(x, x.shape[-1] // scale.shape[1]) @ values.flatten(-2).T
+    lora = lora_h, lora_b, lora_index
+    return _dynamic_result(y, bias, activation, residual, gated, lora, to_float32)

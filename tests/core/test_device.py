@@ -183,7 +183,7 @@ print(cpu.cores, cpu.threads, *cpu.isa, *cpu.int8)
         (
             XEON,
             "Intel(R) Xeon(R) Processor",
-            ("amx", "avx512_bf16", "avx512", "avx2", "portable"),
+            ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"),
             (2, 2),
         ),
         (EPYC, "AMD EPYC 7763 64-Core Processor", ("avx2", "portable"), (4, 8)),

@@ -138,10 +138,15 @@ class Inputs(TensorMaker):
 
     def __init__(self, op: Op[..., Any], schedule: Schedule) -> None:
         super().__init__(schedule.dtype, seed=schedule.seed)
-        self.schedule = schedule
+        self.schedule, self.op = schedule, op.name
         self.adapters, self.rank = 1 + schedule.seed % 4, 1 + schedule.width % 37
-        self.lora_parts = 2 if op.name == "gated_linear" else 1
         self.rows, self.width = schedule.rows, schedule.width
+        self.gated = op.family == "quantized" and schedule.option % 4 == 3
+        self.lora_parts = 2 if op.name == "gated_linear" or self.gated else 1
+        self.group = (32, 64, 128)[schedule.option % 3]
+        self.has_groups = op.name == "linear_int4_dynamic" or schedule.seed % 2 == 0
+        if op.family == "quantized" and self.has_groups:
+            self.width = self.group * (1 + schedule.width % 8)
         self.out = max(1, min(schedule.out, MAX_PRODUCTS // (schedule.rows * schedule.width)))
 
     def values(self, *shape: int, low: int = -12, high: int = 8) -> Tensor:
@@ -189,6 +194,25 @@ def _rank_rows(i: Inputs) -> Tensor:
 
 def _lora_b(i: Inputs) -> Tensor | None:
     return _with_lora(i, lambda: i.values(i.adapters, i.rank, i.out, low=-8, high=0))
+
+
+def _stacked_lora_b(i: Inputs) -> Tensor | None:
+    shape = i.adapters, i.rank, i.lora_parts * i.out
+    return _with_lora(i, lambda: i.values(*shape, low=-8, high=0))
+
+
+def _quantized_weight(i: Inputs) -> Tensor:
+    if i.op == "linear_int4_dynamic":
+        return i.ints(256, i.lora_parts * i.out, i.width // 2, dtype=torch.uint8)
+    return (i.ints(256, i.lora_parts * i.out, i.width) - 128).to(torch.int8)
+
+
+def _group_values(i: Inputs) -> Tensor:
+    rows = i.lora_parts * i.out
+    if not i.has_groups:
+        return i.values(rows, low=-9, high=0).float()
+    values = i.values(i.width // i.group, rows, low=-9, high=0)
+    return values.to((torch.float16, torch.bfloat16, torch.float32)[i.schedule.option % 3]).T
 
 
 def _with_lora(i: Inputs, make: Callable[[], Tensor | None]) -> Tensor | None:
@@ -244,6 +268,22 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "a": lambda i: i.values(i.adapters, i.rank, i.width, low=-8, high=0),
         "scale": lambda i: i.floats([0.5, 2.0, 1.3, 32.0][: i.adapters]),
         "index": _index,
+    },
+    "quantized": {
+        "x": _rows,
+        "weight": _quantized_weight,
+        "scale": _group_values,
+        "zero_point": lambda i: i.one_of(None, None, lambda: _group_values(i)),
+        "minimum": lambda i: i.one_of(lambda: _group_values(i), None, None),
+        "bias": lambda i: i.one_of(None, lambda: i.values(i.out), None, None),
+        "activation": lambda i: i.schedule.option % len(ops.ActivationFn),
+        "residual": _residual,
+        "x_group": lambda i: 0 if i.has_groups else i.one_of(0, 32, 64, 128),
+        "gated": lambda i: i.gated,
+        "lora_h": _lora_h,
+        "lora_b": _stacked_lora_b,
+        "lora_index": lambda i: _with_lora(i, lambda: _index(i)),
+        "to_float32": lambda i: not i.gated and i.schedule.option % 2 == 0,
     },
     "embedding": {
         "tokens": lambda i: i.ints(i.out, *i.schedule.row_shape),

@@ -105,6 +105,7 @@ GOLDEN = {
         Precision.BF16: [5.633117, 5.597344, 5.55787, 5.522941, 5.435709, 5.374042],
     },
     "avx512_bf16": {Precision.FP32: _FP32, Precision.BF16: _BF16},
+    "avx512_vnni": {Precision.FP32: _FP32, Precision.BF16: _BF16},
     "avx512": {Precision.FP32: _FP32, Precision.BF16: _BF16},
     "avx2": {Precision.FP32: _FP32, Precision.BF16: _BF16},
     "portable": {

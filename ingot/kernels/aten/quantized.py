@@ -57,13 +57,25 @@ def linear_int8(
 
 
 def _supports_int_mm(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, activation: int, *_: object
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    residual: Tensor | None,
+    x_group: int,
+    gated: bool,
+    lora_h: Tensor | None,
+    *tail: Any,
 ) -> bool:
     """Return whether `_int_mm` supports the call, and the activation is batch-invariant.
 
     cuBLASLt needs more than 16 rows, and sizes that are multiples of 8.
     """
     if x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
+        return False
+    to_float32 = tail[-1]
+    if x_group or gated or to_float32 or lora_h is not None or scale.dim() != 1:
         return False
     rows = x.numel() // x.shape[-1]
     even = weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
@@ -91,6 +103,7 @@ def linear_int8_dynamic(
     bias: Tensor | None,
     activation: int,
     residual: Tensor | None,
+    *_: object,
 ) -> Tensor:
     """Quantize x, run a GEMM of integers, and apply scales and epilogue in float32."""
     q, x_scale = quantize_rows(x.reshape(-1, x.shape[-1]))

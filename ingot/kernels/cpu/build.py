@@ -72,6 +72,7 @@ _ADDED_FLAGS = {
         *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")),
         "-mprefer-vector-width=512",
     ),
+    "avx512_vnni": ("-mavx512vnni",),
     "avx512_bf16": ("-mavx512bf16",),
     "amx": ("-mamx-tile", "-mamx-bf16"),
 }
@@ -175,16 +176,24 @@ def _thread_pool(loaded: ctypes.CDLL) -> ctypes.c_void_p:
         return _thread_pools[0]
 
 
-def cpu(op: Op[..., Any], *, backward: Callable[..., bool] | None = None) -> None:
+def cpu(
+    op: Op[..., Any],
+    *,
+    supports_dtypes: Callable[..., bool] | None = None,
+    backward: Callable[..., bool] | None = None,
+) -> None:
     """Register the C++ kernel with the op's name as its `cpu` provider.
 
-    `backward` returns whether the library has the gradient of a call; otherwise the next provider
-    computes it.
+    `supports_dtypes` returns whether it supports the dtypes of a call, by default all but float16
+    and float64. `backward` returns whether the library has the gradient of a call; otherwise the
+    next provider computes it.
     """
     kernel = _declare(op.overload)
 
     def supports(*args: Any) -> bool:
-        return _is_supported(args) and library(op.family) is not None
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors(args))
+        has_dtypes = supports_dtypes(*args) if supports_dtypes else _has_supported_dtypes(args)
+        return on_cpu and has_dtypes and library(op.family) is not None
 
     gradient = _gradient(op, backward) if backward else None
     op.provide("cpu", kernel, batch_invariant=True, supports=supports, backward=gradient)
@@ -221,9 +230,8 @@ def _warn(reason: str) -> None:
     _log.warning("falling back to PyTorch's kernels, results are not batch-invariant: %s", reason)
 
 
-def _is_supported(args: tuple[Any, ...]) -> bool:
-    half_or_double = (torch.float16, torch.float64)
-    return all(t.device.type == "cpu" and t.dtype not in half_or_double for t in tensors(args))
+def _has_supported_dtypes(args: tuple[Any, ...]) -> bool:
+    return all(t.dtype not in (torch.float16, torch.float64) for t in tensors(args))
 
 
 def _rank(family: str) -> int:

@@ -102,9 +102,9 @@ struct LoraArgs {
 
 // residual + activation(acc + LoRA term + bias); with two weights, gate and up,
 // activation(gate + LoRA term) * (up + LoRA term).
-template <class T, size_t NUM_WEIGHTS>
+template <class T, size_t NUM_WEIGHTS, class Out = T>
 struct LinearEpilogue {
-  T* out;
+  Out* out;
   int64_t width;
   ActivationFn activation;
   LoraTerms<T, NUM_WEIGHTS> lora = {};

@@ -71,11 +71,13 @@ struct AdapterIndex {
 template <class T>
 class LoraTerm {
  public:
-  // The columns of h are divided into `parts` of equal size; this term takes the given one.
+  // The columns of h are divided into `parts` of equal size; this term takes the given one. If B is
+  // `stacked`, its columns are, too.
   LoraTerm(const Tensor& h, const Tensor& b, const std::optional<Tensor>& index, const Tensor& x,
-           int64_t out_features, int64_t parts = 1, int64_t part = 0)
-      : h_(check_h(h, x)), b_(check_b(b, x, out_features)), rank_(b.size(1)),
-        first_(part * rank_), index_(index, h_.count, b.size(0)) {
+           int64_t out_features, int64_t parts = 1, int64_t part = 0, bool stacked = false)
+      : h_(check_h(h, x)), b_(check_b(b, x, stacked ? parts * out_features : out_features)),
+        rank_(b.size(1)), first_(part * rank_), first_column_(stacked ? part * out_features : 0),
+        index_(index, h_.count, b.size(0)) {
     check(h_.width == parts * rank_, "lora_h must have one column per rank of lora_b");
   }
 
@@ -117,12 +119,13 @@ class LoraTerm {
     return b;
   }
   Matrix<T> columns_of(int64_t adapter, ColumnRange columns) const {
-    return {b_[adapter * rank_] + columns.begin, rank_, columns.count, b_.stride};
+    const T* first = b_[adapter * rank_] + first_column_ + columns.begin;
+    return {first, rank_, columns.count, b_.stride};
   }
 
   Rows<float> h_;
   Rows<T> b_;
-  int64_t rank_, first_;
+  int64_t rank_, first_, first_column_;
   AdapterIndex index_;
 };
 

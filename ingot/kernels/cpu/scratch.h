@@ -21,6 +21,11 @@ enum class Scratch {
   TRANSPOSED_GRAD,   // parallel_transpose_copy()
   // lora.cpp
   LORA_SORTED_ROWS,
+  // quantized.h
+  QUANTIZED_X,
+  QUANTIZED_X_SCALES,
+  QUANTIZED_X_SUMS,
+  QUANTIZED_PANELS,
   // loss.cpp
   LOSS_GRAD_HIDDEN,
   // attention

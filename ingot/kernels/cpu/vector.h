@@ -1,8 +1,8 @@
 // Vectors of floats in the widest registers of the ISA tier this file is compiled for.
 //
-//   amx, avx512_bf16, avx512   16 floats
-//   avx2                        8
-//   portable                    4, with the compiler's vector extension only
+//   amx, avx512*   16 floats
+//   avx2            8
+//   portable        4, with the compiler's vector extension only
 //
 // GCC's and clang's vector types have elementwise + - * /, comparisons and ?:. This file adds loads
 // and stores of both dtypes, full and partial, fma, reductions and elementary functions. All files

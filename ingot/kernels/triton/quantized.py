@@ -415,6 +415,7 @@ def linear_int8_dynamic(
     bias: Tensor | None,
     activation: int,
     residual: Tensor | None,
+    *_: object,
 ) -> Tensor:
     """Launch two kernels, for the quantization of x and the GEMM, then the rest of the epilogue."""
     rows, weight = as_rows(x), _with_unit_stride(weight)
@@ -441,6 +442,13 @@ def _supported(x: Tensor, weight: Tensor, *_: object) -> bool:
     return x.numel() > 0 and weight.numel() > 0
 
 
+def _supports_dynamic(x: Tensor, weight: Tensor, scale: Tensor, *args: Any) -> bool:
+    """Return whether rows of x have one scale and the epilogue is that of the other ops."""
+    x_group, gated, lora_h, _, _, to_float32 = args[3:]
+    plain = not (x_group or gated or to_float32) and lora_h is None
+    return _supported(x, weight) and plain and scale.dim() == 1
+
+
 def _int8_example(make: ExampleInputs) -> tuple[Any, ...]:
     weight = make.ints(4096, 4096, dtype=torch.int8)
     return make(4096, 4096), weight, make(4096, dtype=torch.float32), make(4096)
@@ -463,7 +471,12 @@ provide(
     supports=_supported,
     backward=_backward(ops.linear_int8),
 )
-provide(ops.linear_int8_dynamic, linear_int8_dynamic, example=_int8_example, supports=_supported)
+provide(
+    ops.linear_int8_dynamic,
+    linear_int8_dynamic,
+    example=_int8_example,
+    supports=_supports_dynamic,
+)
 provide(
     ops.linear_int4,
     linear_int4,

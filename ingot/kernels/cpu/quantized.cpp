@@ -1,0 +1,121 @@
+// Linear layers with quantized weights and activations: see quantized.h.
+#include "quantized.h"
+
+#include "epilogue.h"
+
+namespace ingot::kernels {
+
+struct QuantizedArgs {
+  const Tensor &x, &weight, &scale;
+  const std::optional<Tensor>&zero_point, &minimum, &bias;
+  int64_t activation;
+  const std::optional<Tensor>& residual;
+  int64_t x_group;
+  bool gated;
+  const std::optional<Tensor>&lora_h, &lora_b, &lora_index;
+  bool to_float32;
+};
+
+constexpr int64_t MAX_DEPTH = 131072;  // a dot product of int8 vectors fits int32
+
+// The number of channels that share a scale of x: those of a group of the weight, or `x_group` if
+// the weight has a scale per row; 0 is the whole row.
+inline int64_t group_size(const QuantizedArgs& args, int64_t depth) {
+  int64_t group = args.x_group;
+  if (args.scale.dim() == 2) {
+    int64_t groups = args.scale.size(1);
+    check(groups > 0 && depth % groups == 0, "scale must have one entry per group");
+    group = depth / groups;
+    check(group != 0, "a group must have channels");
+  }
+  check(group == 0 || group == 32 || group == 64 || group == 128,
+        "groups must have 32, 64 or 128 channels");
+  return group;
+}
+
+template <class Format>
+Tensor checked_weight(const QuantizedArgs& args, int64_t depth) {
+  const Tensor& weight = args.weight;
+  constexpr bool is_packed = Format::PLANES == 2;
+  check(weight.is_cpu() && weight.dim() == 2 && weight.size(1) * Format::PLANES == depth &&
+            weight.scalar_type() == (is_packed ? ScalarType::Byte : ScalarType::Char),
+        is_packed ? "weight must be (out_features, in_features / 2) bytes"
+                  : "weight must be (out_features, in_features) in int8");
+  check(depth > 0 && depth <= MAX_DEPTH, "x must have 1 to 131072 channels");
+  check(!args.gated || (weight.size(0) % 2 == 0 && !args.bias),
+        "a gated weight has the rows of gate and up, and no bias");
+  return weight.is_contiguous() ? weight : torch::stable::contiguous(weight);
+}
+
+template <class Format, class T, class Out, size_t NUM_WEIGHTS>
+Tensor run_quantized(const QuantizedArgs& args) {
+  const Tensor& x = args.x;
+  Rows<T> rows(x);
+  int64_t depth = rows.width, stacked = args.weight.size(0), width = stacked / NUM_WEIGHTS;
+  Tensor weight = checked_weight<Format>(args, depth);
+  int64_t group = group_size(args, depth), groups = group ? depth / group : 1;
+  GroupValues scale(args.scale, stacked, groups), zero_point, minimum;
+  if (args.zero_point) zero_point = GroupValues(*args.zero_point, stacked, groups);
+  if (args.minimum) minimum = GroupValues(*args.minimum, stacked, groups);
+  check(!args.zero_point || !args.minimum, "zero_point and minimum exclude each other");
+
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = width;
+  Tensor y = allocate(sizes, sizeof(Out) == 4 ? ScalarType::Float : x.scalar_type());
+  LinearEpilogue<T, NUM_WEIGHTS, Out> epilogue{data<Out>(y), width,
+                                               checked_activation(args.activation)};
+  if (args.bias) check_same_dtype(*args.bias, x), epilogue.bias.emplace(*args.bias, width);
+  if (args.residual)
+    check_output_like(*args.residual, x, width), epilogue.residual.emplace(*args.residual);
+  check(args.lora_h.has_value() == args.lora_b.has_value() && (args.lora_h || !args.lora_index),
+        "lora_h and lora_b must be given together");
+  std::vector<QuantizedWeight> views;
+  std::array<const QuantizedWeight*, NUM_WEIGHTS> weights;
+  for (size_t p = 0; p < NUM_WEIGHTS; p++) {
+    if (args.lora_h)
+      epilogue.lora[p].emplace(*args.lora_h, *args.lora_b, args.lora_index, x, width, NUM_WEIGHTS,
+                               p, true);
+    views.push_back({static_cast<const uint8_t*>(weight.data_ptr()), int64_t(p) * width, width,
+                     weight.size(1), scale, zero_point, minimum});
+  }
+  for (size_t p = 0; p < NUM_WEIGHTS; p++) weights[p] = &views[p];
+  quantized_gemm<Format, NUM_WEIGHTS>(quantize_operands<Format, T>(rows, group), rows.count,
+                                      weights, std::cref(epilogue));
+  return y;
+}
+
+template <class Format>
+Tensor dispatch_quantized(const QuantizedArgs& args) {
+  return dispatch_dtype(args.x, [&](auto tag) {
+    using T = decltype(tag);
+    check(args.x.dim() >= 1, "x must have at least one dimension");
+    if (args.gated) return run_quantized<Format, T, T, 2>(args);
+    if (args.to_float32) return run_quantized<Format, T, float, 1>(args);
+    return run_quantized<Format, T, T, 1>(args);
+  });
+}
+
+Tensor linear_int8_dynamic(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                           const std::optional<Tensor>& bias, int64_t activation,
+                           const std::optional<Tensor>& residual, int64_t x_group, bool gated,
+                           const std::optional<Tensor>& lora_h, const std::optional<Tensor>& lora_b,
+                           const std::optional<Tensor>& lora_index, bool to_float32) {
+  return dispatch_quantized<Int8>({x, weight, scale, std::nullopt, std::nullopt, bias, activation,
+                                   residual, x_group, gated, lora_h, lora_b, lora_index,
+                                   to_float32});
+}
+
+Tensor linear_int4_dynamic(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                           const std::optional<Tensor>& zero_point,
+                           const std::optional<Tensor>& minimum, const std::optional<Tensor>& bias,
+                           int64_t activation, const std::optional<Tensor>& residual, bool gated,
+                           const std::optional<Tensor>& lora_h, const std::optional<Tensor>& lora_b,
+                           const std::optional<Tensor>& lora_index, bool to_float32) {
+  return dispatch_quantized<Int4>({x, weight, scale, zero_point, minimum, bias, activation,
+                                   residual, 0, gated, lora_h, lora_b, lora_index, to_float32});
+}
+
+}  // namespace ingot::kernels
+
+REGISTER_OP(linear_int8_dynamic)
+REGISTER_OP(linear_int4_dynamic)
