@@ -1,12 +1,14 @@
 """Tests generated from the records of all ops.
 
-A case is an op x dtype x sample x provider. pytest prints their number at the end.
+A case is an op x dtype x sample x provider. pytest prints their number at the end. The fast tier
+takes some of them, see `cases`.
 """
 
 from __future__ import annotations
 
 import doctest
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +24,7 @@ from ingot.ops.arguments import as_tuple, map_tensors, tensors
 from ingot.ops.dispatch import prefer
 from ingot.ops.inputs import REQUIRED_SAMPLES, TensorMaker
 from ingot.ops.record import Op
+from tests.sampling import fast_samples
 
 DTYPES = {
     "fp64": torch.float64,
@@ -41,6 +44,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op.name}-{self.sample}-{self.dtype}-{self.provider}"
+
+    @property
+    def combination(self) -> tuple[str, ...]:
+        return self.op.name, self.dtype, self.provider
 
     @property
     def smooth(self) -> bool:
@@ -74,23 +81,51 @@ def cases(
     *dtypes: str,
     where: Callable[[Case], bool] = lambda case: True,
     fast: Callable[[Case], bool] = lambda case: True,
+    computes: bool = False,
 ) -> pytest.MarkDecorator:
     """Parametrize over every op x sample x provider that supports it, in these dtypes.
 
-    The fast tier takes those that are `fast`: the sample "typical" in every dtype, and each of the
-    others in one dtype. The slow tier takes the rest.
+    The fast tier takes a sample of those that are `fast`, the slow tier the rest.
     """
-    found = [case for op in OPS for dtype in dtypes for case in cases_of(op, dtype)]
-    groups: dict[tuple[str, ...], list[Case]] = {}
-    for case in filter(where, found):
-        groups.setdefault((case.op.name, case.sample, case.provider), []).append(case)
-    params = []
-    for number, group in enumerate(groups.values()):
-        chosen = group if typical(group[0]) else [group[number % len(group)]]
-        for case in group:
-            is_fast = case in chosen and fast(case)
-            params.append(pytest.param(case, marks=() if is_fast else pytest.mark.slow))
+    found = [case for op in OPS for dtype in dtypes for case in cases_of(op, dtype) if where(case)]
+    names = {op.name: fast_names(op) for op in OPS}
+    chosen = sampled([c for c in found if c.sample in names[c.op.name] and fast(c)], computes)
+    params = [
+        pytest.param(case, marks=() if case in chosen else pytest.mark.slow) for case in found
+    ]
     return pytest.mark.parametrize("case", params, ids=str)
+
+
+def sampled(found: list[Case], computes: bool) -> set[Case]:
+    """Choose the sample "typical" from every provider in every dtype, and each other one once.
+
+    The provider and the dtype change from one to the next. Tests that compute (`computes`) the
+    error of a result take each twice: from the C++ kernels and from one of the other providers.
+    Every provider of an op is chosen in each dtype at least once.
+    """
+    groups: dict[tuple[str, str, bool], list[Case]] = {}
+    for case in found:
+        kernel = computes and case.provider == "cpu"
+        groups.setdefault((case.op.name, case.sample, kernel), []).append(case)
+    chosen: set[Case] = set()
+    turns: Counter[bool] = Counter()
+    for (_, sample, kernel), group in groups.items():
+        if sample == "typical":
+            chosen.update(group)
+        else:
+            chosen.add(group[turns[kernel] % len(group)])
+            turns[kernel] += 1
+    covered = {case.combination for case in chosen}
+    for case in found:
+        if case.combination not in covered:
+            covered.add(case.combination)
+            chosen.add(case)
+    return chosen
+
+
+@cache
+def fast_names(op: Op[..., Any]) -> set[str]:
+    return fast_samples(sample.name for sample in op.samples(TensorMaker(torch.float32)))
 
 
 @cache
@@ -105,6 +140,12 @@ def cases_of(op: Op[..., Any], dtype: str) -> list[Case]:
 
 def typical(case: Case) -> bool:
     return case.sample == "typical"
+
+
+def typical_in_one_dtype(case: Case) -> bool:
+    """Return whether the case is typical and in a dtype that is another one for the next op."""
+    dtypes = ("fp32", "bf16", "fp16")
+    return typical(case) and case.dtype == dtypes[OPS.index(case.op) % len(dtypes)]
 
 
 @cache
@@ -155,12 +196,12 @@ def test_example_in_docstring(op: Op[..., Any]) -> None:
     assert doctest.DocTestRunner().run(test).failed == 0
 
 
-@cases("fp32", "bf16", "fp16")
+@cases("fp32", "bf16", "fp16", computes=True)
 def test_forward_error_is_within_bound(case: Case) -> None:
     assert max(forward_errors(case.op, case.provider, case.args)) <= 1
 
 
-@cases("fp32", "bf16", "fp16", where=differentiable)
+@cases("fp32", "bf16", "fp16", where=differentiable, computes=True)
 def test_backward_error_is_within_bound(case: Case) -> None:
     errors = backward_errors(case.op, case.provider, case.args)
     assert max(errors.values()) <= 1, errors
@@ -228,6 +269,7 @@ def test_opcheck_of_the_backward(case: Case) -> None:
     "bf16",
     "fp16",
     where=lambda case: case.sample.startswith("typical") and by_default(case),
+    fast=typical_in_one_dtype,
 )
 def test_compiles_without_graph_breaks(case: Case) -> None:
     torch.compiler.reset()
@@ -243,7 +285,11 @@ def test_compiles_with_inductor(case: Case) -> None:
     assert_same(compiled, case)
 
 
-@cases("fp32", where=lambda case: case.sample.startswith("typical") and by_default(case))
+@cases(
+    "fp32",
+    where=lambda case: case.sample.startswith("typical") and by_default(case),
+    fast=typical,
+)
 def test_exports(case: Case) -> None:
     class Module(torch.nn.Module):
         def forward(self, *args: Any) -> Any:
