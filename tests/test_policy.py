@@ -62,7 +62,7 @@ def test_importing_the_ops_imports_no_kernels_and_touches_no_device() -> None:
 
 
 def test_importing_ingot_and_its_ops_is_quick() -> None:
-    """Beyond torch. Typically 3 ms and 80 ms; the best of three, as machines are noisy."""
+    """Beyond torch. Typically 3 ms and 80 ms; in one of three, as machines are noisy."""
 
     def seconds() -> float:
         command = [sys.executable, "-X", "importtime", "-c", "import torch, ingot, ingot.ops"]
@@ -71,7 +71,7 @@ def test_importing_ingot_and_its_ops_is_quick() -> None:
         cumulative = {name.strip(): int(total) for _, total, name in rows}
         return (cumulative["ingot"] + cumulative["ingot.ops"]) / 1e6
 
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert any(seconds() < 0.3 for _ in range(3))
 
 
 def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:

@@ -382,7 +382,7 @@ def test_the_key_changes_with_all_that_goes_into_a_library(
 
 
 def test_a_library_that_is_there_loads_quickly(cache: Path, compiler: str) -> None:
-    """Typically 5 ms; the best of three, as machines are noisy."""
+    """Typically 5 ms; in one of three, as machines are noisy."""
     code = """
 import time, torch
 from ingot import ops
@@ -394,7 +394,7 @@ assert build.library("activation")
 print(time.perf_counter() - start)
 """
     known = environment(cache, CXX=compiler)
-    assert min(float(run(code, known).stdout) for _ in range(3)) < 0.1
+    assert any(float(run(code, known).stdout) < 0.1 for _ in range(3))
     assert calls(cache) == 0
 
 
