@@ -5,6 +5,7 @@
     ingot.train("recipes/xor.toml")
     ingot.serve("smollm2")
     ingot.evaluate("task.jsonl", "smollm2")
+    ingot.compress("smollm2", "smollm2-int8", Int8())
 
 `import ingot` is cheap: it imports neither torch nor anything that does. Packages and functions are
 loaded when they are first named:
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ingot.serving.engine.sampling_params import SamplingParams as SamplingParams
     from ingot.workflows.compare import compare as compare
+    from ingot.workflows.compress import compress as compress
     from ingot.workflows.evaluate import evaluate as evaluate
     from ingot.workflows.llm import LLM as LLM
     from ingot.workflows.serve import serve as serve
@@ -34,6 +36,7 @@ _NAMES = {
     "LLM": "ingot.workflows.llm",
     "SamplingParams": "ingot.serving.engine.sampling_params",
     "compare": "ingot.workflows.compare",
+    "compress": "ingot.workflows.compress",
     "evaluate": "ingot.workflows.evaluate",
     "serve": "ingot.workflows.serve",
     "train": "ingot.workflows.train",

@@ -30,6 +30,7 @@ SUMMARIES = {
     "build": "compile the CPU kernels ahead of time",
     "chat": "chat with a model in the terminal",
     "compare": "compare with transformers, vLLM, a server or another copy",
+    "compress": "quantize the weights of a model to 8 or 4 bits",
     "doctor": "show the machine, its measured peaks, and issues with hints",
     "eval": "evaluate a model: perplexity, exact match, pass@k, choices",
     "generate": "generate text from a prompt",
@@ -129,7 +130,7 @@ def _print_help() -> None:
 
     verbs = new_grid((f"  {verb}", summary) for verb, summary in SUMMARIES.items())
     console = stdout()
-    console.print("[bold]ingot VERB[/]: train, serve and verify one model with the same kernels\n")
+    console.print("[bold]ingot VERB[/]: train, serve and verify one model with the same kernels")
     console.print(verbs)
     console.print("`ingot VERB --help` lists the options of a verb, with examples", highlight=False)
 

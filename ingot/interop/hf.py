@@ -5,7 +5,8 @@
 
 The tensors of a family are views of the decoder's parameters: q, k and v are rows of one weight,
 the weight of an expert is a slice of that of all experts, and GPT-2's transposed weights are
-transposed views. Loading fills the views, saving writes them.
+transposed views. Loading fills the views, saving writes them. Quantized layers are converted one by
+one from and to what `ingot.interop.compressed_tensors` describes.
 
 No code from a directory is run, and pickles are not opened.
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -24,13 +26,33 @@ from torch import Tensor
 
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.core.paths import write_atomic
+from ingot.interop.compressed_tensors import (
+    KEY,
+    QuantizationScheme,
+    pack,
+    read_scheme,
+    tensor_shapes,
+    unpack,
+    write_scheme,
+)
 from ingot.interop.directory import count_dtypes, count_parameters
 from ingot.interop.hf_config import Family, RawConfig
 from ingot.interop.hf_families import FAMILIES, LM_HEAD
 from ingot.nn.config import DecoderConfig
 from ingot.nn.decoder import Decoder
+from ingot.nn.formats import WeightFormat
 from ingot.nn.layout import KVSpec
-from ingot.nn.weights import READABLE, SHARD_BYTES, SafetensorsDir, WeightsError, read_json, write
+from ingot.nn.linear import Linear
+from ingot.nn.quantized import QuantizedEmbedding, QuantizedLinear, quantize_
+from ingot.nn.weights import (
+    READABLE,
+    SHARD_BYTES,
+    SafetensorsDir,
+    StoredTensor,
+    WeightsError,
+    read_json,
+    write,
+)
 
 
 def load(
@@ -43,11 +65,21 @@ def load(
     weights = SafetensorsDir(directory)
     _normalize_names(weights, family, config)
     decoder = Decoder.on_meta(config, dtype or _embedding_dtype(weights, family))
+    scheme = read_scheme(raw)
+    if scheme is not None:
+        _quantize_on_meta(decoder, family, scheme, weights)
     # Nothing is allocated before this check, so a config cannot claim more memory than the files.
-    weights.check_matches(named_views(decoder, family))
+    stored = {
+        name: shape
+        for layer in _quantized_layers(decoder, family)
+        for name, shape in layer.shapes()
+    }
+    weights.check_matches(named_views(decoder, family), stored)
     # Like `to_empty`, whose `empty_like` imports sympy for a meta tensor: 0.8 s.
     decoder = decoder._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
     weights.read(named_views(decoder, family))
+    for layer in _quantized_layers(decoder, family):
+        layer.read(weights)
     decoder.source_config = raw
     return decoder
 
@@ -56,7 +88,14 @@ def save(decoder: Decoder, directory: Path | str, shard_bytes: int = SHARD_BYTES
     """Write config.json and the weights to a directory that has no weights yet."""
     directory = Path(directory)
     raw = write_config(decoder.config, decoder.source_config, decoder.dtype)
-    write(directory, named_views(decoder, FAMILIES[raw["model_type"]]), shard_bytes)
+    family = FAMILIES[raw["model_type"]]
+    tensors = named_views(decoder, family)
+    for layer in _quantized_layers(decoder, family):
+        tensors |= layer.stored()
+    raw = {key: value for key, value in raw.items() if key != KEY}
+    if scheme := _scheme_of(decoder, family):
+        raw[KEY] = write_scheme(scheme)
+    write(directory, tensors, shard_bytes)
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     write_atomic(directory / "config.json", text)
 
@@ -158,6 +197,109 @@ def named_views(decoder: Decoder, family: Family) -> dict[str, Tensor]:
         else:
             views[theirs.format(i=layer)] = tensor.T if pattern in family.transposed else tensor
     return views
+
+
+@dataclass(frozen=True)
+class _QuantizedLayer:
+    """A layer of the directory, and the rows of a quantized module that are its weight."""
+
+    name: str
+    module: QuantizedLinear
+    rows: slice
+
+    def shapes(self) -> Iterator[tuple[str, StoredTensor]]:
+        rows = self.rows.stop - self.rows.start
+        shapes = tensor_shapes(self.module.format, rows, self.module.in_features)
+        return ((f"{self.name}.{suffix}", shape) for suffix, shape in shapes.items())
+
+    def read(self, weights: SafetensorsDir) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, (shape, dtype) in self.shapes():
+            tensors[name] = torch.empty(shape, dtype=dtype or weights.entries[name].dtype)
+        weights.read(tensors)
+        stored = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
+        self.module.set(unpack(self.module.format, stored, self.name), self.rows)
+
+    def stored(self) -> dict[str, Tensor]:
+        tensors = self.module.tensors.map(lambda tensor: tensor.detach()[self.rows])
+        packed = pack(self.module.format, tensors)
+        return {f"{self.name}.{suffix}": tensor for suffix, tensor in packed.items()}
+
+
+def _layer_names(decoder: Decoder, family: Family, module: str) -> list[str]:
+    """Return the layers of the directory whose rows are the weight of a module."""
+    pattern = re.sub(r"^blocks\.\d+", "blocks.{i}", module)
+    number = "".join(re.findall(r"^blocks\.(\d+)", module))
+    parts = [pattern.replace("gate_up", x) for x in ("gate", "up")]
+    names: list[str] = []
+    for part in parts if pattern.endswith("gate_up") else [pattern]:
+        theirs = family.tensor_names[f"{part}.weight"]
+        names += [theirs] if isinstance(theirs, str) else theirs
+    return [name.format(i=number).removesuffix(".weight") for name in names]
+
+
+def _quantized_layers(decoder: Decoder, family: Family) -> Iterator[_QuantizedLayer]:
+    config = decoder.config
+    qkv = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    for module_name, module in decoder.named_modules():
+        if isinstance(module, QuantizedLinear):
+            names = _layer_names(decoder, family, module_name)
+            each = module.out_features // len(names)
+            sizes = qkv if module_name.endswith("qkv") else [each] * len(names)
+            ends = list(accumulate(sizes))
+            for name, begin, end in zip(names, [0, *ends], ends, strict=False):
+                yield _QuantizedLayer(name, module, slice(begin, end))
+
+
+def _quantize_on_meta(
+    decoder: Decoder, family: Family, scheme: QuantizationScheme, weights: SafetensorsDir
+) -> None:
+    """Replace the modules that are quantized in the directory, without memory."""
+    if family.transposed or decoder.config.moe:
+        raise ConfigError(
+            f"{family.model_type}: quantized weights are not supported for this family",
+            hint="use the original model",
+        )
+
+    def choose(module: str) -> WeightFormat | None:
+        if module in ("tok_embed", "pos_embed"):
+            return None
+        names = _layer_names(decoder, family, module.replace(".mlp.up", ".mlp.gate"))
+        formats = {scheme.format_of(name) for name in names}
+        if len(formats) > 1:
+            raise ConfigError(
+                f"{', '.join(names)}: all must be quantized, or none",
+                hint="use the original model",
+            )
+        return formats.pop()
+
+    quantize_(decoder, choose)
+    for layer in _quantized_layers(decoder, family):
+        entry = weights.entries.get(f"{layer.name}.weight_scale")
+        if entry and entry.dtype in READABLE and entry.dtype != layer.module.format.scale_dtype:
+            layer.module.set_scale_dtype(entry.dtype)
+
+
+def _scheme_of(decoder: Decoder, family: Family) -> QuantizationScheme | None:
+    """Return the scheme that describes a decoder; raise an error if there is none."""
+    formats: set[WeightFormat] = set()
+    ignore: list[str] = []
+    for name, module in decoder.named_modules():
+        if isinstance(module, QuantizedLinear):
+            formats.add(module.format)
+        elif isinstance(module, Linear):
+            ignore += _layer_names(decoder, family, name)
+        elif isinstance(module, QuantizedEmbedding):
+            raise ConfigError(
+                "a quantized embedding cannot be written to a directory",
+                hint="leave the embedding in bfloat16",
+            )
+    if not formats:
+        return None
+    if len(formats) > 1:
+        raise ConfigError("layers have different formats", hint="quantize them to one format")
+    tied = [] if decoder.lm_head else ["lm_head"]
+    return QuantizationScheme(formats.pop(), (*tied, *ignore))
 
 
 def _read_raw_config(directory: Path) -> RawConfig:

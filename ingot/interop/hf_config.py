@@ -34,7 +34,6 @@ MAX_LAYERS = 2**16
 """Bound of loops over layers whose number has not been checked yet."""
 
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1.0),

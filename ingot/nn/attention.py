@@ -81,7 +81,7 @@ class Attention(nn.Module):
     @property
     def kv_spec(self) -> KVSpec:
         """Shape and dtype of the keys and values that this layer caches for a token."""
-        dtype = self.qkv.weight.dtype
+        dtype = self.qkv.dtype
         return KVSpec(layers=1, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
 
     def forward(self, x_TD: Tensor, layout: BatchLayout, residual: Tensor | None = None) -> Tensor:

@@ -46,6 +46,8 @@ from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
 from ingot.nn.recompute import RecomputePolicy, recomputable, run
 
+_LOGPROB_ROWS = 256  # tokens whose logits are in memory at a time
+
 
 def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     kind = RMSNorm if config.norm is NormKind.RMS else LayerNorm
@@ -266,17 +268,23 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.tok_embed.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return self.tok_embed.weight.dtype
+        """Dtype of the activations, and of weights that are not quantized."""
+        return self.norm.weight.dtype
 
     @property
     def lm_head_weight(self) -> Tensor:
         """Weight of the LM head, (V, D); the token embedding if they are tied."""
-        return self.tok_embed.weight if self.lm_head is None else self.lm_head.weight
+        head = self.tok_embed if self.lm_head is None else self.lm_head
+        if not isinstance(head, Embedding | Linear):
+            raise IngotError(
+                "the LM head is quantized: its weight has no gradient",
+                hint="use `logits` and `logprobs`, or leave the LM head in bfloat16",
+            )
+        return head.weight
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -299,7 +307,10 @@ class Decoder(nn.Module):
 
         Tokens are sampled from these; `ops.token_logprobs` of them is bitwise equal to `logprobs`.
         """
-        return ops.linear_logits(hidden_TD, self.lm_head_weight)
+        head = self.tok_embed if self.lm_head is None else self.lm_head
+        if isinstance(head, Embedding | Linear):
+            return ops.linear_logits(hidden_TD, head.weight)
+        return head.logits(hidden_TD)
 
     def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
         """Return the log-probability of each next token, (T,), in float32.
@@ -307,4 +318,8 @@ class Decoder(nn.Module):
         This is the single definition used by trainer and server; bitwise equal to
         `-ops.linear_cross_entropy`.
         """
-        return ops.linear_token_logprobs(hidden_TD, self.lm_head_weight, tokens_T)
+        head = self.tok_embed if self.lm_head is None else self.lm_head
+        if isinstance(head, Embedding | Linear):
+            return ops.linear_token_logprobs(hidden_TD, head.weight, tokens_T)
+        parts = zip(hidden_TD.split(_LOGPROB_ROWS), tokens_T.split(_LOGPROB_ROWS), strict=True)
+        return torch.cat([ops.token_logprobs(head.logits(h), tokens) for h, tokens in parts])

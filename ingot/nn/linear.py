@@ -38,6 +38,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.lora: LoraAdapter | LoraSlots | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weight and of the activations."""
+        return self.weight.dtype
+
     def reset_parameters(self) -> None:
         """Initialize the weight from N(0, 0.02) and the bias to 0."""
         init_normal_(self.weight)

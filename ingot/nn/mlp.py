@@ -57,8 +57,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate = Linear(dim, ffn_dim)
-        self.up = Linear(dim, ffn_dim)
+        self.gate: Linear | None = Linear(dim, ffn_dim)
+        self.up: Linear | None = Linear(dim, ffn_dim)
+        self.gate_up: nn.Module | None = None
+        """Gate and up as one quantized layer, which replaces both: see `ingot.nn.quantized`."""
         self.down = Linear(ffn_dim, dim)
         self.lora: LoraAdapter | LoraSlots | None = None
         """LoRA adapters of gate and up together, which have one input."""
@@ -66,10 +68,11 @@ class SwiGLU(nn.Module):
     @property
     def lora_sites(self) -> list[LoraSite]:
         """The modules that take LoRA adapters."""
-        width = self.gate.out_features
+        width, dim = self.down.in_features, self.down.out_features
         parts = tuple((LoraPart(target, 0, width),) for target in ("gate_proj", "up_proj"))
         down = LoraShape.of(self.down, "down_proj")
-        return [(self, LoraShape(self.gate.in_features, parts)), (self.down, down)]
+        site = self if self.gate_up is None else self.gate_up
+        return [(site, LoraShape(dim, parts)), (self.down, down)]
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, adapters: Tensor | None = None
@@ -79,6 +82,10 @@ class SwiGLU(nn.Module):
 
     def hidden(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return the gated activations before the last layer."""
+        if self.gate_up is not None:
+            return self.gate_up(x, adapters=adapters)
+        assert self.gate is not None
+        assert self.up is not None
         gate, up = self.gate.weight, self.up.weight
         term = None if self.lora is None else self.lora(x, adapters)
         if term is None:

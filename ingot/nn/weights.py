@@ -51,6 +51,10 @@ _READABLE_HINT = "convert the weights to float32, bfloat16 or float16"
 _REFETCH_HINT = "the file is damaged or malformed: download or export it again"
 
 
+StoredTensor = tuple[tuple[int, ...], torch.dtype | None]
+"""Shape and dtype of a tensor in a file; None is any of READABLE."""
+
+
 class WeightsError(IngotError):
     """Weights that are missing, damaged, or do not match the model."""
 
@@ -98,27 +102,35 @@ class SafetensorsDir:
         if file is None:
             _compare_with_index(self.directory, self.entries)
 
-    def check_matches(self, wanted: Mapping[str, Tensor]) -> None:
-        """Raise unless the directory has these names and shapes, and no other; `meta` will do."""
-        if missing := sorted(wanted.keys() - self.entries.keys()):
+    def check_matches(
+        self, wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None
+    ) -> None:
+        """Raise unless the directory has these names and shapes, and no other; `meta` will do.
+
+        `stored` are other tensors, which have to have their dtype, or a floating one for None.
+        """
+        stored = stored or {}
+        names = wanted.keys() | stored.keys()
+        if missing := sorted(names - self.entries.keys()):
             raise WeightsError(
                 f"{len(missing)} tensors are not in {self.directory}: {_abbreviate(missing)}",
                 hint="check that config.json belongs to these weights",
             )
-        if extra := sorted(self.entries.keys() - wanted.keys()):
+        if extra := sorted(self.entries.keys() - names):
             names = _abbreviate(extra)
             raise WeightsError(
                 f"{len(extra)} tensors in {self.directory} are not in the model: {names}",
                 hint="check that config.json belongs to these weights; extra tensors are not "
                 "supported",
             )
-        for name, tensor in wanted.items():
-            if self.entries[name].dtype not in READABLE:
-                raise WeightsError(f"'{name}' is {self.entries[name].dtype}", hint=_READABLE_HINT)
-            if self.entries[name].shape != tuple(tensor.shape):
+        floats: dict[str, StoredTensor] = {n: (tuple(t.shape), None) for n, t in wanted.items()}
+        for name, (shape, dtype) in (floats | dict(stored)).items():
+            entry = self.entries[name]
+            if entry.dtype not in READABLE if dtype is None else entry.dtype != dtype:
+                raise WeightsError(f"'{name}' is {entry.dtype}", hint=_READABLE_HINT)
+            if entry.shape != shape:
                 raise WeightsError(
-                    f"'{name}' is {self.entries[name].shape} where the model has "
-                    f"{tuple(tensor.shape)}",
+                    f"'{name}' is {entry.shape} where the model has {shape}",
                     hint="check that config.json belongs to these weights",
                 )
 

@@ -28,6 +28,8 @@ from ingot.ops.loss import (
 )
 from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ingot.ops.quantized import (
+    embedding_int4,
+    embedding_int8,
     linear_int4,
     linear_int4_dynamic,
     linear_int8,
@@ -65,6 +67,8 @@ __all__ = [
     "batch_invariant",
     "cross_entropy",
     "embedding",
+    "embedding_int4",
+    "embedding_int8",
     "gated_linear",
     "geglu",
     "geglu_tanh",

@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights.
+"""Linear layers and embeddings with quantized weights.
 
     linear_int8(x)         = x (s * W)^T           int8 weight, x as it is (W8A16)
     linear_int4(x)         = x (s * (W - z))^T     4-bit weight, s and z per group (W4A16)
@@ -8,6 +8,8 @@
 each followed by the epilogue of `linear`: `residual + activation(... + bias)`. The dynamic ops have
 the rest of it, too: LoRA adapters, and `gated`, where the weight has the rows of gate and of up and
 the result is `activation(gate) * up`.
+
+    embedding_int8, embedding_int4         the rows of s * W or s * (W - z) for tokens
 
 The quantized weight is data: errors are measured against the GEMM with the dequantized weight, not
 against the weight before quantization. The weight has no gradient; scales and `x` have one, except
@@ -41,7 +43,7 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype
-from ingot.ops.check import check_same_dtype
+from ingot.ops.check import check_same_dtype, is_integral
 from ingot.ops.epilogue import (
     IDENTITY,
     SILU,
@@ -583,3 +585,136 @@ def linear_int4_dynamic(
     y = round_activations(x, x.shape[-1] // scale.shape[1]) @ values.flatten(-2).T
     lora = lora_h, lora_b, lora_index
     return _dynamic_result(y, bias, activation, residual, gated, lora, to_float32)
+
+
+def _embedding_int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    low = make.dtype == torch.bfloat16
+    for name, rows, width in (("typical", 50, 32), ("odd", 11, 13), ("large", 103, 257)):
+        yield SampleInput(name, (make.ints(rows, 16), *_int8(make, rows, width), low))
+    yield SampleInput("one_row", (make.ints(11, 1), *_int8(make, 11, 13), low))
+    weight, _ = _int8(make, 13, 64)
+    scales = (make(13, 2).float().abs() + 0.5) / 90
+    yield SampleInput("strided", (make.ints(13, 5), weight, scales.T.contiguous().T, low))
+    yield SampleInput("extreme", (make.ints(13, 5), weight, scales * 2.0**20, low))
+    yield SampleInput("batched", (make.ints(13, 2, 3), weight, scales, low))
+
+
+def _embedding_int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    low = make.dtype == torch.bfloat16
+    for name, rows, width, group in (("typical", 50, 64, 32), ("large", 103, 256, 128)):
+        packed, scale, zero = _int4(make, rows, width, group)
+        yield SampleInput(name, (make.ints(rows, 16), packed, scale, zero, None, low))
+    packed, scale, zero = _int4(make, 13, 96, 32)
+    yield SampleInput("odd", (make.ints(13, 7), packed, scale, None, None, low))
+    yield SampleInput("one_row", (make.ints(13, 1), packed, scale, None, zero, low))
+    transposed = scale.T.contiguous().T, zero.T.contiguous().T
+    yield SampleInput("strided", (make.ints(13, 5), packed, *transposed, None, low))
+    yield SampleInput("extreme", (make.ints(13, 5), packed, scale * 2.0**20, zero, None, low))
+    yield SampleInput("batched", (make.ints(13, 2, 3), packed, scale, zero, None, low))
+
+
+def _check_table(
+    op: str, tokens: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> None:
+    if not is_integral(tokens) or tokens.dtype == torch.bool:
+        raise OpError(f"{op}: tokens are {tokens.dtype}", hint="pass token ids in int32 or int64")
+    channels = weight.shape[-1] * (2 if dtype == torch.uint8 else 1)
+    groups = scale.shape[1] if scale.dim() == 2 else 1
+    fits = weight.dtype == dtype and weight.dim() == 2 and scale.dim() in (1, 2)
+    if not fits or len(scale) != len(weight) or groups < 1 or channels % groups:
+        raise OpError(
+            f"{op}: weight is {weight.dtype} {tuple(weight.shape)}, scale {tuple(scale.shape)}",
+            hint="pass a table of (V, D) and one scale per row, or per row and group of channels",
+        )
+
+
+def _check_embedding_int8(tokens: Tensor, weight: Tensor, scale: Tensor, bf16: bool) -> None:
+    _check_table("embedding_int8", tokens, weight, scale, torch.int8)
+
+
+def _check_embedding_int4(
+    tokens: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    minimum: Tensor | None,
+    bf16: bool,
+) -> None:
+    _check_table("embedding_int4", tokens, weight, scale, torch.uint8)
+    offsets = [offset for offset in (zero_point, minimum) if offset is not None]
+    if len(offsets) > 1 or any(offset.shape != scale.shape for offset in offsets):
+        raise OpError(
+            f"embedding_int4: scale is {tuple(scale.shape)}, zero_point or minimum differs",
+            hint="pass at most one of zero_point and minimum, in the shape of scale",
+        )
+
+
+def _embedding_fake(tokens: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    width = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
+    dtype = torch.bfloat16 if args[-1] else accum_dtype(args[0].dtype)
+    return weight.new_empty((*tokens.shape, width), dtype=dtype)
+
+
+def _embedding_cost(tokens: Tensor, weight: Tensor, *args: Any) -> Cost:
+    width = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
+    read = sum(t.nbytes for t in (weight, *args) if isinstance(t, Tensor)) // max(1, len(weight))
+    result = width * (2 if args[-1] else 4)
+    return Cost(bytes=tokens.nbytes + tokens.numel() * (read + result), flops=0)
+
+
+@op(
+    check=_check_embedding_int8,
+    fake=_embedding_fake,
+    samples=_embedding_int8_samples,
+    tolerance=Tolerance(),
+    cost=_embedding_cost,
+    row_args=("tokens",),
+    gradient=None,
+)
+def embedding_int8(tokens: Tensor, weight: Tensor, scale: Tensor, bf16: bool = False) -> Tensor:
+    """Return the rows of an int8 table for each token, in float32 or `bf16`.
+
+    >>> table = torch.tensor([[2, -4]], dtype=torch.int8)
+    >>> embedding_int8(torch.tensor([0]), table, torch.tensor([0.5]))
+    tensor([[ 1., -2.]])
+    """
+    rows = weight.index_select(0, tokens.flatten()).to(scale.dtype)
+    scales = scale.index_select(0, tokens.flatten()).view(len(rows), -1, 1)
+    values = rows.unflatten(1, (scales.shape[1], -1)) * scales
+    return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else accum_dtype(scale.dtype))
+
+
+@op(
+    check=_check_embedding_int4,
+    fake=_embedding_fake,
+    samples=_embedding_int4_samples,
+    tolerance=Tolerance(),
+    cost=_embedding_cost,
+    row_args=("tokens",),
+    gradient=None,
+)
+def embedding_int4(
+    tokens: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    minimum: Tensor | None = None,
+    bf16: bool = False,
+) -> Tensor:
+    """Return the rows of a 4-bit table for each token, in float32 or `bf16`.
+
+    >>> table = torch.full((1, 16), 0x9A, dtype=torch.uint8)
+    >>> embedding_int4(torch.tensor([0]), table, torch.tensor([[0.5]]))[0, :2]
+    tensor([1.0000, 0.5000])
+    """
+
+    def groups(values: Tensor) -> Tensor:
+        return values.index_select(0, tokens.flatten())[..., None]
+
+    rows = unpack_int4(weight.index_select(0, tokens.flatten())).to(scale.dtype)
+    rows = rows.unflatten(1, (scale.shape[1], -1))
+    if minimum is not None:
+        values = rows * groups(scale) + groups(minimum)
+    else:
+        values = (rows - (8 if zero_point is None else groups(zero_point))) * groups(scale)
+    return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else accum_dtype(scale.dtype))

@@ -72,7 +72,7 @@ def merge(
     base = hub.model_path(_base_name(adapter) if base is None else base)
     decoder, tokenizer = load(base, device=device)
     merged = peft.load(adapter, decoder)
-    sequences = _tokenize(text, tokenizer, decoder)
+    sequences = tokenize_text(text, tokenizer, decoder)
     AdapterPool(decoder, 1, merged.rank).load("adapter", merged)
     adapted_TD = _forward(decoder, sequences, adapted=True)
     peft.merge_(decoder, merged)
@@ -93,7 +93,7 @@ def _base_name(adapter: Path) -> str:
     return name
 
 
-def _tokenize(text: str, tokenizer: Tokenizer, decoder: Decoder) -> list[list[int]]:
+def tokenize_text(text: str, tokenizer: Tokenizer, decoder: Decoder) -> list[list[int]]:
     """Return sequences of tokens, `POSITIONS` together."""
     length = min(_SEQUENCE, decoder.config.max_seq_len)
     sequences: list[list[int]] = []

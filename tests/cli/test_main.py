@@ -60,6 +60,7 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "info": ("directory",),
         "keys": ("create", "alice"),
         "merge": ("adapter", "to"),
+        "compress": ("directory", "to"),
         "pull": ("org/name",),
         "serve": ("directory",),
         "train": ("recipe",),

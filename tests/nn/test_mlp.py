@@ -32,6 +32,8 @@ def test_mlp_matches_torch(activation: Activation) -> None:
 def test_swiglu_matches_torch() -> None:
     mlp, x = SwiGLU(8, 20), torch.randn(5, 8)
     randomized(mlp)
+    assert mlp.gate
+    assert mlp.up
     hidden = F.silu(x @ mlp.gate.weight.T) * (x @ mlp.up.weight.T)
     torch.testing.assert_close(mlp(x, x), hidden @ mlp.down.weight.T + x)
 

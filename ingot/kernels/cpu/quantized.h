@@ -117,6 +117,13 @@ class GroupValues {
 
   explicit operator bool() const { return first_ != nullptr; }
 
+  float at(int64_t group, int64_t row) const {
+    const char* from = first_ + (group * stride_ + row) * element_;
+    if (type_ == ScalarType::Float) return read<float>(from);
+    uint16_t bits = read<uint16_t>(from);
+    return type_ == ScalarType::BFloat16 ? widen(bf16{bits}) : half_to_float(bits);
+  }
+
   FloatLanes load(int64_t group, int64_t row, int64_t count) const {
     const char* from = first_ + (group * stride_ + row) * element_;
     alignas(64) char padded[4 * LANES] = {};

@@ -1,0 +1,64 @@
+"""`ingot compress`: quantize the weights of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ingot.core.log import stdout
+
+
+def compress(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    to: Literal["int8", "int4"] = "int8",
+    group: int | None = None,
+    symmetric: tyro.conf.FlagCreatePairsOff[bool] = False,
+    text: str = "stdlib",
+    device: str = "auto",
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> None:
+    """Quantize the weights of a model's linear layers, and print what that costs.
+
+    The result is a directory in the format of compressed-tensors, which vLLM and transformers load,
+    too. The KL divergence between the two models is printed.
+
+    Examples: `ingot compress smollm2 smollm2-int8`,
+    `ingot compress smollm2 smollm2-int4 --to int4 --group 32`.
+
+    Args:
+        model: The model, a directory or ORG/NAME.
+        directory: The directory to write; it must be new or empty.
+        to: Bits of a weight: int8 or int4.
+        group: Channels that share a scale: 32, 64 or 128; default: 32 for int4, a whole row for
+            int8.
+        symmetric: For int4, no zero points: a quarter of a bit less per weight.
+        text: Text to compare both models on: a file, a folder, or stdlib, Python's own library.
+        device: Where to compute: auto, cpu, cuda, cuda:1.
+        json: Print JSON instead of text.
+    """
+    from ingot.nn.formats import Int4, Int8
+    from ingot.workflows.compress import compress as workflow
+
+    format = (
+        Int8(group=group) if to == "int8" else Int4(group=group or 32, zero_point=not symmetric)
+    )
+    report = workflow(model, directory, format, text=text, device=device)
+    if json:
+        print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
+        return
+    console, drift = stdout(), report.drift
+    console.print(
+        f"{report.bytes_before / 1e6:.1f} MB -> {report.bytes_after / 1e6:.1f} MB "
+        f"({report.bytes_before / report.bytes_after:.2f}x smaller) in {directory}",
+        highlight=False,
+    )
+    console.print(
+        f"KL(original || {to}) over {drift.positions} positions: mean {drift.kl_mean:.2e}, "
+        f"max {drift.kl_max:.2e} nats; same most likely token at {drift.argmax_agreement:.1%}",
+        highlight=False,
+    )

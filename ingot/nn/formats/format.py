@@ -1,0 +1,107 @@
+"""What a weight format has, and what the formats share."""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ingot.core.errors import ConfigError
+from ingot.ops.epilogue import IDENTITY
+
+GROUP_SIZES = (32, 64, 128)
+
+
+class QuantizedTensors(NamedTuple):
+    """The tensors of a quantized weight; `scale` and the offsets are (N,) or (N, G)."""
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor | None = None
+    minimum: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensors:
+        """Apply a function to each tensor."""
+        return QuantizedTensors(*(None if t is None else function(t) for t in self))  # pyright: ignore
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
+
+
+class LinearEpilogue(NamedTuple):
+    """The epilogue of a linear layer: see `ops.linear_int4_dynamic`."""
+
+    bias: Tensor | None = None
+    activation: int = IDENTITY
+    residual: Tensor | None = None
+    gated: bool = False
+    lora_h: Tensor | None = None
+    lora_b: Tensor | None = None
+    lora_index: Tensor | None = None
+    to_float32: bool = False
+
+
+@runtime_checkable
+class WeightFormat(Protocol):
+    """A format of quantized weights."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales."""
+        ...
+
+    def empty(self, rows: int, channels: int, device: torch.device | str) -> QuantizedTensors:
+        """Allocate the tensors of a weight (N, D)."""
+        ...
+
+    def encode(self, weight_ND: Tensor) -> QuantizedTensors:
+        """Quantize a weight by rounding to nearest."""
+        ...
+
+    def decode(self, tensors: QuantizedTensors) -> Tensor:
+        """Return the weight (N, D) in float32."""
+        ...
+
+    def linear(self, x: Tensor, tensors: QuantizedTensors, epilogue: LinearEpilogue) -> Tensor:
+        """Apply a linear layer with this weight; x is quantized to int8 row by row."""
+        ...
+
+    def embedding(self, tokens: Tensor, tensors: QuantizedTensors, bf16: bool) -> Tensor:
+        """Return the rows of these tokens, in bfloat16 or in float32."""
+        ...
+
+
+def empty_groups(groups: int, rows: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Allocate values per row and group, (N, G), with those of adjacent rows adjacent."""
+    return torch.empty(groups, rows, dtype=dtype, device=device).T
+
+
+def check_channels(name: str, channels: int, group: int) -> None:
+    """Require that groups divide the channels.
+
+    >>> check_channels("int4", 576, 64)
+    """
+    if channels % group:
+        raise ConfigError(
+            f"{name}: {channels} channels are not a multiple of the group size {group}",
+            hint=f"use a group size of {', '.join(str(g) for g in GROUP_SIZES if g < group)}"
+            if group > GROUP_SIZES[0]
+            else "leave this layer in bfloat16",
+        )
+
+
+def check_group(name: str, group: int) -> None:
+    """Require a supported group size.
+
+    >>> check_group("int4", 64)
+    """
+    if group not in GROUP_SIZES:
+        raise ConfigError(
+            f"{name}: group must be one of {', '.join(map(str, GROUP_SIZES))}, got {group}",
+            hint="choose one of them",
+        )

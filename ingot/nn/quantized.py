@@ -1,0 +1,229 @@
+"""Layers with quantized weights, in place of those with floating-point weights.
+
+    quantize_(decoder, lambda name: Int4(group=64))     # rounds all linear layers and embeddings
+
+The modules have the interface of those they replace. Weights are frozen; LoRA adapters can be added
+as to any other layer.
+
+Legend: N rows (output channels), D channels, T tokens, V vocabulary.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ingot.core.errors import IngotError
+from ingot.nn.formats import LinearEpilogue, QuantizedTensors, WeightFormat
+from ingot.nn.linear import Embedding, Linear
+from ingot.nn.lora import LoraAdapter, LoraSlots
+from ingot.nn.mlp import SwiGLU
+from ingot.ops.epilogue import IDENTITY, SILU
+
+ChooseFormat = Callable[[str], WeightFormat | None]
+"""Returns the format of a module by its name; None leaves it as it is."""
+
+
+class QuantizedModule(nn.Module):
+    """A module with a quantized weight, whose tensors keep their dtypes when it is converted."""
+
+    def __init__(
+        self, format: WeightFormat, rows: int, channels: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        super().__init__()
+        self.format, self.dtype, self._shape = format, dtype, (rows, channels)
+        for name, tensor in format.empty(rows, channels, device)._asdict().items():
+            self.register_buffer(name, tensor)
+
+    @property
+    def tensors(self) -> QuantizedTensors:
+        """The tensors of the weight."""
+        buffers = self._buffers
+        return QuantizedTensors(*(buffers[name] for name in QuantizedTensors._fields))  # pyright: ignore
+
+    @torch.no_grad()
+    def set(self, tensors: QuantizedTensors, rows: slice = slice(None)) -> None:
+        """Copy the tensors of a weight, or of some of its rows."""
+        for own, new in zip(self.tensors, tensors, strict=True):
+            if own is not None:
+                assert new is not None
+                own[rows].copy_(new)
+
+    def set_scale_dtype(self, dtype: torch.dtype) -> None:
+        """Change the dtype of scales and offsets, whose values are lost."""
+        self.format = replace(self.format, scale_dtype=dtype)  # pyright: ignore
+        tensors = self.format.empty(*self._shape, self.tensors.scale.device)
+        self._buffers |= tensors._asdict()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        device = fn(torch.empty(0, device=self.tensors.scale.device)).device
+        for name, tensor in self.tensors._asdict().items():
+            if tensor is None or tensor.device == device:
+                continue
+            moved = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+            self._buffers[name] = moved if tensor.is_meta else moved.copy_(tensor)
+        own, self._buffers = self._buffers, {}
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._buffers = own
+
+
+class QuantizedLinear(QuantizedModule):
+    """`Linear` with a quantized weight. With `gated`, the rows of gate and up, and SiLU.
+
+    >>> from ingot.nn.formats import Int8
+    >>> layer = QuantizedLinear.of(Linear(8, 4), Int8())
+    >>> layer(torch.ones(2, 8), residual=torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        format: WeightFormat,
+        *,
+        bias: bool = False,
+        gated: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(format, out_features, in_features, dtype, device)
+        self.in_features, self.out_features, self.gated = in_features, out_features, gated
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), False)
+        if not bias:
+            self.bias = None
+        self.lora: LoraAdapter | LoraSlots | None = None
+
+    @staticmethod
+    def of(linear: Linear, format: WeightFormat) -> QuantizedLinear:
+        """Quantize a layer by rounding to nearest; on `meta` only allocate it."""
+        weight = linear.weight
+        layer = QuantizedLinear(
+            *(linear.in_features, linear.out_features, format),
+            bias=linear.bias is not None,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        if not weight.is_meta:
+            layer.set(format.encode(weight.detach()))
+            if layer.bias is not None:
+                layer.bias.data.copy_(linear.bias.detach())
+        return layer
+
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        activation: int = IDENTITY,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `residual + activation(input @ weight.T + bias)`, or the gated form.
+
+        `adapters` selects the LoRA adapter of each row, if the layer has any.
+        """
+        term = None if self.lora is None else self.lora(input, adapters)
+        lora: tuple[Any, ...] = (None, None, None)
+        if term is not None:
+            h, bs, index = term
+            lora = h, bs[0] if len(bs) == 1 else torch.cat(bs, -1), index
+        activation = SILU if self.gated else activation
+        epilogue = LinearEpilogue(self.bias, activation, residual, self.gated, *lora)
+        return self.format.linear(input, self.tensors, epilogue)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return `hidden @ weight.T` in float32."""
+        return self.format.linear(hidden_TD, self.tensors, LinearEpilogue(to_float32=True))
+
+
+class QuantizedEmbedding(QuantizedModule):
+    """`Embedding` with a quantized table, which may also be the LM head.
+
+    >>> from ingot.nn.formats import Int8
+    >>> QuantizedEmbedding.of(Embedding(16, 4), Int8())(torch.tensor([3, 5])).shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        dim: int,
+        format: WeightFormat,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(format, num_embeddings, dim, dtype, device)
+
+    @staticmethod
+    def of(embedding: Embedding, format: WeightFormat) -> QuantizedEmbedding:
+        """Quantize a table by rounding to nearest; on `meta` only allocate it."""
+        weight = embedding.weight
+        rows, channels = weight.shape
+        options: Any = {"dtype": weight.dtype, "device": weight.device}
+        table = QuantizedEmbedding(rows, channels, format, **options)
+        if not weight.is_meta:
+            table.set(format.encode(weight.detach()))
+        return table
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Look up the rows of these indices."""
+        return self.format.embedding(indices, self.tensors, self.dtype == torch.bfloat16)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return `hidden @ weight.T` in float32."""
+        return self.format.linear(hidden_TD, self.tensors, LinearEpilogue(to_float32=True))
+
+
+def quantize_(model: nn.Module, choose: ChooseFormat) -> None:
+    """Replace the linear layers and embeddings of a model for which `choose` returns a format.
+
+    Gate and up of a gated MLP are one layer afterwards, `gate_up`, for which `choose` is called
+    with the name of the gate.
+
+    >>> from ingot.nn import Decoder, preset
+    >>> from ingot.nn.formats import Int8
+    >>> model = Decoder.from_config(preset("tiny"), seed=0)
+    >>> quantize_(model, lambda name: Int8() if ".mlp." in name else None)
+    >>> type(model.blocks[0].mlp.gate_up).__name__
+    'QuantizedLinear'
+    """
+    for name, parent, attribute, module in list(_layers(model)):
+        format = choose(name)
+        if format is None:
+            continue
+        if isinstance(module, QuantizedModule):
+            raise IngotError(f"{name} is quantized already", hint="start from the original model")
+        if isinstance(parent, SwiGLU) and attribute in ("gate", "up"):
+            if parent.gate is not None and parent.up is not None:
+                parent.gate_up = _stack(parent.gate, parent.up, format)
+                parent.gate = parent.up = None
+            continue
+        kind = QuantizedLinear if isinstance(module, Linear) else QuantizedEmbedding
+        setattr(parent, attribute, kind.of(module, format))  # pyright: ignore
+
+
+def _stack(gate: Linear, up: Linear, format: WeightFormat) -> QuantizedLinear:
+    rows, dtype, device = gate.out_features, gate.weight.dtype, gate.weight.device
+    options: Any = {"gated": True, "dtype": dtype, "device": device}
+    layer = QuantizedLinear(gate.in_features, 2 * rows, format, **options)
+    if not gate.weight.is_meta:
+        layer.set(format.encode(gate.weight.detach()), slice(0, rows))
+        layer.set(format.encode(up.weight.detach()), slice(rows, None))
+    return layer
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Yield name, parent, attribute and module of all linear layers and embeddings."""
+    for name, parent in model.named_modules():
+        for attribute, module in parent.named_children():
+            if isinstance(module, Linear | Embedding | QuantizedModule):
+                yield f"{name}.{attribute}".lstrip("."), parent, attribute, module

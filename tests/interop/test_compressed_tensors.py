@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from ingot.core.errors import ConfigError, IngotError
+from ingot.interop import hf
+from ingot.interop.compressed_tensors import (
+    QuantizationScheme,
+    pack,
+    read_scheme,
+    tensor_shapes,
+    unpack,
+    write_scheme,
+)
+from ingot.nn import BatchLayout, Decoder, preset
+from ingot.nn.formats import Int4, Int8, WeightFormat
+from ingot.nn.quantized import quantize_
+from ingot.nn.weights import SINGLE, WeightsError
+
+FORMATS: list[WeightFormat] = [
+    Int8(),
+    Int8(group=32),
+    Int4(group=32),
+    Int4(group=32, zero_point=True),
+    Int4(group=32, scale_dtype=torch.float16),
+]
+each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+
+
+def saved(directory: Path, format: WeightFormat) -> tuple[Decoder, Path]:
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
+    quantize_(decoder, lambda name: None if "embed" in name or "head" in name else format)
+    hf.save(decoder, directory)
+    return decoder, directory
+
+
+@each_format
+def test_a_saved_model_computes_the_same_bits(format: WeightFormat, tmp_path: Path) -> None:
+    decoder, directory = saved(tmp_path, format)
+    loaded = hf.load(directory)
+    tokens, layout = torch.arange(9), BatchLayout.packed([9])
+    with torch.inference_mode():
+        assert torch.equal(loaded(tokens, layout), decoder(tokens, layout))
+    again = tmp_path / "again"
+    hf.save(loaded, again)
+    assert (again / SINGLE).read_bytes() == (directory / SINGLE).read_bytes()
+
+
+@each_format
+def test_schemes_are_read_as_written(format: WeightFormat) -> None:
+    scheme = read_scheme({"quantization_config": write_scheme(QuantizationScheme(format))})
+    assert scheme is not None
+    found: Any = scheme.format_of("model.layers.0.mlp.down_proj")
+    assert (type(found), found.group) == (type(format), getattr(format, "group"))  # noqa: B009
+    assert scheme.format_of("lm_head") is None
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_packing_is_reversible(rows: int, seed: int) -> None:
+    format = Int4(group=32, zero_point=True)
+    weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+    tensors = format.encode(weight)
+    stored = pack(format, tensors)
+    shapes = tensor_shapes(format, rows, 64)
+    assert {name: tuple(t.shape) for name, t in stored.items()} == {
+        name: shape for name, (shape, _) in shapes.items()
+    }
+    again = unpack(format, stored, "layer")
+    for one, other in zip(tensors, again, strict=True):
+        if one is None or other is None:
+            assert one is other
+        else:
+            assert torch.equal(one.float(), other.float())
+
+
+GOOD = write_scheme(QuantizationScheme(Int4(group=32)))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("quant_method",), "fp8"),
+        (("format",), "marlin"),
+        (("config_groups",), {}),
+        (("config_groups", "group_0"), None),
+        (("config_groups", "group_0", "targets"), ["Embedding"]),
+        (("config_groups", "group_0", "weights"), None),
+        (("config_groups", "group_0", "weights", "num_bits"), 3),
+        (("config_groups", "group_0", "weights", "group_size"), 0),
+        (("config_groups", "group_0", "weights", "group_size"), -32),
+        (("config_groups", "group_0", "weights", "group_size"), "32"),
+        (("config_groups", "group_0", "weights", "type"), "float"),
+        (("config_groups", "group_0", "weights", "actorder"), "group"),
+        (("ignore",), "lm_head"),
+        (("ignore",), [1]),
+    ],
+)
+def test_unsupported_schemes_raise(path: tuple[str, ...], value: Any) -> None:
+    config: Any = copy.deepcopy(GOOD)
+    at = config
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(ConfigError):
+        read_scheme({"quantization_config": config})
+
+
+@pytest.mark.parametrize("pattern", ["re:(a+)+$", "re:" + "a*" * 9, "re:(", "re:" + "a" * 300])
+def test_patterns_that_could_take_forever_raise(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="pattern"):
+        QuantizationScheme(Int8(), (pattern,)).format_of("model.layers.0.mlp.down_proj")
+
+
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_scale"][0, 0] = float("nan")
+
+
+def _lying_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_shape"][1] = 10**12
+
+
+def _no_scale(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[f"{LAYER}.weight_scale"]
+
+
+def _short_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_scale"] = tensors[f"{LAYER}.weight_scale"][:, :1].contiguous()
+
+
+def _integer_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_scale"] = tensors[f"{LAYER}.weight_scale"].to(torch.int32)
+
+
+def _wide_weight(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.weight_packed"] = tensors[f"{LAYER}.weight_packed"].to(torch.int64)
+
+
+@pytest.mark.parametrize(
+    "damage", [_nan, _lying_shape, _no_scale, _short_scale, _integer_scale, _wide_weight]
+)
+def test_damaged_weights_raise(damage: Any, tmp_path: Path) -> None:
+    _, directory = saved(tmp_path, Int4(group=32))
+    tensors = load_file(directory / SINGLE)
+    damage(tensors)
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+    with pytest.raises((ConfigError, WeightsError)):
+        hf.load(directory)
+
+
+def test_a_config_that_quantizes_more_than_the_files_raises(tmp_path: Path) -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
+    hf.save(decoder, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": GOOD}))
+    with pytest.raises(IngotError):
+        hf.load(tmp_path)
