@@ -107,12 +107,12 @@ struct ContiguousTensors {
 
   explicit ContiguousTensors(const Tensors& tensors) : given(tensors), contiguous(tensors) {
     for (Tensor& t : contiguous)
-      if (!t.is_contiguous()) t = torch::stable::contiguous(t);
+      if (!t.is_contiguous()) t = ingot::contiguous(t);
   }
   const Tensor& operator[](size_t at) const { return contiguous[at]; }
   void write_back() {
     for (size_t i = 0; i < given.size(); i++)
-      if (!given[i].is_contiguous()) torch::stable::copy_(given[i], contiguous[i]);
+      if (!given[i].is_contiguous()) copy_to(given[i], contiguous[i]);
   }
 };
 

@@ -25,7 +25,7 @@ class Attention {
 
   void run() const {
     std::vector<WorkItem> items = split();
-    int64_t threads = torch::stable::get_num_threads(), chunks = 0;
+    int64_t threads = num_threads(), chunks = 0;
     for (const WorkItem& item : items) chunks += item.chunks();
     if (int64_t(items.size()) < 2 * threads && chunks >= 4 * threads && all_small(items))
       return run_by_chunks(items);
@@ -57,7 +57,7 @@ class Attention {
       const Sequence& seq = in_.sequences[s];
       // A decode step processes all heads of a sequence together: they are adjacent in memory.
       bool small = seq.queries * in_.shape.group <= SMALL_ROWS;
-      bool together = small && in_.sequences.size() >= 2 * torch::stable::get_num_threads();
+      bool together = small && int64_t(in_.sequences.size()) >= 2 * num_threads();
       int64_t heads = together ? in_.shape.kv_heads : 1;
       for (int64_t head = 0; head < in_.shape.kv_heads; head += heads)
         for (int64_t q = 0; q < seq.queries; q += max_queries)

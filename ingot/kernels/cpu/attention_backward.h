@@ -21,7 +21,7 @@ struct Heads {
   int64_t token_stride, head_stride, width;
 
   explicit Heads(const Tensor& x)
-      : owner(x.stride(2) == 1 ? x : torch::stable::contiguous(x)),
+      : owner(x.stride(2) == 1 ? x : contiguous(x)),
         first(data<T>(owner)),
         token_stride(owner.stride(0)),
         head_stride(owner.stride(1)),

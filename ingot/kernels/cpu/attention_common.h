@@ -44,7 +44,7 @@ struct PagedView {
   int64_t block_size, block_stride, row_stride, head_stride;
 
   PagedView(const Tensor& x, bool paged) : owner(x) {
-    if (x.dim() > 0 && x.stride(x.dim() - 1) != 1) owner = torch::stable::contiguous(x);
+    if (x.dim() > 0 && x.stride(x.dim() - 1) != 1) owner = contiguous(x);
     first = data<T>(owner);
     int64_t d = paged;
     block_size = paged ? x.size(1) : std::max<int64_t>(x.size(0), 1);
@@ -106,7 +106,7 @@ struct AttentionInputs {
 
   AttentionInputs(const Tensor& q, const Tensor& k, const Tensor& v, bool paged, Shape shape,
                   std::vector<Sequence> sequences)
-      : q_owner(q.stride(2) == 1 ? q : torch::stable::contiguous(q)),
+      : q_owner(q.stride(2) == 1 ? q : contiguous(q)),
         q(data<T>(q_owner)),
         k(k, paged),
         v(v, paged),

@@ -16,8 +16,8 @@ lock, since loading a library twice is harmless. A build deletes libraries unuse
 Nothing is loaded from a directory that other users can write to. Without a compiler, or if it
 fails, the op falls back to the next provider with one warning.
 
-`build` compiles the headers once, into a precompiled header that all families share: torch's
-headers have 100,000 lines and take most of the time of a small family.
+`build` compiles the headers once, into a precompiled header that all families share: those of the
+standard library and of the intrinsics take most of the time of a small family.
 """
 
 # pyright: basic

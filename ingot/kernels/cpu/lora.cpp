@@ -17,7 +17,7 @@ struct SortedRows {
     std::ranges::stable_sort(order, {}, [&](int64_t row) { return index[row]; });
     // Two tasks per thread if all rows have one adapter, of whole tiles of a dot product.
     constexpr int64_t TILE_ROWS = 8;
-    int64_t total = order.size(), parts = 2 * torch::stable::get_num_threads() * TILE_ROWS;
+    int64_t total = order.size(), parts = 2 * num_threads() * TILE_ROWS;
     int64_t most = std::max<int64_t>((total + parts - 1) / parts, 1) * TILE_ROWS;
     for (int64_t at = 0; at < total; at++) {
       int64_t adapter = index[order[at]];

@@ -133,7 +133,7 @@ struct AdapterRows {
 
 // Consecutive rows in tasks of whole blocks, several for each thread.
 inline std::vector<AdapterRows> split_rows(int64_t rows) {
-  int64_t tasks = 4 * torch::stable::get_num_threads();
+  int64_t tasks = 4 * num_threads();
   int64_t each = std::max<int64_t>((rows / tasks + BLOCK_M - 1) / BLOCK_M, 1) * BLOCK_M;
   std::vector<AdapterRows> result;
   for (int64_t row = 0; row < rows; row += each)

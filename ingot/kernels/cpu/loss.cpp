@@ -315,7 +315,7 @@ std::tuple<Tensor, Tensor, Tensor> loss_and_gradients(const Tensor& hidden, cons
                                                       std::optional<int64_t> ignored,
                                                       const Loss& loss,
                                                       bool needs_hidden, bool needs_weight,
-                                                      const std::function<float(int64_t)>& grad) {
+                                                      FunctionRef<float(int64_t)> grad) {
   return dispatch_dtype(hidden, [&](auto tag) {
     using T = decltype(tag);
     check_shapes(hidden, weight, targets);

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <bit>
-#include <functional>
 
 #include "amx.h"
 #include "scratch.h"
@@ -38,12 +37,12 @@ struct OutputBlock {
   float* acc_row(int weight, int64_t r) const { return acc[weight][r]; }
 };
 
-using Epilogue = std::function<void(const OutputBlock&)>;
+using Epilogue = FunctionRef<void(const OutputBlock&)>;
 
 // The same number of ranges for each thread, of equal size up to the granularity of tiles.
 inline std::vector<ColumnRange> balanced_columns(int64_t count) {
   constexpr int64_t UNIT = 32;
-  int64_t threads = torch::stable::get_num_threads(), units = (count + UNIT - 1) / UNIT;
+  int64_t threads = num_threads(), units = (count + UNIT - 1) / UNIT;
   int64_t each = (units + threads - 1) / threads * UNIT;
   int64_t groups = std::min(units, threads * ((each + BLOCK_N - 1) / BLOCK_N));
   std::vector<ColumnRange> ranges(groups);

@@ -12,7 +12,7 @@ struct Heads {
 
   explicit Heads(const Tensor& x)
       : owner(x), tokens(x.size(0)), heads(x.size(1)), channels(x.size(2)) {
-    if (x.stride(2) != 1) owner = torch::stable::contiguous(x);
+    if (x.stride(2) != 1) owner = contiguous(x);
     token_stride = owner.stride(0), head_stride = owner.stride(1);
     first = data<T>(owner);
   }

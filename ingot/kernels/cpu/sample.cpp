@@ -20,11 +20,11 @@ struct RowOption {
     switch (x.scalar_type()) {
       case ScalarType::Half:
       case ScalarType::Double: throw Unsupported();
-      case ScalarType::BFloat16: owner = torch::stable::to(x, ScalarType::Float); break;
+      case ScalarType::BFloat16: owner = to_dtype(x, ScalarType::Float); break;
       case ScalarType::Float: break;
       default: integers.emplace(x); return;
     }
-    if (!owner.is_contiguous()) owner = torch::stable::contiguous(owner);
+    if (!owner.is_contiguous()) owner = contiguous(owner);
     floats = data<float>(owner);
   }
   double operator[](int64_t row) const { return floats ? floats[row] : double((*integers)[row]); }
@@ -371,9 +371,9 @@ Tensors sampling_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Te
     Tensors result;
     if (needs_grad[0]) result.push_back(grad_logits);
     if (needs_grad[1])
-      result.push_back(torch::stable::to(grad_temperature, temperature.scalar_type()));
-    if (needs_grad[3]) result.push_back(torch::stable::to(grad_option, top_p.scalar_type()));
-    if (needs_grad[4]) result.push_back(torch::stable::to(grad_option, min_p.scalar_type()));
+      result.push_back(to_dtype(grad_temperature, temperature.scalar_type()));
+    if (needs_grad[3]) result.push_back(to_dtype(grad_option, top_p.scalar_type()));
+    if (needs_grad[4]) result.push_back(to_dtype(grad_option, min_p.scalar_type()));
     return result;
   });
 }
@@ -478,7 +478,7 @@ Tensor apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Te
                                          frequency);
       default:
         return penalize_rows<T, float>(logits, prompt_mask,
-                                       torch::stable::to(output_counts, ScalarType::Float),
+                                       to_dtype(output_counts, ScalarType::Float),
                                        repetition, presence, frequency);
     }
   });
