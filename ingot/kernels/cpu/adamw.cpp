@@ -152,7 +152,7 @@ void check_all(const Tensors& tensors, const Tensors& params, ScalarType dtype, 
     check(tensors[i].is_cpu(), "all tensors must be on the CPU");
     check(tensors[i].scalar_type() == dtype || tensors[i].scalar_type() == other,
           "unsupported combination of dtypes");
-    check(std::ranges::equal(tensors[i].sizes(), params[i].sizes()),
+    check(same_sizes(tensors[i], params[i]),
           "gradients and state must have the shapes of their parameters");
   }
 }

@@ -43,7 +43,7 @@ struct PagedView {
   const T* first;
   int64_t block_size, block_stride, row_stride, head_stride;
 
-  PagedView(const Tensor& x, bool paged) : owner(x) {
+  [[gnu::noinline]] PagedView(const Tensor& x, bool paged) : owner(x) {
     if (x.dim() > 0 && x.stride(x.dim() - 1) != 1) owner = contiguous(x);
     first = data<T>(owner);
     int64_t d = paged;
@@ -130,7 +130,7 @@ struct AttentionInputs {
     return {begin, std::clamp<int64_t>(range.end - chunk.first, begin, CHUNK)};
   }
 
-  void locate(const WorkItem& item, int64_t index, KVChunk<T>& chunk) const {
+  [[gnu::noinline]] void locate(const WorkItem& item, int64_t index, KVChunk<T>& chunk) const {
     const Sequence& seq = sequences[item.sequence];
     int64_t last = seq.keys - seq.queries + item.end - 1;
     int64_t end = std::min(visible_range(shape, last, seq.keys).end, seq.keys);

@@ -58,7 +58,7 @@ from ingot.ops.record import Op, registry
 HERE = Path(__file__).parent
 FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
 # The slowest to compile come first, so that no core is idle at the end of a build.
-_SLOWEST = ("linear", "loss", "attention", "norm", "sample")
+_SLOWEST = ("linear", "loss", "attention", "sample", "lora", "norm")
 # -ffp-contract=off: see vector.h. errno and traps would prevent vectorization and are not used.
 FLAGS = (
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),

@@ -70,7 +70,7 @@ auto dispatch_common(ActivationFn common, int64_t activation, const Body& body) 
 
 // The rows of a weight that matches x's channels.
 template <class T>
-Rows<T> weight_rows(const Tensor& weight, const Tensor& x) {
+[[gnu::noinline]] Rows<T> weight_rows(const Tensor& weight, const Tensor& x) {
   check_same_dtype(weight, x);
   check(x.dim() >= 1 && weight.dim() == 2 && weight.size(1) == x.size(x.dim() - 1),
         "weight must be (out_features, in_features)");
@@ -229,7 +229,7 @@ Tensor grouped_linear_impl(const Tensor& x, const std::array<Tensor, NUM_WEIGHTS
     std::vector<Rows<T>> stacked;
     for (const Tensor& weight : weights) {
       check_same_dtype(weight, x);
-      check(std::ranges::equal(weight.sizes(), first.sizes()), "weights must have the same shape");
+      check(same_sizes(weight, first), "weights must have the same shape");
       stacked.emplace_back(weight);
     }
     Rows<T> rows(x);
@@ -264,13 +264,13 @@ Tensor grouped_gated_linear(const Tensor& x, const Tensor& gate_weight, const Te
 // of a single LoRA adapter; h is rounded for the product.
 
 template <class T>
-Tensor grad_input(const Tensor& x, const std::vector<GemmOperands<T>>& operands) {
+[[gnu::noinline]] Tensor grad_input(const Tensor& x, const std::vector<GemmOperands<T>>& operands) {
   return gemm_tensor<T>({x.sizes().data(), size_t(x.dim())}, x, operands);
 }
 
 // Column sums, in strips of columns; blocks of 32 rows are summed first.
 template <class T>
-Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
+[[gnu::noinline]] Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
   constexpr int64_t STRIP = 128, ROWS = 32;
   Tensor sums = allocate_like(bias);
   parallel_for((grad.width + STRIP - 1) / STRIP, STRIP * grad.rows,
@@ -313,7 +313,8 @@ Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
 
 // The part of dH that belongs to a LoRA term.
 template <class T>
-void store_grad_h(const LoraTerm<T>& lora, const Matrix<T>& grad, const Tensor& grad_h) {
+[[gnu::noinline]] void store_grad_h(const LoraTerm<T>& lora, const Matrix<T>& grad,
+                                    const Tensor& grad_h) {
   Rows<float> to(grad_h);
   auto weight_of = [&](int64_t) { return lora.b(); };
   gemm_by_rows<T>(grad, split_rows(grad.rows), weight_of, [&](const OutputBlock& block) {
@@ -324,7 +325,8 @@ void store_grad_h(const LoraTerm<T>& lora, const Matrix<T>& grad, const Tensor& 
 }
 
 template <class T>
-Tensor grad_lora_b(const LoraTerm<T>& lora, const Tensor& b, const Matrix<T>& grad) {
+[[gnu::noinline]] Tensor grad_lora_b(const LoraTerm<T>& lora, const Tensor& b,
+                                     const Matrix<T>& grad) {
   Tensor h = round_columns<T>(lora.h(), lora.first(), lora.rank(), 1.0f, b.scalar_type());
   return grad_weight<T>(b, Rows<T>(h), grad);
 }

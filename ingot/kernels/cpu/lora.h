@@ -72,8 +72,9 @@ template <class T>
 class LoraTerm {
  public:
   // The columns of h are divided into `parts` of equal size; this term takes the given one.
-  LoraTerm(const Tensor& h, const Tensor& b, const std::optional<Tensor>& index, const Tensor& x,
-           int64_t out_features, int64_t parts = 1, int64_t part = 0)
+  [[gnu::noinline]] LoraTerm(const Tensor& h, const Tensor& b, const std::optional<Tensor>& index,
+                             const Tensor& x, int64_t out_features, int64_t parts = 1,
+                             int64_t part = 0)
       : h_(check_h(h, x)), b_(check_b(b, x, out_features)), rank_(b.size(1)),
         first_(part * rank_), index_(index, h_.count, b.size(0)) {
     check(h_.width == parts * rank_, "lora_h must have one column per rank of lora_b");
@@ -85,7 +86,7 @@ class LoraTerm {
   int64_t first() const { return first_; }
   int64_t rank() const { return rank_; }
 
-  void add_to(const OutputBlock& block, int weight) const {
+  [[gnu::noinline, gnu::noclone]] void add_to(const OutputBlock& block, int weight) const {
     float* to[BLOCK_M];
     const float* h[BLOCK_M];
     bool added[BLOCK_M] = {};

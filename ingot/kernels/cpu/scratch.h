@@ -48,8 +48,6 @@ enum class Scratch {
   COUNT
 };
 
-// At least `count` elements, aligned to a page, with indeterminate values. The pointer is valid
-// until this thread asks for more memory in the same slot.
 [[gnu::noinline]] inline void* scratch_memory(Scratch slot, int64_t needed) {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
@@ -68,6 +66,8 @@ enum class Scratch {
   }
   return memory.get();
 }
+// At least `count` elements, aligned to a page, with indeterminate values. The pointer is valid
+// until this thread asks for more memory in the same slot.
 template <Scratch slot, class T>
 T* scratch(int64_t count) {
   return static_cast<T*>(scratch_memory(slot, count * int64_t(sizeof(T))));

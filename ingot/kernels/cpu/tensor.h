@@ -24,10 +24,9 @@
 #include <sys/mman.h>
 #endif
 
-#include "vector.h"  // first, for what it does about a warning
-
 #include "threads.h"
 #include "torch_abi.h"
+#include "vector.h"
 
 namespace ingot {
 

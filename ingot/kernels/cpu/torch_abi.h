@@ -1,8 +1,8 @@
 // Tensors, calls of torch's ops and boxed arguments, on torch's stable C ABI.
 //
 // torch has a C++ wrapper of this ABI (torch/csrc/stable). It is inlined wherever a tensor is
-// touched, with the formatting of its error messages, and took half of the time to compile a
-// family. Here everything that is not a load or a store is a function that is not inlined, and the
+// touched, with the formatting of its error messages, which took longer to compile than many
+// kernels. Here everything that is not a load or a store is a function that is not inlined, and the
 // metadata of a tensor are read once.
 #pragma once
 
@@ -171,7 +171,7 @@ INGOT_NOINLINE std::string unbox(StableIValue value) {
   return result;
 }
 
-// The value that an optional one points to, in memory that is freed here; null if it is empty.
+// The value that an optional one points to, in memory that is freed here.
 INGOT_NOINLINE std::optional<StableIValue> take_optional(StableIValue value) {
   auto pointer = reinterpret_cast<StableIValue*>(value);
   if (!pointer) return {};
