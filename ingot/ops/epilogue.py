@@ -8,9 +8,8 @@ A weight format (floating point, int8, int4) is one op record, and its epilogue 
 the call: a new format adds one record, not one for each epilogue. The functions here check, count
 and compute the epilogue for all of them.
 
-The activation is an integer in the op's schema. A string would be allocated at every call, and the
-conversion in torch's stable ABI (2.13, `ToImpl<std::string>`) leaks it. Where calls are frequent,
-pass `int(activation)`: torch takes 1 us longer to convert an IntEnum.
+The activation is an integer in the op's schema: a string would be allocated at every call. Where
+calls are frequent, pass `int(activation)`: torch takes 1 us longer to convert an IntEnum.
 """
 
 from __future__ import annotations

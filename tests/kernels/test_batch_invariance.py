@@ -144,7 +144,7 @@ class Inputs(TensorMaker):
         self.gated = op.family == "quantized" and schedule.option % 4 == 3
         self.lora_parts = 2 if op.name == "gated_linear" or self.gated else 1
         self.group = (32, 64, 128)[schedule.option % 3]
-        self.has_groups = op.name == "linear_int4_dynamic" or schedule.seed % 2 == 0
+        self.has_groups = "int4" in op.name or schedule.seed % 2 == 0
         if op.family == "quantized" and self.has_groups:
             self.width = self.group * (1 + schedule.width % 8)
         self.out = max(1, min(schedule.out, MAX_PRODUCTS // (schedule.rows * schedule.width)))
@@ -202,7 +202,7 @@ def _stacked_lora_b(i: Inputs) -> Tensor | None:
 
 
 def _quantized_weight(i: Inputs) -> Tensor:
-    if i.op == "linear_int4_dynamic":
+    if "int4" in i.op:
         return i.ints(256, i.lora_parts * i.out, i.width // 2, dtype=torch.uint8)
     return (i.ints(256, i.lora_parts * i.out, i.width) - 128).to(torch.int8)
 
@@ -270,6 +270,8 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "index": _index,
     },
     "quantized": {
+        "tokens": lambda i: i.ints(i.lora_parts * i.out, *i.schedule.row_shape),
+        "bf16": lambda i: i.schedule.option % 2 == 0,
         "x": _rows,
         "weight": _quantized_weight,
         "scale": _group_values,
@@ -283,7 +285,7 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "lora_h": _lora_h,
         "lora_b": _stacked_lora_b,
         "lora_index": lambda i: _with_lora(i, lambda: _index(i)),
-        "to_float32": lambda i: not i.gated and i.schedule.option % 2 == 0,
+        "to_float32": lambda i: i.schedule.option % 2 == 0,
     },
     "embedding": {
         "tokens": lambda i: i.ints(i.out, *i.schedule.row_shape),

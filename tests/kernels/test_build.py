@@ -381,6 +381,24 @@ def test_the_key_changes_with_all_that_goes_into_a_library(
     assert key() == keys[-1]
 
 
+def test_the_declarations_of_the_abi_are_those_of_torch() -> None:
+    """C functions cannot be overloaded, so the compiler refuses a declaration that differs."""
+    found = detect().compiler
+    assert found
+    headers = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h")
+    includes = [f"#include <{header}>" for header in headers]
+    ours = (build.HERE / "torch_shim.h").read_text()
+    command = [*build._command(found, "portable"), "-fsyntax-only", "-x", "c++", "-"]
+
+    def compiles(declarations: str) -> bool:
+        source = "\n".join((*includes, declarations))
+        return subprocess.run(command, input=source, text=True, capture_output=True).returncode == 0
+
+    assert compiles(ours)
+    assert not compiles(ours.replace("int32_t dtype, int32_t device_type", "int32_t dtype"))
+    assert not compiles(ours.replace("size_t aoti_torch_dtype", "int32_t aoti_torch_dtype"))
+
+
 def test_a_library_that_is_there_loads_quickly(cache: Path, compiler: str) -> None:
     """Typically 5 ms; in one of three, as machines are noisy."""
     code = """

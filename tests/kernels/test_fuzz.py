@@ -178,7 +178,8 @@ def assert_sane(op: Op[..., Any], call: Strange) -> None:
     nothing = any(one.is_meta for one in ours) or not any(one.numel() for one in ours)
     if nothing or not all(map(finite, args)):
         return  # no values, or results of NaN inputs
-    args = list(map(widened, args))
+    names = op.signature.parameters
+    args = [a if n == "weight" else widened(a) for n, a in zip(names, args, strict=True)]
     theirs = outcome(op, "reference", args)
     assert not isinstance(theirs, Exception), f"the reference refuses: {theirs}"
     exact = list(map(doubled, args))

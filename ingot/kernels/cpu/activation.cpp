@@ -22,7 +22,7 @@ Tensor gated(const Tensor& gate, const Tensor& up, Function function) {
   return dispatch_dtype(gate, [&](auto tag) {
     using T = decltype(tag);
     check_same_dtype(up, gate);
-    check(std::ranges::equal(gate.sizes(), up.sizes()), "gate and up must have the same shape");
+    check(same_sizes(gate, up), "gate and up must have the same shape");
     Rows<T> g(gate), u(up);
     Tensor y = allocate_like(gate);
     Rows<T> to(y);

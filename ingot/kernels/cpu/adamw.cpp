@@ -107,12 +107,12 @@ struct ContiguousTensors {
 
   explicit ContiguousTensors(const Tensors& tensors) : given(tensors), contiguous(tensors) {
     for (Tensor& t : contiguous)
-      if (!t.is_contiguous()) t = torch::stable::contiguous(t);
+      if (!t.is_contiguous()) t = ingot::contiguous(t);
   }
   const Tensor& operator[](size_t at) const { return contiguous[at]; }
   void write_back() {
     for (size_t i = 0; i < given.size(); i++)
-      if (!given[i].is_contiguous()) torch::stable::copy_(given[i], contiguous[i]);
+      if (!given[i].is_contiguous()) copy_to(given[i], contiguous[i]);
   }
 };
 
@@ -152,7 +152,7 @@ void check_all(const Tensors& tensors, const Tensors& params, ScalarType dtype, 
     check(tensors[i].is_cpu(), "all tensors must be on the CPU");
     check(tensors[i].scalar_type() == dtype || tensors[i].scalar_type() == other,
           "unsupported combination of dtypes");
-    check(std::ranges::equal(tensors[i].sizes(), params[i].sizes()),
+    check(same_sizes(tensors[i], params[i]),
           "gradients and state must have the shapes of their parameters");
   }
 }

@@ -16,67 +16,40 @@
 
 namespace ingot::kernels {
 
-template <class T>
-class Attention {
+// Rows of a work item, and of one that is small.
+constexpr int64_t MAX_ROWS = 64, SMALL_ROWS = 16;
+
+// Work items, and their distribution to tasks.
+class WorkSplit {
  public:
-  Attention(AttentionInputs<T> in, const Tensor& out)
-      : in_(std::move(in)), kernel_(in_), out_(data<T>(out)) {}
-  Attention(const Attention&) = delete;
-
-  void run() const {
-    std::vector<WorkItem> items = split();
-    int64_t threads = torch::stable::get_num_threads(), chunks = 0;
-    for (const WorkItem& item : items) chunks += item.chunks();
-    if (int64_t(items.size()) < 2 * threads && chunks >= 4 * threads && all_small(items))
-      return run_by_chunks(items);
-    int64_t parts = threads == 1 ? 1 : std::min<int64_t>(4 * threads, items.size());
-    std::vector<int64_t> bounds = balance(items, parts);
-    parallel_for_dynamic(parts, [&](TaskQueue& queue) {
-      for (int64_t p; queue.pop(p);) {
-        int64_t begin = bounds[p], end = bounds[p + 1];
-        KVChunk<T> chunk;
-        if (begin < end) in_.locate(items[begin], 0, chunk);
-        for (int64_t u = begin; u < end; u++)
-          run_item(items[u], chunk, u + 1 < end ? &items[u + 1] : nullptr);
-      }
-    });
-  }
-
- private:
-  static constexpr int64_t MAX_ROWS = 64, SMALL_ROWS = 16;
+  WorkSplit(const Shape& shape, const std::vector<Sequence>& sequences)
+      : shape_(shape), sequences_(sequences) {}
 
   bool all_small(const std::vector<WorkItem>& items) const {
-    return std::ranges::all_of(items,
-                               [&](const WorkItem& u) { return in_.num_rows(u) <= SMALL_ROWS; });
+    return std::all_of(items.begin(), items.end(),
+                       [&](const WorkItem& u) { return num_rows(u) <= SMALL_ROWS; });
   }
 
   std::vector<WorkItem> split() const {
     std::vector<WorkItem> items;
-    int64_t max_queries = std::max<int64_t>(1, MAX_ROWS / in_.shape.group);
-    for (int64_t s = 0; s < int64_t(in_.sequences.size()); s++) {
-      const Sequence& seq = in_.sequences[s];
+    int64_t max_queries = std::max<int64_t>(1, MAX_ROWS / shape_.group);
+    for (int64_t s = 0; s < int64_t(sequences_.size()); s++) {
+      const Sequence& seq = sequences_[s];
       // A decode step processes all heads of a sequence together: they are adjacent in memory.
-      bool small = seq.queries * in_.shape.group <= SMALL_ROWS;
-      bool together = small && in_.sequences.size() >= 2 * torch::stable::get_num_threads();
-      int64_t heads = together ? in_.shape.kv_heads : 1;
-      for (int64_t head = 0; head < in_.shape.kv_heads; head += heads)
+      bool small = seq.queries * shape_.group <= SMALL_ROWS;
+      bool together = small && int64_t(sequences_.size()) >= 2 * num_threads();
+      int64_t heads = together ? shape_.kv_heads : 1;
+      for (int64_t head = 0; head < shape_.kv_heads; head += heads)
         for (int64_t q = 0; q < seq.queries; q += max_queries)
           items.push_back(make_item(s, q, std::min(q + max_queries, seq.queries), head, heads));
     }
     return items;
   }
 
-  WorkItem make_item(int64_t s, int64_t begin, int64_t end, int64_t head, int64_t heads) const {
-    int64_t keys = in_.sequences[s].keys, offset = keys - in_.sequences[s].queries;
-    Range first = visible_range(in_.shape, offset + begin, keys),
-        last = visible_range(in_.shape, offset + end - 1, keys);
-    return {s, begin, end, head, heads, first.begin / CHUNK, (last.end + CHUNK - 1) / CHUNK};
-  }
-
   // First item of each task, such that all tasks have about the same cost.
   std::vector<int64_t> balance(const std::vector<WorkItem>& items, int64_t parts) const {
     auto cost = [&](const WorkItem& u) {
-      return u.heads * u.chunks() * (in_.num_rows(u) + SMALL_ROWS);
+      return u.heads * u.chunks() * (num_rows(u) + SMALL_ROWS);
     };
     int64_t total = 0, acc = 0;
     for (const WorkItem& u : items) total += cost(u);
@@ -91,6 +64,48 @@ class Attention {
     return bounds;
   }
 
+ private:
+  int64_t num_rows(const WorkItem& item) const { return (item.end - item.begin) * shape_.group; }
+
+  WorkItem make_item(int64_t s, int64_t begin, int64_t end, int64_t head, int64_t heads) const {
+    int64_t keys = sequences_[s].keys, offset = keys - sequences_[s].queries;
+    Range first = visible_range(shape_, offset + begin, keys),
+        last = visible_range(shape_, offset + end - 1, keys);
+    return {s, begin, end, head, heads, first.begin / CHUNK, (last.end + CHUNK - 1) / CHUNK};
+  }
+
+  const Shape& shape_;
+  const std::vector<Sequence>& sequences_;
+};
+
+template <class T>
+class Attention {
+ public:
+  Attention(AttentionInputs<T> in, const Tensor& out)
+      : in_(std::move(in)), kernel_(in_), out_(data<T>(out)) {}
+  Attention(const Attention&) = delete;
+
+  void run() const {
+    WorkSplit work(in_.shape, in_.sequences);
+    std::vector<WorkItem> items = work.split();
+    int64_t threads = num_threads(), chunks = 0;
+    for (const WorkItem& item : items) chunks += item.chunks();
+    if (int64_t(items.size()) < 2 * threads && chunks >= 4 * threads && work.all_small(items))
+      return run_by_chunks(items);
+    int64_t parts = threads == 1 ? 1 : std::min<int64_t>(4 * threads, items.size());
+    std::vector<int64_t> bounds = work.balance(items, parts);
+    parallel_for_dynamic(parts, [&](TaskQueue& queue) {
+      for (int64_t p; queue.pop(p);) {
+        int64_t begin = bounds[p], end = bounds[p + 1];
+        KVChunk<T> chunk;
+        if (begin < end) in_.locate(items[begin], 0, chunk);
+        for (int64_t u = begin; u < end; u++)
+          run_item(items[u], chunk, u + 1 < end ? &items[u + 1] : nullptr);
+      }
+    });
+  }
+
+ private:
   // `chunk` is the first of this item and becomes the first of the next one, whose keys are
   // prefetched while earlier ones are processed.
   void run_item(const WorkItem& item, KVChunk<T>& chunk, const WorkItem* next_item) const {
@@ -160,7 +175,7 @@ class Attention {
         whole.row_sum[row] = 0, std::fill_n(whole.acc + row * width, width, 0.0f);
   }
 
-  void merge(SoftmaxState whole, const SoftmaxState& part, int64_t count) const {
+  [[gnu::noinline]] void merge(SoftmaxState whole, const SoftmaxState& part, int64_t count) const {
     int64_t width = in_.shape.padded();
     for (int64_t row = 0; row < count; row++) {
       if (part.row_max[row] == -INF) continue;  // the whole chunk is masked
@@ -175,7 +190,7 @@ class Attention {
     }
   }
 
-  void finish(const WorkItem& item, int64_t head, SoftmaxState state) const {
+  [[gnu::noinline]] void finish(const WorkItem& item, int64_t head, SoftmaxState state) const {
     const Shape& shape = in_.shape;
     for (int64_t row = 0; row < in_.num_rows(item); row++) {
       int64_t token = in_.sequences[item.sequence].query + item.begin + row / shape.group;
@@ -235,7 +250,7 @@ struct AttentionArgs {
       : paged(block_table.has_value()) {
     check(q.dim() == 3 && k.dim() == 3 + paged && v.dim() == k.dim(),
         "q must be (T, N, H), k and v (T, K, H), or (blocks, block size, K, H) with a block_table");
-    check(std::ranges::equal(k.sizes(), v.sizes()), "k and v must have the same shape");
+    check(same_sizes(k, v), "k and v must have the same shape");
     check(cu_seqlens.dim() == 1 && (!context_lens || context_lens->dim() == 1),
           "cu_seqlens and context_lens must be vectors");
     check(!paged || (context_lens && block_table->dim() == 2),
@@ -290,7 +305,7 @@ Tensors attention_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& q,
     AttentionArgs args(q, k, v, cu_seqlens, context_lens, block_table, causal, window, scale);
     check(!args.paged, "the gradient is not implemented for a block_table");
     check_same_dtype(grads[0], q);
-    check(std::ranges::equal(grads[0].sizes(), q.sizes()),
+    check(same_sizes(grads[0], q),
           "the gradient must have the shape of the output");
     Tensors all{allocate_like(q), allocate_like(k), allocate_like(v)}, result;
     AttentionTensors<T> of{Heads<T>(q), Heads<T>(k), Heads<T>(v)};

@@ -20,8 +20,8 @@ struct Heads {
   T* first;
   int64_t token_stride, head_stride, width;
 
-  explicit Heads(const Tensor& x)
-      : owner(x.stride(2) == 1 ? x : torch::stable::contiguous(x)),
+  [[gnu::noinline]] explicit Heads(const Tensor& x)
+      : owner(x.stride(2) == 1 ? x : contiguous(x)),
         first(data<T>(owner)),
         token_stride(owner.stride(0)),
         head_stride(owner.stride(1)),
@@ -126,8 +126,11 @@ class AttentionBackward {
       run_rows(seq, first, row, rows, begin, q, grad, k, v, p, ds);
     }
     gemm_rows(ds, Transposed<T>(k.rows.slice_rows(begin, keys)),
-              [&](int64_t row, int64_t at, Floats values, auto... tail) {
-                store(row_of(grads_.q, seq, head, first + row) + at, values, tail...);
+              [&](int64_t row, ColumnRange columns, const float* values) {
+                T* to = row_of(grads_.q, seq, head, first + row) + columns.begin;
+                for_each_vector(columns.count, [&](int64_t at, auto... tail) {
+                  store(to + at, load(values + at, tail...), tail...);
+                });
               });
     add_transposed(ds, q, k.sums + begin * shape_.width);
     add_transposed(p, grad, v.sums + begin * shape_.width);
@@ -193,9 +196,9 @@ class AttentionBackward {
     });
   }
 
-  // x W^T, by this thread alone: store(row, column, values, count...) gets it.
-  template <class Store>
-  static void gemm_rows(const Matrix<T>& x, const Transposed<T>& w, const Store& write) {
+  // x W^T, by this thread alone: `store` gets it.
+  [[gnu::noinline]] static void gemm_rows(const Matrix<T>& x, const Transposed<T>& w,
+                                          const RowStore& store) {
     T* memory = scratch<Scratch::BACKWARD_PACKED_B, T>(PackedB<T>::size(BLOCK_N, x.width));
     for (const ColumnRange& columns : fixed_size_columns(w.rows)) {
       PackedB<T> right(w.slice_rows(columns.begin, columns.count), memory);
@@ -204,23 +207,22 @@ class AttentionBackward {
       };
       for_each_block<1>(0, x.rows, columns, 0, compute, [&](const OutputBlock& block) {
         for (int64_t r = 0; r < block.rows; r++)
-          for_each_vector(columns.count, [&](int64_t at, auto... tail) {
-            write(block.row + r, columns.begin + at, load(block.acc_row(0, r) + at, tail...),
-                  tail...);
-          });
+          store(block.row + r, columns, block.acc_row(0, r));
       });
     }
   }
 
   // sums += x^T y
-  void add_transposed(const Matrix<T>& x, const Matrix<T>& y, float* sums) const {
+  [[gnu::noinline]] void add_transposed(const Matrix<T>& x, const Matrix<T>& y, float* sums) const {
     int64_t stride = padded_stride<T>(x.rows);
     T* x_t = scratch<Scratch::BACKWARD_TRANSPOSED, T>(x.width * stride);
     transpose_copy(Transposed<T>(x), 0, x.width, x_t, stride);
     Matrix<T> rows(x_t, x.width, x.rows, stride);
-    gemm_rows(rows, Transposed<T>(y), [&](int64_t row, int64_t at, Floats values, auto... tail) {
-      float* sum = sums + row * shape_.width + at;
-      store(sum, load(sum, tail...) + values, tail...);
+    gemm_rows(rows, Transposed<T>(y), [&](int64_t row, ColumnRange columns, const float* values) {
+      float* sum = sums + row * shape_.width + columns.begin;
+      for_each_vector(columns.count, [&](int64_t at, auto... tail) {
+        store(sum + at, load(sum + at, tail...) + load(values + at, tail...), tail...);
+      });
     });
   }
 

@@ -43,8 +43,8 @@ struct PagedView {
   const T* first;
   int64_t block_size, block_stride, row_stride, head_stride;
 
-  PagedView(const Tensor& x, bool paged) : owner(x) {
-    if (x.dim() > 0 && x.stride(x.dim() - 1) != 1) owner = torch::stable::contiguous(x);
+  [[gnu::noinline]] PagedView(const Tensor& x, bool paged) : owner(x) {
+    if (x.dim() > 0 && x.stride(x.dim() - 1) != 1) owner = contiguous(x);
     first = data<T>(owner);
     int64_t d = paged;
     block_size = paged ? x.size(1) : std::max<int64_t>(x.size(0), 1);
@@ -106,7 +106,7 @@ struct AttentionInputs {
 
   AttentionInputs(const Tensor& q, const Tensor& k, const Tensor& v, bool paged, Shape shape,
                   std::vector<Sequence> sequences)
-      : q_owner(q.stride(2) == 1 ? q : torch::stable::contiguous(q)),
+      : q_owner(q.stride(2) == 1 ? q : contiguous(q)),
         q(data<T>(q_owner)),
         k(k, paged),
         v(v, paged),
@@ -130,7 +130,7 @@ struct AttentionInputs {
     return {begin, std::clamp<int64_t>(range.end - chunk.first, begin, CHUNK)};
   }
 
-  void locate(const WorkItem& item, int64_t index, KVChunk<T>& chunk) const {
+  [[gnu::noinline]] void locate(const WorkItem& item, int64_t index, KVChunk<T>& chunk) const {
     const Sequence& seq = sequences[item.sequence];
     int64_t last = seq.keys - seq.queries + item.end - 1;
     int64_t end = std::min(visible_range(shape, last, seq.keys).end, seq.keys);

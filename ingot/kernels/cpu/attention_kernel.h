@@ -22,8 +22,9 @@ class AmxChunkKernel {
     return to;
   }
 
-  void run(const WorkItem& item, int64_t head, int64_t heads, const KVChunk<bf16>& chunk,
-           const bf16* queries, float* parts, const KVChunk<bf16>& next) const {
+  [[gnu::noinline]] void run(const WorkItem& item, int64_t head, int64_t heads,
+                             const KVChunk<bf16>& chunk, const bf16* queries, float* parts,
+                             const KVChunk<bf16>& next) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     if (count <= DECODE_ROWS)
       return decode_.run(item, head, heads, chunk, queries, parts, next);

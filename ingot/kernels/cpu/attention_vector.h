@@ -13,8 +13,9 @@ class VectorChunkKernel {
   const T* pack_queries(const WorkItem&, int64_t, int64_t) const { return nullptr; }
 
   // One state per head goes to `parts`.
-  void run(const WorkItem& item, int64_t head, int64_t heads, const KVChunk<T>& chunk, const T*,
-           float* parts, const KVChunk<T>&) const {
+  [[gnu::noinline]] void run(const WorkItem& item, int64_t head, int64_t heads,
+                             const KVChunk<T>& chunk, const T*, float* parts,
+                             const KVChunk<T>&) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     float* s = scratch<Scratch::ATTENTION_SCORES, float>(count * CHUNK);
     for (int64_t h = 0; h < heads; h++) {

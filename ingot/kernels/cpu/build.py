@@ -16,8 +16,8 @@ lock, since loading a library twice is harmless. A build deletes libraries unuse
 Nothing is loaded from a directory that other users can write to. Without a compiler, or if it
 fails, the op falls back to the next provider with one warning.
 
-`build` compiles the headers once, into a precompiled header that all families share: torch's
-headers have 100,000 lines and take most of the time of a small family.
+`build` compiles the headers once, into a precompiled header that all families share: those of the
+standard library and of the intrinsics take most of the time of a small family.
 """
 
 # pyright: basic
@@ -58,7 +58,7 @@ from ingot.ops.record import Op, registry
 HERE = Path(__file__).parent
 FAMILIES = tuple(sorted(path.stem for path in HERE.glob("*.cpp")))
 # The slowest to compile come first, so that no core is idle at the end of a build.
-_SLOWEST = ("linear", "loss", "attention", "norm", "sample")
+_SLOWEST = ("linear", "loss", "attention", "sample", "lora", "norm")
 # -ffp-contract=off: see vector.h. errno and traps would prevent vectorization and are not used.
 FLAGS = (
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),

@@ -4,7 +4,7 @@
 namespace ingot::kernels {
 
 // The sizes of a tensor with one more dimension.
-std::vector<int64_t> append_size(const Tensor& x, int64_t size) {
+[[gnu::noinline]] std::vector<int64_t> append_size(const Tensor& x, int64_t size) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.push_back(size);
   return sizes;
@@ -35,6 +35,18 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight) {
   });
 }
 
+using Occurrence = std::pair<int64_t, int64_t>;  // token id, position
+
+[[gnu::noinline]] std::vector<Occurrence> sort_occurrences(const Integers& tokens,
+                                                           int64_t vocabulary) {
+  std::vector<Occurrence> result(tokens.count);
+  for (int64_t i = 0; i < tokens.count; i++) result[i] = {tokens[i], i};
+  std::sort(result.begin(), result.end());
+  check(result.empty() || (result[0].first >= 0 && result.back().first < vocabulary),
+        "token id out of range");
+  return result;
+}
+
 // Gradients of a row are summed in float32 in the order of its tokens.
 Tensors embedding_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& tokens,
                            const Tensor& weight) {
@@ -44,28 +56,23 @@ Tensors embedding_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& to
     using T = decltype(tag);
     check(weight.dim() == 2, "weight must be a matrix");
     check_same_dtype(grads[0], weight);
-    check(std::ranges::equal(grads[0].sizes(), append_size(tokens, weight.size(1))),
+    check(same_sizes(grads[0], append_size(tokens, weight.size(1))),
           "the gradient must have the shape of the output");
-    Integers token(tokens);
+    int64_t vocabulary = weight.size(0), width = weight.size(1);
+    std::vector<Occurrence> occurrences = sort_occurrences(Integers(tokens), vocabulary);
     Rows<T> grad(grads[0]);
     Tensor grad_weight = allocate_like(weight);
-    int64_t vocabulary = weight.size(0), width = weight.size(1);
-    std::vector<std::pair<int64_t, int64_t>> occurrences(token.count);  // (token id, position)
-    for (int64_t i = 0; i < token.count; i++) occurrences[i] = {token[i], i};
-    std::ranges::sort(occurrences);
-    check(occurrences.empty() ||
-          (occurrences[0].first >= 0 && occurrences.back().first < vocabulary),
-          "token id out of range");
     parallel_for(vocabulary, width, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(width);
-      auto occurrence = std::ranges::lower_bound(occurrences, std::pair(begin, int64_t(0)));
+      auto occurrence = std::lower_bound(occurrences.begin(), occurrences.end(),
+                                         Occurrence(begin, 0));
       for (int64_t id = begin; id < end; id++) {
         T* to = data<T>(grad_weight) + id * width;
         if (occurrence == occurrences.end() || occurrence->first != id) {
           std::memset(to, 0, width * sizeof(T));
           continue;
         }
-        std::ranges::fill(sums, 0.0f);
+        std::fill(sums.begin(), sums.end(), 0.0f);
         for (; occurrence != occurrences.end() && occurrence->first == id; occurrence++)
           for_each_vector(width, [&](int64_t at, auto... tail) {
             Floats row = load(grad[occurrence->second] + at, tail...);

@@ -78,8 +78,8 @@ inline void check_output_like(const Tensor& residual, const Tensor& x, int64_t o
 }
 
 // The LoRA term of each weight, if the call has adapters.
-template <class T, size_t NUM_WEIGHTS>
-using LoraTerms = std::array<std::optional<LoraTerm<T>>, NUM_WEIGHTS>;
+template <class T>
+using LoraTerms = std::array<std::optional<LoraTerm<T>>, 2>;
 
 // The LoRA arguments of a call with the B of each weight.
 template <size_t NUM_WEIGHTS>
@@ -89,8 +89,8 @@ struct LoraArgs {
   const std::optional<Tensor>& index;
 
   template <class T>
-  LoraTerms<T, NUM_WEIGHTS> terms(const Tensor& x, int64_t out_features) const {
-    LoraTerms<T, NUM_WEIGHTS> result;
+  LoraTerms<T> terms(const Tensor& x, int64_t out_features) const {
+    LoraTerms<T> result;
     for (size_t p = 0; p < NUM_WEIGHTS; p++) {
       check(h.has_value() == b[p]->has_value() && (h || !index),
             "lora_h and lora_b must be given together");
@@ -102,27 +102,30 @@ struct LoraArgs {
 
 // residual + activation(acc + LoRA term + bias); with two weights, gate and up,
 // activation(gate + LoRA term) * (up + LoRA term).
-template <class T, size_t NUM_WEIGHTS, class Out = T>
+template <class T>
 struct LinearEpilogue {
-  Out* out;
+  T* out;
   int64_t width;
   ActivationFn activation;
-  LoraTerms<T, NUM_WEIGHTS> lora = {};
+  bool gated = false;  // two weights
+  LoraTerms<T> lora = {};
   std::optional<Vector<T>> bias = {};
   std::optional<Rows<T>> residual = {};
+  float* float32_out = nullptr;  // takes the result instead of `out`
 
-  void operator()(const OutputBlock& block) const {
+  [[gnu::noinline]] void operator()(const OutputBlock& block) const {
     int64_t column = block.columns.begin, count = block.columns.count;
-    for (size_t p = 0; p < NUM_WEIGHTS; p++)
+    for (size_t p = 0; p < lora.size(); p++)
       if (lora[p]) lora[p]->add_to(block, p);
     for (int64_t r = 0; r < block.rows; r++) {
       int64_t row = block.row + r;
       float* acc = block.acc_row(0, r);
       if (bias) add_row(acc, bias->first + column, count);
       apply_activation(activation, acc, count);
-      if constexpr (NUM_WEIGHTS == 2) multiply_row(acc, block.acc_row(1, r), count);
+      if (gated) multiply_row(acc, block.acc_row(1, r), count);
       if (residual) add_row(acc, (*residual)[row] + column, count);
-      store_row(out + row * width + column, acc, count);
+      if (float32_out) std::copy_n(acc, count, float32_out + row * width + column);
+      else store_row(out + row * width + column, acc, count);
     }
   }
 };

@@ -6,19 +6,22 @@
 namespace ingot {
 
 template <class T>
-Tensor gemm_tensor(std::span<const int64_t> sizes, const Tensor& like,
-                   const std::vector<GemmOperands<T>>& operands) {
+[[gnu::noinline]] Tensor gemm_tensor(std::span<const int64_t> sizes, const Tensor& like,
+                                     const std::vector<GemmOperands<T>>& operands) {
   Tensor y = allocate(sizes, like.scalar_type());
   Output<T> to(y);
-  gemm_sum(operands, [&](int64_t row, int64_t column, Floats values, auto... tail) {
-    to.write(row, column, values, tail...);
+  gemm_sum<T>(operands, [&](int64_t row, ColumnRange columns, const float* values) {
+    for_each_vector(columns.count, [&](int64_t at, auto... tail) {
+      to.write(row, columns.begin + at, load(values + at, tail...), tail...);
+    });
   });
   return y;
 }
 
 // grad^T x, with the sizes of the weight.
 template <class T>
-Tensor grad_weight(const Tensor& weight, const Matrix<T>& grad, const Matrix<T>& x) {
+[[gnu::noinline]] Tensor grad_weight(const Tensor& weight, const Matrix<T>& grad,
+                                     const Matrix<T>& x) {
   Matrix<T> grad_t = parallel_transpose_copy<Scratch::TRANSPOSED_GRAD>(Transposed<T>(grad));
   return gemm_tensor<T>({weight.sizes().data(), size_t(weight.dim())}, weight,
                         {{grad_t, Transposed<T>(x)}});
@@ -26,8 +29,8 @@ Tensor grad_weight(const Tensor& weight, const Matrix<T>& grad, const Matrix<T>&
 
 // Columns of a float32 matrix times a factor, rounded to T.
 template <class T>
-Tensor round_columns(const Matrix<float>& x, int64_t first, int64_t count, float factor,
-                     ScalarType dtype) {
+[[gnu::noinline]] Tensor round_columns(const Matrix<float>& x, int64_t first, int64_t count,
+                                       float factor, ScalarType dtype) {
   Tensor y = allocate(std::array{x.rows, count}, dtype);
   parallel_for_each_vector(x.rows, count, [&](int64_t row, int64_t at, auto... tail) {
     store(data<T>(y) + row * count + at,

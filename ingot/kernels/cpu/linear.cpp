@@ -7,7 +7,7 @@ namespace ingot::kernels {
 
 // The rows of a weight that matches x's channels.
 template <class T>
-Rows<T> weight_rows(const Tensor& weight, const Tensor& x) {
+[[gnu::noinline]] Rows<T> weight_rows(const Tensor& weight, const Tensor& x) {
   check_same_dtype(weight, x);
   check(x.dim() >= 1 && weight.dim() == 2 && weight.size(1) == x.size(x.dim() - 1),
         "weight must be (out_features, in_features)");
@@ -22,8 +22,8 @@ inline Tensor allocate_output(const Tensor& x, const Tensor& weight) {
 
 template <class T, size_t NUM_WEIGHTS>
 void run_linear(const Matrix<T>& x, const std::array<Matrix<T>, NUM_WEIGHTS>& weights,
-                const LinearEpilogue<T, NUM_WEIGHTS>& epilogue) {
-  gemm(x, weights, balanced_columns(epilogue.width), std::cref(epilogue));
+                const LinearEpilogue<T>& epilogue) {
+  gemm(x, weights, balanced_columns(epilogue.width), epilogue);
 }
 
 struct LinearArgs {
@@ -51,7 +51,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     if (residual) check_output_like(*residual, x, w.count), r.emplace(*residual);
     Tensor y = allocate_output(x, weight);
     run_linear<T, 1>(Rows<T>(x), {w},
-                     {data<T>(y), w.count, checked_activation(activation),
+                     {data<T>(y), w.count, checked_activation(activation), false,
                       args.lora.terms<T>(x, w.count), bias_of<T>(args), r});
     return y;
   });
@@ -69,7 +69,7 @@ Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up
     check(gate.count == up.count, "gate_weight and up_weight must have the same shape");
     Tensor y = allocate_output(x, gate_weight);
     run_linear<T, 2>(Rows<T>(x), {gate, up},
-                     {data<T>(y), gate.count, checked_activation(activation),
+                     {data<T>(y), gate.count, checked_activation(activation), true,
                       lora.terms<T>(x, gate.count)});
     return y;
   });
@@ -95,7 +95,7 @@ Tensor grouped_linear_impl(const Tensor& x, const std::array<Tensor, NUM_WEIGHTS
     std::vector<Rows<T>> stacked;
     for (const Tensor& weight : weights) {
       check_same_dtype(weight, x);
-      check(std::ranges::equal(weight.sizes(), first.sizes()), "weights must have the same shape");
+      check(same_sizes(weight, first), "weights must have the same shape");
       stacked.emplace_back(weight);
     }
     Rows<T> rows(x);
@@ -108,7 +108,7 @@ Tensor grouped_linear_impl(const Tensor& x, const std::array<Tensor, NUM_WEIGHTS
       }(std::make_index_sequence<NUM_WEIGHTS>());
       Matrix<T> group_rows(rows[begin], count, depth, rows.stride);
       run_linear<T, NUM_WEIGHTS>(group_rows, group_weights,
-                                 {data<T>(y) + begin * width, width, activation});
+                                 {data<T>(y) + begin * width, width, activation, NUM_WEIGHTS == 2});
     }
     return y;
   });
@@ -132,13 +132,13 @@ Tensor grouped_gated_linear(const Tensor& x, const Tensor& gate_weight, const Te
 // of a single LoRA adapter; h is rounded for the product.
 
 template <class T>
-Tensor grad_input(const Tensor& x, const std::vector<GemmOperands<T>>& operands) {
+[[gnu::noinline]] Tensor grad_input(const Tensor& x, const std::vector<GemmOperands<T>>& operands) {
   return gemm_tensor<T>({x.sizes().data(), size_t(x.dim())}, x, operands);
 }
 
 // Column sums, in strips of columns; blocks of 32 rows are summed first.
 template <class T>
-Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
+[[gnu::noinline]] Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
   constexpr int64_t STRIP = 128, ROWS = 32;
   Tensor sums = allocate_like(bias);
   parallel_for((grad.width + STRIP - 1) / STRIP, STRIP * grad.rows,
@@ -167,7 +167,7 @@ Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
 // dZ: grad times the derivative of the activation at z, which is recomputed.
 template <class T>
 Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
-                    const std::optional<Vector<T>>& bias, const LoraTerms<T, 1>& lora,
+                    const std::optional<Vector<T>>& bias, const LoraTerms<T>& lora,
                     ActivationFn activation) {
   Tensor grad_z = allocate(std::array{x.count, w.count}, grad.owner.scalar_type());
   std::array<Matrix<T>, 1> weights{Matrix<T>(w)};
@@ -188,7 +188,8 @@ Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
 
 // The part of dH that belongs to a LoRA term.
 template <class T>
-void store_grad_h(const LoraTerm<T>& lora, const Matrix<T>& grad, const Tensor& grad_h) {
+[[gnu::noinline]] void store_grad_h(const LoraTerm<T>& lora, const Matrix<T>& grad,
+                                    const Tensor& grad_h) {
   Rows<float> to(grad_h);
   auto weight_of = [&](int64_t) { return lora.b(); };
   gemm_by_rows<T>(grad, split_rows(grad.rows), weight_of, [&](const OutputBlock& block) {
@@ -199,7 +200,8 @@ void store_grad_h(const LoraTerm<T>& lora, const Matrix<T>& grad, const Tensor& 
 }
 
 template <class T>
-Tensor grad_lora_b(const LoraTerm<T>& lora, const Tensor& b, const Matrix<T>& grad) {
+[[gnu::noinline]] Tensor grad_lora_b(const LoraTerm<T>& lora, const Tensor& b,
+                                     const Matrix<T>& grad) {
   Tensor h = round_columns<T>(lora.h(), lora.first(), lora.rank(), 1.0f, b.scalar_type());
   return grad_weight<T>(b, Rows<T>(h), grad);
 }
@@ -217,7 +219,7 @@ inline void check_single_adapter(const std::optional<Tensor>& b,
 // The needed gradients in the order of the arguments; `grad` is dZ, `output_grad` that of y.
 template <class T>
 Tensors linear_grads(const NeedsGrad& needs_grad, const Matrix<T>& grad, const Tensor& output_grad,
-                     const LinearArgs& args, const LoraTerms<T, 1>& lora) {
+                     const LinearArgs& args, const LoraTerms<T>& lora) {
   Rows<T> x(args.x), w(args.weight);
   Tensors result;
   if (needs_grad[0]) result.push_back(grad_input<T>(args.x, {{grad, Transposed<T>(w)}}));
@@ -250,7 +252,7 @@ Tensors linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x, co
     Rows<T> w = weight_rows<T>(weight, x), rows(x);
     if (residual) check_output_like(*residual, x, w.count);
     check_output_like(grad, x, w.count);
-    LoraTerms<T, 1> lora = args.lora.terms<T>(x, w.count);
+    LoraTerms<T> lora = args.lora.terms<T>(x, w.count);
     Rows<T> g(grad);
     std::optional<Vector<T>> b = bias_of<T>(args);
     if (act == ActivationFn::IDENTITY) return linear_grads<T>(needs_grad, g, grad, args, lora);
@@ -282,7 +284,7 @@ Tensors gated_linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor&
     Tensor grad_gate = allocate(std::array{rows.count, width}, x.scalar_type());
     Tensor grad_up = allocate_like(grad_gate);
     std::array<Matrix<T>, 2> weights{Matrix<T>(gate), Matrix<T>(up)};
-    LoraTerms<T, 2> lora = lora_args.terms<T>(x, gate.count);
+    LoraTerms<T> lora = lora_args.terms<T>(x, gate.count);
     gemm(Matrix<T>(rows), weights, balanced_columns(width), [&](const OutputBlock& block) {
       int64_t column = block.columns.begin, count = block.columns.count;
       alignas(64) float z[BLOCK_N];

@@ -44,7 +44,13 @@ struct LossPart {
   }
 };
 
-inline LogSum log_sum(std::span<const LossPart> parts) {
+// The same without a visitor.
+INGOT_NOINLINE LossPart loss_part(const float* logits, int64_t width, int64_t target,
+                                  bool with_total) {
+  return LossPart::of(logits, width, target, with_total, [](auto...) {});
+}
+
+INGOT_NOINLINE LogSum log_sum(std::span<const LossPart> parts) {
   float row_max = -INF;
   double sum = 0;
   for (const LossPart& part : parts)
@@ -65,7 +71,7 @@ LogSum log_sum(int64_t width, const Value& value) {
     for_each_vector(count, [&](int64_t at, auto... tail) {
       store(values + at, value(begin + at, tail...), tail...);
     });
-    parts.push_back(LossPart::of(values, count, -1, false, [](auto...) {}));
+    parts.push_back(loss_part(values, count, -1, false));
   }
   return log_sum(parts);
 }

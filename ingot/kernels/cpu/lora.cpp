@@ -14,10 +14,12 @@ struct SortedRows {
   SortedRows(const AdapterIndex& index, int64_t rows) {
     for (int64_t row = 0; row < rows; row++)
       if (index[row] >= 0) order.push_back(row);
-    std::ranges::stable_sort(order, {}, [&](int64_t row) { return index[row]; });
+    std::sort(order.begin(), order.end(), [&](int64_t row, int64_t other) {
+      return std::pair(index[row], row) < std::pair(index[other], other);
+    });
     // Two tasks per thread if all rows have one adapter, of whole tiles of a dot product.
     constexpr int64_t TILE_ROWS = 8;
-    int64_t total = order.size(), parts = 2 * torch::stable::get_num_threads() * TILE_ROWS;
+    int64_t total = order.size(), parts = 2 * num_threads() * TILE_ROWS;
     int64_t most = std::max<int64_t>((total + parts - 1) / parts, 1) * TILE_ROWS;
     for (int64_t at = 0; at < total; at++) {
       int64_t adapter = index[order[at]];
@@ -27,7 +29,7 @@ struct SortedRows {
     }
   }
   bool is_identity(int64_t rows) const {
-    return int64_t(order.size()) == rows && std::ranges::is_sorted(order);
+    return int64_t(order.size()) == rows && std::is_sorted(order.begin(), order.end());
   }
   // The rows of x in this order; x itself if they are in it.
   template <class T>
@@ -45,7 +47,8 @@ struct Shrink {
   int64_t rank;
   AdapterIndex index;
 
-  Shrink(const Tensor& x, const Tensor& a, const Tensor& scale, const std::optional<Tensor>& given)
+  [[gnu::noinline]] Shrink(const Tensor& x, const Tensor& a, const Tensor& scale,
+                           const std::optional<Tensor>& given)
       : sizes(x.sizes().begin(), x.sizes().end()),
         rank(check_a(x, a, scale)),
         index(given, rows(x), a.size(0)) {
@@ -54,7 +57,7 @@ struct Shrink {
 
   // h = scale x A^T; `scale` has one value per adapter, 1 without it.
   template <class T>
-  Tensor run(const Tensor& x, const Tensor& a, const float* scale) const {
+  [[gnu::noinline]] Tensor run(const Tensor& x, const Tensor& a, const float* scale) const {
     Rows<T> from(x), weights(a);
     Tensor y = allocate(sizes, ScalarType::Float);
     float* to = data<float>(y);
@@ -113,7 +116,8 @@ Tensor lora_shrink(const Tensor& x, const Tensor& a, const Tensor& scale,
 // ---- Gradients for one adapter, with dH the gradient of h: dX = s dH A, dA = s dH^T X.
 
 template <class T>
-Tensor grad_input(const Tensor& x, const Matrix<float>& grad, const Matrix<T>& a, float scale) {
+[[gnu::noinline]] Tensor grad_input(const Tensor& x, const Matrix<float>& grad,
+                                    const Matrix<T>& a, float scale) {
   Tensor y = allocate_like(x);
   parallel_for((grad.rows + BLOCK_M - 1) / BLOCK_M, BLOCK_M * a.width * a.rows,
                [&](int64_t begin, int64_t end) {
@@ -156,7 +160,7 @@ Tensors lora_shrink_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& 
     using T = decltype(tag);
     Shrink shrink(x, a, scale, index);
     check(grads[0].is_cpu() && grads[0].scalar_type() == ScalarType::Float &&
-              std::ranges::equal(grads[0].sizes(), shrink.sizes),
+              same_sizes(grads[0], shrink.sizes),
           "the gradient must have the shape of the output, in float32");
     Rows<float> grad(grads[0]);
     Rows<T> rows(x), weights(a);

@@ -73,8 +73,9 @@ class LoraTerm {
  public:
   // The columns of h are divided into `parts` of equal size; this term takes the given one. If B is
   // `stacked`, its columns are, too.
-  LoraTerm(const Tensor& h, const Tensor& b, const std::optional<Tensor>& index, const Tensor& x,
-           int64_t out_features, int64_t parts = 1, int64_t part = 0, bool stacked = false)
+  [[gnu::noinline]] LoraTerm(const Tensor& h, const Tensor& b, const std::optional<Tensor>& index,
+                             const Tensor& x, int64_t out_features, int64_t parts = 1,
+                             int64_t part = 0, bool stacked = false)
       : h_(check_h(h, x)), b_(check_b(b, x, stacked ? parts * out_features : out_features)),
         rank_(b.size(1)), first_(part * rank_), first_column_(stacked ? part * out_features : 0),
         index_(index, h_.count, b.size(0)) {
@@ -87,7 +88,7 @@ class LoraTerm {
   int64_t first() const { return first_; }
   int64_t rank() const { return rank_; }
 
-  void add_to(const OutputBlock& block, int weight) const {
+  [[gnu::noinline, gnu::noclone]] void add_to(const OutputBlock& block, int weight) const {
     float* to[BLOCK_M];
     const float* h[BLOCK_M];
     bool added[BLOCK_M] = {};
@@ -136,7 +137,7 @@ struct AdapterRows {
 
 // Consecutive rows in tasks of whole blocks, several for each thread.
 inline std::vector<AdapterRows> split_rows(int64_t rows) {
-  int64_t tasks = 4 * torch::stable::get_num_threads();
+  int64_t tasks = 4 * num_threads();
   int64_t each = std::max<int64_t>((rows / tasks + BLOCK_M - 1) / BLOCK_M, 1) * BLOCK_M;
   std::vector<AdapterRows> result;
   for (int64_t row = 0; row < rows; row += each)

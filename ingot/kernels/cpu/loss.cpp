@@ -107,55 +107,56 @@ void check_shapes(const Tensor& hidden, const Tensor& weight, const Tensor& targ
         "targets must have one entry per row");
 }
 
+void gemm_logits(const Tensor& hidden, const Tensor& weight, const std::vector<ColumnRange>& groups,
+                 const Epilogue& epilogue) {
+  dispatch_dtype(hidden, [&](auto tag) {
+    using T = decltype(tag);
+    Rows<T> x(hidden), w(weight);
+    std::array<Matrix<T>, 1> weights{Matrix<T>(w)};
+    gemm(Matrix<T>(x), weights, groups, epilogue);
+  });
+}
+
 Tensor linear_loss(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
                    std::optional<int64_t> ignored, const Loss& loss) {
-  return dispatch_dtype(hidden, [&](auto tag) {
-    using T = decltype(tag);
-    check_shapes(hidden, weight, targets);
-    Integers target(targets);
-    Rows<T> x(hidden), w(weight);
-    int64_t vocab_size = weight.size(0);
-    check_targets(target, ignored, vocab_size);
-    Tensor y = allocate_losses(targets);
-    float* to = data<float>(y);
-    std::vector<ColumnRange> groups = fixed_size_columns(vocab_size);
-    std::vector<LossPart> parts(target.count * groups.size());
-    std::array<Matrix<T>, 1> weights{Matrix<T>(w)};
-    gemm(Matrix<T>(x), weights, groups, [&](const OutputBlock& block) {
-      for (int64_t r = 0; r < block.rows; r++) {
-        int64_t row = block.row + r, token_id = target[row] - block.columns.begin;
-        parts[row * groups.size() + block.group] =
-            LossPart::of(block.acc_row(0, r), block.columns.count, token_id, loss.needs_mean,
-                         [](auto...) {});
-      }
-    });
-    for (int64_t i = 0; i < target.count; i++)
-      to[i] = target[i] == ignored
-                  ? 0
-                  : float(total_loss({&parts[i * groups.size()], groups.size()}, vocab_size, loss));
-    return y;
+  check_supported(hidden);
+  check_shapes(hidden, weight, targets);
+  Integers target(targets);
+  int64_t vocab_size = weight.size(0);
+  check_targets(target, ignored, vocab_size);
+  Tensor y = allocate_losses(targets);
+  float* to = data<float>(y);
+  std::vector<ColumnRange> groups = fixed_size_columns(vocab_size);
+  std::vector<LossPart> parts(target.count * groups.size());
+  gemm_logits(hidden, weight, groups, [&](const OutputBlock& block) {
+    for (int64_t r = 0; r < block.rows; r++) {
+      int64_t row = block.row + r, token_id = target[row] - block.columns.begin;
+      parts[row * groups.size() + block.group] =
+          loss_part(block.acc_row(0, r), block.columns.count, token_id, loss.needs_mean);
+    }
   });
+  for (int64_t i = 0; i < target.count; i++)
+    to[i] = target[i] == ignored
+                ? 0
+                : float(total_loss({&parts[i * groups.size()], groups.size()}, vocab_size, loss));
+  return y;
 }
 
 // The accumulators of the GEMM as they are: bitwise those that `linear_loss` reads.
 Tensor linear_logits(const Tensor& hidden, const Tensor& weight) {
-  return dispatch_dtype(hidden, [&](auto tag) {
-    using T = decltype(tag);
-    check_same_dtype(weight, hidden);
-    check(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
-          "hidden must be (T, D) and weight (V, D)");
-    Rows<T> x(hidden), w(weight);
-    int64_t vocab_size = weight.size(0);
-    Tensor y = allocate(std::array{hidden.size(0), vocab_size}, ScalarType::Float);
-    float* to = data<float>(y);
-    std::array<Matrix<T>, 1> weights{Matrix<T>(w)};
-    gemm(Matrix<T>(x), weights, balanced_columns(vocab_size), [&](const OutputBlock& block) {
-      for (int64_t r = 0; r < block.rows; r++)
-        std::copy_n(block.acc_row(0, r), block.columns.count,
-                    to + (block.row + r) * vocab_size + block.columns.begin);
-    });
-    return y;
+  check_supported(hidden);
+  check_same_dtype(weight, hidden);
+  check(hidden.dim() == 2 && weight.dim() == 2 && weight.size(1) == hidden.size(1),
+        "hidden must be (T, D) and weight (V, D)");
+  int64_t vocab_size = weight.size(0);
+  Tensor y = allocate(std::array{hidden.size(0), vocab_size}, ScalarType::Float);
+  float* to = data<float>(y);
+  gemm_logits(hidden, weight, balanced_columns(vocab_size), [&](const OutputBlock& block) {
+    for (int64_t r = 0; r < block.rows; r++)
+      std::copy_n(block.acc_row(0, r), block.columns.count,
+                  to + (block.row + r) * vocab_size + block.columns.begin);
   });
+  return y;
 }
 
 // ---- Gradients of the `linear_` forms, with dZ the gradient of the logits:
@@ -273,10 +274,13 @@ class LossGradient {
 template <class T, class Sum>
 void gemm_add(const GemmOperands<T>& operands, bool first, Sum* sums) {
   int64_t width = operands.w.rows;
-  gemm_sum<T>({operands}, [&](int64_t row, int64_t column, Floats values, auto... tail) {
-    Sum* to = sums + row * width + column;
-    if (!first) values += load(to, tail...);
-    store(to, values, tail...);
+  gemm_sum<T>({operands}, [&](int64_t row, ColumnRange columns, const float* values) {
+    Sum* to = sums + row * width + columns.begin;
+    for_each_vector(columns.count, [&](int64_t at, auto... tail) {
+      Floats sum = load(values + at, tail...);
+      if (!first) sum += load(to + at, tail...);
+      store(to + at, sum, tail...);
+    });
   });
 }
 
@@ -315,7 +319,7 @@ std::tuple<Tensor, Tensor, Tensor> loss_and_gradients(const Tensor& hidden, cons
                                                       std::optional<int64_t> ignored,
                                                       const Loss& loss,
                                                       bool needs_hidden, bool needs_weight,
-                                                      const std::function<float(int64_t)>& grad) {
+                                                      FunctionRef<float(int64_t)> grad) {
   return dispatch_dtype(hidden, [&](auto tag) {
     using T = decltype(tag);
     check_shapes(hidden, weight, targets);

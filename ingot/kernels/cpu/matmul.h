@@ -13,7 +13,6 @@
 #pragma once
 
 #include <bit>
-#include <functional>
 
 #include "amx.h"
 #include "scratch.h"
@@ -38,12 +37,12 @@ struct OutputBlock {
   float* acc_row(int weight, int64_t r) const { return acc[weight][r]; }
 };
 
-using Epilogue = std::function<void(const OutputBlock&)>;
+using Epilogue = FunctionRef<void(const OutputBlock&)>;
 
 // The same number of ranges for each thread, of equal size up to the granularity of tiles.
 inline std::vector<ColumnRange> balanced_columns(int64_t count) {
   constexpr int64_t UNIT = 32;
-  int64_t threads = torch::stable::get_num_threads(), units = (count + UNIT - 1) / UNIT;
+  int64_t threads = num_threads(), units = (count + UNIT - 1) / UNIT;
   int64_t each = (units + threads - 1) / threads * UNIT;
   int64_t groups = std::min(units, threads * ((each + BLOCK_N - 1) / BLOCK_N));
   std::vector<ColumnRange> ranges(groups);
@@ -143,7 +142,8 @@ inline void dot_tile(const T* const (&x)[M], const T* const (&w)[N], int64_t wid
 }
 
 template <int M, class T>
-void dot_block(const Matrix<T>& x, const Matrix<T>& w, int64_t row, int64_t rows, AccTile& acc) {
+[[gnu::noinline]] void dot_block(const Matrix<T>& x, const Matrix<T>& w, int64_t row, int64_t rows,
+                                 AccTile& acc) {
   constexpr int N = 4;
   for (int64_t c = 0; c < w.rows; c += N) {
     const T* b[N];  // rows beyond the end repeat the last one; their results are discarded
@@ -415,10 +415,13 @@ struct GemmOperands {
   Transposed<T> w;
 };
 
-// Pass the sum of all x W^T to store(row, column, values, count...). Terms with a large k are
-// accumulated in float32 in chunks of 3072, so that the packed operand stays in L2.
-template <class T, class Store>
-void gemm_sum(const std::vector<GemmOperands<T>>& all, const Store& store) {
+// Receives some columns of a row.
+using RowStore = FunctionRef<void(int64_t row, ColumnRange columns, const float* values)>;
+
+// Pass the sum of all x W^T to `store`. Terms with a large k are accumulated in float32 in chunks
+// of 3072, so that the packed operand stays in L2.
+template <class T>
+[[gnu::noinline]] void gemm_sum(const std::vector<GemmOperands<T>>& all, const RowStore& store) {
   constexpr int64_t K_CHUNK = 3072;
   std::vector<GemmOperands<T>> parts;
   for (const GemmOperands<T>& each : all)
@@ -432,17 +435,17 @@ void gemm_sum(const std::vector<GemmOperands<T>>& all, const Store& store) {
   for (size_t i = 0; i < parts.size(); i++) {
     std::array<Transposed<T>, 1> weights{parts[i].w};
     gemm(parts[i].x, weights, balanced_columns(columns), [&](const OutputBlock& block) {
-      for (int64_t r = 0; r < block.rows; r++)
-        for_each_vector(block.columns.count, [&](int64_t at, auto... tail) {
-          int64_t row = block.row + r, column = block.columns.begin + at;
-          Floats acc = load(block.acc_row(0, r) + at, tail...);
-          if (several) {
-            float* sum = sums + row * columns + column;
-            if (i > 0) acc += load(sum, tail...);
-            if (i + 1 < parts.size()) return ingot::store(sum, acc, tail...);
-          }
-          store(row, column, acc, tail...);
-        });
+      for (int64_t r = 0; r < block.rows; r++) {
+        int64_t row = block.row + r;
+        float *acc = block.acc_row(0, r), *sum = nullptr;
+        if (several) sum = sums + row * columns + block.columns.begin;
+        if (i > 0)
+          for_each_vector(block.columns.count, [&](int64_t at, auto... tail) {
+            ingot::store(acc + at, load(acc + at, tail...) + load(sum + at, tail...), tail...);
+          });
+        if (i + 1 < parts.size()) std::copy_n(acc, block.columns.count, sum);
+        else store(row, block.columns, acc);
+      }
     });
   }
 }

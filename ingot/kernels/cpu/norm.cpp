@@ -89,9 +89,17 @@ void layer_row(const Workspace<T>& workspace, const Output<T>& to, int64_t row) 
   });
 }
 
-template <class Norm>
-Tensor norm_rows(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                 double eps, Norm norm) {
+// Which norm to compute is decided per row: as template arguments, norms doubled the code below.
+enum class Norm { RMS, LAYER };
+
+template <class T>
+void norm_row(Norm norm, const Workspace<T>& workspace, const Output<T>& to, int64_t row) {
+  if (norm == Norm::LAYER) layer_row(workspace, to, row);
+  else rms_row(workspace, to, row);
+}
+
+Tensor norm_rows(Norm norm, const Tensor& x, const Tensor& weight,
+                 const std::optional<Tensor>& bias, double eps) {
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     NormParams<T> params(weight, bias, eps, x);
@@ -102,7 +110,7 @@ Tensor norm_rows(const Tensor& x, const Tensor& weight, const std::optional<Tens
       Workspace<T> workspace(params, rows.width);
       for (int64_t row = begin; row < end; row++) {
         workspace.x.load_row(rows[row], rows.width);
-        norm(workspace, to, row);
+        norm_row(norm, workspace, to, row);
       }
     });
     return y;
@@ -117,14 +125,13 @@ void add_rows(const T* a, const T* b, int64_t width, T* to) {
 }
 
 // The norm is computed from the stored (rounded) sum, so that fusing does not change the bits.
-template <class Norm>
-std::tuple<Tensor, Tensor> add_norm_rows(const Tensor& x, const Tensor& residual,
+std::tuple<Tensor, Tensor> add_norm_rows(Norm norm, const Tensor& x, const Tensor& residual,
                                          const Tensor& weight,
-                                         const std::optional<Tensor>& bias, double eps, Norm norm) {
+                                         const std::optional<Tensor>& bias, double eps) {
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     check_same_dtype(residual, x);
-    check(std::ranges::equal(x.sizes(), residual.sizes()), "all inputs must have the shape of x");
+    check(same_sizes(x, residual), "all inputs must have the shape of x");
     NormParams<T> params(weight, bias, eps, x);
     Rows<T> a(x), b(residual);
     Tensor y = allocate_like(x), total = allocate_like(x);
@@ -134,31 +141,28 @@ std::tuple<Tensor, Tensor> add_norm_rows(const Tensor& x, const Tensor& residual
       for (int64_t row = begin; row < end; row++) {
         add_rows<T>(a[row], b[row], a.width, sums[row]);
         workspace.x.load_row(sums[row], a.width);
-        norm(workspace, to, row);
+        norm_row(norm, workspace, to, row);
       }
     });
     return std::tuple(y, total);
   });
 }
 
-constexpr auto RMS = [](auto&&... args) { rms_row(args...); };
-constexpr auto LAYER = [](auto&&... args) { layer_row(args...); };
-
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  return norm_rows(x, weight, std::nullopt, eps, RMS);
+  return norm_rows(Norm::RMS, x, weight, std::nullopt, eps);
 }
 Tensor layer_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                   double eps) {
-  return norm_rows(x, weight, bias, eps, LAYER);
+  return norm_rows(Norm::LAYER, x, weight, bias, eps);
 }
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const Tensor& weight, double eps) {
-  return add_norm_rows(x, residual, weight, std::nullopt, eps, RMS);
+  return add_norm_rows(Norm::RMS, x, residual, weight, std::nullopt, eps);
 }
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
                                           const Tensor& weight, const std::optional<Tensor>& bias,
                                           double eps) {
-  return add_norm_rows(x, residual, weight, bias, eps, LAYER);
+  return add_norm_rows(Norm::LAYER, x, residual, weight, bias, eps);
 }
 
 // ---- Gradients, with n a normalized row and w the weight; means are over a row:
@@ -238,15 +242,14 @@ struct NormGradients {
   std::optional<Tensor> bias;
 };
 
-template <bool CENTRED>
-NormGradients norm_gradients(const NormArgs& args, const Tensor& grad,
+NormGradients norm_gradients(Norm norm, const NormArgs& args, const Tensor& grad,
                              const std::optional<Tensor>& grad_sum) {
   return dispatch_dtype(args.x, [&](auto tag) {
     using T = decltype(tag);
     NormParams<T> params(args.weight, args.bias, args.eps, args.x);
     auto rows_like_x = [&](const Tensor& tensor) {
       check_same_dtype(tensor, args.x);
-      check(std::ranges::equal(tensor.sizes(), args.x.sizes()),
+      check(same_sizes(tensor, args.x),
             "all inputs must have the shape of x");
       return Rows<T>(tensor);
     };
@@ -258,6 +261,7 @@ NormGradients norm_gradients(const NormArgs& args, const Tensor& grad,
     Output<T> to(dx);
     int64_t width = x.width, blocks = (x.count + ROWS_PER_SUM - 1) / ROWS_PER_SUM;
     std::vector<float> memory(2 * blocks * width);
+    bool centred = norm == Norm::LAYER;
     parallel_for(blocks, ROWS_PER_SUM * width, [&](int64_t begin, int64_t end) {
       Workspace<T> workspace(params, width);
       Float32Row<T> grads(width);
@@ -266,9 +270,10 @@ NormGradients norm_gradients(const NormArgs& args, const Tensor& grad,
         const T* from = x[row];
         if (residual) add_rows<T>(x[row], (*residual)[row], width, total.get()), from = total.get();
         Sums sums(memory.data(), row / ROWS_PER_SUM, width);
-        norm_row_backward<CENTRED>(workspace.x.load_row(from, width), grads.load_row(g[row], width),
-                                   workspace.weight.first,
-                                   m ? (*m)[row] : nullptr, workspace.eps, width, sums, to[row]);
+        auto backward = centred ? norm_row_backward<true, T> : norm_row_backward<false, T>;
+        backward(workspace.x.load_row(from, width), grads.load_row(g[row], width),
+                 workspace.weight.first, m ? (*m)[row] : nullptr, workspace.eps, width, sums,
+                 to[row]);
       }
     });
     NormGradients result{dx, sum_blocks<T>(memory, blocks, width, false, args.weight), {}};
@@ -278,19 +283,19 @@ NormGradients norm_gradients(const NormArgs& args, const Tensor& grad,
 }
 
 // The needed gradients in the order of the arguments.
-template <bool CENTRED>
-Tensors select_gradients(const NeedsGrad& needs_grad, const Tensors& grads, const NormArgs& args) {
-  bool sum = args.residual.has_value();
+Tensors select_gradients(Norm norm, const NeedsGrad& needs_grad, const Tensors& grads,
+                         const NormArgs& args) {
+  bool sum = args.residual.has_value(), centred = norm == Norm::LAYER;
   check(grads.size() == 1 + size_t(sum), "expected one gradient per output");
-  check(needs_grad.size() == 3 + size_t(sum) + CENTRED, "expected one flag per argument");
+  check(needs_grad.size() == 3 + size_t(sum) + size_t(centred), "expected one flag per argument");
   std::optional<Tensor> grad_sum;
   if (sum) grad_sum = grads[1];
-  NormGradients grad = norm_gradients<CENTRED>(args, grads[0], grad_sum);
+  NormGradients grad = norm_gradients(norm, args, grads[0], grad_sum);
   Tensors result;
   if (needs_grad[0]) result.push_back(grad.x);
   if (sum && needs_grad[1]) result.push_back(needs_grad[0] ? clone_tensor(grad.x) : grad.x);
   if (needs_grad[1 + sum]) result.push_back(grad.weight);
-  if (CENTRED && needs_grad[2 + sum])
+  if (centred && needs_grad[2 + sum])
     check(grad.bias.has_value(), "the gradient of bias requires a bias"),
         result.push_back(*grad.bias);
   return result;
@@ -298,21 +303,21 @@ Tensors select_gradients(const NeedsGrad& needs_grad, const Tensors& grads, cons
 
 Tensors rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
                           const Tensor& weight, double eps) {
-  return select_gradients<false>(needs_grad, grads, {x, weight, {}, {}, eps});
+  return select_gradients(Norm::RMS, needs_grad, grads, {x, weight, {}, {}, eps});
 }
 Tensors layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
                             const Tensor& weight, const std::optional<Tensor>& bias, double eps) {
-  return select_gradients<true>(needs_grad, grads, {x, weight, {}, bias, eps});
+  return select_gradients(Norm::LAYER, needs_grad, grads, {x, weight, {}, bias, eps});
 }
 Tensors add_rms_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
                               const Tensor& residual, const Tensor& weight, double eps) {
-  return select_gradients<false>(needs_grad, grads, {x, weight, residual, {}, eps});
+  return select_gradients(Norm::RMS, needs_grad, grads, {x, weight, residual, {}, eps});
 }
 Tensors add_layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& x,
                                 const Tensor& residual,
                                 const Tensor& weight, const std::optional<Tensor>& bias,
                                 double eps) {
-  return select_gradients<true>(needs_grad, grads, {x, weight, residual, bias, eps});
+  return select_gradients(Norm::LAYER, needs_grad, grads, {x, weight, residual, bias, eps});
 }
 
 }  // namespace ingot::kernels

@@ -44,14 +44,15 @@ Tensor checked_weight(const QuantizedArgs& args, int64_t depth) {
   check(depth > 0 && depth <= MAX_DEPTH, "x must have 1 to 131072 channels");
   check(!args.gated || (weight.size(0) % 2 == 0 && !args.bias),
         "a gated weight has the rows of gate and up, and no bias");
-  return weight.is_contiguous() ? weight : torch::stable::contiguous(weight);
+  return weight.is_contiguous() ? weight : contiguous(weight);
 }
 
-template <class Format, class T, class Out, size_t NUM_WEIGHTS>
+template <class Format, class T>
 Tensor run_quantized(const QuantizedArgs& args) {
   const Tensor& x = args.x;
   Rows<T> rows(x);
-  int64_t depth = rows.width, stacked = args.weight.size(0), width = stacked / NUM_WEIGHTS;
+  int64_t num_weights = args.gated ? 2 : 1;
+  int64_t depth = rows.width, stacked = args.weight.size(0), width = stacked / num_weights;
   Tensor weight = checked_weight<Format>(args, depth);
   int64_t group = group_size(args, depth), groups = group ? depth / group : 1;
   GroupValues scale(args.scale, stacked, groups), zero_point, minimum;
@@ -61,26 +62,23 @@ Tensor run_quantized(const QuantizedArgs& args) {
 
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = width;
-  Tensor y = allocate(sizes, sizeof(Out) == 4 ? ScalarType::Float : x.scalar_type());
-  LinearEpilogue<T, NUM_WEIGHTS, Out> epilogue{data<Out>(y), width,
-                                               checked_activation(args.activation)};
+  Tensor y = allocate(sizes, args.to_float32 ? ScalarType::Float : x.scalar_type());
+  LinearEpilogue<T> epilogue{data<T>(y), width, checked_activation(args.activation), args.gated};
+  if (args.to_float32) epilogue.float32_out = data<float>(y);
   if (args.bias) check_same_dtype(*args.bias, x), epilogue.bias.emplace(*args.bias, width);
   if (args.residual)
     check_output_like(*args.residual, x, width), epilogue.residual.emplace(*args.residual);
   check(args.lora_h.has_value() == args.lora_b.has_value() && (args.lora_h || !args.lora_index),
         "lora_h and lora_b must be given together");
-  std::vector<QuantizedWeight> views;
-  std::array<const QuantizedWeight*, NUM_WEIGHTS> weights;
-  for (size_t p = 0; p < NUM_WEIGHTS; p++) {
+  std::vector<QuantizedWeight> weights;
+  for (int64_t p = 0; p < num_weights; p++) {
     if (args.lora_h)
-      epilogue.lora[p].emplace(*args.lora_h, *args.lora_b, args.lora_index, x, width, NUM_WEIGHTS,
+      epilogue.lora[p].emplace(*args.lora_h, *args.lora_b, args.lora_index, x, width, num_weights,
                                p, true);
-    views.push_back({static_cast<const uint8_t*>(weight.data_ptr()), int64_t(p) * width, width,
-                     weight.size(1), scale, zero_point, minimum});
+    weights.push_back({static_cast<const uint8_t*>(weight.data_ptr()), p * width, width,
+                       weight.size(1), scale, zero_point, minimum});
   }
-  for (size_t p = 0; p < NUM_WEIGHTS; p++) weights[p] = &views[p];
-  quantized_gemm<Format, NUM_WEIGHTS>(quantize_operands<Format, T>(rows, group), rows.count,
-                                      weights, std::cref(epilogue));
+  quantized_gemm<Format>(quantize_operands<Format, T>(rows, group), rows.count, weights, epilogue);
   return y;
 }
 
@@ -89,9 +87,7 @@ Tensor dispatch_quantized(const QuantizedArgs& args) {
   return dispatch_dtype(args.x, [&](auto tag) {
     using T = decltype(tag);
     check(args.x.dim() >= 1, "x must have at least one dimension");
-    if (args.gated) return run_quantized<Format, T, T, 2>(args);
-    if (args.to_float32) return run_quantized<Format, T, float, 1>(args);
-    return run_quantized<Format, T, T, 1>(args);
+    return run_quantized<Format, T>(args);
   });
 }
 
@@ -165,7 +161,7 @@ inline Tensor checked_table(const Tensor& tokens, const Tensor& weight, ScalarTy
   check(tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
   check(weight.is_cpu() && weight.dim() == 2 && weight.scalar_type() == dtype,
         "weight must be a matrix of bytes");
-  return weight.is_contiguous() ? weight : torch::stable::contiguous(weight);
+  return weight.is_contiguous() ? weight : contiguous(weight);
 }
 
 Tensor embedding_int8(const Tensor& tokens, const Tensor& weight, const Tensor& scale,

@@ -108,7 +108,7 @@ class GroupValues {
           "scales must be (out_features,) or (out_features, groups)");
     type_ = values.scalar_type();
     if (type_ != ScalarType::Float && type_ != ScalarType::BFloat16 && type_ != ScalarType::Half)
-      throw Unsupported();
+      throw_unsupported();
     element_ = type_ == ScalarType::Float ? 4 : 2;
     stride_ = values.dim() == 1 || values.size(1) == 1 ? 0 : values.stride(1);
     first_ = static_cast<const char*>(values.data_ptr());
@@ -470,21 +470,21 @@ QuantizedRows quantize_operands(const Matrix<T>& x, int64_t group) {
 }
 
 // x W^T for each weight, in blocks of at most 32 rows by 256 columns, each passed to `epilogue`.
-template <class Format, size_t NUM_WEIGHTS>
+template <class Format>
 void quantized_gemm(const QuantizedRows& x, int64_t num_rows,
-                    const std::array<const QuantizedWeight*, NUM_WEIGHTS>& weights,
-                    const Epilogue& epilogue) {
+                    const std::vector<QuantizedWeight>& weights, const Epilogue& epilogue) {
   if (num_rows == 0) return;
+  int64_t num_weights = weights.size();
   constexpr int64_t PANELS = BLOCK_N / LANES;
-  std::vector<ColumnRange> groups = balanced_columns(weights[0]->rows);
+  std::vector<ColumnRange> groups = balanced_columns(weights[0].rows);
   parallel_for_dynamic(groups.size(), [&](TaskQueue& queue) {
-    int64_t each = panel_bytes(*weights[0]);
+    int64_t each = panel_bytes(weights[0]);
     uint8_t* memory = nullptr;
     if (num_rows > MAX_IN_PLACE)
-      memory = scratch<Scratch::QUANTIZED_PANELS, uint8_t>(NUM_WEIGHTS * PANELS * each);
+      memory = scratch<Scratch::QUANTIZED_PANELS, uint8_t>(num_weights * PANELS * each);
     for (int64_t g; queue.pop(g);) {
       auto compute = [&](int64_t row, int64_t rows, int p, AccTile& acc) {
-        const QuantizedWeight& w = *weights[p];
+        const QuantizedWeight& w = weights[p];
         for (int64_t c = 0; c < groups[g].count; c += LANES) {
           int64_t column = groups[g].begin + c;
           auto out = reinterpret_cast<float(*)[BLOCK_N]>(&acc[0][c]);
@@ -501,7 +501,12 @@ void quantized_gemm(const QuantizedRows& x, int64_t num_rows,
           multiply_panel_rows<Format>(panel, w, x, column, row, rows, out);
         }
       };
-      for_each_block<NUM_WEIGHTS>(0, num_rows, groups[g], g, compute, epilogue);
+      AccTile* acc = scratch<Scratch::GEMM_ACC, AccTile>(num_weights);
+      for (int64_t row = 0; row < num_rows; row += BLOCK_M) {
+        int64_t rows = std::min<int64_t>(BLOCK_M, num_rows - row);
+        for (int64_t p = 0; p < num_weights; p++) compute(row, rows, p, acc[p]);
+        epilogue(OutputBlock{row, rows, groups[g], g, acc});
+      }
     }
   });
 }

@@ -4,9 +4,8 @@
 //   ingot::name       the op at the CPU dispatch key: the dispatcher calls the kernel without
 //                     Python. Unsupported calls and calls inside `ops.prefer` go through Python
 //
-// torch's TORCH_BOX instantiates a boxing function per kernel. Here there is one per signature,
-// which both registrations of all ops with that signature share: it was a fifth of the code to
-// compile.
+// There is one boxing function per signature, which both registrations of all ops with that
+// signature share.
 #pragma once
 
 #include "tensor.h"
@@ -27,16 +26,14 @@ inline void check_arity(uint64_t actual, uint64_t expected) {
 template <class R>
 struct Outputs {
   static constexpr uint64_t COUNT = 1;
-  static void box(StableIValue* stack, R&& value) {
-    stack[0] = torch::stable::detail::from<R>(value);
-  }
+  static void box(StableIValue* stack, const R& value) { stack[0] = ingot::box(value); }
 };
 template <class... R>
 struct Outputs<std::tuple<R...>> {
   static constexpr uint64_t COUNT = sizeof...(R);
-  static void box(StableIValue* stack, std::tuple<R...>&& values) {
+  static void box(StableIValue* stack, const std::tuple<R...>& values) {
     [&]<size_t... I>(std::index_sequence<I...>) {
-      ((stack[I] = torch::stable::detail::from<R>(std::get<I>(values))), ...);
+      ((stack[I] = ingot::box(std::get<I>(values))), ...);
     }(std::index_sequence_for<R...>());
   }
 };
@@ -45,33 +42,35 @@ struct Outputs<void> {
   static constexpr uint64_t COUNT = 0;
 };
 
+// Call an op in Python with the arguments on the stack.
+INGOT_NOINLINE void call_fallback(const char* name, StableIValue* stack) {
+  check(!torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION),
+        "the call through Python failed");
+}
+
 // Call a kernel with the arguments on the stack. With a `fallback`, the name of an op, that op is
 // called instead inside `ops.prefer` and if the kernel throws Unsupported.
 template <class R, class... Args>
 [[gnu::noinline]] void call_boxed(R (*kernel)(Args...), StableIValue* stack, uint64_t num_args,
                                   uint64_t num_outputs, const char* fallback) {
-  // torch cannot box a vector<bool>; gradients have no fallback.
-  constexpr bool HAS_FALLBACK = !(std::is_same_v<std::remove_cvref_t<Args>, NeedsGrad> || ...);
+  // Gradients have no fallback, and box() does not know their flags.
+  constexpr bool HAS_FALLBACK = requires(const std::remove_cvref_t<Args>&... args) {
+    (box(args), ...);
+  };
   check_arity(num_args, sizeof...(Args));
   check_arity(num_outputs, Outputs<R>::COUNT);
+  if (fallback && *prefer_depth) return call_fallback(fallback, stack);
   [&]<size_t... I>(std::index_sequence<I...>) {
-    std::tuple<std::remove_cvref_t<Args>...> args{
-        torch::stable::detail::to<std::remove_cvref_t<Args>>(stack[I])...};
-    if (!fallback || *prefer_depth == 0) {
-      try {
-        if constexpr (std::is_void_v<R>) kernel(std::get<I>(args)...);
-        else Outputs<R>::box(stack, kernel(std::get<I>(args)...));
-        return;
-      } catch (const Unsupported&) {
-        if (!fallback) throw;
+    std::tuple<std::remove_cvref_t<Args>...> args{unbox<std::remove_cvref_t<Args>>(stack[I])...};
+    try {
+      if constexpr (std::is_void_v<R>) kernel(static_cast<Args&&>(std::get<I>(args))...);
+      else Outputs<R>::box(stack, kernel(static_cast<Args&&>(std::get<I>(args))...));
+    } catch (const Unsupported&) {
+      if (!fallback) throw;
+      if constexpr (HAS_FALLBACK) {
+        ((stack[I] = box(std::get<I>(args))), ...);
+        call_fallback(fallback, stack);
       }
-    }
-    if constexpr (HAS_FALLBACK) {
-      StableIValue call[std::max<size_t>(sizeof...(Args), Outputs<R>::COUNT)] = {
-          torch::stable::detail::from<std::remove_cvref_t<Args>>(std::get<I>(args))...};
-      check(!torch_call_dispatcher(fallback, "", call, TORCH_ABI_VERSION),
-            "the call through Python failed");
-      std::copy_n(call, Outputs<R>::COUNT, stack);
     }
   }(std::index_sequence_for<Args...>());
 }
@@ -101,17 +100,14 @@ INGOT_EXPORT void ingot_connect(const int* prefer_depth, void* thread_pool) {
   ingot::thread_pool = static_cast<ingot::ThreadPool*>(thread_pool);
 }
 
-#define REGISTER_OP(name)                                                        \
-  STABLE_TORCH_LIBRARY_IMPL(ingot_cpu, CPU, m) {                                 \
-    m.impl(#name, &ingot::boxed_kernel<&ingot::kernels::name>);                  \
-  }                                                                              \
-  STABLE_TORCH_LIBRARY_IMPL(ingot, CPU, m) {                                     \
-    m.impl(#name, &ingot::boxed_op<&ingot::kernels::name, "ingot_python::" #name>); \
-  }
+#define REGISTER_OP(name)                                                              \
+  static const ingot::Registration register_##name("ingot_cpu", "CPU", {                 \
+      {#name, ingot::boxed_kernel<&ingot::kernels::name>}});                             \
+  static const ingot::Registration register_##name##_op("ingot", "CPU", {                \
+      {#name, ingot::boxed_op<&ingot::kernels::name, "ingot_python::" #name>}});
 
 // Register name_backward(needs_grad, grads, arguments...) as ingot_cpu::name_backward, called by
 // the `cpu` provider. It returns the needed gradients in the order of the arguments.
-#define REGISTER_BACKWARD(name)                                                  \
-  STABLE_TORCH_LIBRARY_IMPL(ingot_cpu, CPU, m) {                                 \
-    m.impl(#name "_backward", &ingot::boxed_kernel<&ingot::kernels::name##_backward>); \
-  }
+#define REGISTER_BACKWARD(name)                                                          \
+  static const ingot::Registration register_##name##_backward("ingot_cpu", "CPU", {      \
+      {#name "_backward", ingot::boxed_kernel<&ingot::kernels::name##_backward>}});

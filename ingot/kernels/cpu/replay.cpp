@@ -155,23 +155,21 @@ class Program {
 
   static Tensor make_view(const Tensor& base, const Step& step) {
     AtenTensorHandle handle;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-        base.get(), step.sizes.size(), step.sizes.data(), step.strides.data(), step.offset,
-                                                                 &handle));
+    check_torch(aoti_torch__reinterpret_tensor(base.get(), step.sizes.size(), step.sizes.data(),
+                                               step.strides.data(), step.offset, &handle));
     return Tensor(handle);
   }
 
   static StableIValue value(const Argument& argument, const Registers& registers) {
-    using torch::stable::detail::from;
     switch (argument.type) {
-      case 't': return from(*registers[argument.number]);
-      case 'T': return from(registers[argument.number]);
-      case 'i': return from(argument.number);
-      case 'I': return from(std::optional<int64_t>(argument.number));
-      case 'f': return from(argument.value);
-      case 'F': return from(std::optional<double>(argument.value));
-      case 'b': return from(bool(argument.number));
-      default: return from(std::nullopt);
+      case 't': return box(*registers[argument.number]);
+      case 'T': return box(registers[argument.number]);
+      case 'i': return box(argument.number);
+      case 'I': return box_pointer(box(argument.number));
+      case 'f': return box(argument.value);
+      case 'F': return box_pointer(box(argument.value));
+      case 'b': return box(bool(argument.number));
+      default: return 0;
     }
   }
 
@@ -181,10 +179,9 @@ class Program {
     std::vector<StableIValue> stack(std::max(step.arguments.size(), step.outputs.size()));
     for (size_t i = 0; i < step.arguments.size(); i++)
       stack[i] = value(step.arguments[i], registers);
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(step.op.c_str(), step.overload.c_str(),
-                                                        stack.data(), TORCH_ABI_VERSION));
+    call_op(step.op.c_str(), step.overload.c_str(), stack.data());
     for (size_t i = 0; i < step.outputs.size(); i++)
-      registers[step.outputs[i]] = torch::stable::detail::to<Tensor>(stack[i]);
+      registers[step.outputs[i]] = unbox<Tensor>(stack[i]);
   }
 
   Registers constants_;
@@ -221,13 +218,13 @@ bool drop(int64_t number) {
 
 }  // namespace ingot
 
-STABLE_TORCH_LIBRARY(ingot_replay, m) {
-  m.def("make(str text, Tensor[] constants) -> int");
-  m.def("run(int program) -> Tensor");
-  m.def("drop(int program) -> bool");
-}
-STABLE_TORCH_LIBRARY_IMPL(ingot_replay, CompositeExplicitAutograd, m) {
-  m.impl("make", &ingot::boxed_kernel<&ingot::make>);
-  m.impl("run", &ingot::boxed_kernel<&ingot::run>);
-  m.impl("drop", &ingot::boxed_kernel<&ingot::drop>);
-}
+static const ingot::Registration define("ingot_replay", {
+    "make(str text, Tensor[] constants) -> int",
+    "run(int program) -> Tensor",
+    "drop(int program) -> bool",
+});
+static const ingot::Registration implement("ingot_replay", "CompositeExplicitAutograd", {
+    {"make", ingot::boxed_kernel<&ingot::make>},
+    {"run", ingot::boxed_kernel<&ingot::run>},
+    {"drop", ingot::boxed_kernel<&ingot::drop>},
+});

@@ -12,7 +12,7 @@ struct Heads {
 
   explicit Heads(const Tensor& x)
       : owner(x), tokens(x.size(0)), heads(x.size(1)), channels(x.size(2)) {
-    if (x.stride(2) != 1) owner = torch::stable::contiguous(x);
+    if (x.stride(2) != 1) owner = contiguous(x);
     token_stride = owner.stride(0), head_stride = owner.stride(1);
     first = data<T>(owner);
   }
@@ -89,12 +89,13 @@ struct Rotation {
     check_angles();
   }
 
-  void compute(SinCos& sincos, int64_t token) const {
+  [[gnu::noinline]] void compute(SinCos& sincos, int64_t token) const {
     if (interleaved) sincos.set_interleaved(position[token], frequency, count, scale);
     else sincos.set_halves(position[token], frequency, count, scale);
   }
   template <class T>
-  void rotate(const T* from, T* to, const SinCos& sincos, int64_t channels) const {
+  [[gnu::noinline]] void rotate(const T* from, T* to, const SinCos& sincos,
+                                int64_t channels) const {
     if (interleaved) rotate_interleaved(from, to, sincos, count);
     else rotate_halves(from, to, sincos, count);
     std::copy(from + 2 * count, from + channels, to + 2 * count);
@@ -177,8 +178,8 @@ Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const T
     Rotation rotation(positions, freqs, q, interleaved, scale);
     check(k.dim() == 3 && k.size(0) == q.size(0) && k.size(2) == q.size(2),
           "k must be (T, K, H) with the tokens and head size of q");
-    check(std::ranges::equal(k.sizes(), v.sizes()), "k and v must have the same shape");
-    check(std::ranges::equal(k_cache.sizes(), v_cache.sizes()),
+    check(same_sizes(k, v), "k and v must have the same shape");
+    check(same_sizes(k_cache, v_cache),
           "the caches of k and v must have the same shape");
     CacheSlots<T> k_to(k_cache, slot_mapping, k), v_to(v_cache, slot_mapping, v);
     Heads<T> q_in(q), k_in(k), v_in(v);

@@ -14,17 +14,17 @@ struct RowOption {
   std::optional<Integers> integers;
   const float* floats = nullptr;
 
-  RowOption(const Tensor& x, int64_t rows) : owner(x) {
+  [[gnu::noinline]] RowOption(const Tensor& x, int64_t rows) : owner(x) {
     check(x.is_cpu() && x.dim() == 1 && x.size(0) == rows,
           "sampling parameters must be vectors with one entry per row");
     switch (x.scalar_type()) {
       case ScalarType::Half:
       case ScalarType::Double: throw Unsupported();
-      case ScalarType::BFloat16: owner = torch::stable::to(x, ScalarType::Float); break;
+      case ScalarType::BFloat16: owner = to_dtype(x, ScalarType::Float); break;
       case ScalarType::Float: break;
       default: integers.emplace(x); return;
     }
-    if (!owner.is_contiguous()) owner = torch::stable::contiguous(owner);
+    if (!owner.is_contiguous()) owner = contiguous(owner);
     floats = data<float>(owner);
   }
   double operator[](int64_t row) const { return floats ? floats[row] : double((*integers)[row]); }
@@ -112,7 +112,8 @@ struct Row {
   float row_max;
   double rate;
 
-  Row(const T* logits, int64_t width, double rate) : logits(logits), width(width), rate(rate) {
+  [[gnu::noinline]] Row(const T* logits, int64_t width, double rate)
+      : logits(logits), width(width), rate(rate) {
     row_max = reduce_max(reduce_row(width, broadcast(-INF),
                                     [&](Floats acc, int64_t at, auto... tail) {
       return max(acc, load(logits + at, tail...));
@@ -139,7 +140,7 @@ struct Row {
     if (!movemask(kept)) return Floats{};
     return kept ? exp_nonpositive(scores(at, tail...)) : Floats{};
   }
-  float sum(const Threshold& threshold, int64_t begin, int64_t end) const {
+  [[gnu::noinline]] float sum(const Threshold& threshold, int64_t begin, int64_t end) const {
     return ingot::reduce_sum(sum_row(end - begin, [&](Floats acc, int64_t at, auto... tail) {
       return acc + exps(threshold, begin + at, tail...);
     }));
@@ -152,6 +153,12 @@ struct Row {
   }
 };
 
+// Reorders the values.
+[[gnu::noinline]] float kth_largest(std::vector<float>& values, int64_t k) {
+  std::nth_element(values.begin(), values.begin() + k - 1, values.end(), std::greater<float>());
+  return values[k - 1];
+}
+
 // Lower bound of the k-th largest logit: the k-th largest of the maxima of the columns. -inf if
 // there are fewer than k columns.
 template <class T>
@@ -163,8 +170,7 @@ float lower_bound_of_top_k(int64_t k, const Row<T>& row, std::vector<float>& max
     for_each_vector(COLUMNS, [&](int64_t at, auto...) {
       store(&maxima[at], max(load(&maxima[at]), load(row.logits + begin + at)));
     });
-  std::nth_element(maxima.begin(), maxima.begin() + k - 1, maxima.end(), std::greater<float>());
-  return maxima[k - 1];
+  return kth_largest(maxima, k);
 }
 
 // Lower bound of the logits of tokens with at least this weight, with a margin for rounding.
@@ -271,8 +277,9 @@ struct KeptRow {
   const Threshold& threshold;
   LogSum log;
 
-  KeptRow(const Row<T>& row, const Threshold& threshold) : row(row), threshold(threshold),
-      log(log_sum(row.width, [&](int64_t at, auto... tail) { return scores(at, tail...); })) {}
+  [[gnu::noinline]] KeptRow(const Row<T>& row, const Threshold& threshold)
+      : row(row), threshold(threshold),
+        log(log_sum(row.width, [&](int64_t at, auto... tail) { return scores(at, tail...); })) {}
 
   template <class... Tail>
   Ints keeps(int64_t at, Tail... tail) const {
@@ -350,7 +357,7 @@ Tensors sampling_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Te
   return dispatch_dtype(logits, [&](auto tag) {
     using T = decltype(tag);
     check_logits(logits);
-    check(std::ranges::equal(grads[0].sizes(), logits.sizes()),
+    check(same_sizes(grads[0], logits),
           "the gradient must have the shape of the logits");
     int64_t count = logits.size(0);
     SamplingParams params{{temperature, count}, {top_k, count}, {top_p, count}, {min_p, count}};
@@ -371,9 +378,9 @@ Tensors sampling_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Te
     Tensors result;
     if (needs_grad[0]) result.push_back(grad_logits);
     if (needs_grad[1])
-      result.push_back(torch::stable::to(grad_temperature, temperature.scalar_type()));
-    if (needs_grad[3]) result.push_back(torch::stable::to(grad_option, top_p.scalar_type()));
-    if (needs_grad[4]) result.push_back(torch::stable::to(grad_option, min_p.scalar_type()));
+      result.push_back(to_dtype(grad_temperature, temperature.scalar_type()));
+    if (needs_grad[3]) result.push_back(to_dtype(grad_option, top_p.scalar_type()));
+    if (needs_grad[4]) result.push_back(to_dtype(grad_option, min_p.scalar_type()));
     return result;
   });
 }
@@ -405,7 +412,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
 }
 
 Tensor philox_uniform(const Tensor& seeds, const Tensor& positions) {
-  check(std::ranges::equal(seeds.sizes(), positions.sizes()),
+  check(same_sizes(seeds, positions),
         "all inputs must have the same shape");
   Integers seed(seeds), position(positions);
   Tensor y = allocate({seeds.sizes().data(), size_t(seeds.dim())}, ScalarType::Float);
@@ -459,9 +466,9 @@ Tensor apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Te
     check(logits.dim() == 2, "logits must be (T, V)");
     check(prompt_mask.is_cpu() && prompt_mask.scalar_type() == ScalarType::Bool,
           "prompt_mask must be bool on the CPU");
-    check(std::ranges::equal(prompt_mask.sizes(), logits.sizes()),
+    check(same_sizes(prompt_mask, logits),
           "all inputs must have the same shape");
-    check(std::ranges::equal(output_counts.sizes(), logits.sizes()),
+    check(same_sizes(output_counts, logits),
           "all inputs must have the same shape");
     int64_t rows = logits.size(0);
     RowOption repetition(repetition_penalty, rows), presence(presence_penalty, rows),
@@ -478,7 +485,7 @@ Tensor apply_penalties(const Tensor& logits, const Tensor& prompt_mask, const Te
                                          frequency);
       default:
         return penalize_rows<T, float>(logits, prompt_mask,
-                                       torch::stable::to(output_counts, ScalarType::Float),
+                                       to_dtype(output_counts, ScalarType::Float),
                                        repetition, presence, frequency);
     }
   });

@@ -50,24 +50,32 @@ enum class Scratch {
   BACKWARD_DS,
   BACKWARD_TRANSPOSED,
   BACKWARD_PACKED_B,
+  COUNT
 };
 
-// At least `count` elements, aligned to a page, with indeterminate values. The pointer is valid
-// until this thread asks for more elements of the same slot and type.
-template <Scratch slot, class T>
-T* scratch(int64_t count) {
+[[gnu::noinline]] inline void* scratch_memory(Scratch slot, int64_t needed) {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
-  static thread_local std::unique_ptr<void, Free> memory;
-  static thread_local int64_t bytes = 0;
-  int64_t needed = (count * int64_t(sizeof(T)) + 4095) / 4096 * 4096;
+  struct Slot {
+    std::unique_ptr<void, Free> memory;
+    int64_t bytes = 0;
+  };
+  static thread_local Slot slots[size_t(Scratch::COUNT)];
+  auto& [memory, bytes] = slots[size_t(slot)];
   if (needed > bytes) {
+    needed = (needed + 4095) / 4096 * 4096;
     memory.reset(std::aligned_alloc(4096, needed));
     bytes = memory ? needed : 0;
     if (!memory) throw std::bad_alloc();
   }
-  return static_cast<T*>(memory.get());
+  return memory.get();
+}
+// At least `count` elements, aligned to a page, with indeterminate values. The pointer is valid
+// until this thread asks for more memory in the same slot.
+template <Scratch slot, class T>
+T* scratch(int64_t count) {
+  return static_cast<T*>(scratch_memory(slot, count * int64_t(sizeof(T))));
 }
 
 }  // namespace ingot

@@ -16,7 +16,7 @@ struct Mask {
     check(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool,
           "mask must be bool on the CPU");
     check(mask->dim() <= x.dim(), "mask must not have more dimensions than x");
-    owner = torch::stable::contiguous(*mask);
+    owner = contiguous(*mask);
     first = data<bool>(owner);
     int64_t stride = 1;
     for (int64_t back = 1; back <= x.dim(); back++) {

@@ -24,18 +24,11 @@
 #include <sys/mman.h>
 #endif
 
-#include "vector.h"  // first, for what it does about a warning
-
 #include "threads.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+#include "torch_abi.h"
+#include "vector.h"
 
 namespace ingot {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 struct InvalidArgument : std::runtime_error {
   explicit InvalidArgument(const char* message)
@@ -45,8 +38,12 @@ struct Unsupported : std::runtime_error {
   Unsupported() : runtime_error("the CPU kernels support float32 and bfloat16 on the CPU") {}
 };
 
+[[noreturn]] INGOT_NOINLINE void throw_invalid(const char* message) {
+  throw InvalidArgument(message);
+}
+[[noreturn]] INGOT_NOINLINE void throw_unsupported() { throw Unsupported(); }
 inline void check(bool condition, const char* message) {
-  if (!condition) throw InvalidArgument(message);
+  if (!condition) throw_invalid(message);
 }
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -55,19 +52,31 @@ constexpr bool SANITIZED = true;
 constexpr bool SANITIZED = false;
 #endif
 
-inline void check_same_dtype(const Tensor& tensor, const Tensor& other) {
+INGOT_NOINLINE void check_same_dtype(const Tensor& tensor, const Tensor& other) {
   check(tensor.is_cpu() && tensor.scalar_type() == other.scalar_type(),
         "all tensors must be on the CPU and have the same dtype");
 }
 
+INGOT_NOINLINE bool same_sizes(const Tensor& x, std::span<const int64_t> sizes) {
+  return std::equal(x.sizes().begin(), x.sizes().end(), sizes.begin(), sizes.end());
+}
+inline bool same_sizes(const Tensor& x, const Tensor& other) {
+  return same_sizes(x, other.sizes());
+}
+
+INGOT_NOINLINE void check_supported(const Tensor& x) {
+  bool supported = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
+  if (!x.is_cpu() || !supported) throw_unsupported();
+}
+
 // Call body(float{}) or body(bf16{}).
 template <class Body>
-inline auto dispatch_dtype(const Tensor& x, Body body) {
-  if (!x.is_cpu()) throw Unsupported();
+inline auto dispatch_dtype(const Tensor& x, const Body& body) {
+  if (!x.is_cpu()) throw_unsupported();
   switch (x.scalar_type()) {
     case ScalarType::Float: return body(float{});
     case ScalarType::BFloat16: return body(bf16{});
-    default: throw Unsupported();
+    default: throw_unsupported();
   }
 }
 
@@ -109,20 +118,20 @@ inline void aligned_free(void* aligned, void*) {
 }
 
 // Uninitialized tensor. A large one cannot be resized.
-inline Tensor allocate(std::span<const int64_t> sizes, ScalarType dtype) {
+INGOT_NOINLINE Tensor allocate(std::span<const int64_t> sizes, ScalarType dtype) {
   constexpr size_t LARGE = 1 << 20;
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1, count = 1;
   for (size_t i = sizes.size(); i--; stride *= std::max<int64_t>(sizes[i], 1))
     strides[i] = stride, count *= sizes[i];
-  int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  int32_t type = dtype_number(dtype);
   int32_t cpu = aoti_torch_device_type_cpu(), layout = aoti_torch_layout_strided();
   bool floats = dtype == ScalarType::Float || dtype == ScalarType::BFloat16;  // others are small
   size_t bytes = count * (dtype == ScalarType::BFloat16 ? sizeof(bf16) : sizeof(float));
   AtenTensorHandle handle;
   // The address sanitizer only detects overruns of memory that torch allocated.
   void* at = SANITIZED || !floats || bytes < LARGE ? nullptr : aligned_malloc(bytes);
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  check_torch(
       at ? torch_from_blob(at, sizes.size(), sizes.data(), strides.data(), 0, type, cpu, -1,
                            &handle, layout, nullptr, 0, aligned_free, nullptr)
          : aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), type, cpu, -1,
@@ -131,7 +140,7 @@ inline Tensor allocate(std::span<const int64_t> sizes, ScalarType dtype) {
   use_huge_pages(tensor);
   return tensor;
 }
-inline Tensor allocate_like(const Tensor& x) {
+INGOT_NOINLINE Tensor allocate_like(const Tensor& x) {
   return allocate({x.sizes().data(), size_t(x.dim())}, x.scalar_type());
 }
 
@@ -147,7 +156,7 @@ struct Rows {
   int64_t count, width, stride;
   T* first;
 
-  explicit Rows(const Tensor& x) : owner(x) {
+  [[gnu::noinline]] explicit Rows(const Tensor& x) : owner(x) {
     check(x.dim() >= 1, "x must have at least one dimension");
     width = x.size(x.dim() - 1);
     count = 1;
@@ -155,7 +164,7 @@ struct Rows {
     stride = width;
     bool two_dims = x.dim() == 2 && x.stride(1) == 1 && x.stride(0) >= width;
     if (two_dims) stride = x.stride(0);
-    else if (!x.is_contiguous()) owner = torch::stable::contiguous(x);
+    else if (!x.is_contiguous()) owner = contiguous(x);
     first = data<T>(owner);
   }
   T* operator[](int64_t row) const { return first + row * stride; }
@@ -179,20 +188,16 @@ struct Matrix {
   }
 };
 
-// Arguments and results of a backward kernel.
-using NeedsGrad = std::vector<bool>;
-using Tensors = std::vector<Tensor>;
-
 // A tensor of `size` values; copied if it is strided.
 template <class T>
 struct Vector {
   Tensor owner;
   T* first;
 
-  Vector(const Tensor& x, int64_t size) : owner(x) {
+  [[gnu::noinline]] Vector(const Tensor& x, int64_t size) : owner(x) {
     check(x.dim() == 1 && x.size(0) == size,
           "weight and bias must be vectors with one entry per channel");
-    if (!x.is_contiguous()) owner = torch::stable::contiguous(x);
+    if (!x.is_contiguous()) owner = contiguous(x);
     first = data<T>(owner);
   }
   T& operator[](int64_t index) const { return first[index]; }
@@ -220,7 +225,7 @@ struct Integers {
   const int32_t* ints = nullptr;
   const int64_t* longs = nullptr;
 
-  explicit Integers(const Tensor& x) : owner(x), count(x.numel()) {
+  [[gnu::noinline]] explicit Integers(const Tensor& x) : owner(x), count(x.numel()) {
     check(x.is_cpu(), "indices must be on the CPU");
     switch (x.scalar_type()) {
       case ScalarType::Int:
@@ -228,10 +233,10 @@ struct Integers {
       case ScalarType::Bool:
       case ScalarType::Byte:
       case ScalarType::Char:
-      case ScalarType::Short: owner = torch::stable::to(x, ScalarType::Long); break;
+      case ScalarType::Short: owner = to_dtype(x, ScalarType::Long); break;
       default: check(false, "indices must be integers");
     }
-    if (!owner.is_contiguous()) owner = torch::stable::contiguous(owner);
+    if (!owner.is_contiguous()) owner = contiguous(owner);
     if (owner.scalar_type() == ScalarType::Int) ints = data<int32_t>(owner);
     else longs = data<int64_t>(owner);
   }
@@ -240,14 +245,14 @@ struct Integers {
 
 // Run body(begin, end) over parts of [0, count) on ingot's threads. `work` is the cost of one index
 // in elements; a task has at least MIN_WORK of them, below which waking a thread does not pay.
-template <class Body>
-inline void parallel_for(int64_t count, int64_t work, const Body& body) {
+INGOT_NOINLINE void parallel_for(int64_t count, int64_t work,
+                                 const FunctionRef<void(int64_t, int64_t)>& body) {
   constexpr int64_t MIN_WORK = 16384, TASKS_PER_THREAD = 4;
   int64_t min_count = std::max<int64_t>(1, MIN_WORK / std::max<int64_t>(work, 1));
   int64_t tasks = std::min<int64_t>(count, 1);
   if (count > min_count)
     tasks = std::min((count + min_count - 1) / min_count,
-                     TASKS_PER_THREAD * int64_t(torch::stable::get_num_threads()));
+                     TASKS_PER_THREAD * num_threads());
   parallel_for_dynamic(tasks, [&](TaskQueue& queue) {
     for (int64_t i; queue.pop(i);) body(count * i / tasks, count * (i + 1) / tasks);
   });
@@ -266,7 +271,7 @@ inline void parallel_for_each_vector(int64_t rows, int64_t width, const Body& bo
 }
 
 // Copy a tensor on ingot's threads: torch's OpenMP threads would spin on the same cores afterwards.
-inline Tensor clone_tensor(const Tensor& x) {
+INGOT_NOINLINE Tensor clone_tensor(const Tensor& x) {
   return dispatch_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Rows<T> from(x);

@@ -16,19 +16,40 @@
 // prefetches the memory of its first task. The second thread was idle for a sixth of a decode step.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
-#include <functional>
-#include <system_error>
-#include <thread>
+#include <memory>
 
+#include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
-#include <torch/csrc/stable/ops.h>
+#include "torch_abi.h"
 
 namespace ingot {
+
+// Reference to a callable that outlives the call it is passed to. Compared with std::function, it
+// copies nothing and is less code for each callable.
+template <class Signature>
+class FunctionRef;
+template <class R, class... Args>
+class FunctionRef<R(Args...)> {
+ public:
+  template <class Function>
+  FunctionRef(const Function& function)
+      : function_(&function), call_([](const void* function, Args... args) -> R {
+          return (*static_cast<const Function*>(function))(args...);
+        }) {}
+  FunctionRef(const FunctionRef&) = default;
+  R operator()(Args... args) const { return call_(function_, args...); }
+
+ private:
+  const void* function_;
+  R (*call_)(const void*, Args...);
+};
 
 class TaskQueue {
  public:
@@ -43,7 +64,7 @@ class TaskQueue {
   int64_t tasks_;
 };
 
-using TaskBody = std::function<void(TaskQueue&)>;
+using TaskBody = FunctionRef<void(TaskQueue&)>;
 
 // Memory that a job will read: `tasks` contiguous parts of `bytes` each.
 struct PrefetchHint {
@@ -56,7 +77,7 @@ class ThreadPool {
  public:
   // Run on at most `threads` threads including the caller. A concurrent second caller runs
   // serially.
-  void run(int64_t tasks, int64_t threads, const TaskBody& body) {
+  [[gnu::noinline]] void run(int64_t tasks, int64_t threads, const TaskBody& body) {
     int64_t helpers = std::min(tasks, threads) - 1;
     reset_after_fork();
     if (helpers < 1 || busy_.exchange(true, std::memory_order_acquire))
@@ -84,7 +105,7 @@ class ThreadPool {
     hints_[index].tasks.store(hint.tasks, std::memory_order_relaxed);
   }
 
-  static void run_serial(int64_t tasks, const TaskBody& body) {
+  [[gnu::noinline]] static void run_serial(int64_t tasks, const TaskBody& body) {
     std::atomic<int64_t> at = 0;
     TaskQueue queue(at, tasks);
     body(queue);
@@ -101,14 +122,22 @@ class ThreadPool {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    bool started = true;
-    try {
-      std::thread([this, number = workers_ + 1] { worker_loop(number); }).detach();
-    } catch (const std::system_error&) {
-      started = false;
-    }
+    auto worker = std::make_unique<Worker>(this, workers_ + 1);
+    pthread_t thread;
+    bool started = pthread_create(&thread, nullptr, start, worker.get()) == 0;
+    if (started) worker.release(), pthread_detach(thread);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return started;
+  }
+
+  struct Worker {
+    ThreadPool* pool;
+    int64_t number;
+  };
+  static void* start(void* argument) {
+    std::unique_ptr<Worker> worker(static_cast<Worker*>(argument));
+    worker->pool->worker_loop(worker->number);
+    return nullptr;
   }
 
   void worker_loop(int64_t number) {
@@ -167,7 +196,7 @@ class ThreadPool {
 #if defined(__x86_64__)
     if (spin < SPINS) return __builtin_ia32_pause();
 #endif
-    std::this_thread::yield();
+    sched_yield();
   }
 
   // A forked child has its parent's memory but none of its threads.
@@ -193,11 +222,11 @@ class ThreadPool {
 // The process-wide pool, created by the library that was loaded first.
 inline ThreadPool* thread_pool = nullptr;
 
-template <class Work>
-inline void parallel_for_dynamic(int64_t tasks, const Work& work) {
-  int64_t threads = thread_pool && tasks > 1 ? torch::stable::get_num_threads() : 1;
-  if (threads > 1) thread_pool->run(tasks, threads, work);
-  else ThreadPool::run_serial(tasks, work);
+// Not inlined, as the compiler would also inline the work into run_serial().
+INGOT_NOINLINE void parallel_for_dynamic(int64_t tasks, const TaskBody& body) {
+  int64_t threads = thread_pool && tasks > 1 ? num_threads() : 1;
+  if (threads > 1) thread_pool->run(tasks, threads, body);
+  else ThreadPool::run_serial(tasks, body);
 }
 
 }  // namespace ingot
