@@ -22,9 +22,17 @@ ROOT = Path(__file__).parents[1]
 
 
 # A process that has imported torch and the fake device. Scripts run in forks of it: each has a new
-# device, and none waits for imports.
+# device, and none waits for imports. `torch._dynamo` is what torch's optimizers import.
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["tests.fake_device", "ingot.training.trainer"])
+_FORKSERVER.set_forkserver_preload(
+    [
+        "tests.fake_device",
+        "ingot.training.trainer",
+        "torch._dynamo",
+        "tokenizers",
+        "sklearn.datasets",
+    ]
+)
 
 
 def run_script(code: str, *arguments: str) -> str:

@@ -12,12 +12,18 @@ import pytest
 
 from ingot import ops
 from ingot.cli import SUMMARIES
-from tools import prose, structure
+from tools import prose, structure, syntax
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ingot"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FAMILIES = {op.family for op in ops.registry().values()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_trees() -> Iterator[None]:
+    yield
+    syntax.forget()
 
 
 def modules_after(statement: str) -> set[str]:
@@ -132,7 +138,7 @@ def public_definitions(tree: ast.Module) -> list[ast.AST]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_everything_public_has_a_docstring(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = syntax.parse(path.read_text())
     assert not tree.body or ast.get_docstring(tree), "the module"
     for node in public_definitions(tree):
         assert isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -142,7 +148,7 @@ def test_everything_public_has_a_docstring(path: Path) -> None:
 def test_no_device_is_hard_coded() -> None:
     allowed = {PACKAGE / "core/device.py", *(PACKAGE / "kernels").rglob("*.py")}
     for path in set(FILES) - allowed:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in syntax.nodes(path.read_text()):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert not node.value.startswith("cuda"), f"{path} line {node.lineno}"
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.syntax import nodes
+
 WORDS: dict[str, str] = {
     r"behind(?! (?:a|an|the|your) (?:\w+ )?(?:proxy|proxies|firewall|load balancer))": "after",
     r"told|tells?|telling": "reports, is notified, shows",
@@ -99,7 +101,7 @@ def markdown(text: str) -> Iterator[Passage]:
 
 def docstrings(text: str) -> Iterator[Passage]:
     """Yield the docstrings of a Python file, and the strings that document attributes."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield Passage(value.lineno, value.value)
@@ -129,20 +131,20 @@ def messages(text: str) -> Iterator[Passage]:
     >>> [passage.text for passage in messages(code)]
     ['no file', 'name one', 'done']
     """
-    nodes = {
+    found = {
         id(inner): inner
-        for node in ast.walk(ast.parse(text))
+        for node in nodes(text)
         for part in _message_parts(node)
         for inner in ast.walk(part)
     }
-    for node in nodes.values():
+    for node in found.values():
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield Passage(node.lineno, node.value)
 
 
 def strings(text: str) -> Iterator[Passage]:
     """Yield all strings of a Python file: those of the command line are its help."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield Passage(node.lineno, node.value)
 
@@ -153,7 +155,7 @@ def names(text: str) -> Iterator[Passage]:
     >>> [passage.text for passage in names("def _read_all(): ...\\nclass OpenFiles: ...")]
     ['read all', 'Open Files']
     """
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", node.name).replace("_", " ")
             yield Passage(node.lineno, words.strip())

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tools.syntax import nodes, parse
+
 MAX_FUNCTION, MAX_FILE = 60, 600
 HEAD = 40
 """Lines from the top of a file within which the reason for its length must be."""
@@ -24,7 +26,7 @@ def duplicate_classes(sources: Mapping[Path, str]) -> list[str]:
     """
     places: dict[str, list[str]] = defaultdict(list)
     for path, text in sources.items():
-        for node in ast.parse(text).body:
+        for node in parse(text).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{path}:{node.lineno}")
     return [f"{name}: {', '.join(at)}" for name, at in places.items() if len(at) > 1]
@@ -39,9 +41,7 @@ def long_functions(path: Path, text: str) -> list[str]:
     if explains_length(text):
         return []
     functions = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        node for node in nodes(text) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     return [
         f"{path}:{node.lineno}: {node.name} has {count} lines, more than {MAX_FUNCTION}"

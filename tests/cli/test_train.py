@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +41,29 @@ def written(recipe: Recipe, tmp_path: Path) -> Path:
     return path
 
 
-def test_xor(ready: Run, tmp_path: Path) -> None:
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the curves would take most of the time of a short run."""
+    monkeypatch.setattr("ingot.observe.report.write", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, dict[str, Any]]:
+    """A recipe and what training it printed, in `run` next to `recipe.toml`."""
+    folder = tmp_path_factory.mktemp("trained")
+    written(runs.text(folder, precision=Precision.BF16, ema_decay=0.9), folder)
+    with redirect_stdout(io.StringIO()) as printed:
+        train(folder / "recipe.toml", run=folder / "run", json=True)
+    recipe = config.load(Recipe, folder / "recipe.toml")
+    return recipe, json.loads(printed.getvalue())
+
+
+def test_xor(ready: Run, cli: Run, tmp_path: Path) -> None:
     found = ready("train", str(RECIPES / "xor.toml"), "--json", XDG_DATA_HOME=str(tmp_path))
     assert found.returncode == 0, found.stderr
     result = json.loads(found.stdout)
     assert result["validation_loss"] < 0.01
     assert Path(result["run"]).is_relative_to(tmp_path / "ingot/runs")
-    again = ready(
+    again = cli(
         "train", str(RECIPES / "xor.toml"), "steps=310", "--resume", XDG_DATA_HOME=str(tmp_path)
     )
     assert again.returncode == 0, again.stderr
@@ -52,13 +71,12 @@ def test_xor(ready: Run, tmp_path: Path) -> None:
     assert "resuming from step 300" in again.stderr
 
 
-def test_a_decoder_becomes_a_model_directory(tmp_path: Path, capsys: Any) -> None:
-    recipe = runs.text(tmp_path, precision=Precision.BF16, ema_decay=0.9)
-    recipe = config.load(Recipe, written(recipe, tmp_path))
-    train(tmp_path / "recipe.toml", run=tmp_path / "run", json=True)
-    result = json.loads(capsys.readouterr().out)
+def test_a_decoder_becomes_a_model_directory(
+    trained: tuple[Recipe, dict[str, Any]], tmp_path: Path
+) -> None:
+    recipe, result = trained
     model = package.LLM(result["model"])
-    trainer = Trainer(recipe, tmp_path / "run")
+    trainer = Trainer(recipe, shutil.copytree(result["run"], tmp_path / "run"))
     assert trainer.resume()
     with trainer.ema_weights():
         wanted = dict(trainer.model.named_parameters())
@@ -69,16 +87,15 @@ def test_a_decoder_becomes_a_model_directory(tmp_path: Path, capsys: Any) -> Non
     assert lineage["steps"][-1]["step"] == "train"
 
 
-def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
+def test_what_was_trained_is_what_is_loaded(trained: tuple[Recipe, dict[str, Any]]) -> None:
     """The log-probabilities that training wrote, from the directory that it wrote, bit for bit."""
     from safetensors.torch import load_file
 
     from ingot.nn.loss import token_logprobs
 
-    written(runs.text(tmp_path, precision=Precision.BF16), tmp_path)
-    train(tmp_path / "recipe.toml", run=tmp_path / "run")
-    saved = load_file(tmp_path / "run" / LOGPROBS)
-    decoder = hf.load(tmp_path / "run/model")
+    run = Path(trained[1]["run"])
+    saved = load_file(run / LOGPROBS)
+    decoder = hf.load(run / "model")
     with torch.inference_mode():
         for index in range(2):
             tokens, targets = saved[f"{index}.tokens"], saved[f"{index}.targets"]
@@ -94,15 +111,16 @@ def served_logprobs(server: Served, tokens: list[int]) -> list[float]:
     return found["choices"][0]["logprobs"]["token_logprobs"][1:]
 
 
-def test_what_was_trained_is_what_is_served(ready: Run, tmp_path: Path) -> None:
+def test_what_was_trained_is_what_is_served(
+    trained: tuple[Recipe, dict[str, Any]], ready: Run, tmp_path: Path
+) -> None:
     """The log-probabilities that training wrote, from a server, bit for bit; and it is verified."""
     from safetensors.torch import load_file
 
-    written(runs.text(tmp_path, precision=Precision.BF16), tmp_path)
-    train(tmp_path / "recipe.toml", run=tmp_path / "run")
-    saved = load_file(tmp_path / "run" / LOGPROBS)
+    run = Path(trained[1]["run"])
+    saved = load_file(run / LOGPROBS)
     compared = 0
-    with serving(tmp_path / "run/model", tmp_path) as server:
+    with serving(run / "model", tmp_path) as server:
         for index in range(len(saved) // 4):
             parts = (saved[f"{index}.{name}"] for name in ("tokens", "targets", "logprobs"))
             lengths = saved[f"{index}.lengths"].tolist()
@@ -117,7 +135,7 @@ def test_what_was_trained_is_what_is_served(ready: Run, tmp_path: Path) -> None:
                     assert served_logprobs(server, prompt) == wanted
                     compared += len(wanted)
     assert compared > 100
-    found = ready("verify", str(tmp_path / "run/model"), "--schedules", "3", "--json")
+    found = ready("verify", str(run / "model"), "--schedules", "3", "--json")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["bitwise_equal"] is True
 
@@ -158,7 +176,8 @@ def test_export_of_a_run_that_is_training(tmp_path: Path, capsys: Any) -> None:
         train(tmp_path / "recipe.toml", run=tmp_path / "run", export=tmp_path / "out")
 
 
-def test_only_decoders_are_exported(tmp_path: Path) -> None:
+def test_only_decoders_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_report(monkeypatch)
     path = written(runs.xor(steps=2), tmp_path)
     train(path, run=tmp_path / "run")
     with pytest.raises(IngotError, match="only decoders"):
@@ -203,7 +222,10 @@ def test_a_report_that_fails_costs_nothing(
     assert "no report: no such font" in caplog.text
 
 
-def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_started_from(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_report(monkeypatch)
     from dataclasses import replace
 
     recipe = runs.text(tmp_path, model=None, init_from=tiny, steps=2, precision=Precision.BF16)
@@ -215,7 +237,8 @@ def test_a_model_that_is_started_from(tiny: Path, tmp_path: Path) -> None:
     assert not torch.equal(before.tok_embed.weight.bfloat16(), after.tok_embed.weight)
 
 
-def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+def test_a_run_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_report(monkeypatch)
     path = written(runs.xor(steps=2), tmp_path)
     train(path, run=tmp_path / "run")
     with pytest.raises(IngotError, match="--resume"):

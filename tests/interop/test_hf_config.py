@@ -37,13 +37,14 @@ anything = st.recursive(
 )
 
 
+@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-def test_adversarial_configs_load_or_raise(name: str) -> None:
+def test_adversarial_configs_load_or_raise(name: str, examples: int) -> None:
     right = json.loads(MODELS[name]().to_json_string(use_diff=False))
     keys = sorted({*right, *SUPPORTED_VALUES, "rope_scaling", "rope_theta"} - {"model_type"})
 
     @settings(
-        max_examples=150,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,

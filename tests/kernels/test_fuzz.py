@@ -229,7 +229,7 @@ def allowance(dtype: torch.dtype, truth: Tensor, moved: Tensor, usual: Tensor) -
     it is what 1 + erf leaves of 1. And some of what a jolt of the inputs moves in the same row: the
     norm of a constant row is made of nothing but rounding.
     """
-    results = [x.to(dtype).double() for x in (truth, usual)]
+    results = [x.to(dtype).double() for x in (truth, usual) if x.numel()]
     largest = max(1e-3, *(float(x.where(x.isfinite(), 0).abs().max()) for x in results))
     shift = (moved - truth).abs().nan_to_num(0, 0)  # a change to or from -inf is not rounding
     shift = shift.amax(-1, keepdim=True) if shift.dim() else shift
@@ -248,7 +248,7 @@ each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 @each_op
 def test_strange_calls_are_computed_or_refused(op: Op[..., Any], explore: Any) -> None:
-    explore(strange_calls, lambda call: assert_sane(op, call), 100)
+    explore(strange_calls, lambda call: assert_sane(op, call), 60)
 
 
 @pytest.mark.slow

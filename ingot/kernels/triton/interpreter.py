@@ -150,7 +150,9 @@ def batch_dependent_rows(op: str, sample: str, dtype: str) -> list[str]:
     return mismatches
 
 
-def attention_mismatches(dtype: str, window: int | None, split_size: int) -> list[str]:
+def attention_mismatches(
+    dtype: str, window: int | None, split_size: int, length: int = 150
+) -> list[str]:
     """Return where a sequence's attention has other bits in chunks, from KV cache blocks, or
     packed with another sequence.
 
@@ -165,7 +167,8 @@ def attention_mismatches(dtype: str, window: int | None, split_size: int) -> lis
     attention.SPLIT_SIZE = split_size
     attend: Any = ops.attention
     make = TensorMaker(getattr(torch, dtype))
-    length, block_size = 150, 16
+    block_size, early, last_token = 16, length // 4, length - 1
+    chunks = [(0, 1), (0, early), (early, early + 3), (early + 3, last_token), (last_token, length)]
     q, k, v = make(length, 4, 32), make(length, 2, 32), make(length, 2, 32)
     num_blocks = -(-length // block_size)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
@@ -178,7 +181,7 @@ def attention_mismatches(dtype: str, window: int | None, split_size: int) -> lis
 
     with ops.prefer("triton"):
         whole = call(q, k, v, None, None)
-        for first, last in ((0, 1), (0, 37), (37, 40), (40, 149), (149, 150)):
+        for first, last in chunks:
             context_lens = torch.tensor([last], dtype=torch.int32)
             packed = call(q[first:last], k[:last], v[:last], context_lens, None)
             paged = call(q[first:last], *caches, context_lens, order[None].int())
@@ -202,18 +205,19 @@ def _paged(x: Any, order: Any, cache: Any) -> Any:
     return cache
 
 
-def traffic(op: str) -> dict[str, float]:
+def traffic(op: str, size: int = 2**19) -> dict[str, float]:
     """Return the bytes that an op's forward kernels load and store, and the op's cost in bytes.
 
-    The shape is the representative one with fewer rows of the same length. Norms load their weight
-    once per program, so they run in proportionally fewer programs.
+    The shape is the representative one with fewer rows of the same length: about `size` values.
+    Norms load their weight once per program, so they run in proportionally fewer programs, at least
+    two.
     """
     from ingot import ops
     from ingot.kernels.triton import norm
     from ingot.ops.record import registry
 
-    record, args = registry()[op], _small_example(op)
-    num_programs = norm.MAX_PARTIALS * len(args[0]) // 8192
+    record, args = registry()[op], _small_example(op, size)
+    num_programs = max(2, norm.MAX_PARTIALS * len(args[0]) // 8192)
     with (
         ops.prefer("triton"),
         mock.patch.object(norm, "MAX_PARTIALS", num_programs),
@@ -224,8 +228,9 @@ def traffic(op: str) -> dict[str, float]:
     return {"moved": moved[0], "cost": record.cost(*args).bytes}
 
 
-def _small_example(op: str) -> tuple[Any, ...]:
-    """Return the representative call in float16 with 8 to 128 rows, with values."""
+def _small_example(op: str, size: int) -> tuple[Any, ...]:
+    """Return the representative call in float16 with `size` / 65536 to `size` / 4096 rows, with
+    values."""
     import torch
 
     from ingot.kernels.triton.provider import ExampleInputs, triton_ops
@@ -235,7 +240,7 @@ def _small_example(op: str) -> tuple[Any, ...]:
     args = triton_op.op.with_defaults(triton_op.example(ExampleInputs(torch.float16)))
     generator = torch.Generator().manual_seed(0)
     row_size = max(tensor[0].numel() for tensor in tensors(args))
-    num_rows = max(8, min(128, 2**19 // row_size))
+    num_rows = max(size >> 16, min(size >> 12, size // row_size))
 
     def materialize(arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor):
