@@ -70,7 +70,8 @@ def test_errors_of_the_slow_samples_are_within_the_tolerance(
 
 
 def test_every_op_has_kernels() -> None:
-    assert set(triton_ops()) == set(ops.registry()) - {"lora_shrink"}
+    without = {"lora_shrink", "linear_int4_dynamic", "embedding_int4", "embedding_int8"}
+    assert set(triton_ops()) == set(ops.registry()) - without
 
 
 @pytest.mark.parametrize(
