@@ -85,8 +85,8 @@ _WITHOUT_KERNELS = ("gated", "float32", "group_")  # samples of linear_int8_dyna
 def all_samples() -> list[tuple[str, str, str]]:
     """Return (op, sample, dtype) for every sample of every op that the kernels support.
 
-    Those of linear layers do not compute LoRA terms yet, and that of quantized ones neither gates nor
-    groups of activations.
+    Those of linear layers do not compute LoRA terms yet, and those of quantized layers neither
+    gates nor groups of activations.
     """
     import torch
 
