@@ -328,6 +328,27 @@ def _with_residual(*shapes: tuple[int, ...]) -> MakeArgs:
 def _quantized() -> Iterator[Workload]:
     """Shapes are rows x in x out; for 4 bits also the group size."""
     scale, groups = torch.full((2048,), 0.01), torch.full((2048, 768 // 128), 0.01)
+    small_groups = torch.full((768 // 32, 2048), 0.01).T
+    table, table_groups = torch.full((VOCAB_SIZE,), 0.01), torch.full((24, VOCAB_SIZE), 0.01).T
+    for tokens, dtype in product((32, 512), ("bf16", "fp32")):
+        bf16 = dtype == "bf16"
+        yield Workload(
+            "embedding_int8",
+            _text(tokens, 768),
+            dtype,
+            lambda new, t=tokens, low=bf16: (
+                *(new.ints(VOCAB_SIZE, t), new.bits(torch.int8, VOCAB_SIZE, 768), table, low),
+            ),
+        )
+        yield Workload(
+            "embedding_int4",
+            f"{_text(tokens, 768)} by 32",
+            dtype,
+            lambda new, t=tokens, low=bf16: (
+                *(new.ints(VOCAB_SIZE, t), new.bits(torch.uint8, VOCAB_SIZE, 384), table_groups),
+                *(None, None, low),
+            ),
+        )
     for m in (8, 512):
         for op in ("linear_int8", "linear_int8_dynamic"):
             yield Workload(
@@ -336,6 +357,12 @@ def _quantized() -> Iterator[Workload]:
                 "bf16",
                 lambda new, m=m: (new(m, 768), new.bits(torch.int8, 2048, 768), scale),
             )
+        yield Workload(
+            "linear_int4_dynamic",
+            f"{_text(m, 768, 2048)} by 32",
+            "bf16",
+            lambda new, m=m: (new(m, 768), new.bits(torch.uint8, 2048, 384), small_groups),
+        )
         yield Workload(
             "linear_int4",
             f"{_text(m, 768, 2048)} by 128",

@@ -388,13 +388,48 @@ def _dynamic_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return x.new_empty(shape, dtype=accum_dtype(x.dtype) if to_float32 else x.dtype)
 
 
-def _dynamic_cost(x: Tensor, weight: Tensor, *args: Any) -> Cost:
-    gated, lora_h, *_ = args[-5:]
+def _dynamic_cost(
+    tensors: tuple[Tensor | None, ...], gated: bool, lora_h: Tensor | None, *_: object
+) -> Cost:
+    x, weight, *_ = tensors
+    assert x is not None
+    assert weight is not None
     rows, width = x.numel() // x.shape[-1], weight.shape[0]
     result = rows * width // (2 if gated else 1) * x.itemsize
-    read = sum(arg.nbytes for arg in (x, weight, *args) if isinstance(arg, Tensor))
     flops = 2 * rows * width * x.shape[-1] + lora_flops(lora_h, width)
-    return Cost(bytes=read + result, flops=flops)
+    return Cost(bytes=epilogue_bytes(*tensors, lora_h) + result, flops=flops)
+
+
+def _int8_dynamic_cost(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+    x_group: int = 0,
+    gated: bool = False,
+    lora_h: Tensor | None = None,
+    *_: object,
+) -> Cost:
+    return _dynamic_cost((x, weight, scale, residual), gated, lora_h)
+
+
+def _int4_dynamic_cost(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    minimum: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    lora_h: Tensor | None = None,
+    *_: object,
+) -> Cost:
+    tensors = x, weight, scale, zero_point, minimum, residual
+    return _dynamic_cost(tensors, gated, lora_h)
 
 
 def _dynamic_result(
@@ -510,7 +545,7 @@ def linear_int4(
     fake=_dynamic_fake,
     samples=_int8_dynamic_samples,
     tolerance=Tolerance(),
-    cost=_dynamic_cost,
+    cost=_int8_dynamic_cost,
     row_args=("x", "residual", "lora_h", "lora_index"),
     gradient=None,
 )
@@ -550,7 +585,7 @@ def linear_int8_dynamic(
     fake=_dynamic_fake,
     samples=_int4_dynamic_samples,
     tolerance=Tolerance(),
-    cost=_dynamic_cost,
+    cost=_int4_dynamic_cost,
     row_args=("x", "residual", "lora_h", "lora_index"),
     gradient=None,
 )
@@ -658,7 +693,7 @@ def _embedding_fake(tokens: Tensor, weight: Tensor, *args: Any) -> Tensor:
 def _embedding_cost(tokens: Tensor, weight: Tensor, *args: Any) -> Cost:
     width = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
     read = sum(t.nbytes for t in (weight, *args) if isinstance(t, Tensor)) // max(1, len(weight))
-    result = width * (2 if args[-1] else 4)
+    result = width * (2 if args[-1] is True else 4)
     return Cost(bytes=tokens.nbytes + tokens.numel() * (read + result), flops=0)
 
 

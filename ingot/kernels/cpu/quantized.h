@@ -124,22 +124,31 @@ class GroupValues {
     return type_ == ScalarType::BFloat16 ? widen(bf16{bits}) : half_to_float(bits);
   }
 
-  FloatLanes load(int64_t group, int64_t row, int64_t count) const {
-    const char* from = first_ + (group * stride_ + row) * element_;
-    alignas(64) char padded[4 * LANES] = {};
-    if (count < LANES) from = static_cast<char*>(std::memcpy(padded, from, count * element_));
-    if (type_ == ScalarType::Float) return read<FloatLanes>(from);
+  // The values of up to 16 rows in float32, (groups, 16), padded with zeros.
+  [[gnu::noinline]] void load(int64_t groups, int64_t row, int64_t count, FloatLanes* to) const {
     typedef uint16_t HalfLanes __attribute__((vector_size(2 * LANES)));
-    HalfLanes halves = read<HalfLanes>(from);
-    if (type_ == ScalarType::BFloat16)
-      return (FloatLanes)(__builtin_convertvector(halves, IntLanes) << 16);
+    for (int64_t g = 0; g < groups; g++) {
+      const char* from = first_ + (g * stride_ + row) * element_;
+      alignas(64) char padded[4 * LANES];
+      if (count < LANES) {
+        std::memset(padded, 0, sizeof padded);
+        from = static_cast<char*>(std::memcpy(padded, from, count * element_));
+      }
+      if (type_ == ScalarType::Float) {
+        to[g] = read<FloatLanes>(from);
+        continue;
+      }
+      HalfLanes halves = read<HalfLanes>(from);
+      if (type_ == ScalarType::BFloat16) {
+        to[g] = (FloatLanes)(__builtin_convertvector(halves, IntLanes) << 16);
+        continue;
+      }
 #if defined(__AVX512F__)
-    return (FloatLanes)_mm512_cvtph_ps((__m256i)halves);
+      to[g] = (FloatLanes)_mm512_cvtph_ps((__m256i)halves);
 #else
-    FloatLanes values;
-    for (int i = 0; i < LANES; i++) values[i] = half_to_float(halves[i]);
-    return values;
+      for (int i = 0; i < LANES; i++) to[g][i] = half_to_float(halves[i]);
 #endif
+    }
   }
 
  private:
@@ -185,16 +194,16 @@ enum class Order {
   WORDS    // for panels: a plane of 4 bytes after the other
 };
 
-// Rows of x in int8, in groups of channels with a scale each, padded with zeros.
-struct QuantizedRows {
-  int64_t groups, group_quarters, row_bytes;
-  int8_t* values;
-  float* scales;
-  int32_t* sums;
+constexpr int ROW_BLOCK = 8;  // rows of x that are multiplied by a panel together
 
-  const int8_t* row(int64_t r) const { return values + r * row_bytes; }
-  float scale(int64_t r, int64_t group) const { return scales[r * groups + group]; }
-  int32_t sum(int64_t r, int64_t group) const { return sums[r * groups + group]; }
+// Rows of x in int8, in groups of channels with a scale each, padded with zeros. For panels, the
+// words of a block of rows are interleaved: one pointer suffices to read those of all its rows.
+struct QuantizedRows {
+  int64_t groups, group_quarters, row_bytes, padded_rows;
+  int8_t* values;
+  float* scales;       // (groups, padded_rows), as the next two
+  float* scaled_sums;  // of the values of a group
+  int32_t* sums;
 };
 
 // Offset of channel k in a row of x.
@@ -269,17 +278,29 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group) {
   q.group_quarters = group ? group / QUARTER : quarters;
   q.groups = (quarters + q.group_quarters - 1) / q.group_quarters;
   q.row_bytes = (x.width + CHUNK - 1) / CHUNK * CHUNK;
-  q.values = scratch<Scratch::QUANTIZED_X, int8_t>(x.rows * q.row_bytes);
-  q.scales = scratch<Scratch::QUANTIZED_X_SCALES, float>(x.rows * q.groups);
-  q.sums = scratch<Scratch::QUANTIZED_X_SUMS, int32_t>(x.rows * q.groups);
+  // What is beyond the last row is multiplied, and not used; a subnormal scale would be slow.
+  int64_t rows = q.padded_rows = (x.rows + ROW_BLOCK - 1) / ROW_BLOCK * ROW_BLOCK;
+  q.values = scratch<Scratch::QUANTIZED_X, int8_t>(rows * q.row_bytes);
+  q.scales = scratch<Scratch::QUANTIZED_X_SCALES, float>(2 * rows * q.groups);
+  q.scaled_sums = q.scales + rows * q.groups;
+  q.sums = scratch<Scratch::QUANTIZED_X_SUMS, int32_t>(rows * q.groups);
+  for (int64_t g = 0; g < 2 * q.groups; g++)
+    std::fill(q.scales + g * rows + x.rows, q.scales + (g + 1) * rows, 0.0f);
   int64_t width = q.group_quarters * QUARTER;
   parallel_for(x.rows, 4 * x.width, [&](int64_t begin, int64_t end) {
+    int8_t* words = scratch<Scratch::QUANTIZED_ROW, int8_t>(q.row_bytes);
     for (int64_t r = begin; r < end; r++) {
-      int8_t* to = q.values + r * q.row_bytes;
+      int8_t* to = order == Order::WORDS ? words : q.values + r * q.row_bytes;
       if (q.row_bytes > x.width) std::memset(to + q.row_bytes - CHUNK, 0, CHUNK);
-      for (int64_t g = 0; g < q.groups; g++)
+      for (int64_t g = 0, i = r; g < q.groups; g++, i += rows) {
         quantize_group<Format, order>(x[r], g * width, std::min((g + 1) * width, x.width), to,
-                                      q.scales[r * q.groups + g], q.sums[r * q.groups + g]);
+                                      q.scales[i], q.sums[i]);
+        q.scaled_sums[i] = q.scales[i] * float(q.sums[i]);
+      }
+      if (order == Order::CHUNKS) continue;
+      int8_t* block = q.values + (r - r % ROW_BLOCK) * q.row_bytes + 4 * (r % ROW_BLOCK);
+      for (int64_t w = 0; w < q.row_bytes; w += 4)
+        std::memcpy(block + w * ROW_BLOCK, words + w, 4);
     }
   });
   return q;
@@ -287,36 +308,24 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group) {
 
 // ---- The GEMM.
 
-// The values of a group for 16 rows of the weight.
-struct GroupScales {
-  FloatLanes scale, zero_point{}, minimum{};
+// Scales of 16 rows of the weight for all groups, in float32, and what is added to scale * q: the
+// minimum, or the zero point times -scale. Without offsets, `zero` is subtracted from q.
+struct PanelScales {
+  const FloatLanes *scale, *offset;
 
-  GroupScales(const QuantizedWeight& w, int64_t group, int64_t column) {
+  PanelScales(const QuantizedWeight& w, int64_t groups, int64_t column) {
     int64_t row = w.first_row + column, count = std::min<int64_t>(LANES, w.rows - column);
-    scale = w.scale.load(group, row, count);
-    if (w.zero_point) zero_point = w.zero_point.load(group, row, count);
-    if (w.minimum) minimum = w.minimum.load(group, row, count);
+    FloatLanes* scales = scratch<Scratch::QUANTIZED_SCALES, FloatLanes>(2 * groups);
+    FloatLanes* offsets = nullptr;
+    w.scale.load(groups, row, count, scales);
+    if (w.zero_point || w.minimum) {
+      offsets = scales + groups;
+      (w.minimum ? w.minimum : w.zero_point).load(groups, row, count, offsets);
+      for (int64_t g = 0; g < groups && w.zero_point; g++) offsets[g] *= -scales[g];
+    }
+    scale = scales, offset = offsets;
   }
 };
-
-// The sum of a group starts at -ZERO times the sum of x.
-template <class Format>
-inline IntLanes initial_sum(const QuantizedWeight& w, const QuantizedRows& x, int64_t row,
-                            int64_t group) {
-  bool is_symmetric = !w.zero_point && !w.minimum;
-  return broadcast_int(is_symmetric ? -Format::ZERO * x.sum(row, group) : 0);
-}
-
-inline FloatLanes add_group(FloatLanes total, IntLanes sum, const GroupScales& scales,
-                            const QuantizedWeight& w, const QuantizedRows& x, int64_t row,
-                            int64_t group) {
-  FloatLanes value = to_float(sum);
-  float x_scale = x.scale(row, group), x_sum = x.sum(row, group);
-  if (w.zero_point) value = fma(-scales.zero_point, broadcast_float(x_sum), value);
-  total = fma(value, scales.scale * broadcast_float(x_scale), total);
-  if (w.minimum) total = fma(scales.minimum, broadcast_float(x_scale * x_sum), total);
-  return total;
-}
 
 #if defined(__AVX512F__)
 // Sums of each quarter of 16 vectors: from (row, quarter, 4) to (quarter, row).
@@ -343,13 +352,18 @@ inline void sum_quarters(const __m512i (&rows)[LANES], IntLanes (&quarters)[4]) 
 
 // One row of x, weights in place.
 template <class Format>
-void multiply_in_place(const QuantizedWeight& w, const QuantizedRows& x, int64_t column,
-                       int64_t row, float* out) {
+[[gnu::noinline]] void multiply_in_place(const QuantizedWeight& w, const PanelScales& scales,
+                                         const QuantizedRows& x, int64_t column, int64_t row,
+                                         float* out) {
   const uint8_t* rows[LANES];  // those beyond the end repeat the last one
   for (int i = 0; i < LANES; i++) rows[i] = w[std::min<int64_t>(column + i, w.rows - 1)];
-  const int8_t* operand = x.row(row);
-  int64_t group = 0, left = x.group_quarters;
-  IntLanes sum = initial_sum<Format>(w, x, row, 0);
+  const int8_t* operand = x.values + row * x.row_bytes;
+  int64_t i = row;  // of the group in the values of x
+  const FloatLanes *scale = scales.scale, *offset = scales.offset;
+  const int32_t zero = offset ? 0 : -Format::ZERO;
+  const int64_t group_quarters = x.group_quarters;
+  int64_t left = group_quarters;
+  IntLanes sum = broadcast_int(zero * x.sums[i]);
   FloatLanes total{};
   for (int64_t at = 0; at < w.row_bytes; at += CHUNK_BYTES) {
     int64_t bytes = std::min<int64_t>(CHUNK_BYTES, w.row_bytes - at);
@@ -370,14 +384,17 @@ void multiply_in_place(const QuantizedWeight& w, const QuantizedRows& x, int64_t
     IntLanes quarters[4];
     sum_quarters(products, quarters);
     int64_t count = (bytes + QUARTER_BYTES - 1) / QUARTER_BYTES;
+    bool is_last_chunk = at + CHUNK_BYTES >= w.row_bytes;
     for (int64_t q = 0; q < count; q++) {
       sum += quarters[q];
-      bool is_last = q + 1 == count && at + CHUNK_BYTES >= w.row_bytes;
+      bool is_last = is_last_chunk && q + 1 == count;
       if (--left && !is_last) continue;
-      total = add_group(total, sum, GroupScales(w, group, column), w, x, row, group);
+      total = fma(to_float(sum), *scale++ * broadcast_float(x.scales[i]), total);
+      if (offset) total = fma(*offset++, broadcast_float(x.scaled_sums[i]), total);
       if (is_last) break;
-      left = x.group_quarters;
-      sum = initial_sum<Format>(w, x, row, ++group);
+      left = group_quarters;
+      i += x.padded_rows;
+      sum = broadcast_int(zero * x.sums[i]);
     }
   }
   std::memcpy(out, &total, sizeof total);
@@ -412,48 +429,49 @@ inline void pack_panel(const QuantizedWeight& w, int64_t column, uint8_t* to) {
   }
 }
 
-// R rows of x, weights in a panel; rows beyond `rows` repeat the last one.
+// The first R rows of a block of x, weights in a panel.
 template <class Format, int R>
-void multiply_panel(const uint8_t* panel, const QuantizedWeight& w, const QuantizedRows& x,
-                    int64_t column, int64_t first, int64_t rows, float (*out)[BLOCK_N]) {
-  int64_t row[R];
-  const int8_t* operand[R];
-  for (int r = 0; r < R; r++) {
-    row[r] = first + std::min<int64_t>(r, rows - 1);
-    operand[r] = x.row(row[r]);
-  }
+[[gnu::noinline]] void multiply_panel(const uint8_t* panel, int64_t words,
+                                      const PanelScales& scales, const QuantizedRows& x,
+                                      int64_t row, int64_t rows, float (*out)[BLOCK_N]) {
+  const int8_t* operand = x.values + row * x.row_bytes;
+  const int64_t group_words = 4 * x.group_quarters;
+  const FloatLanes* offset = scales.offset;
+  const int32_t zero = offset ? 0 : -Format::ZERO;
   FloatLanes totals[R] = {};
-  int64_t words = (w.row_bytes + 3) / 4, at = 0;
-  for (int64_t g = 0; g < x.groups; g++) {
+  int64_t at = 0;
+  for (int64_t g = 0, i = row; g < x.groups; g++, i += x.padded_rows) {
     IntLanes sums[R];
-    for (int r = 0; r < R; r++) sums[r] = initial_sum<Format>(w, x, row[r], g);
-    for (int64_t end = std::min((g + 1) * x.group_quarters * 4, words); at < end; at++) {
+    for (int r = 0; r < R; r++) sums[r] = broadcast_int(zero * x.sums[i + r]);
+    for (int64_t end = std::min((g + 1) * group_words, words); at < end; at++) {
       Bytes raw, planes[Format::PLANES];
       std::memcpy(&raw, panel + at * CHUNK_BYTES, sizeof raw);
       Format::unpack(raw, planes);
       for (int p = 0; p < Format::PLANES; p++)
         for (int r = 0; r < R; r++) {
           int32_t four;
-          std::memcpy(&four, operand[r] + (at * Format::PLANES + p) * 4, 4);
+          std::memcpy(&four, operand + ((at * Format::PLANES + p) * ROW_BLOCK + r) * 4, 4);
           sums[r] = dot4(sums[r], planes[p], (Bytes)broadcast_int(four));
         }
     }
-    GroupScales scales(w, g, column);
+    FloatLanes scale = scales.scale[g];
     for (int r = 0; r < R; r++)
-      totals[r] = add_group(totals[r], sums[r], scales, w, x, row[r], g);
+      totals[r] = fma(to_float(sums[r]), scale * broadcast_float(x.scales[i + r]), totals[r]);
+    if (!offset) continue;
+    for (int r = 0; r < R; r++)
+      totals[r] = fma(offset[g], broadcast_float(x.scaled_sums[i + r]), totals[r]);
   }
   for (int r = 0; r < std::min<int64_t>(R, rows); r++)
     std::memcpy(out[r], &totals[r], sizeof totals[r]);
 }
 
 template <class Format>
-void multiply_panel_rows(const uint8_t* panel, const QuantizedWeight& w, const QuantizedRows& x,
-                         int64_t column, int64_t row, int64_t rows, float (*out)[BLOCK_N]) {
-  for (; rows >= 8; row += 8, rows -= 8, out += 8)
-    multiply_panel<Format, 8>(panel, w, x, column, row, 8, out);
-  if (rows > 4) multiply_panel<Format, 8>(panel, w, x, column, row, rows, out);
-  else if (rows > 2) multiply_panel<Format, 4>(panel, w, x, column, row, rows, out);
-  else if (rows) multiply_panel<Format, 2>(panel, w, x, column, row, rows, out);
+void multiply_panel_rows(const uint8_t* panel, int64_t words, const PanelScales& scales,
+                         const QuantizedRows& x, int64_t row, int64_t rows,
+                         float (*out)[BLOCK_N]) {
+  for (; rows > 4; row += ROW_BLOCK, rows -= ROW_BLOCK, out += ROW_BLOCK)
+    multiply_panel<Format, ROW_BLOCK>(panel, words, scales, x, row, rows, out);
+  if (rows > 0) multiply_panel<Format, 4>(panel, words, scales, x, row, rows, out);
 }
 
 // Up to this many rows of x, weights are read in place.
@@ -488,17 +506,18 @@ void quantized_gemm(const QuantizedRows& x, int64_t num_rows,
         for (int64_t c = 0; c < groups[g].count; c += LANES) {
           int64_t column = groups[g].begin + c;
           auto out = reinterpret_cast<float(*)[BLOCK_N]>(&acc[0][c]);
+          PanelScales scales(w, x.groups, column);
 #if defined(__AVX512F__)
           if (!memory) {
             for (int64_t r = 0; r < rows; r++)
-              multiply_in_place<Format>(w, x, column, row + r, out[r]);
+              multiply_in_place<Format>(w, scales, x, column, row + r, out[r]);
             continue;
           }
 #endif
           // Packed for the first block of rows, between its products, and reused by the others.
           uint8_t* panel = memory + (p * PANELS + c / LANES) * each;
           if (row == 0) pack_panel(w, column, panel);
-          multiply_panel_rows<Format>(panel, w, x, column, row, rows, out);
+          multiply_panel_rows<Format>(panel, (w.row_bytes + 3) / 4, scales, x, row, rows, out);
         }
       };
       AccTile* acc = scratch<Scratch::GEMM_ACC, AccTile>(num_weights);

@@ -25,7 +25,9 @@ enum class Scratch {
   QUANTIZED_X,
   QUANTIZED_X_SCALES,
   QUANTIZED_X_SUMS,
+  QUANTIZED_ROW,
   QUANTIZED_PANELS,
+  QUANTIZED_SCALES,
   // loss.cpp
   LOSS_GRAD_HIDDEN,
   // attention

@@ -77,9 +77,12 @@ SELECTIONS = (
 
 
 PRIORITY = """
+        WITHOUT_KERNELS = (
+            'lora_shrink', 'linear_int4_dynamic', 'embedding_int4', 'embedding_int8'
+        )
         for op in ops.registry().values():
             names = list(op.providers)
-            if op.name == 'lora_shrink':
+            if op.name in WITHOUT_KERNELS:
                 continue
             assert 'triton' in names, op
             assert 'aten' not in names or names.index('triton') < names.index('aten'), op
