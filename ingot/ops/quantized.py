@@ -389,15 +389,16 @@ def _dynamic_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
 
 
 def _dynamic_cost(
-    tensors: tuple[Tensor | None, ...], gated: bool, lora_h: Tensor | None, *_: object
+    x: Tensor,
+    weight: Tensor,
+    others: tuple[Tensor | None, ...],
+    gated: bool,
+    lora_h: Tensor | None,
 ) -> Cost:
-    x, weight, *_ = tensors
-    assert x is not None
-    assert weight is not None
     rows, width = x.numel() // x.shape[-1], weight.shape[0]
     result = rows * width // (2 if gated else 1) * x.itemsize
     flops = 2 * rows * width * x.shape[-1] + lora_flops(lora_h, width)
-    return Cost(bytes=epilogue_bytes(*tensors, lora_h) + result, flops=flops)
+    return Cost(bytes=epilogue_bytes(x, weight, *others, lora_h) + result, flops=flops)
 
 
 def _int8_dynamic_cost(
@@ -412,7 +413,7 @@ def _int8_dynamic_cost(
     lora_h: Tensor | None = None,
     *_: object,
 ) -> Cost:
-    return _dynamic_cost((x, weight, scale, residual), gated, lora_h)
+    return _dynamic_cost(x, weight, (scale, residual), gated, lora_h)
 
 
 def _int4_dynamic_cost(
@@ -428,8 +429,7 @@ def _int4_dynamic_cost(
     lora_h: Tensor | None = None,
     *_: object,
 ) -> Cost:
-    tensors = x, weight, scale, zero_point, minimum, residual
-    return _dynamic_cost(tensors, gated, lora_h)
+    return _dynamic_cost(x, weight, (scale, zero_point, minimum, residual), gated, lora_h)
 
 
 def _dynamic_result(
