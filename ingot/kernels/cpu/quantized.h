@@ -261,7 +261,7 @@ void quantize_group(const T* x, int64_t begin, int64_t end, int8_t* to, float& s
   Ints total{};
   for_each_vector(end - begin, [&](int64_t at, auto... tail) {
     Ints q = quantize(load(x + begin + at, tail...), divisor);
-    total += q;
+    total += (Ints)((Words)q << 24) >> 24;  // as stored: the integer of a NaN is arbitrary
     store_operands<Format, order>(to, begin + at, q, std::min<int64_t>(WIDTH, end - begin - at));
   });
   sum = 0;
@@ -286,6 +286,8 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group) {
   q.sums = scratch<Scratch::QUANTIZED_X_SUMS, int32_t>(rows * q.groups);
   for (int64_t g = 0; g < 2 * q.groups; g++)
     std::fill(q.scales + g * rows + x.rows, q.scales + (g + 1) * rows, 0.0f);
+  for (int64_t g = 0; g < q.groups; g++)
+    std::fill(q.sums + g * rows + x.rows, q.sums + (g + 1) * rows, 0);
   int64_t width = q.group_quarters * QUARTER;
   parallel_for(x.rows, 4 * x.width, [&](int64_t begin, int64_t end) {
     int8_t* words = scratch<Scratch::QUANTIZED_ROW, int8_t>(q.row_bytes);
@@ -307,6 +309,11 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group) {
 }
 
 // ---- The GEMM.
+
+// The sum of a group before its dot products, -ZERO times the sum of x; without signed overflow.
+inline IntLanes initial_sum(int32_t zero, int32_t sum) {
+  return broadcast_int(int32_t(uint32_t(zero) * uint32_t(sum)));
+}
 
 // Scales of 16 rows of the weight for all groups, in float32, and what is added to scale * q: the
 // minimum, or the zero point times -scale. Without offsets, `zero` is subtracted from q.
@@ -363,7 +370,7 @@ template <class Format>
   const int32_t zero = offset ? 0 : -Format::ZERO;
   const int64_t group_quarters = x.group_quarters;
   int64_t left = group_quarters;
-  IntLanes sum = broadcast_int(zero * x.sums[i]);
+  IntLanes sum = initial_sum(zero, x.sums[i]);
   FloatLanes total{};
   for (int64_t at = 0; at < w.row_bytes; at += CHUNK_BYTES) {
     int64_t bytes = std::min<int64_t>(CHUNK_BYTES, w.row_bytes - at);
@@ -394,7 +401,7 @@ template <class Format>
       if (is_last) break;
       left = group_quarters;
       i += x.padded_rows;
-      sum = broadcast_int(zero * x.sums[i]);
+      sum = initial_sum(zero, x.sums[i]);
     }
   }
   std::memcpy(out, &total, sizeof total);
@@ -442,7 +449,7 @@ template <class Format, int R>
   int64_t at = 0;
   for (int64_t g = 0, i = row; g < x.groups; g++, i += x.padded_rows) {
     IntLanes sums[R];
-    for (int r = 0; r < R; r++) sums[r] = broadcast_int(zero * x.sums[i + r]);
+    for (int r = 0; r < R; r++) sums[r] = initial_sum(zero, x.sums[i + r]);
     for (int64_t end = std::min((g + 1) * group_words, words); at < end; at++) {
       Bytes raw, planes[Format::PLANES];
       std::memcpy(&raw, panel + at * CHUNK_BYTES, sizeof raw);
