@@ -24,8 +24,8 @@ def compress(
 ) -> None:
     """Quantize the weights of a model's linear layers, and print what that costs.
 
-    The result is a directory in the format of compressed-tensors, which vLLM and transformers load,
-    too. The KL divergence between the two models is printed.
+    The result is a directory in the format of compressed-tensors, which transformers loads, too.
+    The KL divergence between the two models is printed.
 
     Examples: `ingot compress smollm2 smollm2-int8`,
     `ingot compress smollm2 smollm2-int4 --to int4 --group 32`.

@@ -18,8 +18,9 @@ Legend: N rows (output channels), D channels, G groups of channels.
 # pyright: basic
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from ingot.core.errors import ConfigError
 from ingot.nn.formats import Int4, Int8, QuantizedTensors, WeightFormat
-from ingot.nn.formats.format import GROUP_SIZES
 from ingot.nn.weights import StoredTensor
+from ingot.ops.codec import GROUP_SIZES
 
 KEY = "quantization_config"
 METHOD = "compressed-tensors"
@@ -161,6 +162,18 @@ def tensor_shapes(format: WeightFormat, rows: int, channels: int) -> TensorShape
     if format.zero_point:
         shapes["weight_zero_point"] = ((-(-rows // _PER_WORD), groups), torch.int32)
     return shapes
+
+
+def count_values(name: str, shape: Sequence[int]) -> int:
+    """Count the weights that a tensor on disk has: none if it has the scales of others.
+
+    >>> count_values("model.layers.0.mlp.up_proj.weight_packed", (16, 8))
+    1024
+    """
+    kind = name.rpartition(".")[2]
+    if kind in ("weight_scale", "weight_zero_point", "weight_shape"):
+        return 0
+    return math.prod(shape) * (_PER_WORD if kind == "weight_packed" else 1)
 
 
 def unpack(format: WeightFormat, tensors: Mapping[str, Tensor], layer: str) -> QuantizedTensors:

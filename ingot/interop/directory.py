@@ -9,7 +9,6 @@ copied.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from ingot.core import lineage, paths
 from ingot.core.errors import IngotError
 from ingot.core.log import Progress
+from ingot.interop.compressed_tensors import count_values
 from ingot.nn.weights import INDEX, SafetensorsDir, read_json
 
 CONFIG = "config.json"
@@ -91,7 +91,8 @@ def count_dtypes(directory: Path) -> dict[str, int]:
 
 def count_parameters(directory: Path) -> int:
     """Count the parameters of the model by the headers of its weights."""
-    return sum(math.prod(entry.shape) for entry in SafetensorsDir(directory).entries.values())
+    entries = SafetensorsDir(directory).entries
+    return sum(count_values(name, entry.shape) for name, entry in entries.items())
 
 
 def hash_model(directory: Path) -> str:

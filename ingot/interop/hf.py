@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -90,11 +90,11 @@ def save(decoder: Decoder, directory: Path | str, shard_bytes: int = SHARD_BYTES
     raw = write_config(decoder.config, decoder.source_config, decoder.dtype)
     family = FAMILIES[raw["model_type"]]
     tensors = named_views(decoder, family)
-    for layer in _quantized_layers(decoder, family):
-        tensors |= layer.stored()
     raw = {key: value for key, value in raw.items() if key != KEY}
     if scheme := _scheme_of(decoder, family):
         raw[KEY] = write_scheme(scheme)
+    for layer in _quantized_layers(decoder, family):
+        tensors |= layer.stored()
     write(directory, tensors, shard_bytes)
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     write_atomic(directory / "config.json", text)
@@ -119,7 +119,7 @@ def describe(directory: Path | str) -> Description:
     directory = Path(directory)
     raw = _read_raw_config(directory)
     config, entries = read_config(raw), list(SafetensorsDir(directory).entries.values())
-    dtype = entries[0].dtype if entries else torch.float32
+    dtype = next((entry.dtype for entry in entries if entry.dtype in READABLE), torch.float32)
     kv_shape = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
     return Description(
         model_type=raw["model_type"],
@@ -255,29 +255,38 @@ def _quantize_on_meta(
     decoder: Decoder, family: Family, scheme: QuantizationScheme, weights: SafetensorsDir
 ) -> None:
     """Replace the modules that are quantized in the directory, without memory."""
-    if family.transposed or decoder.config.moe:
-        raise ConfigError(
-            f"{family.model_type}: quantized weights are not supported for this family",
-            hint="use the original model",
-        )
+    _check_quantizable(decoder, family)
 
     def choose(module: str) -> WeightFormat | None:
         if module in ("tok_embed", "pos_embed"):
             return None
-        names = _layer_names(decoder, family, module.replace(".mlp.up", ".mlp.gate"))
+        names = _layer_names(decoder, family, module)
         formats = {scheme.format_of(name) for name in names}
         if len(formats) > 1:
             raise ConfigError(
                 f"{', '.join(names)}: all must be quantized, or none",
                 hint="use the original model",
             )
-        return formats.pop()
+        format, entry = formats.pop(), weights.entries.get(f"{names[0]}.weight_scale")
+        if format is None or entry is None or entry.dtype not in READABLE:
+            return format
+        return replace(format, scale_dtype=entry.dtype)  # pyright: ignore
 
     quantize_(decoder, choose)
-    for layer in _quantized_layers(decoder, family):
-        entry = weights.entries.get(f"{layer.name}.weight_scale")
-        if entry and entry.dtype in READABLE and entry.dtype != layer.module.format.scale_dtype:
-            layer.module.set_scale_dtype(entry.dtype)
+
+
+def check_quantizable(decoder: Decoder) -> None:
+    """Require a model whose linear layers can be quantized in a directory of its family."""
+    raw = write_config(decoder.config, decoder.source_config, decoder.dtype)
+    _check_quantizable(decoder, FAMILIES[raw["model_type"]])
+
+
+def _check_quantizable(decoder: Decoder, family: Family) -> None:
+    if family.transposed or decoder.config.moe:
+        kind = "mixtures of experts" if decoder.config.moe else family.model_type
+        raise ConfigError(
+            f"quantized weights are not supported for {kind}", hint="use the original model"
+        )
 
 
 def _scheme_of(decoder: Decoder, family: Family) -> QuantizationScheme | None:
@@ -296,6 +305,7 @@ def _scheme_of(decoder: Decoder, family: Family) -> QuantizationScheme | None:
             )
     if not formats:
         return None
+    _check_quantizable(decoder, family)
     if len(formats) > 1:
         raise ConfigError("layers have different formats", hint="quantize them to one format")
     tied = [] if decoder.lm_head else ["lm_head"]

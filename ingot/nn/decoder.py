@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingot import ops
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.nn.attention import Attention
 from ingot.nn.config import Activation, DecoderConfig, NormKind, NormPosition
 from ingot.nn.dropout import Dropout
 from ingot.nn.layout import BatchLayout, KVSpec
-from ingot.nn.linear import STD, Embedding, Linear
+from ingot.nn.linear import STD, Embedding, Linear, LMHead
 from ingot.nn.lora import (
     MAX_LORAS,
     MAX_RANK,
@@ -45,8 +44,6 @@ from ingot.nn.lora import (
 from ingot.nn.mlp import MLP, MoE, SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
 from ingot.nn.recompute import RecomputePolicy, recomputable, run
-
-_LOGPROB_ROWS = 256  # tokens whose logits are in memory at a time
 
 
 def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
@@ -278,13 +275,16 @@ class Decoder(nn.Module):
     @property
     def lm_head_weight(self) -> Tensor:
         """Weight of the LM head, (V, D); the token embedding if they are tied."""
-        head = self.tok_embed if self.lm_head is None else self.lm_head
-        if not isinstance(head, Embedding | Linear):
+        if not isinstance(self._head, LMHead):
             raise IngotError(
                 "the LM head is quantized: its weight has no gradient",
                 hint="use `logits` and `logprobs`, or leave the LM head in bfloat16",
             )
-        return head.weight
+        return self._head.weight
+
+    @property
+    def _head(self) -> Any:
+        return self.tok_embed if self.lm_head is None else self.lm_head
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -307,10 +307,7 @@ class Decoder(nn.Module):
 
         Tokens are sampled from these; `ops.token_logprobs` of them is bitwise equal to `logprobs`.
         """
-        head = self.tok_embed if self.lm_head is None else self.lm_head
-        if isinstance(head, Embedding | Linear):
-            return ops.linear_logits(hidden_TD, head.weight)
-        return head.logits(hidden_TD)
+        return self._head.logits(hidden_TD)
 
     def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
         """Return the log-probability of each next token, (T,), in float32.
@@ -318,8 +315,4 @@ class Decoder(nn.Module):
         This is the single definition used by trainer and server; bitwise equal to
         `-ops.linear_cross_entropy`.
         """
-        head = self.tok_embed if self.lm_head is None else self.lm_head
-        if isinstance(head, Embedding | Linear):
-            return ops.linear_token_logprobs(hidden_TD, head.weight, tokens_T)
-        parts = zip(hidden_TD.split(_LOGPROB_ROWS), tokens_T.split(_LOGPROB_ROWS), strict=True)
-        return torch.cat([ops.token_logprobs(head.logits(h), tokens) for h, tokens in parts])
+        return self._head.logprobs(hidden_TD, tokens_T)

@@ -2,6 +2,8 @@
 
 The bits of a row do not depend on the other rows. So a decoder of batch-invariant layers computes
 the same bits for a token in training, prefill and decode.
+
+Legend: T tokens, D channels, V vocabulary.
 """
 
 # pyright: basic
@@ -26,7 +28,21 @@ def init_normal_(weight: Tensor) -> None:
         nn.init.normal_(weight, std=STD)
 
 
-class Linear(nn.Linear):
+class LMHead:
+    """What an LM head computes, by a linear layer or by the embedding that is tied to it."""
+
+    weight: nn.Parameter
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return `hidden @ weight.T`, (T, V), in float32."""
+        return ops.linear_logits(hidden_TD, self.weight)
+
+    def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
+        """Return the log-probability of each token, (T,), in float32."""
+        return ops.linear_token_logprobs(hidden_TD, self.weight, tokens_T)
+
+
+class Linear(LMHead, nn.Linear):
     """`torch.nn.Linear` on `ops.linear`, with its epilogue: an activation and a residual.
 
     >>> layer = Linear(8, 4)
@@ -67,7 +83,7 @@ class Linear(nn.Linear):
         return ops.linear(input, self.weight, self.bias, activation, residual, h, b, index)
 
 
-class Embedding(nn.Module):
+class Embedding(LMHead, nn.Module):
     """A table of embeddings on `ops.embedding`.
 
     >>> Embedding(16, 4)(torch.tensor([3, 5])).shape

@@ -11,13 +11,13 @@ Legend: N rows (output channels), D channels, T tokens, V vocabulary.
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ingot import ops
 from ingot.core.errors import IngotError
 from ingot.nn.formats import LinearEpilogue, QuantizedTensors, WeightFormat
 from ingot.nn.linear import Embedding, Linear
@@ -28,6 +28,8 @@ from ingot.ops.epilogue import IDENTITY, SILU
 ChooseFormat = Callable[[str], WeightFormat | None]
 """Returns the format of a module by its name; None leaves it as it is."""
 
+_LOGPROB_ROWS = 256  # tokens whose logits are in memory at a time
+
 
 class QuantizedModule(nn.Module):
     """A module with a quantized weight, whose tensors keep their dtypes when it is converted."""
@@ -36,7 +38,7 @@ class QuantizedModule(nn.Module):
         self, format: WeightFormat, rows: int, channels: int, dtype: torch.dtype, device: Any
     ) -> None:
         super().__init__()
-        self.format, self.dtype, self._shape = format, dtype, (rows, channels)
+        self.format, self.dtype = format, dtype
         for name, tensor in format.empty(rows, channels, device)._asdict().items():
             self.register_buffer(name, tensor)
 
@@ -54,11 +56,14 @@ class QuantizedModule(nn.Module):
                 assert new is not None
                 own[rows].copy_(new)
 
-    def set_scale_dtype(self, dtype: torch.dtype) -> None:
-        """Change the dtype of scales and offsets, whose values are lost."""
-        self.format = replace(self.format, scale_dtype=dtype)  # pyright: ignore
-        tensors = self.format.empty(*self._shape, self.tensors.scale.device)
-        self._buffers |= tensors._asdict()
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return `hidden @ weight.T`, (T, V), in float32."""
+        return self.format.linear(hidden_TD, self.tensors, LinearEpilogue(to_float32=True))
+
+    def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
+        """Return the log-probability of each token, (T,), in float32."""
+        parts = zip(hidden_TD.split(_LOGPROB_ROWS), tokens_T.split(_LOGPROB_ROWS), strict=True)
+        return torch.cat([ops.token_logprobs(self.logits(h), tokens) for h, tokens in parts])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         device = fn(torch.empty(0, device=self.tensors.scale.device)).device
@@ -98,9 +103,8 @@ class QuantizedLinear(QuantizedModule):
     ) -> None:
         super().__init__(format, out_features, in_features, dtype, device)
         self.in_features, self.out_features, self.gated = in_features, out_features, gated
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), False)
-        if not bias:
-            self.bias = None
+        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.bias = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
         self.lora: LoraAdapter | LoraSlots | None = None
 
     @staticmethod
@@ -139,10 +143,6 @@ class QuantizedLinear(QuantizedModule):
         epilogue = LinearEpilogue(self.bias, activation, residual, self.gated, *lora)
         return self.format.linear(input, self.tensors, epilogue)
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return `hidden @ weight.T` in float32."""
-        return self.format.linear(hidden_TD, self.tensors, LinearEpilogue(to_float32=True))
-
 
 class QuantizedEmbedding(QuantizedModule):
     """`Embedding` with a quantized table, which may also be the LM head.
@@ -178,16 +178,11 @@ class QuantizedEmbedding(QuantizedModule):
         """Look up the rows of these indices."""
         return self.format.embedding(indices, self.tensors, self.dtype == torch.bfloat16)
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return `hidden @ weight.T` in float32."""
-        return self.format.linear(hidden_TD, self.tensors, LinearEpilogue(to_float32=True))
-
 
 def quantize_(model: nn.Module, choose: ChooseFormat) -> None:
     """Replace the linear layers and embeddings of a model for which `choose` returns a format.
 
-    Gate and up of a gated MLP are one layer afterwards, `gate_up`, for which `choose` is called
-    with the name of the gate.
+    Gate and up of a gated MLP become one layer, `gate_up`.
 
     >>> from ingot.nn import Decoder, preset
     >>> from ingot.nn.formats import Int8
@@ -196,19 +191,27 @@ def quantize_(model: nn.Module, choose: ChooseFormat) -> None:
     >>> type(model.blocks[0].mlp.gate_up).__name__
     'QuantizedLinear'
     """
-    for name, parent, attribute, module in list(_layers(model)):
-        format = choose(name)
-        if format is None:
-            continue
-        if isinstance(module, QuantizedModule):
-            raise IngotError(f"{name} is quantized already", hint="start from the original model")
-        if isinstance(parent, SwiGLU) and attribute in ("gate", "up"):
-            if parent.gate is not None and parent.up is not None:
+    for path, parent in list(model.named_modules()):
+        prefix = f"{path}." if path else ""
+        children = dict(parent.named_children())
+        if isinstance(parent, SwiGLU) and parent.gate is not None and parent.up is not None:
+            del children["gate"], children["up"]
+            if format := choose(f"{prefix}gate_up"):
                 parent.gate_up = _stack(parent.gate, parent.up, format)
                 parent.gate = parent.up = None
-            continue
-        kind = QuantizedLinear if isinstance(module, Linear) else QuantizedEmbedding
-        setattr(parent, attribute, kind.of(module, format))  # pyright: ignore
+        for attribute, module in children.items():
+            _quantize_child(parent, attribute, module, prefix + attribute, choose)
+
+
+def _quantize_child(
+    parent: nn.Module, attribute: str, module: nn.Module, name: str, choose: ChooseFormat
+) -> None:
+    if not isinstance(module, Linear | Embedding | QuantizedModule) or not (format := choose(name)):
+        return
+    if isinstance(module, QuantizedModule):
+        raise IngotError(f"{name} is quantized already", hint="start from the original model")
+    kind = QuantizedLinear if isinstance(module, Linear) else QuantizedEmbedding
+    setattr(parent, attribute, kind.of(module, format))  # pyright: ignore
 
 
 def _stack(gate: Linear, up: Linear, format: WeightFormat) -> QuantizedLinear:
@@ -219,11 +222,3 @@ def _stack(gate: Linear, up: Linear, format: WeightFormat) -> QuantizedLinear:
         layer.set(format.encode(gate.weight.detach()), slice(0, rows))
         layer.set(format.encode(up.weight.detach()), slice(rows, None))
     return layer
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Yield name, parent, attribute and module of all linear layers and embeddings."""
-    for name, parent in model.named_modules():
-        for attribute, module in parent.named_children():
-            if isinstance(module, Linear | Embedding | QuantizedModule):
-                yield f"{name}.{attribute}".lstrip("."), parent, attribute, module

@@ -117,17 +117,22 @@ class SafetensorsDir:
                 hint="check that config.json belongs to these weights",
             )
         if extra := sorted(self.entries.keys() - names):
-            names = _abbreviate(extra)
             raise WeightsError(
-                f"{len(extra)} tensors in {self.directory} are not in the model: {names}",
+                f"{len(extra)} tensors in {self.directory} are not in the model: "
+                f"{_abbreviate(extra)}",
                 hint="check that config.json belongs to these weights; extra tensors are not "
                 "supported",
             )
         floats: dict[str, StoredTensor] = {n: (tuple(t.shape), None) for n, t in wanted.items()}
         for name, (shape, dtype) in (floats | dict(stored)).items():
             entry = self.entries[name]
-            if entry.dtype not in READABLE if dtype is None else entry.dtype != dtype:
+            if dtype is None and entry.dtype not in READABLE:
                 raise WeightsError(f"'{name}' is {entry.dtype}", hint=_READABLE_HINT)
+            if dtype is not None and entry.dtype != dtype:
+                raise WeightsError(
+                    f"'{name}' is {entry.dtype} where its format has {dtype}",
+                    hint="check that quantization_config in config.json belongs to these weights",
+                )
             if entry.shape != shape:
                 raise WeightsError(
                     f"'{name}' is {entry.shape} where the model has {shape}",

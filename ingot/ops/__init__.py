@@ -14,7 +14,7 @@ from ingot.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, relu_square
 from ingot.ops.adamw import adamw
 from ingot.ops.attention import attention
 from ingot.ops.dispatch import Override, Provider, batch_invariant, prefer
-from ingot.ops.embedding import embedding
+from ingot.ops.embedding import embedding, embedding_int4, embedding_int8
 from ingot.ops.epilogue import ActivationFn
 from ingot.ops.linear import gated_linear, grouped_gated_linear, grouped_linear, linear
 from ingot.ops.lora import lora_shrink
@@ -28,8 +28,6 @@ from ingot.ops.loss import (
 )
 from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ingot.ops.quantized import (
-    embedding_int4,
-    embedding_int8,
     linear_int4,
     linear_int4_dynamic,
     linear_int8,

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings with quantized weights.
+"""Linear layers with quantized weights.
 
     linear_int8(x)         = x (s * W)^T           int8 weight, x as it is (W8A16)
     linear_int4(x)         = x (s * (W - z))^T     4-bit weight, s and z per group (W4A16)
@@ -9,11 +9,9 @@ each followed by the epilogue of `linear`: `residual + activation(... + bias)`. 
 the rest of it, too: LoRA adapters, and `gated`, where the weight has the rows of gate and of up and
 the result is `activation(gate) * up`.
 
-    embedding_int8, embedding_int4         the rows of s * W or s * (W - z) for tokens
-
 The quantized weight is data: errors are measured against the GEMM with the dequantized weight, not
-against the weight before quantization. The weight has no gradient; scales and `x` have one, except
-in `linear_int8_dynamic`, where rounding has none.
+against the weight before quantization. Scales and `x` have a gradient where x is used as it is; the
+dynamic ops have none.
 
 - int8 weights are (out, in), with one scale per row.
 - int4 weights are (out, in / 2) bytes. The low nibble is an even channel, the high nibble the next
@@ -38,12 +36,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype
-from ingot.ops.check import check_same_dtype, is_integral
+from ingot.ops.check import check_same_dtype
+from ingot.ops.codec import (
+    GROUP_SIZES,
+    decode_int4,
+    decode_int8,
+    round_activations,
+    sample_int4,
+    sample_int8,
+)
 from ingot.ops.epilogue import (
     IDENTITY,
     SILU,
@@ -51,8 +56,8 @@ from ingot.ops.epilogue import (
     add_lora,
     apply_activation,
     apply_epilogue,
-    check_adapters,
     check_epilogue,
+    check_lora,
     epilogue_bytes,
     lora_flops,
 )
@@ -60,83 +65,31 @@ from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
 
-GROUP_SIZES = (32, 64, 128)
 # Max K for which a dot product of int8 vectors fits int32.
 MAX_INT8_K = 131072
-# Rows of smaller magnitude use this one, so that the scale is a normal number.
-_MIN_MAGNITUDE = 2.0**-100
-
-
-def pack_int4(weight: Tensor) -> Tensor:
-    """Pack integers from 0 to 15, (out, in), into bytes, (out, in / 2).
-
-    >>> pack_int4(torch.tensor([[1, 2, 3, 15]]))
-    tensor([[ 33, 243]], dtype=torch.uint8)
-    """
-    return (weight[..., ::2] | weight[..., 1::2] << 4).to(torch.uint8)
-
-
-def unpack_int4(packed: Tensor) -> Tensor:
-    """Unpack bytes, (out, in / 2), into integers from 0 to 15, (out, in).
-
-    >>> unpack_int4(torch.tensor([[33, 243]], dtype=torch.uint8))
-    tensor([[ 1,  2,  3, 15]], dtype=torch.uint8)
-    """
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row to int8 with a scale in float32: `x` is about `q * scale[..., None]`.
-
-    >>> quantize_rows(torch.tensor([[1.0, -127.0]]))
-    (tensor([[   1, -127]], dtype=torch.int8), tensor([1.]))
-    """
-    wide = x.float()
-    scale = wide.abs().amax(-1).clamp_min(_MIN_MAGNITUDE) / 127
-    return (wide / scale[..., None]).round().to(torch.int8), scale
-
-
-def round_activations(x: Tensor, group: int) -> Tensor:
-    """Round x to int8 in groups of channels, and back; 0 is a group of the whole row.
-
-    >>> round_activations(torch.tensor([[63.6, 127.0, 0.1, 0.3]]), 2).tolist()
-    [[64.0, 127.0, 0.09921..., 0.3...]]
-    """
-    width = x.shape[-1]
-    group = group or width
-    groups = F.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
-    q, scale = quantize_rows(groups)
-    rounded = q.to(x.dtype) * scale.to(x.dtype)[..., None]
-    return rounded.flatten(-2)[..., :width]
-
-
-def _int8(make: TensorMaker, out: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return a weight whose dequantized values have a typical magnitude, and its scales."""
-    weight = (make.ints(256, out, width) - 128).to(torch.int8)
-    return weight, (make(out).float().abs() + 0.5) / (90 * width**0.5)
 
 
 def _biased_int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    yield SampleInput("typical", (make(6, 64), *_int8(make, 48, 64), make(48)))
-    yield SampleInput("large", (make(67, 260), *_int8(make, 131, 260), make(131)))
-    yield SampleInput("odd", (make(5, 37), *_int8(make, 19, 37), None))
-    yield SampleInput("one_row", (make(1, 48), *_int8(make, 32, 48), make(32)))
-    weight, scale = _int8(make, 24, 17)
+    yield SampleInput("typical", (make(6, 64), *sample_int8(make, 48, 64), make(48)))
+    yield SampleInput("large", (make(67, 260), *sample_int8(make, 131, 260), make(131)))
+    yield SampleInput("odd", (make(5, 37), *sample_int8(make, 19, 37), None))
+    yield SampleInput("one_row", (make(1, 48), *sample_int8(make, 32, 48), make(32)))
+    weight, scale = sample_int8(make, 24, 17)
     yield SampleInput(
         "strided", (make.strided(4, 24), weight.T, make.strided(17).float().abs() / 400)
     )
-    yield SampleInput("extreme", (make.spread(4, 33), *_int8(make, 9, 33), make(9)))
-    yield SampleInput("long_rows", (make(2, 4100), *_int8(make, 5, 4100), None))
+    yield SampleInput("extreme", (make.spread(4, 33), *sample_int8(make, 9, 33), make(9)))
+    yield SampleInput("long_rows", (make(2, 4100), *sample_int8(make, 5, 4100), None))
     x = make(2, 3, 16)
     x[1, 1] = 0
-    yield SampleInput("batched", (x, *_int8(make, 8, 16), None))
-    weight, scale = _int8(make, 8, 16)
+    yield SampleInput("batched", (x, *sample_int8(make, 8, 16), None))
+    weight, scale = sample_int8(make, 8, 16)
     yield SampleInput("half_scales", (make(3, 16), weight, scale.to(make.dtype), None))
 
 
 def _int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield from _biased_int8_samples(make)
-    args = make(6, 64), *_int8(make, 48, 64), make(48)
+    args = make(6, 64), *sample_int8(make, 48, 64), make(48)
     yield from _epilogue_samples(make, args)
 
 
@@ -149,31 +102,25 @@ def _epilogue_samples(make: TensorMaker, args: tuple[Any, ...]) -> Iterator[Samp
     yield SampleInput("typical_silu_residual", (*args, SILU, make(6, 48)))
 
 
-def _int4(make: TensorMaker, out: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    packed = make.ints(256, out, width // 2, dtype=torch.uint8)
-    scale = (make(out, width // group).float().abs() + 0.5) / (6 * width**0.5)
-    return packed, scale, 7 + make(out, width // group).float()
-
-
 def _biased_int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    yield SampleInput("typical", (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
-    yield SampleInput("large", (make(67, 384), *_int4(make, 131, 384, 128), make(131)))
-    yield SampleInput("odd", (make(5, 96), *_int4(make, 19, 96, 32), None))
-    packed, scale, _ = _int4(make, 32, 128, 64)
+    yield SampleInput("typical", (make(6, 64), *sample_int4(make, 48, 64, 32), make(48)))
+    yield SampleInput("large", (make(67, 384), *sample_int4(make, 131, 384, 128), make(131)))
+    yield SampleInput("odd", (make(5, 96), *sample_int4(make, 19, 96, 32), None))
+    packed, scale, _ = sample_int4(make, 32, 128, 64)
     yield SampleInput("one_row", (make(1, 128), packed, scale, None, make(32)))
-    packed, scale, _ = _int4(make, 32, 34, 32)
+    packed, scale, _ = sample_int4(make, 32, 34, 32)
     transposed = packed.T, make.strided(17, 2).float().abs() / 40, make.strided(17, 2).float()
     yield SampleInput("strided", (make.strided(4, 64), *transposed, make.strided(17)))
-    yield SampleInput("extreme", (make.spread(4, 64), *_int4(make, 9, 64, 64), make(9)))
-    yield SampleInput("batched", (make(2, 3, 64), *_int4(make, 8, 64, 64), None))
-    packed, scale, zero = _int4(make, 8, 64, 32)
+    yield SampleInput("extreme", (make.spread(4, 64), *sample_int4(make, 9, 64, 64), make(9)))
+    yield SampleInput("batched", (make(2, 3, 64), *sample_int4(make, 8, 64, 64), None))
+    packed, scale, zero = sample_int4(make, 8, 64, 32)
     halves = scale.to(make.dtype), zero.to(make.dtype)
     yield SampleInput("half_scales", (make(3, 64), packed, *halves, None))
 
 
 def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield from _biased_int4_samples(make)
-    yield from _epilogue_samples(make, (make(6, 64), *_int4(make, 48, 64, 32), make(48)))
+    yield from _epilogue_samples(make, (make(6, 64), *sample_int4(make, 48, 64, 32), make(48)))
 
 
 def _dynamic_samples(
@@ -197,12 +144,12 @@ def _dynamic_samples(
 
 def _int8_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield from _int8_samples(make)
-    weight, scale = _int8(make, 48, 64)
+    weight, scale = sample_int8(make, 48, 64)
     yield from _dynamic_samples(make, (make(6, 64), weight, scale), (32,))
     for group in GROUP_SIZES:
-        args = make.spread(5, 300), *_int8(make, 19, 300), make(19), IDENTITY, None, group
+        args = make.spread(5, 300), *sample_int8(make, 19, 300), make(19), IDENTITY, None, group
         yield SampleInput(f"group_{group}", args)
-    weight, _ = _int8(make, 33, 192)
+    weight, _ = sample_int8(make, 33, 192)
     scales = (make(6, 33).float().abs() + 0.5).T / 900
     yield SampleInput("group_scales", (make(4, 192), weight, scales))
 
@@ -211,7 +158,7 @@ def _int4_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for sample in _int4_samples(make):
         x, weight, scale, zero_point, *rest = sample.args
         yield SampleInput(sample.name, (x, weight, scale, zero_point, None, *rest))
-    packed, scale, minimum = _int4(make, 48, 64, 32)
+    packed, scale, minimum = sample_int4(make, 48, 64, 32)
     yield from _dynamic_samples(make, (make(6, 64), packed, scale, None, None))
     yield SampleInput("minimum", (make(6, 64), packed, scale, None, minimum / 64, make(48)))
     transposed = scale.T.contiguous().T, minimum.T.contiguous().T
@@ -297,28 +244,8 @@ def _check_dynamic_epilogue(
         )
     parts = 2 if gated else 1
     check_epilogue(op, x, len(weight) // parts, bias, activation, residual)
-    if lora_h is None or lora_b is None:
-        if lora_h is not None or lora_b is not None or lora_index is not None:
-            raise OpError(
-                f"{op}: lora_h and lora_b must be given together",
-                hint="pass both, or neither and no lora_index",
-            )
-        return
-    check_same_dtype(op, x=x, lora_b=lora_b)
-    fits = lora_b.dim() == 3 and lora_b.shape[2] == len(weight)
-    if not fits or lora_h.shape != (*x.shape[:-1], parts * lora_b.shape[1]):
-        raise OpError(
-            f"{op}: lora_b must be (adapters, rank, {len(weight)}) and lora_h (rows, rank"
-            f"{' of gate and up' if gated else ''}), got {tuple(lora_b.shape)} and "
-            f"{tuple(lora_h.shape)}",
-            hint="compute lora_h with ops.lora_shrink for the rows of x",
-        )
-    if lora_h.dtype != accum_dtype(x.dtype):
-        raise OpError(
-            f"{op}: lora_h must be {accum_dtype(x.dtype)}, got {lora_h.dtype}",
-            hint="pass the result of ops.lora_shrink as it is",
-        )
-    check_adapters(op, x, lora_index, len(lora_b))
+    bs = [None] * parts if lora_b is None else lora_b.chunk(parts, -1)
+    check_lora(op, x, len(weight) // parts, lora_h, bs, lora_index)
 
 
 def _check_group_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
@@ -388,19 +315,6 @@ def _dynamic_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return x.new_empty(shape, dtype=accum_dtype(x.dtype) if to_float32 else x.dtype)
 
 
-def _dynamic_cost(
-    x: Tensor,
-    weight: Tensor,
-    others: tuple[Tensor | None, ...],
-    gated: bool,
-    lora_h: Tensor | None,
-) -> Cost:
-    rows, width = x.numel() // x.shape[-1], weight.shape[0]
-    result = rows * width // (2 if gated else 1) * x.itemsize
-    flops = 2 * rows * width * x.shape[-1] + lora_flops(lora_h, width)
-    return Cost(bytes=epilogue_bytes(x, weight, *others, lora_h) + result, flops=flops)
-
-
 def _int8_dynamic_cost(
     x: Tensor,
     weight: Tensor,
@@ -413,7 +327,12 @@ def _int8_dynamic_cost(
     lora_h: Tensor | None = None,
     *_: object,
 ) -> Cost:
-    return _dynamic_cost(x, weight, (scale, residual), gated, lora_h)
+    rows, width = x.numel() // x.shape[-1], len(weight)
+    result = rows * width // (2 if gated else 1) * x.itemsize + epilogue_bytes(residual, lora_h)
+    return Cost(
+        bytes=x.nbytes + weight.nbytes + scale.nbytes + result,
+        flops=2 * rows * weight.numel() + lora_flops(lora_h, width),
+    )
 
 
 def _int4_dynamic_cost(
@@ -429,7 +348,13 @@ def _int4_dynamic_cost(
     lora_h: Tensor | None = None,
     *_: object,
 ) -> Cost:
-    return _dynamic_cost(x, weight, (scale, zero_point, minimum, residual), gated, lora_h)
+    rows, width = x.numel() // x.shape[-1], len(weight)
+    result = rows * width // (2 if gated else 1) * x.itemsize + epilogue_bytes(residual, lora_h)
+    scales = epilogue_bytes(scale, zero_point, minimum)
+    return Cost(
+        bytes=x.nbytes + weight.nbytes + scales + result,
+        flops=4 * rows * weight.numel() + lora_flops(lora_h, width),
+    )
 
 
 def _dynamic_result(
@@ -506,7 +431,7 @@ def linear_int8(
     >>> linear_int8(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([0.5]))
     tensor([[5.5000]])
     """
-    y = x @ (weight.to(x.dtype) * scale.to(x.dtype)[:, None]).T
+    y = x @ decode_int8(weight, scale, x.dtype).T
     return apply_epilogue(y, bias, activation, residual)
 
 
@@ -533,10 +458,7 @@ def linear_int4(
     >>> linear_int4(torch.ones(1, 32), weight, torch.tensor([[0.5]]))
     tensor([[24.]])
     """
-    groups = scale.to(x.dtype)[..., None]
-    offset = 8 if zero_point is None else zero_point.to(x.dtype)[..., None]
-    values = unpack_int4(weight).to(x.dtype).unflatten(-1, (scale.shape[1], -1))
-    y = x @ ((values - offset) * groups).flatten(-2).T
+    y = x @ decode_int4(weight, scale, zero_point, None, x.dtype).T
     return apply_epilogue(y, bias, activation, residual)
 
 
@@ -573,9 +495,7 @@ def linear_int8_dynamic(
     tensor([[350.]])
     """
     group = x.shape[-1] // scale.shape[1] if scale.dim() == 2 else x_group
-    groups = weight.to(x.dtype).unflatten(-1, (scale.shape[1] if scale.dim() == 2 else 1, -1))
-    values = groups * scale.to(x.dtype).unflatten(0, (-1, 1)).view(len(weight), -1, 1)
-    y = round_activations(x, group) @ values.flatten(-2).T
+    y = round_activations(x, group) @ decode_int8(weight, scale, x.dtype).T
     lora = lora_h, lora_b, lora_index
     return _dynamic_result(y, bias, activation, residual, gated, lora, to_float32)
 
@@ -610,146 +530,7 @@ def linear_int4_dynamic(
     >>> linear_int4_dynamic(torch.ones(1, 32), weight, torch.tensor([[0.5]]))
     tensor([[24.]])
     """
-    scales = scale.to(x.dtype)[..., None]
-    values = unpack_int4(weight).to(x.dtype).unflatten(-1, (scale.shape[1], -1))
-    if minimum is None:
-        offset = 8 if zero_point is None else zero_point.to(x.dtype)[..., None]
-        values = (values - offset) * scales
-    else:
-        values = values * scales + minimum.to(x.dtype)[..., None]
-    y = round_activations(x, x.shape[-1] // scale.shape[1]) @ values.flatten(-2).T
+    values = decode_int4(weight, scale, zero_point, minimum, x.dtype)
+    y = round_activations(x, x.shape[-1] // scale.shape[1]) @ values.T
     lora = lora_h, lora_b, lora_index
     return _dynamic_result(y, bias, activation, residual, gated, lora, to_float32)
-
-
-def _embedding_int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    low = make.dtype == torch.bfloat16
-    for name, rows, width in (("typical", 50, 32), ("odd", 11, 13), ("large", 103, 257)):
-        yield SampleInput(name, (make.ints(rows, 7), *_int8(make, rows, width), low))
-    yield SampleInput("one_row", (make.ints(11, 1), *_int8(make, 11, 13), low))
-    weight, _ = _int8(make, 13, 64)
-    scales = (make(13, 2).float().abs() + 0.5) / 90
-    yield SampleInput("strided", (make.ints(13, 5), weight, scales.T.contiguous().T, low))
-    yield SampleInput("extreme", (make.ints(13, 5), weight, scales * 2.0**20, low))
-    yield SampleInput("batched", (make.ints(13, 2, 3), weight, scales, low))
-
-
-def _embedding_int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
-    low = make.dtype == torch.bfloat16
-    for name, rows, width, group in (("typical", 50, 64, 32), ("large", 103, 256, 128)):
-        packed, scale, zero = _int4(make, rows, width, group)
-        yield SampleInput(name, (make.ints(rows, 16), packed, scale, zero, None, low))
-    packed, scale, zero = _int4(make, 13, 96, 32)
-    yield SampleInput("odd", (make.ints(13, 7), packed, scale, None, None, low))
-    yield SampleInput("one_row", (make.ints(13, 1), packed, scale, None, zero, low))
-    transposed = scale.T.contiguous().T, zero.T.contiguous().T
-    yield SampleInput("strided", (make.ints(13, 5), packed, *transposed, None, low))
-    yield SampleInput("extreme", (make.ints(13, 5), packed, scale * 2.0**20, zero, None, low))
-    yield SampleInput("batched", (make.ints(13, 2, 3), packed, scale, zero, None, low))
-
-
-def _check_table(
-    op: str, tokens: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
-) -> None:
-    if not is_integral(tokens) or tokens.dtype == torch.bool:
-        raise OpError(f"{op}: tokens are {tokens.dtype}", hint="pass token ids in int32 or int64")
-    channels = weight.shape[-1] * (2 if dtype == torch.uint8 else 1)
-    groups = scale.shape[1] if scale.dim() == 2 else 1
-    fits = weight.dtype == dtype and weight.dim() == 2 and scale.dim() in (1, 2)
-    if not fits or len(scale) != len(weight) or groups < 1 or channels % groups:
-        raise OpError(
-            f"{op}: weight is {weight.dtype} {tuple(weight.shape)}, scale {tuple(scale.shape)}",
-            hint="pass a table of (V, D) and one scale per row, or per row and group of channels",
-        )
-
-
-def _check_embedding_int8(tokens: Tensor, weight: Tensor, scale: Tensor, bf16: bool) -> None:
-    _check_table("embedding_int8", tokens, weight, scale, torch.int8)
-
-
-def _check_embedding_int4(
-    tokens: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    minimum: Tensor | None,
-    bf16: bool,
-) -> None:
-    _check_table("embedding_int4", tokens, weight, scale, torch.uint8)
-    offsets = [offset for offset in (zero_point, minimum) if offset is not None]
-    if len(offsets) > 1 or any(offset.shape != scale.shape for offset in offsets):
-        raise OpError(
-            f"embedding_int4: scale is {tuple(scale.shape)}, zero_point or minimum differs",
-            hint="pass at most one of zero_point and minimum, in the shape of scale",
-        )
-
-
-def _embedding_fake(tokens: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    width = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
-    dtype = torch.bfloat16 if args[-1] else accum_dtype(args[0].dtype)
-    return weight.new_empty((*tokens.shape, width), dtype=dtype)
-
-
-def _embedding_cost(tokens: Tensor, weight: Tensor, *args: Any) -> Cost:
-    width = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
-    read = sum(t.nbytes for t in (weight, *args) if isinstance(t, Tensor)) // max(1, len(weight))
-    result = width * (2 if args[-1] is True else 4)
-    return Cost(bytes=tokens.nbytes + tokens.numel() * (read + result), flops=0)
-
-
-@op(
-    check=_check_embedding_int8,
-    fake=_embedding_fake,
-    samples=_embedding_int8_samples,
-    tolerance=Tolerance(),
-    cost=_embedding_cost,
-    row_args=("tokens",),
-    gradient=None,
-)
-def embedding_int8(tokens: Tensor, weight: Tensor, scale: Tensor, bf16: bool = False) -> Tensor:
-    """Return the rows of an int8 table for each token, in float32 or `bf16`.
-
-    >>> table = torch.tensor([[2, -4]], dtype=torch.int8)
-    >>> embedding_int8(torch.tensor([0]), table, torch.tensor([0.5]))
-    tensor([[ 1., -2.]])
-    """
-    rows = weight.index_select(0, tokens.flatten()).to(scale.dtype)
-    scales = scale.index_select(0, tokens.flatten()).view(len(rows), -1, 1)
-    values = rows.unflatten(1, (scales.shape[1], -1)) * scales
-    return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else accum_dtype(scale.dtype))
-
-
-@op(
-    check=_check_embedding_int4,
-    fake=_embedding_fake,
-    samples=_embedding_int4_samples,
-    tolerance=Tolerance(),
-    cost=_embedding_cost,
-    row_args=("tokens",),
-    gradient=None,
-)
-def embedding_int4(
-    tokens: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-    minimum: Tensor | None = None,
-    bf16: bool = False,
-) -> Tensor:
-    """Return the rows of a 4-bit table for each token, in float32 or `bf16`.
-
-    >>> table = torch.full((1, 16), 0x9A, dtype=torch.uint8)
-    >>> embedding_int4(torch.tensor([0]), table, torch.tensor([[0.5]]))[0, :2]
-    tensor([1.0000, 0.5000])
-    """
-
-    def groups(values: Tensor) -> Tensor:
-        return values.index_select(0, tokens.flatten())[..., None]
-
-    rows = unpack_int4(weight.index_select(0, tokens.flatten())).to(scale.dtype)
-    rows = rows.unflatten(1, (scale.shape[1], -1))
-    if minimum is not None:
-        values = rows * groups(scale) + groups(minimum)
-    else:
-        values = (rows - (8 if zero_point is None else groups(zero_point))) * groups(scale)
-    return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else accum_dtype(scale.dtype))

@@ -3,8 +3,8 @@
     report = compress("smollm2", "smollm2-int4", Int4(group=32, zero_point=True))
     report.drift.kl_mean
 
-The linear layers are quantized; embeddings, LM head and norms stay in bfloat16, as vLLM and
-transformers expect it of a directory in the format of compressed-tensors. `CompressReport` has the
+The linear layers are quantized; embeddings, LM head and norms stay in bfloat16, as transformers and
+vLLM expect it of a directory in the format of compressed-tensors. `CompressReport` has the
 distance to the original as the Kullback-Leibler divergence of their next-token distributions over
 real text.
 """
@@ -12,24 +12,22 @@ real text.
 # pyright: basic
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
-from ingot.core import lineage, paths
-from ingot.interop import directory as directories
+from ingot.core import lineage
 from ingot.interop import hf, hub
-from ingot.nn import BatchLayout, Decoder
+from ingot.nn import Decoder
 from ingot.nn.formats import WeightFormat
 from ingot.nn.quantized import quantize_
-from ingot.nn.weights import INDEX
-from ingot.observe.drift import DistributionDrift, DistributionMeter
+from ingot.observe.drift import DistributionDrift
+from ingot.workflows.derive import (
+    derived_directory,
+    hidden_states,
+    measure_drift,
+    tokenize_text,
+)
 from ingot.workflows.llm import load
-from ingot.workflows.merge import tokenize_text
-
-_CHUNK = 32  # rows of logits in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,40 +61,22 @@ def compress(
     """
     source, directory = hub.model_path(model), Path(directory)
     decoder, tokenizer = load(source, device=device)
-    sequences = tokenize_text(text, tokenizer, decoder)
-    tokens_T = torch.tensor([id for ids in sequences for id in ids], device=decoder.device)
-    layout = BatchLayout.packed([len(ids) for ids in sequences], decoder.device)
+    hf.check_quantizable(decoder)
     before = _size(decoder)
-    with torch.inference_mode():
-        original_TD = decoder(tokens_T, layout)
+    with derived_directory(directory, source, before) as out:
+        sequences = tokenize_text(text, tokenizer, decoder)
+        original_TD = hidden_states(decoder, sequences)
         quantize_(decoder, lambda name: format if name.startswith("blocks.") else None)
-        quantized_TD = decoder(tokens_T, layout)
-    meter = DistributionMeter()
-    for original, quantized in zip(
-        original_TD.split(_CHUNK), quantized_TD.split(_CHUNK), strict=True
-    ):
-        with torch.inference_mode():
-            original_TV, quantized_TV = decoder.logits(original), decoder.logits(quantized)
-        meter.add(original_TV, quantized_TV, original_TV.argmax(-1))
-    report = CompressReport(
-        format=str(format),
-        bytes_before=before,
-        bytes_after=_size(decoder),
-        drift=meter.result(),
-    )
-    _write(decoder, source, directory, report)
+        report = CompressReport(
+            format=str(format),
+            bytes_before=before,
+            bytes_after=_size(decoder),
+            drift=measure_drift(decoder, original_TD, hidden_states(decoder, sequences)),
+        )
+        hf.save(decoder, out)
+        lineage.append(out, "compress", source=source.resolve().name, **asdict(report))
     return report
 
 
 def _size(decoder: Decoder) -> int:
     return sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
-
-
-def _write(decoder: Decoder, source: Path, directory: Path, report: CompressReport) -> None:
-    """Write the weights, the other files of the original, and the lineage."""
-    with paths.atomic_directory(directory, report.bytes_after) as temporary:
-        hf.save(decoder, temporary)
-        for name in set(directories.OPTIONAL_FILES) - {INDEX}:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, temporary / name)
-        lineage.append(temporary, "compress", source=source.resolve().name, **asdict(report))

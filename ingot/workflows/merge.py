@@ -13,28 +13,21 @@ accuracy: see `ingot serve --adapter`.
 # pyright: basic
 from __future__ import annotations
 
-import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from ingot.core import lineage, paths
+from ingot.core import lineage
 from ingot.core.errors import ConfigError
-from ingot.data import Source
-from ingot.interop import directory as directories
 from ingot.interop import hf, hub, peft
-from ingot.interop.tokenizer import Tokenizer
-from ingot.nn import BatchLayout, Decoder
-from ingot.nn.weights import INDEX
-from ingot.observe.drift import DistributionDrift, DistributionMeter
+from ingot.observe.drift import DistributionDrift
 from ingot.serving.engine.adapters import AdapterPool
+from ingot.workflows.derive import (
+    derived_directory,
+    hidden_states,
+    measure_drift,
+    tokenize_text,
+)
 from ingot.workflows.llm import load
-
-POSITIONS = 512
-_SEQUENCE = 128
-_CHUNK = 32  # rows of logits in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +65,20 @@ def merge(
     base = hub.model_path(_base_name(adapter) if base is None else base)
     decoder, tokenizer = load(base, device=device)
     merged = peft.load(adapter, decoder)
-    sequences = tokenize_text(text, tokenizer, decoder)
-    AdapterPool(decoder, 1, merged.rank).load("adapter", merged)
-    adapted_TD = _forward(decoder, sequences, adapted=True)
-    peft.merge_(decoder, merged)
-    drift = _compare(decoder, adapted_TD, _forward(decoder, sequences, adapted=False))
-    report = MergeReport(
-        adapter=merged.digest, rank=merged.rank, layers=len(merged.weights), drift=drift
-    )
-    _write(decoder, base, directory, report)
+    size = sum(parameter.nbytes for parameter in decoder.parameters())
+    with derived_directory(directory, base, size) as out:
+        sequences = tokenize_text(text, tokenizer, decoder)
+        AdapterPool(decoder, 1, merged.rank).load("adapter", merged)
+        adapted_TD = hidden_states(decoder, sequences, adapted=True)
+        peft.merge_(decoder, merged)
+        report = MergeReport(
+            adapter=merged.digest,
+            rank=merged.rank,
+            layers=len(merged.weights),
+            drift=measure_drift(decoder, adapted_TD, hidden_states(decoder, sequences)),
+        )
+        hf.save(decoder, out)
+        lineage.append(out, "merge", base=base.resolve().name, **asdict(report))
     return report
 
 
@@ -91,48 +89,3 @@ def _base_name(adapter: Path) -> str:
             f"{adapter} does not name its base model", hint="name it: ingot merge --base DIRECTORY"
         )
     return name
-
-
-def tokenize_text(text: str, tokenizer: Tokenizer, decoder: Decoder) -> list[list[int]]:
-    """Return sequences of tokens, `POSITIONS` together."""
-    length = min(_SEQUENCE, decoder.config.max_seq_len)
-    sequences: list[list[int]] = []
-    for document in Source(text).documents():
-        ids = tokenizer.encode(document[: 16 * length])[:length]
-        left = POSITIONS - sum(map(len, sequences))
-        if ids:
-            sequences.append(ids[:left])
-        if left <= len(ids):
-            break
-    if not sequences:
-        raise ConfigError(f"{text} has no text", hint="name a file with some text: --text FILE")
-    return sequences
-
-
-@torch.inference_mode()
-def _forward(decoder: Decoder, sequences: list[list[int]], *, adapted: bool) -> Tensor:
-    layout = BatchLayout.packed([len(ids) for ids in sequences], decoder.device)
-    tokens_T = torch.tensor([id for ids in sequences for id in ids], device=decoder.device)
-    if adapted:
-        layout = replace(layout, adapters=torch.zeros_like(tokens_T, dtype=torch.int32))
-    return decoder(tokens_T, layout)
-
-
-@torch.inference_mode()
-def _compare(decoder: Decoder, adapted_TD: Tensor, merged_TD: Tensor) -> DistributionDrift:
-    meter = DistributionMeter()
-    for hidden in zip(adapted_TD.split(_CHUNK), merged_TD.split(_CHUNK), strict=True):
-        adapted_TV, merged_TV = (decoder.logits(rows) for rows in hidden)
-        meter.add(adapted_TV, merged_TV, adapted_TV.argmax(-1))
-    return meter.result()
-
-
-def _write(decoder: Decoder, base: Path, directory: Path, report: MergeReport) -> None:
-    """Write the weights, the other files of the base model, and the lineage."""
-    size = sum(parameter.nbytes for parameter in decoder.parameters())
-    with paths.atomic_directory(directory, size) as temporary:
-        hf.save(decoder, temporary)
-        for name in set(directories.OPTIONAL_FILES) - {INDEX}:
-            if (base / name).is_file():
-                shutil.copyfile(base / name, temporary / name)
-        lineage.append(temporary, "merge", base=base.resolve().name, **asdict(report))

@@ -166,3 +166,24 @@ def test_a_config_that_quantizes_more_than_the_files_raises(tmp_path: Path) -> N
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": GOOD}))
     with pytest.raises(IngotError):
         hf.load(tmp_path)
+
+
+@each_format
+def test_transformers_loads_our_directories_and_writes_them_for_us(
+    format: WeightFormat, tmp_path: Path
+) -> None:
+    """The weights are bitwise equal, both ways; activations are not quantized by transformers."""
+    transformers = pytest.importorskip("transformers")
+    decoder, directory = saved(tmp_path / "ours", format)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    down: Any = decoder.get_submodule("blocks.0.mlp.down")
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokens, layout = torch.arange(9), BatchLayout.packed([9])
+    with torch.inference_mode():
+        expected = theirs(tokens[None]).logits[0].float()
+        ours = decoder.logits(decoder(tokens, layout))
+        loaded = hf.load(tmp_path / "theirs")
+        assert torch.equal(loaded.logits(loaded(tokens, layout)), ours)
+    weight = theirs.model.layers[0].mlp.down_proj.weight
+    assert torch.equal(weight, down.format.decode(down.tensors).bfloat16())
+    assert (expected - ours).abs().max() < 0.05 * expected.abs().max()

@@ -141,11 +141,12 @@ class Inputs(TensorMaker):
         self.schedule, self.op = schedule, op.name
         self.adapters, self.rank = 1 + schedule.seed % 4, 1 + schedule.width % 37
         self.rows, self.width = schedule.rows, schedule.width
+        self.is_quantized = "_int" in op.name
         self.gated = op.family == "quantized" and schedule.option % 4 == 3
         self.lora_parts = 2 if op.name == "gated_linear" or self.gated else 1
         self.group = (32, 64, 128)[schedule.option % 3]
         self.has_groups = "int4" in op.name or schedule.seed % 2 == 0
-        if op.family == "quantized" and self.has_groups:
+        if self.is_quantized and self.has_groups:
             self.width = self.group * (1 + schedule.width % 8)
         self.out = max(1, min(schedule.out, MAX_PRODUCTS // (schedule.rows * schedule.width)))
 
@@ -202,6 +203,8 @@ def _stacked_lora_b(i: Inputs) -> Tensor | None:
 
 
 def _quantized_weight(i: Inputs) -> Tensor:
+    if not i.is_quantized:
+        return i.weight()
     if "int4" in i.op:
         return i.ints(256, i.lora_parts * i.out, i.width // 2, dtype=torch.uint8)
     return (i.ints(256, i.lora_parts * i.out, i.width) - 128).to(torch.int8)
@@ -270,8 +273,6 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "index": _index,
     },
     "quantized": {
-        "tokens": lambda i: i.ints(i.lora_parts * i.out, *i.schedule.row_shape),
-        "bf16": lambda i: i.schedule.option % 2 == 0,
         "x": _rows,
         "weight": _quantized_weight,
         "scale": _group_values,
@@ -289,7 +290,11 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
     },
     "embedding": {
         "tokens": lambda i: i.ints(i.out, *i.schedule.row_shape),
-        "weight": Inputs.weight,
+        "weight": _quantized_weight,
+        "scale": _group_values,
+        "zero_point": lambda i: i.one_of(None, None, lambda: _group_values(i)),
+        "minimum": lambda i: i.one_of(lambda: _group_values(i), None, None),
+        "bf16": lambda i: i.schedule.option % 2 == 0,
     },
     "rope": {
         "x": _heads,

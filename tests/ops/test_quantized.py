@@ -7,34 +7,9 @@ import torch
 
 from ingot import ops
 from ingot.core.errors import OpError
-from ingot.ops.quantized import pack_int4, quantize_rows, unpack_int4
+from ingot.ops.codec import pack_int4
 
 INT8 = torch.tensor([[1, -128, 127], [0, 5, -7]], dtype=torch.int8)
-
-
-def test_unpack_inverts_pack() -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(4, 64)
-    assert torch.equal(pack_int4(unpack_int4(every)), every)
-    assert unpack_int4(every).unique().tolist() == list(range(16))
-
-
-def test_rows_are_rounded_to_nearest_even() -> None:
-    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -3.49, 0.0]])
-    q, step = quantize_rows(x)
-    assert q.tolist() == [[127, 0, 2, 2, 0, -3, 0]]
-    assert step.tolist() == [1.0]
-    x = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
-    q, step = quantize_rows(x)
-    assert q.abs().amax(-1).tolist() == [127] * 50
-    assert ((x - q * step[:, None]).abs() <= step[:, None] * 0.5001).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_rounding_is_the_same_in_every_dtype(dtype: torch.dtype) -> None:
-    """Otherwise the error of a result could be that of a value rounded the other way."""
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for one, other in zip(quantize_rows(x), quantize_rows(x.float()), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_zero_rows_stay_zero_and_non_finite_rows_non_finite() -> None:

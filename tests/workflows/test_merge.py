@@ -10,8 +10,9 @@ import torch
 from ingot.core import lineage
 from ingot.core.errors import ConfigError, IngotError
 from ingot.interop import hf, peft
+from ingot.workflows.derive import POSITIONS
 from ingot.workflows.llm import LLM
-from ingot.workflows.merge import POSITIONS, merge
+from ingot.workflows.merge import merge
 from tests import adapters, models
 
 

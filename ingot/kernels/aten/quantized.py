@@ -21,10 +21,10 @@ from torch import Tensor
 from ingot import ops
 from ingot.kernels.aten import aten
 from ingot.kernels.aten.activation import apply_activation
+from ingot.ops.codec import quantize_rows
 from ingot.ops.dispatch import saved_contexts
 from ingot.ops.epilogue import ActivationFn
 from ingot.ops.gradient import differentiate
-from ingot.ops.quantized import quantize_rows
 from ingot.ops.record import Op
 
 _ACTIVATION_OPS: dict[int, Op[..., Any]] = {

@@ -1,5 +1,5 @@
-// Embedding lookup and its gradient.
-#include "tensor.h"
+// Embedding lookup and its gradient; lookup in quantized tables.
+#include "groups.h"
 
 namespace ingot::kernels {
 
@@ -87,7 +87,83 @@ Tensors embedding_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& to
   });
 }
 
+// ---- Quantized tables.
+
+struct TableArgs {
+  const Tensor &tokens, &weight, &scale;
+  const std::optional<Tensor>&zero_point, &minimum;
+};
+
+// The rows of a table. `channels` are those of a row, `value(row, k)` the integer of a channel minus
+// the format's zero.
+template <class T, class Value>
+Tensor run_embedding(const TableArgs& args, int64_t channels, int zero, const Value& value) {
+  Integers token(args.tokens);
+  int64_t rows = args.weight.size(0);
+  int64_t groups = args.scale.dim() == 2 ? args.scale.size(1) : 1;
+  check(groups > 0 && channels % groups == 0, "scale must have one entry per group");
+  for (int64_t i = 0; i < token.count; i++)
+    check(token[i] >= 0 && token[i] < rows, "token id out of range");
+  GroupValues scale(args.scale, rows, groups), zero_point, minimum;
+  if (args.zero_point) zero_point = GroupValues(*args.zero_point, rows, groups);
+  if (args.minimum) minimum = GroupValues(*args.minimum, rows, groups);
+  check(!args.zero_point || !args.minimum, "zero_point and minimum exclude each other");
+  Tensor y = allocate(append_size(args.tokens, channels),
+                      sizeof(T) == 4 ? ScalarType::Float : ScalarType::BFloat16);
+  int64_t group = channels / groups;
+  parallel_for(token.count, 4 * channels, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      for (int64_t g = 0; g < groups; g++) {
+        int64_t row = token[i];
+        float s = scale.at(g, row), m = minimum ? minimum.at(g, row) : 0;
+        float z = minimum ? 0 : zero_point ? zero_point.at(g, row) : zero;
+        T* to = data<T>(y) + i * channels;
+        for (int64_t k = g * group; k < (g + 1) * group; k++)
+          to[k] = round_to<T>((float(value(row, k)) - z) * s + m);
+      }
+  });
+  return y;
+}
+
+template <class Value>
+Tensor dispatch_embedding(const TableArgs& args, int64_t channels, int zero, bool bf16_output,
+                          const Value& value) {
+  if (bf16_output) return run_embedding<bf16>(args, channels, zero, value);
+  return run_embedding<float>(args, channels, zero, value);
+}
+
+inline Tensor checked_table(const Tensor& tokens, const Tensor& weight, ScalarType dtype) {
+  check(tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
+  check(weight.is_cpu() && weight.dim() == 2 && weight.scalar_type() == dtype,
+        "weight must be a matrix of bytes");
+  return weight.is_contiguous() ? weight : contiguous(weight);
+}
+
+Tensor embedding_int8(const Tensor& tokens, const Tensor& weight, const Tensor& scale,
+                      bool bf16_output) {
+  Tensor table = checked_table(tokens, weight, ScalarType::Char);
+  const int8_t* first = data<int8_t>(table);
+  int64_t channels = weight.size(1);
+  return dispatch_embedding({tokens, weight, scale, std::nullopt, std::nullopt}, channels, 0,
+                            bf16_output,
+                            [=](int64_t row, int64_t k) { return first[row * channels + k]; });
+}
+
+Tensor embedding_int4(const Tensor& tokens, const Tensor& weight, const Tensor& scale,
+                      const std::optional<Tensor>& zero_point,
+                      const std::optional<Tensor>& minimum, bool bf16_output) {
+  Tensor table = checked_table(tokens, weight, ScalarType::Byte);
+  const uint8_t* first = data<uint8_t>(table);
+  int64_t bytes = weight.size(1);
+  return dispatch_embedding({tokens, weight, scale, zero_point, minimum}, 2 * bytes, 8, bf16_output,
+                            [=](int64_t row, int64_t k) {
+                              return first[row * bytes + k / 2] >> (4 * (k % 2)) & 15;
+                            });
+}
+
 }  // namespace ingot::kernels
 
 REGISTER_OP(embedding)
 REGISTER_BACKWARD(embedding)
+REGISTER_OP(embedding_int8)
+REGISTER_OP(embedding_int4)

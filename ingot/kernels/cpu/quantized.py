@@ -1,4 +1,4 @@
-"""Linear layers and embeddings with quantized weights in C++."""
+"""Register the C++ kernels of linear layers with quantized weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,5 @@ def _supports_dtypes(x: Tensor, weight: Tensor, scale: Tensor, *_: object) -> bo
     return x.dtype in (torch.float32, torch.bfloat16) and scale.dtype != torch.float64
 
 
-def _supports_scale(tokens: Tensor, weight: Tensor, scale: Tensor, *_: object) -> bool:
-    return scale.dtype != torch.float64
-
-
 cpu(ops.linear_int8_dynamic, supports_dtypes=_supports_dtypes)
 cpu(ops.linear_int4_dynamic, supports_dtypes=_supports_dtypes)
-cpu(ops.embedding_int8, supports_dtypes=_supports_scale)
-cpu(ops.embedding_int4, supports_dtypes=_supports_scale)

@@ -2,7 +2,7 @@
 
     tensors = Int4(group=64).encode(weight_ND)      # round to nearest
     Int4(group=64).decode(tensors)                  # about weight_ND, in float32
-    Int4(group=64).linear(x, tensors)               # about x @ weight_ND.T
+    Int4(group=64).linear(x, tensors, LinearEpilogue())     # about x @ weight_ND.T
 
 A format is a type with its layout. The modules of `ingot.nn.quantized` hold the tensors; nothing
 else has to know the format of a weight.

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import ConfigError
+from ingot.ops.codec import GROUP_SIZES
 from ingot.ops.epilogue import IDENTITY
-
-GROUP_SIZES = (32, 64, 128)
 
 
 class QuantizedTensors(NamedTuple):
@@ -26,11 +25,6 @@ class QuantizedTensors(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensors:
         """Apply a function to each tensor."""
         return QuantizedTensors(*(None if t is None else function(t) for t in self))  # pyright: ignore
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self if tensor is not None)
 
 
 class LinearEpilogue(NamedTuple):

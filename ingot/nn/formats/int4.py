@@ -1,8 +1,10 @@
 """Weights of 4 bits, with a scale per row and group of channels.
 
-symmetric    scale * (q - 8)             4.5 bits per weight in groups of 32, 4.25 of 64
-zero_point   scale * (q - zero_point)    4.75 bits in groups of 32, 4.5 of 64
-minimum      scale * q + minimum         the same: GGUF's Q4_1
+    symmetric    scale * (q - 8)             4.5 bits per weight in groups of 32, 4.25 of 64
+    zero_point   scale * (q - zero_point)    5 bits in groups of 32, 4.5 of 64
+    minimum      scale * q + minimum         the same: GGUF's Q4_1
+
+A directory has zero points of 4 bits, in memory they have the dtype of the scales.
 """
 
 # pyright: basic
@@ -22,7 +24,7 @@ from ingot.nn.formats.format import (
     check_group,
     empty_groups,
 )
-from ingot.ops.quantized import pack_int4, unpack_int4
+from ingot.ops.codec import decode_int4, pack_int4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +74,20 @@ class Int4:
         rows, channels = weight_ND.shape
         tensors = self.empty(rows, channels, weight_ND.device)
         values_NGC = weight_ND.float().unflatten(1, (-1, self.group))
-        if self.zero_point or self.minimum:
-            low, high = values_NGC.amin(-1).clamp_max(0), values_NGC.amax(-1).clamp_min(0)
-            if self.minimum:
-                low = values_NGC.amin(-1)
+        low, high = values_NGC.amin(-1), values_NGC.amax(-1)
+        if self.minimum:
             tensors.scale.copy_((high - low) / 15)
+        elif self.zero_point:  # 0 is representable
+            low = low.clamp_max(0)
+            tensors.scale.copy_((high.clamp_min(0) - low) / 15)
         else:
-            largest = values_NGC.abs().amax(-1, keepdim=True)
-            index = values_NGC.abs().argmax(-1, keepdim=True)
-            signed = values_NGC.gather(-1, index).sign() * largest
-            tensors.scale.copy_(signed.squeeze(-1) / -8)
-            low = torch.zeros_like(tensors.scale, dtype=torch.float32)
+            tensors.scale.copy_(torch.where(high > -low, high, low) / -8)
         scale = tensors.scale.float()
         divisor = torch.where(scale == 0, 1, scale)
-        if tensors.zero_point is not None:
-            tensors.zero_point.copy_((-low / divisor).round().clamp(0, 15))
-            offset = tensors.zero_point.float()
-        elif tensors.minimum is not None:
-            tensors.minimum.copy_(low)
-            offset = -tensors.minimum.float() / divisor
+        if tensors.minimum is not None:
+            offset = -tensors.minimum.copy_(low).float() / divisor
+        elif tensors.zero_point is not None:
+            offset = tensors.zero_point.copy_((-low / divisor).round().clamp(0, 15)).float()
         else:
             offset = torch.full_like(scale, 8)
         q = (values_NGC / divisor[..., None] + offset[..., None]).round().clamp(0, 15)
@@ -99,12 +96,7 @@ class Int4:
 
     def decode(self, tensors: QuantizedTensors) -> Tensor:
         """Return the weight (N, D) in float32."""
-        q = unpack_int4(tensors.weight).float().unflatten(1, (-1, self.group))
-        scale = tensors.scale.float()[..., None]
-        if tensors.minimum is not None:
-            return (q * scale + tensors.minimum.float()[..., None]).flatten(1)
-        zero = 8 if tensors.zero_point is None else tensors.zero_point.float()[..., None]
-        return ((q - zero) * scale).flatten(1)
+        return decode_int4(*tensors, torch.float32)
 
     def linear(self, x: Tensor, tensors: QuantizedTensors, epilogue: LinearEpilogue) -> Tensor:
         """Apply a linear layer with this weight; x is quantized to int8 row by row."""

@@ -16,6 +16,7 @@ from ingot.nn.formats.format import (
     check_group,
     empty_groups,
 )
+from ingot.ops.codec import decode_int8
 
 X_GROUP = 128  # channels of x that share a scale where the weight has one per row
 
@@ -62,8 +63,7 @@ class Int8:
 
     def decode(self, tensors: QuantizedTensors) -> Tensor:
         """Return the weight (N, D) in float32."""
-        scale = tensors.scale.float().reshape(len(tensors.weight), -1, 1)
-        return (tensors.weight.float().unflatten(1, (scale.shape[1], -1)) * scale).flatten(1)
+        return decode_int8(tensors.weight, tensors.scale, torch.float32)
 
     def linear(self, x: Tensor, tensors: QuantizedTensors, epilogue: LinearEpilogue) -> Tensor:
         """Apply a linear layer with this weight; x is quantized to int8 row by row."""

@@ -26,8 +26,7 @@ def test_the_hint_names_a_group_size_that_fits() -> None:
 
 
 @pytest.mark.parametrize("format", [Int4(), Int8()], ids=str)
-def test_formats_have_the_interface_and_count_their_bytes(format: WeightFormat) -> None:
+def test_formats_have_the_interface(format: WeightFormat) -> None:
     assert isinstance(format, WeightFormat)
     tensors = format.encode(torch.randn(4, 64))
-    assert tensors.nbytes == sum(t.nbytes for t in tensors if t is not None)
     assert tensors.map(lambda t: t[:2]).weight.shape[0] == 2

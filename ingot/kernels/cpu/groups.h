@@ -1,0 +1,103 @@
+// Scales, zero points and minima of a quantized weight: a float per row and group of channels.
+#pragma once
+
+#include "tensor.h"
+#include "vector.h"
+
+namespace ingot {
+
+constexpr int LANES = 16;  // rows of the weight that are computed together
+
+typedef int32_t IntLanes __attribute__((vector_size(4 * LANES)));
+typedef float FloatLanes __attribute__((vector_size(4 * LANES)));
+
+inline float half_to_float(uint16_t half) {
+  uint32_t sign = uint32_t(half & 0x8000) << 16, bits = half & 0x7fff;
+  // Scaled by 2^112, which also normalizes subnormals; infinities and NaNs need the full exponent.
+  float value = bit_cast<float>(bits << 13) * bit_cast<float>(0x77800000u);
+  if (bits >= 0x7c00) value = bit_cast<float>(0x7f800000u | bits << 13);
+  return bit_cast<float>(bit_cast<uint32_t>(value) | sign);
+}
+
+// A float per group and row of the weight (a scale, say), of any floating dtype; the values of
+// adjacent rows are adjacent.
+class GroupValues {
+ public:
+  GroupValues() = default;
+
+  // `values` is (rows, groups), or (rows,) for one group; copied unless its columns are contiguous.
+  GroupValues(const Tensor& values, int64_t rows, int64_t groups) : owner_(values) {
+    check(values.is_cpu() && values.dim() >= 1 && values.dim() <= 2 && values.size(0) == rows &&
+              (values.dim() == 1 || values.size(1) == groups),
+          "scales must be (out_features,) or (out_features, groups)");
+    type_ = values.scalar_type();
+    if (type_ != ScalarType::Float && type_ != ScalarType::BFloat16 && type_ != ScalarType::Half)
+      throw_unsupported();
+    element_ = type_ == ScalarType::Float ? 4 : 2;
+    stride_ = values.dim() == 1 || values.size(1) == 1 ? 0 : values.stride(1);
+    first_ = static_cast<const char*>(values.data_ptr());
+    if (rows > 1 && values.stride(0) != 1) copy(values, rows, values.dim() == 1 ? 1 : groups);
+  }
+
+  explicit operator bool() const { return first_ != nullptr; }
+
+  float at(int64_t group, int64_t row) const {
+    const char* from = first_ + (group * stride_ + row) * element_;
+    if (type_ == ScalarType::Float) return read<float>(from);
+    uint16_t bits = read<uint16_t>(from);
+    return type_ == ScalarType::BFloat16 ? widen(bf16{bits}) : half_to_float(bits);
+  }
+
+  // The values of up to 16 rows in float32, (groups, 16), padded with zeros.
+  [[gnu::noinline]] void load(int64_t groups, int64_t row, int64_t count, FloatLanes* to) const {
+    typedef uint16_t HalfLanes __attribute__((vector_size(2 * LANES)));
+    for (int64_t g = 0; g < groups; g++) {
+      const char* from = first_ + (g * stride_ + row) * element_;
+      alignas(64) char padded[4 * LANES];
+      if (count < LANES) {
+        std::memset(padded, 0, sizeof padded);
+        from = static_cast<char*>(std::memcpy(padded, from, count * element_));
+      }
+      if (type_ == ScalarType::Float) {
+        to[g] = read<FloatLanes>(from);
+        continue;
+      }
+      HalfLanes halves = read<HalfLanes>(from);
+      if (type_ == ScalarType::BFloat16) {
+        to[g] = (FloatLanes)(__builtin_convertvector(halves, IntLanes) << 16);
+        continue;
+      }
+#if defined(__AVX512F__)
+      to[g] = (FloatLanes)_mm512_cvtph_ps((__m256i)halves);
+#else
+      for (int i = 0; i < LANES; i++) to[g][i] = half_to_float(halves[i]);
+#endif
+    }
+  }
+
+ private:
+  template <class V>
+  static V read(const char* from) {
+    V values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+  }
+  void copy(const Tensor& values, int64_t rows, int64_t groups) {
+    copied_.resize(rows * groups * element_);
+    int64_t row_stride = values.stride(0), group_stride = groups > 1 ? values.stride(1) : 0;
+    for (int64_t g = 0; g < groups; g++)
+      for (int64_t r = 0; r < rows; r++)
+        std::memcpy(&copied_[(g * rows + r) * element_],
+                    first_ + (r * row_stride + g * group_stride) * element_, element_);
+    first_ = copied_.data();
+    stride_ = groups > 1 ? rows : 0;
+  }
+
+  std::optional<Tensor> owner_;
+  std::vector<char> copied_;
+  const char* first_ = nullptr;
+  ScalarType type_ = ScalarType::Float;
+  int64_t element_ = 4, stride_ = 0;
+};
+
+}  // namespace ingot

@@ -1,0 +1,112 @@
+"""Integers for weights and activations: how values of 8 and 4 bits are packed and decoded.
+
+    decode_int8(q, scale)                = scale * q
+    decode_int4(q, scale, zero_point)    = scale * (q - zero_point), where None represents 8
+    decode_int4(q, scale, minimum)       = scale * q + minimum
+
+A weight is (N, D). Scales, zero points and minima are (N, G) for G groups of channels, or (N,).
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ingot.ops.inputs import TensorMaker
+
+GROUP_SIZES = (32, 64, 128)
+"""Numbers of channels that may share a scale."""
+
+# Rows of smaller magnitude use this one, so that the scale is a normal number.
+_MIN_MAGNITUDE = 2.0**-100
+
+
+def pack_int4(weight: Tensor) -> Tensor:
+    """Pack integers from 0 to 15, (N, D), into bytes, (N, D / 2).
+
+    >>> pack_int4(torch.tensor([[1, 2, 3, 15]]))
+    tensor([[ 33, 243]], dtype=torch.uint8)
+    """
+    return (weight[..., ::2] | weight[..., 1::2] << 4).to(torch.uint8)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Unpack bytes, (N, D / 2), into integers from 0 to 15, (N, D).
+
+    >>> unpack_int4(torch.tensor([[33, 243]], dtype=torch.uint8))
+    tensor([[ 1,  2,  3, 15]], dtype=torch.uint8)
+    """
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def decode_int8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of an int8 weight, (N, D).
+
+    >>> decode_int8(torch.tensor([[2, -4]], dtype=torch.int8), torch.tensor([0.5]), torch.float32)
+    tensor([[ 1., -2.]])
+    """
+    groups = scale.to(dtype).reshape(len(scale), -1, 1)
+    return (weight.to(dtype).unflatten(-1, (groups.shape[1], -1)) * groups).flatten(-2)
+
+
+def decode_int4(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    minimum: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the values of a packed 4-bit weight, (N, D).
+
+    >>> packed = pack_int4(torch.tensor([[8, 10]]))
+    >>> decode_int4(packed, torch.tensor([[0.5]]), None, None, torch.float32)
+    tensor([[0., 1.]])
+    """
+    groups = unpack_int4(weight).to(dtype).unflatten(-1, (scale.shape[1], -1))
+    scales = scale.to(dtype)[..., None]
+    if minimum is not None:
+        return (groups * scales + minimum.to(dtype)[..., None]).flatten(-2)
+    zero = 8 if zero_point is None else zero_point.to(dtype)[..., None]
+    return ((groups - zero) * scales).flatten(-2)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each row to int8 with a scale in float32: `x` is about `q * scale[..., None]`.
+
+    >>> quantize_rows(torch.tensor([[1.0, -127.0]]))
+    (tensor([[   1, -127]], dtype=torch.int8), tensor([1.]))
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp_min(_MIN_MAGNITUDE) / 127
+    return (wide / scale[..., None]).round().to(torch.int8), scale
+
+
+def round_activations(x: Tensor, group: int) -> Tensor:
+    """Round x to int8 in groups of channels, and back; 0 is a group of the whole row.
+
+    >>> round_activations(torch.tensor([[63.6, 127.0, 0.1, 0.3]]), 2).tolist()
+    [[64.0, 127.0, 0.09921..., 0.3...]]
+    """
+    width = x.shape[-1]
+    group = group or width
+    groups = F.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
+    q, scale = quantize_rows(groups)
+    rounded = q.to(x.dtype) * scale.to(x.dtype)[..., None]
+    return rounded.flatten(-2)[..., :width]
+
+
+def sample_int8(make: TensorMaker, rows: int, channels: int) -> tuple[Tensor, Tensor]:
+    """Return a weight whose decoded values have a typical magnitude, and its scales."""
+    weight = (make.ints(256, rows, channels) - 128).to(torch.int8)
+    return weight, (make(rows).float().abs() + 0.5) / (90 * channels**0.5)
+
+
+def sample_int4(
+    make: TensorMaker, rows: int, channels: int, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a weight whose decoded values have a typical magnitude, its scales and zero points."""
+    packed = make.ints(256, rows, channels // 2, dtype=torch.uint8)
+    scale = (make(rows, channels // group).float().abs() + 0.5) / (6 * channels**0.5)
+    return packed, scale, 7 + make(rows, channels // group).float()

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ingot.ops.codec import (
+    decode_int4,
+    decode_int8,
+    pack_int4,
+    quantize_rows,
+    round_activations,
+    unpack_int4,
+)
+
+
+def test_unpack_inverts_pack() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    assert torch.equal(pack_int4(unpack_int4(every)), every)
+    assert unpack_int4(every).unique().tolist() == list(range(16))
+
+
+def test_rows_are_rounded_to_nearest_even() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -3.49, 0.0]])
+    q, step = quantize_rows(x)
+    assert q.tolist() == [[127, 0, 2, 2, 0, -3, 0]]
+    assert step.tolist() == [1.0]
+    x = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    q, step = quantize_rows(x)
+    assert q.abs().amax(-1).tolist() == [127] * 50
+    assert ((x - q * step[:, None]).abs() <= step[:, None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_rounding_is_the_same_in_every_dtype(dtype: torch.dtype) -> None:
+    """Otherwise the error of a result could be that of a value rounded the other way."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for one, other in zip(quantize_rows(x), quantize_rows(x.float()), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_values_are_decoded_by_the_scale_of_their_group(groups: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (3, 64), generator=random)
+    scale = torch.rand(3, groups, generator=random)
+    offset = torch.randn(3, groups, generator=random)
+    wide, wide_offset = (t.repeat_interleave(64 // groups, 1) for t in (scale, offset))
+    packed, f32 = pack_int4(q), torch.float32
+    assert torch.equal(decode_int4(packed, scale, None, None, f32), (q - 8) * wide)
+    assert torch.equal(decode_int4(packed, scale, offset, None, f32), (q - wide_offset) * wide)
+    assert torch.equal(decode_int4(packed, scale, None, offset, f32), q * wide + wide_offset)
+    assert torch.equal(decode_int8((q - 8).to(torch.int8), scale, f32), (q - 8) * wide)
+
+
+def test_activations_are_rounded_in_groups() -> None:
+    x = torch.tensor([[1.0, 0.3, 1000.0, 0.3, 0.1]])
+    rounded = round_activations(x, 2)
+    assert rounded.shape == x.shape
+    assert rounded[0, 1] == pytest.approx(0.3, rel=0.01)
+    assert rounded[0, 3] == 0  # next to a large value
+    assert round_activations(x, 0)[0, 1] == 0

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.core.errors import ConfigError, IngotError
+from ingot.workflows.derive import (
+    POSITIONS,
+    derived_directory,
+    hidden_states,
+    measure_drift,
+    tokenize_text,
+)
+from ingot.workflows.llm import load
+from tests import models
+
+
+def test_other_files_are_copied_and_weights_are_not(tmp_path: Path) -> None:
+    source = models.small(tmp_path / "small")
+    with derived_directory(tmp_path / "out", source, 1000) as out:
+        assert not (tmp_path / "out").exists()
+        assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert not {"config.json", "model.safetensors"} & {p.name for p in (tmp_path / "out").iterdir()}
+
+
+def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
+    source = models.small(tmp_path / "small")
+    with pytest.raises(KeyError), derived_directory(tmp_path / "out", source, 0):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    with pytest.raises(IngotError, match="free space"):
+        derived_directory(tmp_path / "out", source, 1 << 60).__enter__()
+    with pytest.raises(IngotError, match="exists already"):
+        derived_directory(source, source, 0).__enter__()
+
+
+def test_models_are_compared_on_a_fixed_number_of_tokens(tmp_path: Path) -> None:
+    decoder, tokenizer = load(models.small(tmp_path / "small"))
+    sequences = tokenize_text("stdlib", tokenizer, decoder)
+    assert sum(map(len, sequences)) == POSITIONS
+    assert max(map(len, sequences)) <= decoder.config.max_seq_len
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ConfigError, match="no text"):
+        tokenize_text(str(tmp_path / "empty.txt"), tokenizer, decoder)
+
+
+def test_drift_grows_with_the_change(tmp_path: Path) -> None:
+    decoder, tokenizer = load(models.small(tmp_path / "small"))
+    sequences = tokenize_text("stdlib", tokenizer, decoder)
+    before_TD = hidden_states(decoder, sequences)
+    assert measure_drift(decoder, before_TD, before_TD).kl_max == 0
+    noise_TD = torch.randn(before_TD.shape, generator=torch.Generator().manual_seed(0))
+    drifts = [measure_drift(decoder, before_TD, before_TD + e * noise_TD) for e in (0.01, 0.1)]
+    small, large = (drift.kl_max for drift in drifts)
+    assert small
+    assert large
+    assert 0 < small < large
