@@ -8,6 +8,7 @@ family takes several seconds, and most tests are about what happens before and a
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -39,6 +41,7 @@ print(ops.silu.select(x).name)
 """
 
 Environment = dict[str, str]
+T = TypeVar("T")
 
 
 def script(path: Path, text: str) -> str:
@@ -424,12 +427,33 @@ print(time.perf_counter() - start)
     assert calls(cache) == 0
 
 
+def compile_seconds(function: Callable[[], T]) -> tuple[float, T]:
+    """Return the CPU time of the processes that a function starts, and its result."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = function()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(after[:2]) - sum(before[:2]), result
+
+
 @pytest.mark.slow
-def test_all_families_are_built_in_25_seconds(tmp_path: Path, compiler: str) -> None:
+def test_compiling_all_families_takes_at_most_11_times_that_of_std_regex(
+    tmp_path: Path, compiler: str
+) -> None:
+    """In CPU time, relative to another file: the speed of machines differs by 2x within a day.
+
+    When this was written, the ratio was 8.8, and all families took 44 s on two cores.
+    """
+    source = tmp_path / "regex.cpp"
+    source.write_text(
+        "#include <regex>\n#include <string>\n"
+        "bool f(const std::string& s) { return std::regex_match(s, std::regex(s)); }\n"
+        "bool g(const std::wstring& s) { return std::regex_match(s, std::wregex(s)); }\n"
+    )
+    command = [compiler, "-std=c++20", "-O3", "-c", str(source), "-o", str(tmp_path / "regex.o")]
+    file, _ = compile_seconds(lambda: subprocess.run(command, check=True))
     code = "from ingot.kernels.cpu.build import build, FAMILIES; build(); print(len(FAMILIES))"
-    start = time.monotonic()
-    done = run(code, environment(tmp_path, CXX=compiler))
-    assert time.monotonic() - start < 25
+    families, done = compile_seconds(lambda: run(code, environment(tmp_path, CXX=compiler)))
+    assert families < 11 * file
     assert len(libraries(tmp_path)) == int(done.stdout)
     assert calls(tmp_path) == int(done.stdout) + 1  # and the precompiled header
     assert not list((tmp_path / "ingot" / "kernels").glob("pch-*"))
