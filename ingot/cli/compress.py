@@ -16,8 +16,9 @@ def compress(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     to: Literal["int8", "int4"] = "int8",
-    group: int | None = None,
+    group: int = 32,
     symmetric: tyro.conf.FlagCreatePairsOff[bool] = False,
+    method: Literal["gptq", "rtn"] = "gptq",
     text: str = "stdlib",
     device: str = "auto",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
@@ -34,20 +35,22 @@ def compress(
         model: The model, a directory or ORG/NAME.
         directory: The directory to write; it must be new or empty.
         to: Bits of a weight: int8 or int4.
-        group: Channels that share a scale: 32, 64 or 128; default: 32 for int4, a whole row for
-            int8.
+        group: Channels that share a scale: 32, 64 or 128; for int8 also 0, a whole row.
         symmetric: For int4, no zero points: a quarter of a bit less per weight.
-        text: Text to compare both models on: a file, a folder, or stdlib, Python's own library.
+        method: gptq, which calibrates with text, or rtn, round to nearest.
+        text: Text to calibrate with and to compare both models on: a file, a folder, or stdlib.
         device: Where to compute: auto, cpu, cuda, cuda:1.
         json: Print JSON instead of text.
     """
+    from ingot.compression import GPTQ, RoundToNearest
     from ingot.nn.formats import Int4, Int8
     from ingot.workflows.compress import compress as workflow
 
     format = (
-        Int8(group=group) if to == "int8" else Int4(group=group or 32, zero_point=not symmetric)
+        Int8(group=group or None) if to == "int8" else Int4(group=group, zero_point=not symmetric)
     )
-    report = workflow(model, directory, format, text=text, device=device)
+    chosen = GPTQ() if method == "gptq" else RoundToNearest()
+    report = workflow(model, directory, format, method=chosen, text=text, device=device)
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
         return

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import ConfigError
-from ingot.nn.formats import Int4, Int8, QuantizedTensors, WeightFormat
+from ingot.nn.formats import GROUP_SIZES, Int4, Int8, QuantizedTensors, WeightFormat
 from ingot.nn.weights import StoredTensor
-from ingot.ops.codec import GROUP_SIZES
 
 KEY = "quantization_config"
 METHOD = "compressed-tensors"

@@ -221,8 +221,7 @@ class _QuantizedLayer:
         self.module.set(unpack(self.module.format, stored, self.name), self.rows)
 
     def stored(self) -> dict[str, Tensor]:
-        tensors = self.module.tensors.map(lambda tensor: tensor.detach()[self.rows])
-        packed = pack(self.module.format, tensors)
+        packed = pack(self.module.format, self.module.get(self.rows))
         return {f"{self.name}.{suffix}": tensor for suffix, tensor in packed.items()}
 
 

@@ -295,12 +295,15 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
         """Return the normalized hidden state of each token, (T, D)."""
-        x_TD = self.tok_embed(tokens_T)
-        if self.pos_embed is not None:
-            x_TD = x_TD + self.pos_embed(layout.positions)
+        x_TD = self.embed(tokens_T, layout)
         for block in self.blocks:
             x_TD = block(x_TD, layout)
         return self.norm(x_TD)
+
+    def embed(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
+        """Return the input of the first layer, (T, D)."""
+        x_TD = self.tok_embed(tokens_T)
+        return x_TD if self.pos_embed is None else x_TD + self.pos_embed(layout.positions)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return the logits, (T, V), in float32. Pass only the hidden states you need: V is large.

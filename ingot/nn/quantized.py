@@ -23,12 +23,21 @@ from ingot.nn.formats import LinearEpilogue, QuantizedTensors, WeightFormat
 from ingot.nn.linear import Embedding, Linear
 from ingot.nn.lora import LoraAdapter, LoraSlots
 from ingot.nn.mlp import SwiGLU
+from ingot.ops.codec import fits_panels, to_panels, to_rows
 from ingot.ops.epilogue import IDENTITY, SILU
 
 ChooseFormat = Callable[[str], WeightFormat | None]
 """Returns the format of a module by its name; None leaves it as it is."""
 
+Encode = Callable[[WeightFormat, Tensor], QuantizedTensors]
+"""Quantizes a weight, (N, D)."""
+
 _LOGPROB_ROWS = 256  # tokens whose logits are in memory at a time
+
+
+def round_to_nearest(format: WeightFormat, weight_ND: Tensor) -> QuantizedTensors:
+    """Quantize a weight by rounding each value to the nearest one of the format."""
+    return format.encode(weight_ND)
 
 
 class QuantizedModule(nn.Module):
@@ -48,13 +57,26 @@ class QuantizedModule(nn.Module):
         buffers = self._buffers
         return QuantizedTensors(*(buffers[name] for name in QuantizedTensors._fields))  # pyright: ignore
 
+    def get(self, rows: slice = slice(None)) -> QuantizedTensors:
+        """Return the tensors of the weight, or of some of its rows, without panels."""
+        tensors = self.tensors._replace(weight=to_rows(self.tensors.weight))
+        return tensors.map(lambda tensor: tensor.detach()[rows])
+
     @torch.no_grad()
     def set(self, tensors: QuantizedTensors, rows: slice = slice(None)) -> None:
         """Copy the tensors of a weight, or of some of its rows."""
-        for own, new in zip(self.tensors, tensors, strict=True):
+        all_rows = self.tensors._replace(weight=to_rows(self.tensors.weight))
+        for own, new in zip(all_rows, tensors, strict=True):
             if own is not None:
                 assert new is not None
                 own[rows].copy_(new)
+        self._buffers["weight"] = self._arrange(all_rows.weight)
+
+    def _arrange(self, weight: Tensor) -> Tensor:
+        """Convert rows to panels for CPUs: with one token, they are read 1.5 times as fast."""
+        rows, row_bytes = weight.shape
+        is_cpu = weight.device.type == "cpu"
+        return to_panels(weight) if is_cpu and fits_panels(rows, row_bytes) else weight
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return `hidden @ weight.T`, (T, V), in float32."""
@@ -67,18 +89,23 @@ class QuantizedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         device = fn(torch.empty(0, device=self.tensors.scale.device)).device
-        for name, tensor in self.tensors._asdict().items():
-            if tensor is None or tensor.device == device:
-                continue
-            moved = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
-            self._buffers[name] = moved if tensor.is_meta else moved.copy_(tensor)
+        if device != self.tensors.scale.device:
+            for name, tensor in self.get()._asdict().items():
+                self._buffers[name] = None if tensor is None else _move(tensor, device)
+            if not self.tensors.weight.is_meta:
+                self._buffers["weight"] = self._arrange(self.tensors.weight)
         own, self._buffers = self._buffers, {}
         try:
             return super()._apply(fn, recurse)
         finally:
             self._buffers = own
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to another device with the same strides; from `meta` only allocate."""
+    shape, strides = tensor.shape, tensor.stride()
+    moved = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+    return moved if tensor.is_meta else moved.copy_(tensor)
 
 
 class QuantizedLinear(QuantizedModule):
@@ -108,8 +135,10 @@ class QuantizedLinear(QuantizedModule):
         self.lora: LoraAdapter | LoraSlots | None = None
 
     @staticmethod
-    def of(linear: Linear, format: WeightFormat) -> QuantizedLinear:
-        """Quantize a layer by rounding to nearest; on `meta` only allocate it."""
+    def of(
+        linear: Linear, format: WeightFormat, encode: Encode = round_to_nearest
+    ) -> QuantizedLinear:
+        """Quantize a layer; on `meta` only allocate it."""
         weight = linear.weight
         layer = QuantizedLinear(
             *(linear.in_features, linear.out_features, format),
@@ -118,10 +147,14 @@ class QuantizedLinear(QuantizedModule):
             device=weight.device,
         )
         if not weight.is_meta:
-            layer.set(format.encode(weight.detach()))
+            layer.set(encode(format, weight.detach()))
             if layer.bias is not None:
                 layer.bias.data.copy_(linear.bias.detach())
         return layer
+
+    def _arrange(self, weight: Tensor) -> Tensor:
+        # Gate and up have to begin with a panel.
+        return weight if self.gated and len(weight) % 32 else super()._arrange(weight)
 
     def forward(
         self,
@@ -164,14 +197,16 @@ class QuantizedEmbedding(QuantizedModule):
         super().__init__(format, num_embeddings, dim, dtype, device)
 
     @staticmethod
-    def of(embedding: Embedding, format: WeightFormat) -> QuantizedEmbedding:
-        """Quantize a table by rounding to nearest; on `meta` only allocate it."""
+    def of(
+        embedding: Embedding, format: WeightFormat, encode: Encode = round_to_nearest
+    ) -> QuantizedEmbedding:
+        """Quantize a table; on `meta` only allocate it."""
         weight = embedding.weight
         rows, channels = weight.shape
         options: Any = {"dtype": weight.dtype, "device": weight.device}
         table = QuantizedEmbedding(rows, channels, format, **options)
         if not weight.is_meta:
-            table.set(format.encode(weight.detach()))
+            table.set(encode(format, weight.detach()))
         return table
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -179,7 +214,7 @@ class QuantizedEmbedding(QuantizedModule):
         return self.format.embedding(indices, self.tensors, self.dtype == torch.bfloat16)
 
 
-def quantize_(model: nn.Module, choose: ChooseFormat) -> None:
+def quantize_(model: nn.Module, choose: ChooseFormat, encode: Encode = round_to_nearest) -> None:
     """Replace the linear layers and embeddings of a model for which `choose` returns a format.
 
     Gate and up of a gated MLP become one layer, `gate_up`.
@@ -197,28 +232,22 @@ def quantize_(model: nn.Module, choose: ChooseFormat) -> None:
         if isinstance(parent, SwiGLU) and parent.gate is not None and parent.up is not None:
             del children["gate"], children["up"]
             if format := choose(f"{prefix}gate_up"):
-                parent.gate_up = _stack(parent.gate, parent.up, format)
+                parent.gate_up = _stack(parent.gate, parent.up, format, encode)
                 parent.gate = parent.up = None
         for attribute, module in children.items():
-            _quantize_child(parent, attribute, module, prefix + attribute, choose)
+            name = prefix + attribute
+            if isinstance(module, Linear | Embedding) and (format := choose(name)):
+                kind = QuantizedLinear if isinstance(module, Linear) else QuantizedEmbedding
+                setattr(parent, attribute, kind.of(module, format, encode))  # pyright: ignore
+            elif isinstance(module, QuantizedModule) and choose(name):
+                raise IngotError(f"{name} is quantized already", hint="use the original model")
 
 
-def _quantize_child(
-    parent: nn.Module, attribute: str, module: nn.Module, name: str, choose: ChooseFormat
-) -> None:
-    if not isinstance(module, Linear | Embedding | QuantizedModule) or not (format := choose(name)):
-        return
-    if isinstance(module, QuantizedModule):
-        raise IngotError(f"{name} is quantized already", hint="start from the original model")
-    kind = QuantizedLinear if isinstance(module, Linear) else QuantizedEmbedding
-    setattr(parent, attribute, kind.of(module, format))  # pyright: ignore
-
-
-def _stack(gate: Linear, up: Linear, format: WeightFormat) -> QuantizedLinear:
+def _stack(gate: Linear, up: Linear, format: WeightFormat, encode: Encode) -> QuantizedLinear:
     rows, dtype, device = gate.out_features, gate.weight.dtype, gate.weight.device
     options: Any = {"gated": True, "dtype": dtype, "device": device}
     layer = QuantizedLinear(gate.in_features, 2 * rows, format, **options)
     if not gate.weight.is_meta:
-        layer.set(format.encode(gate.weight.detach()), slice(0, rows))
-        layer.set(format.encode(up.weight.detach()), slice(rows, None))
+        layer.set(encode(format, gate.weight.detach()), slice(0, rows))
+        layer.set(encode(format, up.weight.detach()), slice(rows, None))
     return layer

@@ -5,6 +5,9 @@
     decode_int4(q, scale, minimum)       = scale * q + minimum
 
 A weight is (N, D). Scales, zero points and minima are (N, G) for G groups of channels, or (N,).
+
+The bytes of a weight, (N, B), may also be in panels of 16 rows, (N / 16, B / 4, 16, 4): 4 bytes of
+each of 16 rows are adjacent, as the kernels for CPUs read them.
 """
 
 # pyright: basic
@@ -18,6 +21,9 @@ from ingot.ops.inputs import TensorMaker
 
 GROUP_SIZES = (32, 64, 128)
 """Numbers of channels that may share a scale."""
+
+PANEL_ROWS = 16
+"""Rows of a panel."""
 
 # Rows of smaller magnitude use this one, so that the scale is a normal number.
 _MIN_MAGNITUDE = 2.0**-100
@@ -41,6 +47,46 @@ def unpack_int4(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
+def fits_panels(rows: int, row_bytes: int) -> bool:
+    """Return whether rows of bytes can be in panels.
+
+    >>> fits_panels(576, 288)
+    True
+    """
+    return rows % PANEL_ROWS == 0 and row_bytes % 4 == 0
+
+
+def to_panels(weight: Tensor) -> Tensor:
+    """Convert rows, (N, B), to panels, (N / 16, B / 4, 16, 4).
+
+    >>> to_panels(torch.arange(512, dtype=torch.int16).view(16, 32).to(torch.int8)).shape
+    torch.Size([1, 8, 16, 4])
+    """
+    words = weight.contiguous().view(torch.int32).unflatten(0, (-1, PANEL_ROWS))
+    return words.transpose(1, 2).contiguous().unsqueeze(-1).view(weight.dtype)
+
+
+def to_rows(weight: Tensor) -> Tensor:
+    """Convert panels to rows, (N, B); rows are returned as they are.
+
+    >>> rows = torch.arange(512, dtype=torch.int16).view(16, 32).to(torch.int8)
+    >>> torch.equal(to_rows(to_panels(rows)), rows)
+    True
+    """
+    return weight.transpose(1, 2).flatten(2).flatten(0, 1) if weight.dim() == 4 else weight
+
+
+def weight_shape(weight: Tensor) -> tuple[int, int]:
+    """Return N and B of a weight in rows or in panels; 0 and 0 for other tensors.
+
+    >>> weight_shape(torch.empty(2, 8, 16, 4))
+    (32, 32)
+    """
+    if weight.dim() == 4 and weight.shape[2:] == (PANEL_ROWS, 4):
+        return weight.shape[0] * PANEL_ROWS, weight.shape[1] * 4
+    return (weight.shape[0], weight.shape[1]) if weight.dim() == 2 else (0, 0)
+
+
 def decode_int8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of an int8 weight, (N, D).
 
@@ -48,7 +94,7 @@ def decode_int8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     tensor([[ 1., -2.]])
     """
     groups = scale.to(dtype).reshape(len(scale), -1, 1)
-    return (weight.to(dtype).unflatten(-1, (groups.shape[1], -1)) * groups).flatten(-2)
+    return (to_rows(weight).to(dtype).unflatten(-1, (groups.shape[1], -1)) * groups).flatten(-2)
 
 
 def decode_int4(
@@ -64,7 +110,7 @@ def decode_int4(
     >>> decode_int4(packed, torch.tensor([[0.5]]), None, None, torch.float32)
     tensor([[0., 1.]])
     """
-    groups = unpack_int4(weight).to(dtype).unflatten(-1, (scale.shape[1], -1))
+    groups = unpack_int4(to_rows(weight)).to(dtype).unflatten(-1, (scale.shape[1], -1))
     scales = scale.to(dtype)[..., None]
     if minimum is not None:
         return (groups * scales + minimum.to(dtype)[..., None]).flatten(-2)

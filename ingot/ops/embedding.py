@@ -15,7 +15,15 @@ from torch import Tensor
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype
 from ingot.ops.check import is_integral
-from ingot.ops.codec import decode_int4, decode_int8, sample_int4, sample_int8
+from ingot.ops.codec import (
+    decode_int4,
+    decode_int8,
+    sample_int4,
+    sample_int8,
+    to_panels,
+    to_rows,
+    weight_shape,
+)
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
@@ -80,6 +88,8 @@ def _int8_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, rows, width in (("typical", 50, 32), ("odd", 11, 13), ("large", 103, 257)):
         yield SampleInput(name, (make.ints(rows, 7), *sample_int8(make, rows, width), low))
     yield SampleInput("one_row", (make.ints(11, 1), *sample_int8(make, 11, 13), low))
+    weight, scale = sample_int8(make, 32, 36)
+    yield SampleInput("panels", (make.ints(32, 9), to_panels(weight), scale, low))
     weight, _ = sample_int8(make, 13, 64)
     scales = (make(13, 2).float().abs() + 0.5) / 90
     yield SampleInput("strided", (make.ints(13, 5), weight, scales.T.contiguous().T, low))
@@ -92,6 +102,8 @@ def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for name, rows, width, group in (("typical", 50, 64, 32), ("large", 103, 256, 128)):
         packed, scale, zero = sample_int4(make, rows, width, group)
         yield SampleInput(name, (make.ints(rows, 16), packed, scale, zero, None, low))
+    packed, scale, zero = sample_int4(make, 48, 64, 32)
+    yield SampleInput("panels", (make.ints(48, 9), to_panels(packed), scale, zero, None, low))
     packed, scale, zero = sample_int4(make, 13, 96, 32)
     yield SampleInput("odd", (make.ints(13, 7), packed, scale, None, None, low))
     yield SampleInput("one_row", (make.ints(13, 1), packed, scale, None, zero, low))
@@ -105,10 +117,11 @@ def _check_table(
     op: str, tokens: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> None:
     _check_tokens(op, tokens)
-    channels = weight.shape[-1] * (2 if dtype == torch.uint8 else 1)
+    rows, row_bytes = weight_shape(weight)
+    channels = row_bytes * (2 if dtype == torch.uint8 else 1)
     groups = scale.shape[1] if scale.dim() == 2 else 1
-    fits = weight.dtype == dtype and weight.dim() == 2 and scale.dim() in (1, 2)
-    if not fits or len(scale) != len(weight) or groups < 1 or channels % groups:
+    fits = weight.dtype == dtype and rows > 0 and scale.dim() in (1, 2)
+    if not fits or len(scale) != rows or groups < 1 or channels % groups:
         raise OpError(
             f"{op}: weight is {weight.dtype} {tuple(weight.shape)}, scale {tuple(scale.shape)}",
             hint="pass a table of (V, D) and one scale per row, or per row and group of channels",
@@ -137,14 +150,15 @@ def _check_int4(
 
 
 def _table_fake(tokens: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    width = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
+    width = weight_shape(weight)[1] * (2 if weight.dtype == torch.uint8 else 1)
     dtype = torch.bfloat16 if args[-1] else accum_dtype(args[0].dtype)
     return weight.new_empty((*tokens.shape, width), dtype=dtype)
 
 
 def _table_cost(tokens: Tensor, weight: Tensor, *args: Any) -> Cost:
-    width = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
-    read = sum(t.nbytes for t in (weight, *args) if isinstance(t, Tensor)) // max(1, len(weight))
+    width = weight_shape(weight)[1] * (2 if weight.dtype == torch.uint8 else 1)
+    tensors = (weight, *(arg for arg in args if isinstance(arg, Tensor)))
+    read = sum(tensor.nbytes for tensor in tensors) // max(1, weight_shape(weight)[0])
     result = width * (2 if args[-1] is True else 4)
     return Cost(bytes=tokens.nbytes + tokens.numel() * (read + result), flops=0)
 
@@ -165,8 +179,8 @@ def embedding_int8(tokens: Tensor, weight: Tensor, scale: Tensor, bf16: bool = F
     >>> embedding_int8(torch.tensor([0]), table, torch.tensor([0.5]))
     tensor([[ 1., -2.]])
     """
-    weight, scale = (tensor.index_select(0, tokens.flatten()) for tensor in (weight, scale))
-    values = decode_int8(weight, scale, accum_dtype(scale.dtype))
+    rows, scales = (t.index_select(0, tokens.flatten()) for t in (to_rows(weight), scale))
+    values = decode_int8(rows, scales, accum_dtype(scale.dtype))
     return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else values.dtype)
 
 
@@ -197,6 +211,6 @@ def embedding_int4(
     def select(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.index_select(0, tokens.flatten())
 
-    rows = map(select, (weight, scale, zero_point, minimum))
+    rows = map(select, (to_rows(weight), scale, zero_point, minimum))
     values = decode_int4(*rows, accum_dtype(scale.dtype))  # pyright: ignore
     return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else values.dtype)

@@ -14,6 +14,7 @@ against the weight before quantization. Scales and `x` have a gradient where x i
 dynamic ops have none.
 
 - int8 weights are (out, in), with one scale per row.
+- The weights of the dynamic ops may also be in panels: see `ingot.ops.codec`.
 - int4 weights are (out, in / 2) bytes. The low nibble is an even channel, the high nibble the next
   one. `scale` and `zero_point` are (out, in / group_size) for groups of 32, 64 or 128 consecutive
   channels. Without `zero_point`, 8 represents 0.
@@ -48,6 +49,8 @@ from ingot.ops.codec import (
     round_activations,
     sample_int4,
     sample_int8,
+    to_panels,
+    weight_shape,
 )
 from ingot.ops.epilogue import (
     IDENTITY,
@@ -149,6 +152,8 @@ def _int8_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
     for group in GROUP_SIZES:
         args = make.spread(5, 300), *sample_int8(make, 19, 300), make(19), IDENTITY, None, group
         yield SampleInput(f"group_{group}", args)
+    weight, scale = sample_int8(make, 64, 48)
+    yield SampleInput("panels", (make(5, 48), to_panels(weight), scale, make(64)))
     weight, _ = sample_int8(make, 33, 192)
     scales = (make(6, 33).float().abs() + 0.5).T / 900
     yield SampleInput("group_scales", (make(4, 192), weight, scales))
@@ -161,6 +166,8 @@ def _int4_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
     packed, scale, minimum = sample_int4(make, 48, 64, 32)
     yield from _dynamic_samples(make, (make(6, 64), packed, scale, None, None))
     yield SampleInput("minimum", (make(6, 64), packed, scale, None, minimum / 64, make(48)))
+    panels = to_panels(packed)
+    yield SampleInput("panels", (make(5, 64), panels, scale, minimum))
     transposed = scale.T.contiguous().T, minimum.T.contiguous().T
     yield SampleInput("adjacent_scales", (make(3, 64), packed, *transposed))
 
@@ -183,9 +190,14 @@ def _check_int8(
     check_epilogue("linear_int8", x, weight.shape[0], bias, activation, residual)
 
 
+def _row_bytes(op: str, weight: Tensor) -> int:
+    """Return the bytes of a row; 0 for panels where the op does not take them."""
+    return weight_shape(weight)[1] if weight.dim() == 2 or op.endswith("_dynamic") else 0
+
+
 def _check_int8_weight(op: str, x: Tensor, weight: Tensor) -> None:
     check_same_dtype(op, x=x)
-    if weight.dtype != torch.int8 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    if weight.dtype != torch.int8 or _row_bytes(op, weight) != x.shape[-1]:
         raise OpError(
             f"{op}: x has {x.shape[-1]} channels, weight is {weight.dtype} {tuple(weight.shape)}",
             hint="pass a weight of (out, in) in int8, in being x's channels",
@@ -206,7 +218,7 @@ def _check_int8_dynamic(
     _check_int8_weight(name, x, weight)
     if scale.dim() != 1:
         _check_group_scale(name, x, weight, scale)
-    elif scale.shape != weight.shape[:1] or not scale.is_floating_point():
+    elif len(scale) != weight_shape(weight)[0] or not scale.is_floating_point():
         raise OpError(
             f"{name}: weight is {tuple(weight.shape)}, scale {scale.dtype} {tuple(scale.shape)}",
             hint="pass floats, one per row of the weight, or per row and group of its channels",
@@ -237,23 +249,25 @@ def _check_dynamic_epilogue(
     lora_index: Tensor | None,
     to_float32: bool,
 ) -> None:
+    # The parts of a gated weight in panels must be panels, too.
     if gated and (len(weight) % 2 or bias is not None):
         raise OpError(
             f"{op}: gated, weight is {tuple(weight.shape)}",
             hint="pass the rows of gate and of up as one weight, and no bias",
         )
     parts = 2 if gated else 1
-    check_epilogue(op, x, len(weight) // parts, bias, activation, residual)
+    width = weight_shape(weight)[0] // parts
+    check_epilogue(op, x, width, bias, activation, residual)
     bs = [None] * parts if lora_b is None else lora_b.chunk(parts, -1)
-    check_lora(op, x, len(weight) // parts, lora_h, bs, lora_index)
+    check_lora(op, x, width, lora_h, bs, lora_index)
 
 
 def _check_group_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
-    fits = scale.dim() == 2 and scale.shape[0] == weight.shape[0] and scale.shape[1] > 0
+    rows, _ = weight_shape(weight)
+    fits = scale.dim() == 2 and scale.shape[0] == rows and scale.shape[1] > 0
     if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUP_SIZES]:
         raise OpError(
-            f"{op}: {weight.shape[0]} rows of {x.shape[-1]} channels, scale is "
-            f"{tuple(scale.shape)}",
+            f"{op}: {rows} rows of {x.shape[-1]} channels, scale is {tuple(scale.shape)}",
             hint="pass one scale per row and group of 32, 64 or 128 channels",
         )
     check_same_dtype(op, scale=scale)
@@ -263,7 +277,7 @@ def _check_int4_weight(
     op: str, x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None
 ) -> None:
     check_same_dtype(op, x=x)
-    if weight.dtype != torch.uint8 or weight.dim() != 2 or 2 * weight.shape[1] != x.shape[-1]:
+    if weight.dtype != torch.uint8 or 2 * _row_bytes(op, weight) != x.shape[-1]:
         raise OpError(
             f"{op}: x has {x.shape[-1]} channels, weight is {weight.dtype} {tuple(weight.shape)}",
             hint="pass a weight of (out, in / 2) bytes, in being x's channels",
@@ -311,7 +325,7 @@ def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 
 def _dynamic_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     gated, *_, to_float32 = args[-5:]
-    shape = (*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
+    shape = (*x.shape[:-1], weight_shape(weight)[0] // (2 if gated else 1))
     return x.new_empty(shape, dtype=accum_dtype(x.dtype) if to_float32 else x.dtype)
 
 
@@ -327,7 +341,7 @@ def _int8_dynamic_cost(
     lora_h: Tensor | None = None,
     *_: object,
 ) -> Cost:
-    rows, width = x.numel() // x.shape[-1], len(weight)
+    rows, width = x.numel() // x.shape[-1], weight_shape(weight)[0]
     result = rows * width // (2 if gated else 1) * x.itemsize + epilogue_bytes(residual, lora_h)
     return Cost(
         bytes=x.nbytes + weight.nbytes + scale.nbytes + result,
@@ -348,7 +362,7 @@ def _int4_dynamic_cost(
     lora_h: Tensor | None = None,
     *_: object,
 ) -> Cost:
-    rows, width = x.numel() // x.shape[-1], len(weight)
+    rows, width = x.numel() // x.shape[-1], weight_shape(weight)[0]
     result = rows * width // (2 if gated else 1) * x.itemsize + epilogue_bytes(residual, lora_h)
     scales = epilogue_bytes(scale, zero_point, minimum)
     return Cost(

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from ingot.core import lineage
+from ingot.compression import GPTQ, Method, quantize
+from ingot.core import lineage, log
 from ingot.interop import hf, hub
 from ingot.nn import Decoder
 from ingot.nn.formats import WeightFormat
-from ingot.nn.quantized import quantize_
 from ingot.observe.drift import DistributionDrift
 from ingot.workflows.derive import (
     derived_directory,
@@ -29,12 +30,15 @@ from ingot.workflows.derive import (
 )
 from ingot.workflows.llm import load
 
+_CALIBRATION = 8192  # tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompressReport:
     """What was quantized, and how far the result is from the original."""
 
     format: str
+    method: str
     bytes_before: int
     """Size of the original weights."""
     bytes_after: int
@@ -47,6 +51,7 @@ def compress(
     directory: Path | str,
     format: WeightFormat,
     *,
+    method: Method | None = None,
     text: str = "stdlib",
     device: str = "auto",
 ) -> CompressReport:
@@ -56,19 +61,28 @@ def compress(
         model: The model, as a directory or `ORG/NAME`.
         directory: The directory to create.
         format: The format of the linear layers' weights.
-        text: Text to compare the two models on: a file, a folder or "stdlib".
+        method: How to quantize them; by default, `GPTQ`.
+        text: Text to calibrate with and, in other documents, to compare the two models on: a file,
+            a folder or "stdlib".
         device: Where to compute.
     """
     source, directory = hub.model_path(model), Path(directory)
+    method = method or GPTQ()
     decoder, tokenizer = load(source, device=device)
     hf.check_quantizable(decoder)
     before = _size(decoder)
     with derived_directory(directory, source, before) as out:
         sequences = tokenize_text(text, tokenizer, decoder)
+        options: Any = {"positions": _CALIBRATION, "length": 512, "skip": len(sequences)}
         original_TD = hidden_states(decoder, sequences)
-        quantize_(decoder, lambda name: format if name.startswith("blocks.") else None)
+        calibration = (
+            tokenize_text(text, tokenizer, decoder, **options) if method.calibrated else []
+        )
+        with log.progress("quantizing", decoder.config.layers) as progress:
+            quantize(decoder, format, method, calibration, progress)
         report = CompressReport(
             format=str(format),
+            method=str(method),
             bytes_before=before,
             bytes_after=_size(decoder),
             drift=measure_drift(decoder, original_TD, hidden_states(decoder, sequences)),

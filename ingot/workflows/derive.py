@@ -14,6 +14,7 @@ Legend: T tokens, D channels, V vocabulary.
 # pyright: basic
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -34,7 +35,6 @@ from ingot.observe.drift import DistributionDrift, DistributionMeter
 
 POSITIONS = 512
 """Number of tokens that models are compared on."""
-_SEQUENCE = 128
 _CHUNK = 32  # rows of logits in memory at a time
 
 
@@ -52,19 +52,37 @@ def derived_directory(directory: Path, source: Path, num_bytes: int) -> Generato
         yield temporary
 
 
-def tokenize_text(text: str, tokenizer: Tokenizer, decoder: Decoder) -> list[list[int]]:
-    """Return sequences of tokens, `POSITIONS` together, from a file, a folder or "stdlib"."""
-    length = min(_SEQUENCE, decoder.config.max_seq_len)
+def tokenize_text(
+    text: str,
+    tokenizer: Tokenizer,
+    decoder: Decoder,
+    *,
+    positions: int = POSITIONS,
+    length: int = 128,
+    skip: int = 0,
+) -> list[list[int]]:
+    """Return the first tokens of documents as sequences.
+
+    Args:
+        text: A file, a folder or "stdlib".
+        tokenizer: The model's tokenizer.
+        decoder: The model, which bounds the length.
+        positions: Number of tokens together; fewer if there is less text.
+        length: Max tokens of a document.
+        skip: Number of documents with text to leave out at the beginning.
+    """
+    length = min(length, decoder.config.max_seq_len)
+    documents = (
+        tokenizer.encode(text[: 16 * length])[:length] for text in Source(text).documents()
+    )
     sequences: list[list[int]] = []
-    for document in Source(text).documents():
-        ids = tokenizer.encode(document[: 16 * length])[:length]
-        left = POSITIONS - sum(map(len, sequences))
-        if ids:
-            sequences.append(ids[:left])
+    for ids in itertools.islice(filter(None, documents), skip, None):
+        left = positions - sum(map(len, sequences))
+        sequences.append(ids[:left])
         if left <= len(ids):
             break
     if not sequences:
-        raise ConfigError(f"{text} has no text", hint="name a file with some text: --text FILE")
+        raise ConfigError(f"{text} has too little text", hint="name another file: --text FILE")
     return sequences
 
 

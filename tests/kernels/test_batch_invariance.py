@@ -26,6 +26,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.device import detect
 from ingot.ops.arguments import as_tuple
+from ingot.ops.codec import to_panels
 from ingot.ops.inputs import TensorMaker
 from ingot.ops.record import Op
 
@@ -149,6 +150,9 @@ class Inputs(TensorMaker):
         if self.is_quantized and self.has_groups:
             self.width = self.group * (1 + schedule.width % 8)
         self.out = max(1, min(schedule.out, MAX_PRODUCTS // (schedule.rows * schedule.width)))
+        self.has_panels = self.is_quantized and schedule.seed % 4 != 0 and self.width % 8 == 0
+        if self.has_panels:
+            self.out = (self.out + 15) // 16 * 16
 
     def values(self, *shape: int, low: int = -12, high: int = 8) -> Tensor:
         """Wide magnitudes, with zeros of either sign among them."""
@@ -205,9 +209,12 @@ def _stacked_lora_b(i: Inputs) -> Tensor | None:
 def _quantized_weight(i: Inputs) -> Tensor:
     if not i.is_quantized:
         return i.weight()
+    rows = i.lora_parts * i.out
     if "int4" in i.op:
-        return i.ints(256, i.lora_parts * i.out, i.width // 2, dtype=torch.uint8)
-    return (i.ints(256, i.lora_parts * i.out, i.width) - 128).to(torch.int8)
+        weight = i.ints(256, rows, i.width // 2, dtype=torch.uint8)
+    else:
+        weight = (i.ints(256, rows, i.width) - 128).to(torch.int8)
+    return to_panels(weight) if i.has_panels else weight
 
 
 def _group_values(i: Inputs) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ingot.core.errors import IngotError
 from ingot.nn import BatchLayout, Decoder, LoraWeights, preset
 from ingot.nn.formats import Int4, Int8, WeightFormat
+from ingot.nn.linear import Linear
 from ingot.nn.quantized import QuantizedEmbedding, QuantizedLinear, quantize_
 
 FORMATS = [Int8(), Int8(group=32), Int4(group=32), Int4(group=32, zero_point=True)]
@@ -95,3 +96,27 @@ def test_quantizing_twice_raises() -> None:
 def test_the_weight_of_a_quantized_lm_head_raises() -> None:
     with pytest.raises(IngotError, match="quantized"):
         _ = quantized(Int8()).lm_head_weight
+
+
+@each_format
+def test_weights_are_in_panels_where_they_fit(format: WeightFormat) -> None:
+    layer: Any = QuantizedLinear.of(Linear(64, 48), format)
+    expected = format.encode(torch.randn(48, 64))
+    layer.set(expected.map(lambda tensor: tensor[:20]), slice(0, 20))
+    layer.set(expected.map(lambda tensor: tensor[20:]), slice(20, 48))
+    assert layer.weight.dim() == 4
+    for own, new in zip(layer.get(slice(5, 30)), expected, strict=True):
+        assert (own is None) == (new is None)
+        assert own is None or new is None or torch.equal(own, new[5:30])
+    assert torch.equal(format.decode(layer.tensors), format.decode(expected))
+    odd: Any = QuantizedLinear.of(Linear(64, 47), format)
+    assert odd.weight.dim() == 2
+    gated: Any = QuantizedLinear(64, 48, format, gated=True)
+    gated.set(expected)
+    assert gated.weight.dim() == 2  # half of it is not a whole number of panels
+
+
+def test_panels_are_for_cpus() -> None:
+    layer = QuantizedLinear.of(Linear(64, 48), Int8()).to("meta")
+    assert layer.weight.shape == (48, 64)
+    assert layer.to_empty(device="cpu").weight.shape == (3, 16, 16, 4)

@@ -6,10 +6,14 @@ import torch
 from ingot.ops.codec import (
     decode_int4,
     decode_int8,
+    fits_panels,
     pack_int4,
     quantize_rows,
     round_activations,
+    to_panels,
+    to_rows,
     unpack_int4,
+    weight_shape,
 )
 
 
@@ -50,6 +54,30 @@ def test_values_are_decoded_by_the_scale_of_their_group(groups: int) -> None:
     assert torch.equal(decode_int4(packed, scale, offset, None, f32), (q - wide_offset) * wide)
     assert torch.equal(decode_int4(packed, scale, None, offset, f32), q * wide + wide_offset)
     assert torch.equal(decode_int8((q - 8).to(torch.int8), scale, f32), (q - 8) * wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_panels_are_the_same_weight_in_another_order(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 128, (48, 24), generator=random).to(dtype)
+    panels = to_panels(rows)
+    assert weight_shape(panels) == weight_shape(rows) == (48, 24)
+    assert panels[1, 2, 3].tolist() == rows[16 + 3, 8:12].tolist()
+    assert torch.equal(to_rows(panels), rows)
+    assert to_rows(rows) is rows
+    scale = torch.rand(48, 2, generator=random)
+    if dtype == torch.int8:
+        assert torch.equal(*(decode_int8(w, scale, torch.float32) for w in (rows, panels)))
+    else:
+        values = (decode_int4(w, scale, None, None, torch.float32) for w in (rows, panels))
+        assert torch.equal(*values)
+
+
+def test_only_multiples_of_a_panel_fit() -> None:
+    assert fits_panels(32, 8)
+    assert not fits_panels(33, 8)
+    assert not fits_panels(32, 6)
+    assert weight_shape(torch.empty(2, 3, 4)) == (0, 0)
 
 
 def test_activations_are_rounded_in_groups() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from ingot import ops
 from ingot.core.errors import OpError
-from ingot.ops.codec import pack_int4
+from ingot.ops.codec import pack_int4, to_panels
 
 INT8 = torch.tensor([[1, -128, 127], [0, 5, -7]], dtype=torch.int8)
 
@@ -56,8 +56,28 @@ def test_x_and_scales_have_gradients_unless_x_is_quantized() -> None:
         ops.linear_int8_dynamic(x, INT8, scale).sum().backward()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 33])
+@pytest.mark.parametrize("gated", [False, True])
+def test_panels_do_not_change_bits(rows: int, gated: bool) -> None:
+    random = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 96, generator=random).bfloat16()
+    scale = torch.rand(3, 64, generator=random).T
+    packed = torch.randint(0, 256, (64, 48), generator=random, dtype=torch.uint8)
+    weight = torch.randint(-128, 128, (64, 96), generator=random, dtype=torch.int8)
+
+    def int4(weight: torch.Tensor) -> torch.Tensor:
+        return ops.linear_int4_dynamic(x, weight, scale, None, scale, None, 3, None, gated)
+
+    def int8(weight: torch.Tensor) -> torch.Tensor:
+        return ops.linear_int8_dynamic(x, weight, scale, None, 3, None, 0, gated)
+
+    assert torch.equal(int4(packed), int4(to_panels(packed)))
+    assert torch.equal(int8(weight), int8(to_panels(weight)))
+
+
 X, SCALE = torch.ones(2, 64), torch.ones(3)
 WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=torch.uint8)
+PANELS = to_panels(torch.ones(16, 64, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +90,10 @@ WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=to
         ("linear_int8", (X, WEIGHT, SCALE, SCALE[:2]), "bias must be (3,), got (2,)"),
         ("linear_int8", (X, WEIGHT, SCALE, SCALE.double()), "bias is torch.float64"),
         ("linear_int8_dynamic", (X[:, :0], WEIGHT[:, :0], SCALE), "x has 0 channels"),
+        ("linear_int8", (X, PANELS, torch.ones(16)), "(1, 16, 16, 4)"),
+        ("linear_int8_dynamic", (X, PANELS[:, :15], torch.ones(16)), "x has 64 channels"),
+        ("linear_int8_dynamic", (X, PANELS[..., :2], torch.ones(16)), "x has 64 channels"),
+        ("linear_int8_dynamic", (X, PANELS, SCALE), "scale torch.float32 (3,)"),
         ("linear_int4", (X, PACKED[:, :31], torch.ones(3, 1)), "x has 64 channels"),
         ("linear_int4", (X, PACKED.char(), torch.ones(3, 1)), "torch.int8"),
         ("linear_int4", (X, PACKED, torch.ones(3, 4)), "scale is (3, 4)"),

@@ -42,8 +42,17 @@ def test_models_are_compared_on_a_fixed_number_of_tokens(tmp_path: Path) -> None
     assert sum(map(len, sequences)) == POSITIONS
     assert max(map(len, sequences)) <= decoder.config.max_seq_len
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ConfigError, match="no text"):
+    with pytest.raises(ConfigError, match="too little text"):
         tokenize_text(str(tmp_path / "empty.txt"), tokenizer, decoder)
+
+
+def test_documents_can_be_left_out(tmp_path: Path) -> None:
+    decoder, tokenizer = load(models.small(tmp_path / "small"))
+    first = tokenize_text("stdlib", tokenizer, decoder, length=32)
+    rest = tokenize_text("stdlib", tokenizer, decoder, length=32, skip=len(first))
+    both = tokenize_text("stdlib", tokenizer, decoder, length=32, positions=2 * POSITIONS)
+    assert (first + rest)[: len(first)] == both[: len(first)]
+    assert rest[0] == both[len(first)]
 
 
 def test_drift_grows_with_the_change(tmp_path: Path) -> None:

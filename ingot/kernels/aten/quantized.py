@@ -72,7 +72,7 @@ def _supports_int_mm(
 
     cuBLASLt needs more than 16 rows, and sizes that are multiples of 8.
     """
-    if x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0:
+    if x.dtype == torch.float64 or x.numel() == 0 or weight.numel() == 0 or weight.dim() != 2:
         return False
     to_float32 = tail[-1]
     if x_group or gated or to_float32 or lora_h is not None or scale.dim() != 1:

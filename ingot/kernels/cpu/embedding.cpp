@@ -90,16 +90,16 @@ Tensors embedding_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& to
 // ---- Quantized tables.
 
 struct TableArgs {
-  const Tensor &tokens, &weight, &scale;
+  const Tensor &tokens, &scale;
   const std::optional<Tensor>&zero_point, &minimum;
 };
 
 // The rows of a table. `channels` are those of a row, `value(row, k)` the integer of a channel minus
 // the format's zero.
 template <class T, class Value>
-Tensor run_embedding(const TableArgs& args, int64_t channels, int zero, const Value& value) {
+Tensor run_embedding(const TableArgs& args, int64_t rows, int64_t channels, int zero,
+                     const Value& value) {
   Integers token(args.tokens);
-  int64_t rows = args.weight.size(0);
   int64_t groups = args.scale.dim() == 2 ? args.scale.size(1) : 1;
   check(groups > 0 && channels % groups == 0, "scale must have one entry per group");
   for (int64_t i = 0; i < token.count; i++)
@@ -126,38 +126,54 @@ Tensor run_embedding(const TableArgs& args, int64_t channels, int zero, const Va
 }
 
 template <class Value>
-Tensor dispatch_embedding(const TableArgs& args, int64_t channels, int zero, bool bf16_output,
-                          const Value& value) {
-  if (bf16_output) return run_embedding<bf16>(args, channels, zero, value);
-  return run_embedding<float>(args, channels, zero, value);
+Tensor dispatch_embedding(const TableArgs& args, int64_t rows, int64_t channels, int zero,
+                          bool bf16_output, const Value& value) {
+  if (bf16_output) return run_embedding<bf16>(args, rows, channels, zero, value);
+  return run_embedding<float>(args, rows, channels, zero, value);
 }
 
-inline Tensor checked_table(const Tensor& tokens, const Tensor& weight, ScalarType dtype) {
-  check(tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
-  check(weight.is_cpu() && weight.dim() == 2 && weight.scalar_type() == dtype,
-        "weight must be a matrix of bytes");
-  return weight.is_contiguous() ? weight : contiguous(weight);
-}
+// A table of bytes in rows, or in panels: see quantized.h.
+struct Table {
+  Tensor owner;
+  bool is_panels;
+  int64_t rows, row_bytes;
+  const uint8_t* first;
+
+  Table(const Tensor& tokens, const Tensor& weight, ScalarType dtype)
+      : owner(weight.is_contiguous() ? weight : contiguous(weight)) {
+    check(tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
+    is_panels = weight.dim() == 4;
+    check(weight.is_cpu() && weight.scalar_type() == dtype && (is_panels || weight.dim() == 2),
+          "weight must have rows or panels of bytes");
+    check(!is_panels || (weight.size(2) == LANES && weight.size(3) == 4),
+          "panels must have words of 16 rows");
+    rows = weight.size(0) * (is_panels ? LANES : 1);
+    row_bytes = weight.size(1) * (is_panels ? 4 : 1);
+    first = static_cast<const uint8_t*>(owner.data_ptr());
+  }
+
+  uint8_t operator()(int64_t row, int64_t byte) const {
+    if (!is_panels) return first[row * row_bytes + byte];
+    int64_t word = row / LANES * (row_bytes / 4) + byte / 4;
+    return first[(word * LANES + row % LANES) * 4 + byte % 4];
+  }
+};
 
 Tensor embedding_int8(const Tensor& tokens, const Tensor& weight, const Tensor& scale,
                       bool bf16_output) {
-  Tensor table = checked_table(tokens, weight, ScalarType::Char);
-  const int8_t* first = data<int8_t>(table);
-  int64_t channels = weight.size(1);
-  return dispatch_embedding({tokens, weight, scale, std::nullopt, std::nullopt}, channels, 0,
-                            bf16_output,
-                            [=](int64_t row, int64_t k) { return first[row * channels + k]; });
+  Table table(tokens, weight, ScalarType::Char);
+  return dispatch_embedding({tokens, scale, std::nullopt, std::nullopt}, table.rows,
+                            table.row_bytes, 0, bf16_output,
+                            [&](int64_t row, int64_t k) { return int8_t(table(row, k)); });
 }
 
 Tensor embedding_int4(const Tensor& tokens, const Tensor& weight, const Tensor& scale,
                       const std::optional<Tensor>& zero_point,
                       const std::optional<Tensor>& minimum, bool bf16_output) {
-  Tensor table = checked_table(tokens, weight, ScalarType::Byte);
-  const uint8_t* first = data<uint8_t>(table);
-  int64_t bytes = weight.size(1);
-  return dispatch_embedding({tokens, weight, scale, zero_point, minimum}, 2 * bytes, 8, bf16_output,
-                            [=](int64_t row, int64_t k) {
-                              return first[row * bytes + k / 2] >> (4 * (k % 2)) & 15;
+  Table table(tokens, weight, ScalarType::Byte);
+  return dispatch_embedding({tokens, scale, zero_point, minimum}, table.rows, 2 * table.row_bytes,
+                            8, bf16_output, [&](int64_t row, int64_t k) {
+                              return table(row, k / 2) >> (4 * (k % 2)) & 15;
                             });
 }
 

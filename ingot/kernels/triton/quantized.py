@@ -446,7 +446,7 @@ def _supports_dynamic(x: Tensor, weight: Tensor, scale: Tensor, *args: Any) -> b
     """Return whether rows of x have one scale and the epilogue is that of the other ops."""
     x_group, gated, lora_h, _, _, to_float32 = args[3:]
     plain = not (x_group or gated or to_float32) and lora_h is None
-    return _supported(x, weight) and plain and scale.dim() == 1
+    return _supported(x, weight) and plain and scale.dim() == 1 and weight.dim() == 2
 
 
 def _int8_example(make: ExampleInputs) -> tuple[Any, ...]:

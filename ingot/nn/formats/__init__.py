@@ -12,8 +12,17 @@ Legend: N rows (output channels), D channels, G groups of channels.
 
 from __future__ import annotations
 
-from ingot.nn.formats.format import LinearEpilogue, QuantizedTensors, WeightFormat
+from ingot.nn.formats.format import Grid, LinearEpilogue, QuantizedTensors, WeightFormat
 from ingot.nn.formats.int4 import Int4
 from ingot.nn.formats.int8 import Int8
+from ingot.ops.codec import GROUP_SIZES
 
-__all__ = ["Int4", "Int8", "LinearEpilogue", "QuantizedTensors", "WeightFormat"]
+__all__ = [
+    "GROUP_SIZES",
+    "Grid",
+    "Int4",
+    "Int8",
+    "LinearEpilogue",
+    "QuantizedTensors",
+    "WeightFormat",
+]

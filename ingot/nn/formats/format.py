@@ -27,6 +27,35 @@ class QuantizedTensors(NamedTuple):
         return QuantizedTensors(*(None if t is None else function(t) for t in self))  # pyright: ignore
 
 
+class Grid(NamedTuple):
+    """The values that a weight may have: `scale * (q - zero)` for integers q from low to high."""
+
+    scale_NG: Tensor
+    """In float32, and representable in the dtype of the format's scales; so is the zero."""
+    zero_NG: Tensor
+    low: int
+    high: int
+
+    def round(self, weight_ND: Tensor) -> Tensor:
+        """Return the nearest q of each weight, (N, D), in float32.
+
+        >>> grid = Grid(torch.tensor([[0.5]]), torch.tensor([[8.0]]), 0, 15)
+        >>> grid.round(torch.tensor([[-0.6, 9.0]]))
+        tensor([[ 7., 15.]])
+        """
+        scale_NG = torch.where(self.scale_NG == 0, 1, self.scale_NG)
+        q_NGC = self._groups(weight_ND.float()) / scale_NG[..., None] + self.zero_NG[..., None]
+        return q_NGC.round_().clamp_(self.low, self.high).flatten(1)
+
+    def decode(self, q_ND: Tensor) -> Tensor:
+        """Return the values of integers, (N, D), in float32."""
+        values_NGC = (self._groups(q_ND) - self.zero_NG[..., None]) * self.scale_NG[..., None]
+        return values_NGC.flatten(1)
+
+    def _groups(self, values_ND: Tensor) -> Tensor:
+        return values_ND.unflatten(1, (self.scale_NG.shape[1], -1))
+
+
 class LinearEpilogue(NamedTuple):
     """The epilogue of a linear layer: see `ops.linear_int4_dynamic`."""
 
@@ -51,6 +80,14 @@ class WeightFormat(Protocol):
 
     def empty(self, rows: int, channels: int, device: torch.device | str) -> QuantizedTensors:
         """Allocate the tensors of a weight (N, D)."""
+        ...
+
+    def grid(self, weight_ND: Tensor, shrink: float = 1.0) -> Grid:
+        """Return the grid that spans the values of each group, or a smaller one that clips some."""
+        ...
+
+    def pack(self, q_ND: Tensor, grid: Grid) -> QuantizedTensors:
+        """Return the tensors of a weight that has these integers on the grid."""
         ...
 
     def encode(self, weight_ND: Tensor) -> QuantizedTensors:

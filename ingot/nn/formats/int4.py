@@ -18,6 +18,7 @@ from torch import Tensor
 from ingot import ops
 from ingot.core.errors import ConfigError
 from ingot.nn.formats.format import (
+    Grid,
     LinearEpilogue,
     QuantizedTensors,
     check_channels,
@@ -65,34 +66,48 @@ class Int4:
             minimum=values() if self.minimum else None,
         )
 
-    def encode(self, weight_ND: Tensor) -> QuantizedTensors:
-        """Quantize a weight by rounding to nearest.
+    def grid(self, weight_ND: Tensor, shrink: float = 1.0) -> Grid:
+        """Return the grid that spans the values of each group, or a smaller one that clips some.
 
         A symmetric scale maps the value of largest magnitude to -8, which has no positive
         counterpart; the others span the values from the least to the largest.
         """
-        rows, channels = weight_ND.shape
-        tensors = self.empty(rows, channels, weight_ND.device)
         values_NGC = weight_ND.float().unflatten(1, (-1, self.group))
-        low, high = values_NGC.amin(-1), values_NGC.amax(-1)
-        if self.minimum:
-            tensors.scale.copy_((high - low) / 15)
-        elif self.zero_point:  # 0 is representable
-            low = low.clamp_max(0)
-            tensors.scale.copy_((high.clamp_min(0) - low) / 15)
-        else:
-            tensors.scale.copy_(torch.where(high > -low, high, low) / -8)
-        scale = tensors.scale.float()
+        low, high = shrink * values_NGC.amin(-1), shrink * values_NGC.amax(-1)
+        if self.zero_point:  # 0 is representable
+            low, high = low.clamp_max(0), high.clamp_min(0)
+        symmetric = torch.where(high > -low, high, low) / -8
+        scale = (high - low) / 15 if self.zero_point or self.minimum else symmetric
+        scale = self._round(scale)
         divisor = torch.where(scale == 0, 1, scale)
-        if tensors.minimum is not None:
-            offset = -tensors.minimum.copy_(low).float() / divisor
-        elif tensors.zero_point is not None:
-            offset = tensors.zero_point.copy_((-low / divisor).round().clamp(0, 15)).float()
+        if self.minimum:
+            zero = -self._round(low) / divisor
+        elif self.zero_point:
+            zero = (-low / divisor).round().clamp(0, 15)
         else:
-            offset = torch.full_like(scale, 8)
-        q = (values_NGC / divisor[..., None] + offset[..., None]).round().clamp(0, 15)
-        tensors.weight.copy_(pack_int4(q.flatten(1).to(torch.uint8)))
+            zero = torch.full_like(scale, 8)
+        return Grid(scale, zero, 0, 15)
+
+    def pack(self, q_ND: Tensor, grid: Grid) -> QuantizedTensors:
+        """Return the tensors of a weight that has these integers on the grid."""
+        rows, channels = q_ND.shape
+        tensors = self.empty(rows, channels, q_ND.device)
+        tensors.weight.copy_(pack_int4(q_ND.to(torch.uint8)))
+        tensors.scale.copy_(grid.scale_NG)
+        if tensors.zero_point is not None:
+            tensors.zero_point.copy_(grid.zero_NG)
+        if tensors.minimum is not None:
+            divisor_NG = torch.where(grid.scale_NG == 0, 1, grid.scale_NG)
+            tensors.minimum.copy_(-grid.zero_NG * divisor_NG)
         return tensors
+
+    def encode(self, weight_ND: Tensor) -> QuantizedTensors:
+        """Quantize a weight by rounding to nearest."""
+        grid = self.grid(weight_ND)
+        return self.pack(grid.round(weight_ND), grid)
+
+    def _round(self, values: Tensor) -> Tensor:
+        return values.to(self.scale_dtype).float()
 
     def decode(self, tensors: QuantizedTensors) -> Tensor:
         """Return the weight (N, D) in float32."""

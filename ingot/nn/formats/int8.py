@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.nn.formats.format import (
+    Grid,
     LinearEpilogue,
     QuantizedTensors,
     check_channels,
@@ -18,7 +19,9 @@ from ingot.nn.formats.format import (
 )
 from ingot.ops.codec import decode_int8
 
-X_GROUP = 128  # channels of x that share a scale where the weight has one per row
+# Channels of x that share a scale where the weight has one per row. Of SmolLM2's activations, 128
+# together cost 0.010 nats of KL, 32 together 0.004.
+X_GROUP = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +53,24 @@ class Int8:
         groups = channels // self.group
         return QuantizedTensors(weight, empty_groups(groups, rows, self.scale_dtype, device))
 
+    def grid(self, weight_ND: Tensor, shrink: float = 1.0) -> Grid:
+        """Return the grid that spans the values of each group, or a smaller one that clips some."""
+        values_NGC = weight_ND.float().unflatten(1, (-1, self.group or weight_ND.shape[1]))
+        scale_NG = (shrink * values_NGC.abs().amax(-1) / 127).to(self.scale_dtype).float()
+        return Grid(scale_NG, torch.zeros_like(scale_NG), -127, 127)
+
+    def pack(self, q_ND: Tensor, grid: Grid) -> QuantizedTensors:
+        """Return the tensors of a weight that has these integers on the grid."""
+        rows, channels = q_ND.shape
+        tensors = self.empty(rows, channels, q_ND.device)
+        tensors.weight.copy_(q_ND)
+        tensors.scale.copy_(grid.scale_NG.view(tensors.scale.shape))
+        return tensors
+
     def encode(self, weight_ND: Tensor) -> QuantizedTensors:
         """Quantize a weight by rounding to nearest."""
-        rows, channels = weight_ND.shape
-        tensors = self.empty(rows, channels, weight_ND.device)
-        values_NGC = weight_ND.float().unflatten(1, (-1, self.group or channels))
-        tensors.scale.copy_((values_NGC.abs().amax(-1) / 127).view(tensors.scale.shape))
-        scale = tensors.scale.float().reshape(rows, -1, 1)
-        q = (values_NGC / torch.where(scale == 0, 1, scale)).round().clamp(-127, 127)
-        tensors.weight.copy_(q.flatten(1))
-        return tensors
+        grid = self.grid(weight_ND)
+        return self.pack(grid.round(weight_ND), grid)
 
     def decode(self, tensors: QuantizedTensors) -> Tensor:
         """Return the weight (N, D) in float32."""

@@ -1,0 +1,13 @@
+"""Compress a model: methods that quantize its weights.
+
+quantize(decoder, Int4(group=32), RoundToNearest())
+quantize(decoder, Int4(group=32), GPTQ(), sequences)      # calibrated on tokens
+"""
+
+from __future__ import annotations
+
+from ingot.compression.gptq import GPTQ
+from ingot.compression.method import Method, RoundToNearest
+from ingot.compression.quantize import quantize
+
+__all__ = ["GPTQ", "Method", "RoundToNearest", "quantize"]

@@ -1,0 +1,114 @@
+"""Quantize the linear layers of a decoder, one after the other.
+
+Layers are calibrated with the inputs that they have in the quantized model: those of a block are
+quantized in the order of the forward pass, which is repeated up to the next one. At a time, one
+layer is in float32 and the activations of one block are in memory.
+
+Legend: T tokens, N rows (output channels), D channels.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ingot.compression.method import Method
+from ingot.core.errors import ConfigError
+from ingot.core.log import Progress
+from ingot.nn import BatchLayout, Decoder
+from ingot.nn.formats import WeightFormat
+from ingot.nn.linear import Linear
+from ingot.nn.mlp import SwiGLU
+from ingot.nn.quantized import quantize_
+
+Batch = tuple[Tensor, BatchLayout]
+"""Hidden states, (T, D), and the sequences they belong to."""
+
+_BATCH_TOKENS = 1024
+
+
+class _Stop(Exception):
+    """Ends a forward pass once the input of a layer is known."""
+
+
+@torch.no_grad()
+def quantize(
+    decoder: Decoder,
+    format: WeightFormat,
+    method: Method,
+    sequences: Sequence[Sequence[int]] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Quantize the linear layers of all blocks in place.
+
+    Args:
+        decoder: The model. Embeddings, LM head and norms stay as they are.
+        format: The format of the weights.
+        method: How to quantize them.
+        sequences: Tokens to calibrate with, if the method is calibrated.
+        progress: Advances by 1 for each block.
+    """
+    if method.calibrated and not sequences:
+        raise ConfigError("this method needs calibration data", hint="pass sequences of tokens")
+    batches = list(_embed(decoder, sequences)) if method.calibrated else []
+    for block in decoder.blocks:
+        for name, module in _layers(block):
+            hessian_DD = _hessian(block, module, batches) if batches else None
+            quantize_(
+                block,
+                lambda layer, name=name: format if layer == name else None,
+                lambda format, weight, h=hessian_DD: method.encode(format, weight, h),
+            )
+        batches = [(block(x_TD, layout), layout) for x_TD, layout in batches]
+        if progress:
+            progress.advance()
+
+
+def _embed(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    """Yield the inputs of the first block, in batches."""
+    pending: list[Sequence[int]] = []
+    for number, ids in enumerate(sequences, 1):
+        pending.append(ids)
+        if number == len(sequences) or sum(map(len, pending)) >= _BATCH_TOKENS:
+            layout = BatchLayout.packed([len(ids) for ids in pending], decoder.device)
+            tokens_T = torch.tensor([id for ids in pending for id in ids], device=decoder.device)
+            yield decoder.embed(tokens_T, layout), layout
+            pending = []
+
+
+def _layers(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the linear layers in the order of the forward pass; of gate and up the MLP."""
+    layers: dict[str, nn.Module] = {}
+    for name, module in block.named_modules():
+        if isinstance(module, SwiGLU):
+            layers[f"{name}.gate_up"] = module
+        elif isinstance(module, Linear):
+            layers[name] = module
+    stacked = [name.removesuffix("gate_up") for name in layers if name.endswith(".gate_up")]
+    children = {prefix + child for prefix in stacked for child in ("gate", "up")}
+    return [(name, module) for name, module in layers.items() if name not in children]
+
+
+def _hessian(block: nn.Module, module: nn.Module, batches: list[Batch]) -> Tensor:
+    """Return the mean of x x^T over the inputs of a module, (D, D), in float32."""
+    total: list[Tensor] = []
+
+    def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x_TD = inputs[0].float()
+        product_DD = x_TD.T @ x_TD
+        total[:] = [total[0] + product_DD if total else product_DD]
+        raise _Stop
+
+    handle = module.register_forward_pre_hook(collect)
+    try:
+        for x_TD, layout in batches:
+            try:
+                block(x_TD, layout)
+            except _Stop:
+                continue
+    finally:
+        handle.remove()
+    return total[0] / sum(len(x_TD) for x_TD, _ in batches)
