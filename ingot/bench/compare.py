@@ -27,8 +27,9 @@ memory of all processes of a system after the last round.
 
 **Roofline.** Each step reads all weights once (except the embedding, if the LM head has its own
 matrix) and the keys and values of all sequences, and multiplies by the weights; it takes bytes over
-the read bandwidth or FLOPs over the bf16 matmul peak, whichever is longer. The first step has all
-tokens of the prompts. The bandwidth that other tenants leave changes by the minute, so it is
+the read bandwidth or FLOPs over the matmul peak, whichever is longer. The peak is that of bf16 or
+fp32: CPUs without bf16 instructions convert the weights. The first step has all tokens of the
+prompts. The bandwidth that other tenants leave changes by the minute, so it is
 measured in every round before the systems run (`read_gbs`, p50 of the rounds). The FLOPs of
 attention are not counted, and neither is the choice of experts: for a mixture of experts the
 roofline is too low.
@@ -286,8 +287,8 @@ def read_bandwidth() -> float:
 
 def roofline(model: ModelCost, task: GenerationTask, machine: Peaks, bandwidth: float) -> float:
     """Return the tokens per second of an ideal system on this machine."""
-    peak = machine.matmul["bf16"]
-    flops = peak and peak.value * 1e9
+    peaks = [peak.value for name in ("bf16", "fp32") if (peak := machine.matmul[name])]
+    flops = max(peaks) * 1e9 if peaks else None
 
     def seconds(tokens: int, keys: int) -> float:
         read = model.step.bytes + keys * model.kv_bytes

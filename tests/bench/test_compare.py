@@ -25,7 +25,7 @@ from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
 from ingot.ops.record import Cost
-from tests.bench.row import PEAKS
+from tests.bench.row import PEAK, PEAKS
 
 from .conftest import Make
 
@@ -138,6 +138,8 @@ def test_roofline_is_bound_by_memory_or_compute() -> None:
     longer = replace(one, input_len=5)
     assert roofline(MODEL, longer, PEAKS, 4e9) == pytest.approx(10 / (9 * 5e-4 + 25e-4))
     assert roofline(MODEL, replace(one, batch_size=4), PEAKS, 4e9) == pytest.approx(2000)
+    fast_fp32 = replace(PEAKS, matmul={**PEAKS.matmul, "fp32": replace(PEAK, value=8.0)})
+    assert roofline(MODEL, replace(one, batch_size=4), fast_fp32, 4e9) == pytest.approx(4000)
     no_matmul = replace(PEAKS, matmul={"fp32": None, "bf16": None, "int8": None})
     assert roofline(MODEL, replace(one, batch_size=4), no_matmul, 4e9) == pytest.approx(8000)
     with_kv = replace(MODEL, kv_bytes=400_000)
