@@ -43,6 +43,7 @@ from ingot.interop.hf_families import FAMILIES
 from ingot.nn.decoder import Decoder
 from ingot.nn.linear import Linear
 from ingot.nn.lora import QKV, LoraConfig, LoraKey, LoraWeights
+from ingot.nn.quantized import QuantizedLinear
 from ingot.nn.weights import READABLE, SafetensorsDir, read_json, write_file
 
 CONFIG = "adapter_config.json"
@@ -227,6 +228,11 @@ def merge_(decoder: Decoder, adapter: Adapter) -> None:
     layers = target_layers(decoder)
     for name, (a, b) in adapter.weights.items():
         layer = layers[name]
+        if isinstance(decoder.get_submodule(layer.module), QuantizedLinear):
+            raise AdapterError(
+                "an adapter cannot be merged into quantized weights",
+                hint="merge it into the original model, then quantize that: ingot compress",
+            )
         weight = decoder.get_parameter(f"{layer.module}.weight")
         rows = weight.narrow(0, layer.first, layer.out_features)
         delta = adapter.scale * (b.float() @ a.float())
@@ -261,19 +267,23 @@ def target_layers(decoder: Decoder) -> dict[str, TargetLayer]:
     layers: dict[str, TargetLayer] = {}
     for ours, module in decoder.named_modules():
         found = re.fullmatch(r"blocks\.(\d+)\.(.+)", ours)
-        if found is None or found[2] not in _TARGETS or not isinstance(module, Linear):
+        if found is None or not isinstance(module, Linear | QuantizedLinear):
             continue
         if config.moe and found[2].startswith("mlp."):
             continue  # as in `Decoder.add_lora`: the experts of other layers have the same names
-        index, theirs = int(found[1]), family.tensor_names[f"blocks.{{i}}.{found[2]}.weight"]
-        targets, rows = _TARGETS[found[2]], [module.out_features]
-        if isinstance(theirs, tuple):
-            targets, rows = ("q_proj", "k_proj", "v_proj"), heads
-        names, first = (theirs,) if isinstance(theirs, str) else theirs, 0
-        for name, target, count in zip(names, targets, rows, strict=True):
-            layer = name.format(i=index).removesuffix(".weight")
-            layers[layer] = TargetLayer((index, target), ours, first, count, module.in_features)
-            first += count
+        parts = ("mlp.gate", "mlp.up") if found[2] == "mlp.gate_up" else (found[2],)
+        first = 0
+        for part in parts:
+            theirs = family.tensor_names[f"blocks.{{i}}.{part}.weight"]
+            targets, rows = _TARGETS[part], [module.out_features // len(parts)]
+            if isinstance(theirs, tuple):
+                targets, rows = ("q_proj", "k_proj", "v_proj"), heads
+            names = (theirs,) if isinstance(theirs, str) else theirs
+            for name, target, count in zip(names, targets, rows, strict=True):
+                layer = name.format(i=found[1]).removesuffix(".weight")
+                key = int(found[1]), target
+                layers[layer] = TargetLayer(key, ours, first, count, module.in_features)
+                first += count
     return layers
 
 

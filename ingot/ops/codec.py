@@ -13,6 +13,8 @@ each of 16 rows are adjacent, as the kernels for CPUs read them.
 # pyright: basic
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -132,15 +134,27 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_activations(x: Tensor, group: int) -> Tensor:
     """Round x to int8 in groups of channels, and back; 0 is a group of the whole row.
 
+    The gradient is that of the identity.
+
     >>> round_activations(torch.tensor([[63.6, 127.0, 0.1, 0.3]]), 2).tolist()
     [[64.0, 127.0, 0.09921..., 0.3...]]
     """
-    width = x.shape[-1]
-    group = group or width
-    groups = F.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
-    q, scale = quantize_rows(groups)
-    rounded = q.to(x.dtype) * scale.to(x.dtype)[..., None]
-    return rounded.flatten(-2)[..., :width]
+    return _RoundActivations.apply(x, group)  # pyright: ignore
+
+
+class _RoundActivations(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
+        width = x.shape[-1]
+        group = group or width
+        groups = F.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
+        q, scale = quantize_rows(groups)
+        rounded = q.to(x.dtype) * scale.to(x.dtype)[..., None]
+        return rounded.flatten(-2)[..., :width]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def sample_int8(make: TensorMaker, rows: int, channels: int) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,15 @@ def differentiate(forward: Callable[..., Any]) -> Backward:
     return backward
 
 
+def straight_through(forward: Callable[..., Any]) -> Backward:
+    """Return the backward of a function that rounds, as if it did not.
+
+    The forward has to pass the gradient through its rounding. The result is not the derivative,
+    which is zero almost everywhere, but the one of the function without rounding.
+    """
+    return differentiate(forward)
+
+
 def vjp(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],

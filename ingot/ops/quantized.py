@@ -10,8 +10,8 @@ the rest of it, too: LoRA adapters, and `gated`, where the weight has the rows o
 the result is `activation(gate) * up`.
 
 The quantized weight is data: errors are measured against the GEMM with the dequantized weight, not
-against the weight before quantization. Scales and `x` have a gradient where x is used as it is; the
-dynamic ops have none.
+against the weight before quantization. It has no gradient; scales and `x` have one, which the
+dynamic ops pass through the rounding of x (straight-through).
 
 - int8 weights are (out, in), with one scale per row.
 - The weights of the dynamic ops may also be in panels: see `ingot.ops.codec`.
@@ -64,6 +64,7 @@ from ingot.ops.epilogue import (
     epilogue_bytes,
     lora_flops,
 )
+from ingot.ops.gradient import straight_through
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
@@ -483,7 +484,7 @@ def linear_int4(
     tolerance=Tolerance(),
     cost=_int8_dynamic_cost,
     row_args=("x", "residual", "lora_h", "lora_index"),
-    gradient=None,
+    gradient=straight_through,
 )
 def linear_int8_dynamic(
     x: Tensor,
@@ -521,7 +522,7 @@ def linear_int8_dynamic(
     tolerance=Tolerance(),
     cost=_int4_dynamic_cost,
     row_args=("x", "residual", "lora_h", "lora_index"),
-    gradient=None,
+    gradient=straight_through,
 )
 def linear_int4_dynamic(
     x: Tensor,

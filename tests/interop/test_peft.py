@@ -21,7 +21,9 @@ from ingot.core.errors import IngotError
 from ingot.interop import hf, peft
 from ingot.interop.peft import CONFIG, WEIGHTS, AdapterError
 from ingot.nn import BatchLayout, Decoder, preset
+from ingot.nn.formats import Int8
 from ingot.nn.lora import LoraConfig
+from ingot.nn.quantized import quantize_
 from ingot.serving.engine.adapters import AdapterPool
 from tests import adapters
 
@@ -367,3 +369,21 @@ def test_a_trained_adapter_is_saved_and_read_as_it_is(tmp_path: Path) -> None:
     for key, (a, b) in decoder.lora_weights().items():
         assert torch.equal(weights[key].a, a)
         assert torch.equal(weights[key].b, b)
+
+
+def test_a_quantized_model_has_the_same_layers_and_merges_none() -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
+    layers = peft.target_layers(decoder)
+    adapter = adapters.adapter(decoder, seed=1)
+    quantize_(decoder, lambda name: Int8() if name.startswith("blocks.") else None)
+    for name, layer in peft.target_layers(decoder).items():
+        assert layer[0] == layers[name].key
+        assert layer[3:] == layers[name][3:]
+    tokens, layout = torch.arange(8), BatchLayout.packed([8])
+    layout = dataclasses.replace(layout, adapters=torch.zeros(8, dtype=torch.int32))
+    with torch.inference_mode():
+        before = decoder(tokens, layout)
+        AdapterPool(decoder, 1, adapter.rank).load("adapter", adapter)
+        assert not torch.equal(decoder(tokens, layout), before)
+    with pytest.raises(AdapterError, match="quantized"):
+        peft.merge_(decoder, adapter)

@@ -7,7 +7,7 @@ import torch
 
 from ingot import ops
 from ingot.core.errors import OpError
-from ingot.ops.codec import pack_int4, to_panels
+from ingot.ops.codec import decode_int4, pack_int4, to_panels
 
 INT8 = torch.tensor([[1, -128, 127], [0, 5, -7]], dtype=torch.int8)
 
@@ -46,14 +46,40 @@ def test_default_zero_point_is_8() -> None:
     assert torch.equal(ops.linear_int4(x, weight, scale), middle)
 
 
-def test_x_and_scales_have_gradients_unless_x_is_quantized() -> None:
+def test_x_and_scales_have_gradients() -> None:
     x = torch.randn(4, 3, requires_grad=True)
     scale = torch.rand(2, requires_grad=True)
     ops.linear_int8(x, INT8, scale).sum().backward()
     torch.testing.assert_close(x.grad, (INT8 * scale.detach()[:, None]).sum(0).expand(4, 3))
     assert scale.grad is not None
-    with pytest.raises(OpError, match="no gradient"):
-        ops.linear_int8_dynamic(x, INT8, scale).sum().backward()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradient_is_that_of_the_layer_whose_inputs_are_not_rounded(gated: bool) -> None:
+    """For x that is a multiple of its scale, so that both compute the same activations."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(-127, 128, (5, 64), generator=random).double()
+    x[:, ::32] = 127.0
+    packed = to_panels(torch.randint(0, 256, (32, 32), generator=random, dtype=torch.uint8))
+    scale = (torch.rand(32, 2, generator=random).double() + 0.5) / 500
+    h = torch.randn(5, 4 * (1 + gated), generator=random).double()
+    b = torch.randn(1, 4, 32, generator=random).double()
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, scale, h, b)]
+    again = [tensor.clone().requires_grad_() for tensor in (x, scale, h, b)]
+    y = ops.linear_int4_dynamic(
+        *(leaves[0], packed, leaves[1], None, None, None, 3, None, gated, leaves[2], leaves[3])
+    )
+    plain = again[0] @ decode_int4(packed, again[1], None, None, torch.float64).T
+    parts = 2 if gated else 1
+    chunks = (tensor.chunk(parts, -1) for tensor in (plain, *again[2:]))
+    outs = [part + h @ b[0] for part, h, b in zip(*chunks, strict=True)]
+    silu = torch.nn.functional.silu(outs[0])
+    expected = silu * outs[1] if gated else silu
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in zip(leaves, again, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 33])

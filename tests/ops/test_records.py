@@ -22,6 +22,7 @@ from ingot import ops
 from ingot.ops.accuracy import backward_errors, forward_errors
 from ingot.ops.arguments import as_tuple, map_tensors, tensors
 from ingot.ops.dispatch import prefer
+from ingot.ops.gradient import straight_through
 from ingot.ops.inputs import REQUIRED_SAMPLES, TensorMaker
 from ingot.ops.record import Op
 from tests.sampling import fast_samples
@@ -165,7 +166,12 @@ def differentiable(case: Case) -> bool:
 
 
 def continuous(case: Case) -> bool:
-    """Exclude ties, of which any change of a logit may exclude another from the top k."""
+    """Exclude ties, of which any change of a logit may exclude another from the top k.
+
+    Ops that round their inputs are excluded, too: see tests/ops/test_quantized.py.
+    """
+    if case.op.gradient is straight_through:
+        return False
     return differentiable(case) and not case.sample.startswith("ties")
 
 

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 import ingot
+from ingot.compression import RoundToNearest
 from ingot.core import config, lineage
 from ingot.core.errors import ConfigError, IngotError
 from ingot.interop import hf, peft
 from ingot.nn import BatchLayout, LoraConfig
+from ingot.nn.formats import Int4, Int8, WeightFormat
 from ingot.training.evaluate import LOGPROBS
 from ingot.training.precision import Precision
 from ingot.training.recipe import Recipe
@@ -73,20 +75,34 @@ def test_the_newest_run_of_a_name_is_found(tmp_path: Path, monkeypatch: pytest.M
         export(recipe, tmp_path / "out")
 
 
-def adapter_recipe(tmp_path: Path, **options: Any) -> Recipe:
+def adapter_recipe(tmp_path: Path, format: WeightFormat | None = None, **options: Any) -> Recipe:
     """A LoRA adapter of a model that is trained first, with everything on that keeps state."""
     base = tmp_path / "base/model"
     if not base.exists():
         recipe = runs.text(tmp_path, steps=4, precision=Precision.BF16)
         ingot.train(recipe, run_dir=tmp_path / "base")
+    if format:
+        base, original = tmp_path / "quantized", base
+        ingot.compress(original, base, format, method=RoundToNearest())
     lora = LoraConfig(rank=4, dropout=0.1)
     known: dict[str, Any] = {"init_from": base, "model": None, "adapter": lora}
     return runs.text(tmp_path, **{**known, "precision": Precision.BF16, **options})
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
-def test_an_adapter_is_trained_and_exported(tmp_path: Path, precision: Precision) -> None:
-    recipe = adapter_recipe(tmp_path, precision=precision)
+@pytest.mark.parametrize(
+    ("precision", "format"),
+    [
+        (Precision.BF16, None),
+        (Precision.FP32, None),
+        (Precision.BF16, Int4()),
+        (Precision.BF16, Int8(group=None)),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_trained_and_exported(
+    tmp_path: Path, precision: Precision, format: WeightFormat | None
+) -> None:
+    recipe = adapter_recipe(tmp_path, format, precision=precision)
     assert recipe.init_from is not None
     assert recipe.adapter is not None
     before = {file.name: file.read_bytes() for file in recipe.init_from.iterdir()}
@@ -99,7 +115,9 @@ def test_an_adapter_is_trained_and_exported(tmp_path: Path, precision: Precision
     result = run.train()
     assert result.model_dir is not None
     assert {file.name: file.read_bytes() for file in recipe.init_from.iterdir()} == before
-    assert [step["step"] for step in lineage.read(result.model_dir).steps] == ["train", "train"]
+    assert [step["step"] for step in lineage.read(result.model_dir).steps] == [
+        *(["train", "compress", "train"] if format else ["train", "train"])
+    ]
     saved = {f"step-{step:08}" for step in (4, 8, 12)}
     sizes = [f.stat().st_size for f in (tmp_path / "run/checkpoints").rglob("*.safetensors")]
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == saved

@@ -24,7 +24,7 @@ from ingot.kernels.aten.activation import apply_activation
 from ingot.ops.codec import quantize_rows
 from ingot.ops.dispatch import saved_contexts
 from ingot.ops.epilogue import ActivationFn
-from ingot.ops.gradient import differentiate
+from ingot.ops.gradient import differentiate, straight_through
 from ingot.ops.record import Op
 
 _ACTIVATION_OPS: dict[int, Op[..., Any]] = {
@@ -95,7 +95,12 @@ def _apply_invariant_activation(y: Tensor, activation: int) -> Tensor:
         return _ACTIVATION_OPS[activation](y)
 
 
-@aten(ops.linear_int8_dynamic, batch_invariant=True, supports=_supports_int_mm)
+@aten(
+    ops.linear_int8_dynamic,
+    batch_invariant=True,
+    supports=_supports_int_mm,
+    backward=straight_through(ops.linear_int8_dynamic.fallback),
+)
 def linear_int8_dynamic(
     x: Tensor,
     weight: Tensor,

@@ -99,6 +99,7 @@ struct TableArgs {
 template <class T, class Value>
 Tensor run_embedding(const TableArgs& args, int64_t rows, int64_t channels, int zero,
                      const Value& value) {
+  check(args.tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
   Integers token(args.tokens);
   int64_t groups = args.scale.dim() == 2 ? args.scale.size(1) : 1;
   check(groups > 0 && channels % groups == 0, "scale must have one entry per group");
@@ -132,48 +133,21 @@ Tensor dispatch_embedding(const TableArgs& args, int64_t rows, int64_t channels,
   return run_embedding<float>(args, rows, channels, zero, value);
 }
 
-// A table of bytes in rows, or in panels: see quantized.h.
-struct Table {
-  Tensor owner;
-  bool is_panels;
-  int64_t rows, row_bytes;
-  const uint8_t* first;
-
-  Table(const Tensor& tokens, const Tensor& weight, ScalarType dtype)
-      : owner(weight.is_contiguous() ? weight : contiguous(weight)) {
-    check(tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
-    is_panels = weight.dim() == 4;
-    check(weight.is_cpu() && weight.scalar_type() == dtype && (is_panels || weight.dim() == 2),
-          "weight must have rows or panels of bytes");
-    check(!is_panels || (weight.size(2) == LANES && weight.size(3) == 4),
-          "panels must have words of 16 rows");
-    rows = weight.size(0) * (is_panels ? LANES : 1);
-    row_bytes = weight.size(1) * (is_panels ? 4 : 1);
-    first = static_cast<const uint8_t*>(owner.data_ptr());
-  }
-
-  uint8_t operator()(int64_t row, int64_t byte) const {
-    if (!is_panels) return first[row * row_bytes + byte];
-    int64_t word = row / LANES * (row_bytes / 4) + byte / 4;
-    return first[(word * LANES + row % LANES) * 4 + byte % 4];
-  }
-};
-
 Tensor embedding_int8(const Tensor& tokens, const Tensor& weight, const Tensor& scale,
                       bool bf16_output) {
-  Table table(tokens, weight, ScalarType::Char);
+  WeightBytes table(weight, ScalarType::Char);
   return dispatch_embedding({tokens, scale, std::nullopt, std::nullopt}, table.rows,
                             table.row_bytes, 0, bf16_output,
-                            [&](int64_t row, int64_t k) { return int8_t(table(row, k)); });
+                            [&](int64_t row, int64_t k) { return int8_t(table.at(row, k)); });
 }
 
 Tensor embedding_int4(const Tensor& tokens, const Tensor& weight, const Tensor& scale,
                       const std::optional<Tensor>& zero_point,
                       const std::optional<Tensor>& minimum, bool bf16_output) {
-  Table table(tokens, weight, ScalarType::Byte);
+  WeightBytes table(weight, ScalarType::Byte);
   return dispatch_embedding({tokens, scale, zero_point, minimum}, table.rows, 2 * table.row_bytes,
                             8, bf16_output, [&](int64_t row, int64_t k) {
-                              return table(row, k / 2) >> (4 * (k % 2)) & 15;
+                              return table.at(row, k / 2) >> (4 * (k % 2)) & 15;
                             });
 }
 

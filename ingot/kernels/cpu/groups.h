@@ -1,4 +1,5 @@
-// Scales, zero points and minima of a quantized weight: a float per row and group of channels.
+// The tensors of a quantized weight: its bytes, and a float per row and group of channels (scales,
+// zero points, minima).
 #pragma once
 
 #include "tensor.h"
@@ -10,6 +11,32 @@ constexpr int LANES = 16;  // rows of the weight that are computed together
 
 typedef int32_t IntLanes __attribute__((vector_size(4 * LANES)));
 typedef float FloatLanes __attribute__((vector_size(4 * LANES)));
+
+// The bytes of a weight: rows, (rows, bytes), or panels, (rows / 16, bytes / 4, 16, 4), where 4 bytes
+// of each of 16 rows are adjacent.
+struct WeightBytes {
+  Tensor owner;
+  bool is_panels;
+  int64_t rows, row_bytes;
+  const uint8_t* first;
+
+  WeightBytes(const Tensor& weight, ScalarType dtype)
+      : owner(weight.is_contiguous() ? weight : contiguous(weight)), is_panels(weight.dim() == 4) {
+    check(weight.is_cpu() && weight.scalar_type() == dtype && (is_panels || weight.dim() == 2),
+          "weight must have rows or panels of bytes");
+    check(!is_panels || (weight.size(2) == LANES && weight.size(3) == 4),
+          "panels must have words of 16 rows");
+    rows = weight.size(0) * (is_panels ? LANES : 1);
+    row_bytes = weight.size(1) * (is_panels ? 4 : 1);
+    first = static_cast<const uint8_t*>(owner.data_ptr());
+  }
+
+  uint8_t at(int64_t row, int64_t byte) const {
+    if (!is_panels) return first[row * row_bytes + byte];
+    int64_t word = row / LANES * (row_bytes / 4) + byte / 4;
+    return first[(word * LANES + row % LANES) * 4 + byte % 4];
+  }
+};
 
 inline float half_to_float(uint16_t half) {
   uint32_t sign = uint32_t(half & 0x8000) << 16, bits = half & 0x7fff;

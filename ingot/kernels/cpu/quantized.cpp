@@ -33,23 +33,14 @@ inline int64_t group_size(const QuantizedArgs& args, int64_t depth) {
   return group;
 }
 
-// Rows, (out_features, bytes), or panels, (out_features / 16, bytes / 4, 16, 4).
 template <class Format>
-Tensor checked_weight(const QuantizedArgs& args, int64_t depth) {
-  const Tensor& weight = args.weight;
-  constexpr ScalarType TYPE = Format::PLANES == 2 ? ScalarType::Byte : ScalarType::Char;
-  bool is_panels = weight.dim() == 4;
-  check(weight.is_cpu() && weight.scalar_type() == TYPE && (is_panels || weight.dim() == 2),
-        "weight must have rows or panels of bytes");
-  check(!is_panels || (weight.size(2) == LANES && weight.size(3) == 4),
-        "panels must have words of 16 rows");
-  check(weight.size(1) * (is_panels ? 4 : 1) * Format::PLANES == depth,
-        "weight must have the channels of x");
+WeightBytes checked_weight(const QuantizedArgs& args, int64_t depth) {
+  WeightBytes weight(args.weight, Format::PLANES == 2 ? ScalarType::Byte : ScalarType::Char);
+  check(weight.row_bytes * Format::PLANES == depth, "weight must have the channels of x");
   check(depth > 0 && depth <= MAX_DEPTH, "x must have 1 to 131072 channels");
-  int64_t rows = weight.size(0) * (is_panels ? LANES : 1);
-  check(!args.gated || (rows % (is_panels ? 2 * LANES : 2) == 0 && !args.bias),
+  check(!args.gated || (weight.rows % (weight.is_panels ? 2 * LANES : 2) == 0 && !args.bias),
         "a gated weight has the rows of gate and up, and no bias");
-  return weight.is_contiguous() ? weight : contiguous(weight);
+  return weight;
 }
 
 template <class Format, class T>
@@ -58,13 +49,12 @@ Tensor run_quantized(const QuantizedArgs& args) {
   Rows<T> rows(x);
   int64_t num_weights = args.gated ? 2 : 1;
   int64_t depth = rows.width;
-  Tensor weight = checked_weight<Format>(args, depth);
-  bool is_panels = weight.dim() == 4;
-  int64_t stacked = weight.size(0) * (is_panels ? LANES : 1), width = stacked / num_weights;
+  WeightBytes weight = checked_weight<Format>(args, depth);
+  int64_t width = weight.rows / num_weights;
   int64_t group = group_size(args, depth), groups = group ? depth / group : 1;
-  GroupValues scale(args.scale, stacked, groups), zero_point, minimum;
-  if (args.zero_point) zero_point = GroupValues(*args.zero_point, stacked, groups);
-  if (args.minimum) minimum = GroupValues(*args.minimum, stacked, groups);
+  GroupValues scale(args.scale, weight.rows, groups), zero_point, minimum;
+  if (args.zero_point) zero_point = GroupValues(*args.zero_point, weight.rows, groups);
+  if (args.minimum) minimum = GroupValues(*args.minimum, weight.rows, groups);
   check(!args.zero_point || !args.minimum, "zero_point and minimum exclude each other");
 
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
@@ -82,8 +72,7 @@ Tensor run_quantized(const QuantizedArgs& args) {
     if (args.lora_h)
       epilogue.lora[p].emplace(*args.lora_h, *args.lora_b, args.lora_index, x, width, num_weights,
                                p, true);
-    weights.push_back({static_cast<const uint8_t*>(weight.data_ptr()), is_panels, p * width, width,
-                       depth / Format::PLANES, scale, zero_point, minimum});
+    weights.push_back({weight, p * width, width, scale, zero_point, minimum});
   }
   quantized_gemm<Format>(quantize_rows<Format, T>(rows, group), rows.count, weights, epilogue);
   return y;

@@ -88,20 +88,22 @@ struct Int8 {
 // A quantized weight: scale * (q - zero), where `zero` is the format's or one per group, or
 // scale * q + minimum.
 struct QuantizedWeight {
-  const uint8_t* first;
-  bool is_panels;                      // or rows
-  int64_t first_row, rows, row_bytes;  // of those that the scales belong to
+  const WeightBytes& bytes;
+  int64_t first_row, rows;  // of the bytes and of the scales
   const GroupValues &scale, &zero_point, &minimum;
 
-  const uint8_t* operator[](int64_t row) const { return first + (first_row + row) * row_bytes; }
+  // A row, or the panel that begins with it.
+  const uint8_t* operator[](int64_t row) const {
+    return bytes.first + (first_row + row) * bytes.row_bytes;
+  }
 };
 
 // ---- Activations.
 
 constexpr int ROW_BLOCK = 8;  // rows of x that are multiplied by a panel together
 
-// Rows of x in int8, in groups of channels with a scale each. The words (4 bytes, the channels of one
-// plane) of a block of rows are interleaved: one pointer suffices to read those of all its rows.
+// Rows of x in int8, in groups of channels with a scale each. Words (4 bytes, channels of one plane)
+// of a block of rows are interleaved: one pointer suffices to read those of all its rows.
 struct QuantizedRows {
   int64_t block;  // rows in a block
   int64_t groups, group_words, words, padded_rows;
@@ -223,20 +225,20 @@ struct PanelScales {
 };
 
 inline int64_t panel_bytes(const QuantizedWeight& w) {
-  return (w.row_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES * LANES;
+  return (w.bytes.row_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES * LANES;
 }
 
 // Transpose 16 rows: from (row, word) to (word, row), padded with zeros.
 inline void pack_panel(const QuantizedWeight& w, int64_t column, uint8_t* to) {
   const uint8_t* rows[LANES];
   for (int i = 0; i < LANES; i++) rows[i] = w[std::min<int64_t>(column + i, w.rows - 1)];
-  for (int64_t at = 0; at < w.row_bytes; at += CHUNK_BYTES, to += CHUNK_BYTES * LANES) {
-    int64_t bytes = std::min<int64_t>(CHUNK_BYTES, w.row_bytes - at);
+  for (int64_t at = 0; at < w.bytes.row_bytes; at += CHUNK_BYTES, to += CHUNK_BYTES * LANES) {
+    int64_t bytes = std::min<int64_t>(CHUNK_BYTES, w.bytes.row_bytes - at);
 #if defined(__AVX512F__)
     __mmask64 mask = bytes == CHUNK_BYTES ? ~0ull : (1ull << bytes) - 1;
     __m512i tile[LANES];
     for (int i = 0; i < LANES; i++) {
-      _mm_prefetch(rows[i] + at + LANES * w.row_bytes, _MM_HINT_T1);
+      _mm_prefetch(rows[i] + at + LANES * w.bytes.row_bytes, _MM_HINT_T1);
       tile[i] = _mm512_maskz_loadu_epi8(mask, rows[i] + at);
     }
     interleave(tile);
@@ -310,7 +312,7 @@ void quantized_gemm(const QuantizedRows& x, int64_t num_rows,
   parallel_for_dynamic(groups.size(), [&](TaskQueue& queue) {
     int64_t each = panel_bytes(weights[0]);
     uint8_t* memory = nullptr;
-    if (!weights[0].is_panels)
+    if (!weights[0].bytes.is_panels)
       memory = scratch<Scratch::QUANTIZED_PANELS, uint8_t>(num_weights * PANELS * each);
     for (int64_t g; queue.pop(g);) {
       auto compute = [&](int64_t row, int64_t rows, int p, AccTile& acc) {
