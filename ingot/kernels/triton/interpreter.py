@@ -79,14 +79,14 @@ class Interpreter:
         return result["value"]
 
 
-_WITHOUT_KERNELS = ("gated", "float32", "group_")  # samples of linear_int8_dynamic
+_WITHOUT_KERNELS = ("gated", "float32", "group_", "panels")  # samples of linear_int8_dynamic
 
 
 def all_samples() -> list[tuple[str, str, str]]:
     """Return (op, sample, dtype) for every sample of every op that the kernels support.
 
     Those of linear layers do not compute LoRA terms yet, and those of quantized layers neither
-    gates nor groups of activations.
+    gates nor groups of activations, nor read panels.
     """
     import torch
 

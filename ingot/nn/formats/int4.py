@@ -72,6 +72,7 @@ class Int4:
         A symmetric scale maps the value of largest magnitude to -8, which has no positive
         counterpart; the others span the values from the least to the largest.
         """
+        check_channels("int4", weight_ND.shape[1], self.group)
         values_NGC = weight_ND.float().unflatten(1, (-1, self.group))
         low, high = shrink * values_NGC.amin(-1), shrink * values_NGC.amax(-1)
         if self.zero_point:  # 0 is representable

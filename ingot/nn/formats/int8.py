@@ -55,7 +55,9 @@ class Int8:
 
     def grid(self, weight_ND: Tensor, shrink: float = 1.0) -> Grid:
         """Return the grid that spans the values of each group, or a smaller one that clips some."""
-        values_NGC = weight_ND.float().unflatten(1, (-1, self.group or weight_ND.shape[1]))
+        channels = weight_ND.shape[1]
+        check_channels("int8", channels, self.group or channels)
+        values_NGC = weight_ND.float().unflatten(1, (-1, self.group or channels))
         scale_NG = (shrink * values_NGC.abs().amax(-1) / 127).to(self.scale_dtype).float()
         return Grid(scale_NG, torch.zeros_like(scale_NG), -127, 127)
 
