@@ -1,7 +1,9 @@
 """Compress a model: methods that quantize its weights.
 
-quantize(decoder, Int4(group=32), RoundToNearest())
-quantize(decoder, Int4(group=32), GPTQ(), sequences)      # calibrated on tokens
+    quantize(decoder, Int4(group=32), RoundToNearest())
+    quantize(decoder, Int4(group=32), GPTQ(), sequences)      # calibrated on tokens
+
+`ingot.compress` does this for a model directory.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ Reference: Frantar et al. 2022 (GPTQ).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class GPTQ:
 
     damping: float = 0.01
     """Added to the diagonal of H, relative to its mean."""
-    calibrated: bool = True
+    calibrated: ClassVar[bool] = True
 
     def encode(
         self, format: WeightFormat, weight_ND: Tensor, hessian_DD: Tensor | None

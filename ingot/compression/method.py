@@ -1,4 +1,4 @@
-"""What a quantization method is, and the simplest ones.
+"""What a quantization method is, and the simplest one.
 
 Legend: N rows (output channels), D channels, G groups of channels.
 """
@@ -7,7 +7,7 @@ Legend: N rows (output channels), D channels, G groups of channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,9 @@ _SHRINKS = [1 - step / 50 for step in range(1, 16)]
 
 
 class Method(Protocol):
-    """Quantizes the weight of a layer."""
+    """Quantizes the weight of a layer; a calibrated method needs the inputs of the layer."""
 
-    @property
-    def calibrated(self) -> bool:
-        """Whether the method needs the inputs of the layer."""
-        ...
+    calibrated: ClassVar[bool]
 
     def encode(
         self, format: WeightFormat, weight_ND: Tensor, hessian_DD: Tensor | None
@@ -32,28 +29,23 @@ class Method(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RoundToNearest:
-    """Rounds each value to the nearest one of a grid.
+    """Rounds each value to the nearest one of the grid of least squared error.
 
     >>> from ingot.nn.formats import Int4
     >>> weight = torch.linspace(-1, 1, 64).view(1, 64)
-    >>> RoundToNearest(search=False).encode(Int4(), weight, None).scale.shape
+    >>> RoundToNearest().encode(Int4(), weight, None).scale.shape
     torch.Size([1, 2])
     """
 
-    search: bool = True
-    """Whether to search the grid of least squared error instead of spanning all values."""
-    calibrated: bool = False
+    calibrated: ClassVar[bool] = False
 
     def encode(
         self, format: WeightFormat, weight_ND: Tensor, hessian_DD: Tensor | None
     ) -> QuantizedTensors:
-        """Quantize a weight; if there is a Hessian, its diagonal weights the errors."""
-        importance_D = None if hessian_DD is None else hessian_DD.diagonal()
-        grid = (
-            search_grid(format, weight_ND, importance_D) if self.search else format.grid(weight_ND)
-        )
+        """Quantize a weight."""
+        grid = search_grid(format, weight_ND)
         return format.pack(grid.round(weight_ND), grid)
 
 

@@ -22,7 +22,7 @@ from ingot.nn import BatchLayout, Decoder
 from ingot.nn.formats import WeightFormat
 from ingot.nn.linear import Linear
 from ingot.nn.mlp import SwiGLU
-from ingot.nn.quantized import quantize_
+from ingot.nn.quantized import QuantizedModule, quantize_
 
 Batch = tuple[Tensor, BatchLayout]
 """Hidden states, (T, D), and the sequences they belong to."""
@@ -53,6 +53,8 @@ def quantize(
     """
     if method.calibrated and not sequences:
         raise ConfigError("this method needs calibration data", hint="pass sequences of tokens")
+    if any(isinstance(module, QuantizedModule) for module in decoder.modules()):
+        raise ConfigError("the model is quantized already", hint="use the original model")
     batches = list(_embed(decoder, sequences)) if method.calibrated else []
     for block in decoder.blocks:
         for name, module in _layers(block):
@@ -81,15 +83,15 @@ def _embed(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Iterator[Bat
 
 def _layers(block: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the linear layers in the order of the forward pass; of gate and up the MLP."""
-    layers: dict[str, nn.Module] = {}
-    for name, module in block.named_modules():
+    layers: list[tuple[str, nn.Module]] = []
+    stacked: set[nn.Module | None] = set()
+    for name, module in block.named_modules():  # a parent before its children
         if isinstance(module, SwiGLU):
-            layers[f"{name}.gate_up"] = module
-        elif isinstance(module, Linear):
-            layers[name] = module
-    stacked = [name.removesuffix("gate_up") for name in layers if name.endswith(".gate_up")]
-    children = {prefix + child for prefix in stacked for child in ("gate", "up")}
-    return [(name, module) for name, module in layers.items() if name not in children]
+            layers.append((f"{name}.gate_up", module))
+            stacked |= {module.gate, module.up}
+        elif isinstance(module, Linear) and module not in stacked:
+            layers.append((name, module))
+    return layers
 
 
 def _hessian(block: nn.Module, module: nn.Module, batches: list[Batch]) -> Tensor:

@@ -73,7 +73,7 @@ class QuantizedModule(nn.Module):
         self._buffers["weight"] = self._arrange(all_rows.weight)
 
     def _arrange(self, weight: Tensor) -> Tensor:
-        """Convert rows to panels for CPUs: with one token, they are read 1.5 times as fast."""
+        """Convert rows to panels for CPUs, whose kernels would do it at each call."""
         rows, row_bytes = weight.shape
         is_cpu = weight.device.type == "cpu"
         return to_panels(weight) if is_cpu and fits_panels(rows, row_bytes) else weight
@@ -90,9 +90,10 @@ class QuantizedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         device = fn(torch.empty(0, device=self.tensors.scale.device)).device
         if device != self.tensors.scale.device:
+            has_values = not self.tensors.weight.is_meta and device.type != "meta"
             for name, tensor in self.get()._asdict().items():
                 self._buffers[name] = None if tensor is None else _move(tensor, device)
-            if not self.tensors.weight.is_meta:
+            if has_values:
                 self._buffers["weight"] = self._arrange(self.tensors.weight)
         own, self._buffers = self._buffers, {}
         try:

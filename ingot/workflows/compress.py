@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ingot.compression import GPTQ, Method, quantize
 from ingot.core import lineage, log
@@ -30,7 +29,7 @@ from ingot.workflows.derive import (
 )
 from ingot.workflows.llm import load
 
-_CALIBRATION = 8192  # tokens
+_CALIBRATION, _CALIBRATION_LENGTH = 8192, 512  # tokens, and of a document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +72,15 @@ def compress(
     before = _size(decoder)
     with derived_directory(directory, source, before) as out:
         sequences = tokenize_text(text, tokenizer, decoder)
-        options: Any = {"positions": _CALIBRATION, "length": 512, "skip": len(sequences)}
+        calibration: list[list[int]] = []
+        if method.calibrated:
+            calibration = tokenize_text(
+                *(text, tokenizer, decoder),
+                positions=_CALIBRATION,
+                length=_CALIBRATION_LENGTH,
+                skip=len(sequences),
+            )
         original_TD = hidden_states(decoder, sequences)
-        calibration = (
-            tokenize_text(text, tokenizer, decoder, **options) if method.calibrated else []
-        )
         with log.progress("quantizing", decoder.config.layers) as progress:
             quantize(decoder, format, method, calibration, progress)
         report = CompressReport(

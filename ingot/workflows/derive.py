@@ -82,7 +82,10 @@ def tokenize_text(
         if left <= len(ids):
             break
     if not sequences:
-        raise ConfigError(f"{text} has too little text", hint="name another file: --text FILE")
+        raise ConfigError(
+            f"{text} has no more than {skip} documents" if skip else f"{text} has no text",
+            hint="name a folder with more text: --text FOLDER",
+        )
     return sequences
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ def test_every_linear_layer_of_the_blocks_is_quantized(name: str) -> None:
 class Recorder:
     """A method that records the Hessians it gets."""
 
-    calibrated = True
+    calibrated: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.hessians: list[torch.Tensor] = []

@@ -42,7 +42,7 @@ def test_models_are_compared_on_a_fixed_number_of_tokens(tmp_path: Path) -> None
     assert sum(map(len, sequences)) == POSITIONS
     assert max(map(len, sequences)) <= decoder.config.max_seq_len
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ConfigError, match="too little text"):
+    with pytest.raises(ConfigError, match="has no text"):
         tokenize_text(str(tmp_path / "empty.txt"), tokenizer, decoder)
 
 
@@ -53,6 +53,9 @@ def test_documents_can_be_left_out(tmp_path: Path) -> None:
     both = tokenize_text("stdlib", tokenizer, decoder, length=32, positions=2 * POSITIONS)
     assert (first + rest)[: len(first)] == both[: len(first)]
     assert rest[0] == both[len(first)]
+    (tmp_path / "one.txt").write_text("one document")
+    with pytest.raises(ConfigError, match="no more than 1 documents"):
+        tokenize_text(str(tmp_path / "one.txt"), tokenizer, decoder, skip=1)
 
 
 def test_drift_grows_with_the_change(tmp_path: Path) -> None:

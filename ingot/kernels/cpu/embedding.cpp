@@ -1,5 +1,5 @@
 // Embedding lookup and its gradient; lookup in quantized tables.
-#include "groups.h"
+#include "quantized_tensors.h"
 
 namespace ingot::kernels {
 

@@ -14,8 +14,8 @@
 // 128 is added to the weights and, times the sum of x, subtracted again.
 #pragma once
 
-#include "groups.h"
 #include "matmul.h"
+#include "quantized_tensors.h"
 
 namespace ingot {
 

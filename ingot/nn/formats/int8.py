@@ -19,8 +19,8 @@ from ingot.nn.formats.format import (
 )
 from ingot.ops.codec import decode_int8
 
-# Channels of x that share a scale where the weight has one per row. Of SmolLM2's activations, 128
-# together cost 0.010 nats of KL, 32 together 0.004.
+# Channels of x that share a scale where the weight has one per row. A few channels of decoders are
+# much larger than the rest, which loses precision next to them.
 X_GROUP = 32
 
 
