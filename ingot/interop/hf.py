@@ -6,7 +6,8 @@
 The tensors of a family are views of the decoder's parameters: q, k and v are rows of one weight,
 the weight of an expert is a slice of that of all experts, and GPT-2's transposed weights are
 transposed views. Loading fills the views, saving writes them. Quantized layers are converted one by
-one from and to what `ingot.interop.compressed_tensors` describes.
+one from and to what `ingot.interop.compressed_tensors` describes, or from what
+`ingot.interop.gptq_awq` does.
 
 No code from a directory is run, and pickles are not opened.
 """
@@ -26,24 +27,24 @@ from torch import Tensor
 
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.core.paths import write_atomic
-from ingot.interop.compressed_tensors import (
-    KEY,
-    QuantizationScheme,
-    pack,
-    read_scheme,
-    tensor_shapes,
-    unpack,
-    write_scheme,
-)
+from ingot.interop import compressed_tensors, gptq_awq
+from ingot.interop.compressed_tensors import COMPRESSED_TENSORS
 from ingot.interop.directory import count_dtypes, count_parameters
 from ingot.interop.hf_config import Family, RawConfig
 from ingot.interop.hf_families import FAMILIES, LM_HEAD
+from ingot.interop.quantization_scheme import (
+    HINT,
+    KEY,
+    Layout,
+    QuantizationScheme,
+    describe_layers,
+)
 from ingot.nn.config import DecoderConfig
 from ingot.nn.decoder import Decoder
 from ingot.nn.formats import WeightFormat
 from ingot.nn.layout import KVSpec
 from ingot.nn.linear import Linear
-from ingot.nn.quantized import QuantizedEmbedding, QuantizedLinear, quantize_
+from ingot.nn.quantized import QuantizedEmbedding, QuantizedModule, quantize_
 from ingot.nn.weights import (
     READABLE,
     SHARD_BYTES,
@@ -64,22 +65,23 @@ def load(
     config, family = read_config(raw), FAMILIES[raw["model_type"]]
     weights = SafetensorsDir(directory)
     _normalize_names(weights, family, config)
-    decoder = Decoder.on_meta(config, dtype or _embedding_dtype(weights, family))
-    scheme = read_scheme(raw)
+    decoder = Decoder.on_meta(config, dtype or _weights_dtype(weights, family))
+    scheme = _read_scheme(raw)
     if scheme is not None:
         _quantize_on_meta(decoder, family, scheme, weights)
+    layout = scheme.layout if scheme else COMPRESSED_TENSORS
     # Nothing is allocated before this check, so a config cannot claim more memory than the files.
     stored = {
         name: shape
         for layer in _quantized_layers(decoder, family)
-        for name, shape in layer.shapes()
+        for name, shape in layer.shapes(layout)
     }
     weights.check_matches(named_views(decoder, family), stored)
     # Like `to_empty`, whose `empty_like` imports sympy for a meta tensor: 0.8 s.
     decoder = decoder._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
     weights.read(named_views(decoder, family))
     for layer in _quantized_layers(decoder, family):
-        layer.read(weights)
+        layer.read(weights, layout)
     decoder.source_config = raw
     return decoder
 
@@ -92,7 +94,7 @@ def save(decoder: Decoder, directory: Path | str, shard_bytes: int = SHARD_BYTES
     tensors = named_views(decoder, family)
     raw = {key: value for key, value in raw.items() if key != KEY}
     if scheme := _scheme_of(decoder, family):
-        raw[KEY] = write_scheme(scheme)
+        raw[KEY] = compressed_tensors.write_scheme(scheme)
     for layer in _quantized_layers(decoder, family):
         tensors |= layer.stored()
     write(directory, tensors, shard_bytes)
@@ -118,14 +120,16 @@ def describe(directory: Path | str) -> Description:
     """Describe the model of a directory without reading its weights."""
     directory = Path(directory)
     raw = _read_raw_config(directory)
-    config, entries = read_config(raw), list(SafetensorsDir(directory).entries.values())
-    dtype = next((entry.dtype for entry in entries if entry.dtype in READABLE), torch.float32)
+    config, weights = read_config(raw), SafetensorsDir(directory)
+    family = FAMILIES[raw["model_type"]]
+    _normalize_names(weights, family, config)
+    dtype = _weights_dtype(weights, family)
     kv_shape = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
     return Description(
         model_type=raw["model_type"],
         config=config,
         parameters=count_parameters(directory),
-        bytes=sum(entry.bytes for entry in entries),
+        bytes=sum(entry.bytes for entry in weights.entries.values()),
         dtypes=count_dtypes(directory),
         kv=KVSpec(layers=config.layers, dtype=dtype, **kv_shape),
     )
@@ -204,28 +208,28 @@ class _QuantizedLayer:
     """A layer of the directory, and the rows of a quantized module that are its weight."""
 
     name: str
-    module: QuantizedLinear
+    module: QuantizedModule
     rows: slice
 
-    def shapes(self) -> Iterator[tuple[str, StoredTensor]]:
+    def shapes(self, layout: Layout) -> Iterator[tuple[str, StoredTensor]]:
         rows = self.rows.stop - self.rows.start
-        shapes = tensor_shapes(self.module.format, rows, self.module.in_features)
+        shapes = layout.tensor_shapes(self.module.format, rows, self.module.channels)
         return ((f"{self.name}.{suffix}", shape) for suffix, shape in shapes.items())
 
-    def read(self, weights: SafetensorsDir) -> None:
+    def read(self, weights: SafetensorsDir, layout: Layout) -> None:
         tensors: dict[str, Tensor] = {}
-        for name, (shape, dtype) in self.shapes():
+        for name, (shape, dtype) in self.shapes(layout):
             tensors[name] = torch.empty(shape, dtype=dtype or weights.entries[name].dtype)
         weights.read(tensors)
         stored = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
-        self.module.set(unpack(self.module.format, stored, self.name), self.rows)
+        self.module.set(layout.unpack(self.module.format, stored, self.name), self.rows)
 
     def stored(self) -> dict[str, Tensor]:
-        packed = pack(self.module.format, self.module.get(self.rows))
+        packed = compressed_tensors.pack(self.module.format, self.module.get(self.rows))
         return {f"{self.name}.{suffix}": tensor for suffix, tensor in packed.items()}
 
 
-def _layer_names(decoder: Decoder, family: Family, module: str) -> list[str]:
+def _layer_names(family: Family, module: str) -> list[str]:
     """Return the layers of the directory whose rows are the weight of a module."""
     pattern = re.sub(r"^blocks\.\d+", "blocks.{i}", module)
     number = "".join(re.findall(r"^blocks\.(\d+)", module))
@@ -241,9 +245,9 @@ def _quantized_layers(decoder: Decoder, family: Family) -> Iterator[_QuantizedLa
     config = decoder.config
     qkv = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
     for module_name, module in decoder.named_modules():
-        if isinstance(module, QuantizedLinear):
-            names = _layer_names(decoder, family, module_name)
-            each = module.out_features // len(names)
+        if isinstance(module, QuantizedModule):
+            names = _layer_names(family, module_name)
+            each = module.rows // len(names)
             sizes = qkv if module_name.endswith("qkv") else [each] * len(names)
             ends = list(accumulate(sizes))
             for name, begin, end in zip(names, [0, *ends], ends, strict=False):
@@ -257,16 +261,13 @@ def _quantize_on_meta(
     _check_quantizable(decoder, family)
 
     def choose(module: str) -> WeightFormat | None:
-        if module in ("tok_embed", "pos_embed"):
-            return None
-        names = _layer_names(decoder, family, module)
-        formats = {scheme.format_of(name) for name in names}
+        names = _layer_names(family, module)
+        formats = {scheme.format_of(name, linear="embed" not in module) for name in names}
         if len(formats) > 1:
             raise ConfigError(
-                f"{', '.join(names)}: all must be quantized, or none",
-                hint="use the original model",
+                f"{', '.join(names)}: all must have the same format", hint="use the original model"
             )
-        format, entry = formats.pop(), weights.entries.get(f"{names[0]}.weight_scale")
+        format, entry = formats.pop(), weights.entries.get(f"{names[0]}.{scheme.layout.scale}")
         if format is None or entry is None or entry.dtype not in READABLE:
             return format
         return replace(format, scale_dtype=entry.dtype)  # pyright: ignore
@@ -288,27 +289,40 @@ def _check_quantizable(decoder: Decoder, family: Family) -> None:
         )
 
 
-def _scheme_of(decoder: Decoder, family: Family) -> QuantizationScheme | None:
-    """Return the scheme that describes a decoder; raise an error if there is none."""
-    formats: set[WeightFormat] = set()
-    ignore: list[str] = []
-    for name, module in decoder.named_modules():
-        if isinstance(module, QuantizedLinear):
-            formats.add(module.format)
-        elif isinstance(module, Linear):
-            ignore += _layer_names(decoder, family, name)
-        elif isinstance(module, QuantizedEmbedding):
-            raise ConfigError(
-                "a quantized embedding cannot be written to a directory",
-                hint="leave the embedding in bfloat16",
-            )
-    if not formats:
+def _read_scheme(raw: RawConfig) -> QuantizationScheme | None:
+    config = raw.get(KEY)
+    if config is None:
         return None
-    _check_quantizable(decoder, family)
-    if len(formats) > 1:
-        raise ConfigError("layers have different formats", hint="quantize them to one format")
-    tied = [] if decoder.lm_head else ["lm_head"]
-    return QuantizationScheme(formats.pop(), (*tied, *ignore))
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if not isinstance(method, str) or method not in _SCHEMES:
+        raise ConfigError(f"unsupported {KEY}: {method!r}"[:200], hint=HINT)
+    return _SCHEMES[method](config)
+
+
+_SCHEMES = {
+    compressed_tensors.METHOD: compressed_tensors.read_scheme,
+    compressed_tensors.OWN_METHOD: compressed_tensors.read_scheme,
+    "gptq": gptq_awq.read_gptq,
+    "awq": gptq_awq.read_awq,
+}
+
+
+def _scheme_of(decoder: Decoder, family: Family) -> QuantizationScheme | None:
+    """Return the scheme that describes a decoder, None if it is not quantized."""
+    linear: dict[str, WeightFormat | None] = {} if decoder.lm_head else {"lm_head": None}
+    embeddings: dict[str, WeightFormat | None] = {}
+    for module_name, module in decoder.named_modules():
+        format = None
+        if isinstance(module, QuantizedModule):
+            format = replace(module.format, scale_dtype=torch.bfloat16)  # pyright: ignore
+        elif not isinstance(module, Linear):
+            continue
+        layers = embeddings if isinstance(module, QuantizedEmbedding) else linear
+        layers |= dict.fromkeys(_layer_names(family, module_name), format)
+    scheme = describe_layers(linear, embeddings, COMPRESSED_TENSORS)
+    if scheme is not None:
+        _check_quantizable(decoder, family)
+    return scheme
 
 
 def _read_raw_config(directory: Path) -> RawConfig:
@@ -348,7 +362,11 @@ def _normalize_names(weights: SafetensorsDir, family: Family, config: DecoderCon
         del entries[LM_HEAD]
 
 
-def _embedding_dtype(weights: SafetensorsDir, family: Family) -> torch.dtype:
-    """Return the dtype of the embeddings; `check_matches` rejects an unreadable one."""
-    entry = weights.entries.get(str(family.tensor_names["tok_embed.weight"]))
-    return entry.dtype if entry and entry.dtype in READABLE else torch.float32
+def _weights_dtype(weights: SafetensorsDir, family: Family) -> torch.dtype:
+    """Return the dtype of the embeddings, or of the norm if they are quantized.
+
+    `check_matches` rejects an unreadable one.
+    """
+    names = (str(family.tensor_names[f"{name}.weight"]) for name in ("tok_embed", "norm"))
+    entries = (weights.entries.get(name) for name in names)
+    return next((e.dtype for e in entries if e and e.dtype in READABLE), torch.float32)

@@ -48,6 +48,7 @@ class QuantizedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.format, self.dtype = format, dtype
+        self.rows, self.channels = rows, channels
         for name, tensor in format.empty(rows, channels, device)._asdict().items():
             self.register_buffer(name, tensor)
 
@@ -88,7 +89,8 @@ class QuantizedModule(nn.Module):
         return torch.cat([ops.token_logprobs(self.logits(h), tokens) for h, tokens in parts])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        device = fn(torch.empty(0, device=self.tensors.scale.device)).device
+        result = fn(torch.empty(0, dtype=self.dtype, device=self.tensors.scale.device))
+        self.dtype, device = result.dtype, result.device
         if device != self.tensors.scale.device:
             has_values = not self.tensors.weight.is_meta and device.type != "meta"
             for name, tensor in self.get()._asdict().items():

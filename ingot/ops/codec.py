@@ -24,6 +24,9 @@ from ingot.ops.inputs import TensorMaker
 GROUP_SIZES = (32, 64, 128)
 """Numbers of channels that may share a scale."""
 
+INT8_GROUP_SIZES = (16, *GROUP_SIZES)
+"""The same for 8 bits: GGUF's Q6_K has 16."""
+
 PANEL_ROWS = 16
 """Rows of a panel."""
 

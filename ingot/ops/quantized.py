@@ -44,6 +44,7 @@ from ingot.ops.arguments import accum_dtype
 from ingot.ops.check import check_same_dtype
 from ingot.ops.codec import (
     GROUP_SIZES,
+    INT8_GROUP_SIZES,
     decode_int4,
     decode_int8,
     round_activations,
@@ -158,6 +159,9 @@ def _int8_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
     weight, _ = sample_int8(make, 33, 192)
     scales = (make(6, 33).float().abs() + 0.5).T / 900
     yield SampleInput("group_scales", (make(4, 192), weight, scales))
+    weight, _ = sample_int8(make, 16, 96)
+    scales = (make(6, 16).float().abs() + 0.5).T / 900
+    yield SampleInput("group_of_16", (make(3, 96), to_panels(weight), scales))
 
 
 def _int4_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
@@ -266,10 +270,11 @@ def _check_dynamic_epilogue(
 def _check_group_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
     rows, _ = weight_shape(weight)
     fits = scale.dim() == 2 and scale.shape[0] == rows and scale.shape[1] > 0
-    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in GROUP_SIZES]:
+    sizes = GROUP_SIZES if weight.dtype == torch.uint8 else INT8_GROUP_SIZES
+    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in sizes]:
         raise OpError(
             f"{op}: {rows} rows of {x.shape[-1]} channels, scale is {tuple(scale.shape)}",
-            hint="pass one scale per row and group of 32, 64 or 128 channels",
+            hint=f"pass one scale per row and group of {', '.join(map(str, sizes))} channels",
         )
     check_same_dtype(op, scale=scale)
 

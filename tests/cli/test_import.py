@@ -20,7 +20,8 @@ def test_gguf_file_is_imported_then_its_directory(
     assert f"source         {source}" in lines
     assert "architecture   llama" in lines
     assert "parameters     134.5 million" in lines
-    assert "tensors        210 Q4_1, 61 F32, 1 Q8_0 to bfloat16" in lines
+    types = "210 Q4_1, 61 F32, 1 Q8_0; 211 stay quantized, others to bfloat16"
+    assert f"tensors        {types}" in lines
     assert "next: ingot chat smol" in lines
     assert result.stderr == ""  # a progress bar needs a terminal
 
@@ -30,7 +31,9 @@ def test_gguf_file_is_imported_then_its_directory(
     assert found["architecture"] == "llama"
     assert found["parameters"] == 134_515_008
     assert found["chat"] is True
-    assert found["import"]["quantization"] == {"bfloat16": 272}
+    assert found["import"]["quantization"] == {
+        **{"float16": 421, "int32": 210, "int64": 210, "bfloat16": 61, "int8": 1}
+    }
     steps = json.loads((tmp_path / "copy" / "ingot.json").read_text())["steps"]
     assert [step["source"] for step in steps] == [smollm2_gguf.name, "smol"]
     weights = "model.safetensors"

@@ -95,6 +95,28 @@ def tensors(made: Any, family: str) -> dict[str, np.ndarray]:
     return found
 
 
+# Offsets of the float16 numbers of a block, and a magnitude for weights of about 0.05.
+HALVES = {
+    "Q4_0": (0.01, [0]),
+    "Q4_1": (0.01, [0, 2]),
+    "Q4_K": (2e-4, [0, 2]),
+    "Q8_0": (6e-4, [0]),
+    "Q6_K": (3e-5, [208]),
+}
+
+
+def random_blocks(name: str, rows: int, channels: int, seed: int = 0) -> np.ndarray:
+    """Return rows of blocks of any bits, with scales of a typical magnitude."""
+    rng = np.random.default_rng(seed)
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = rng.integers(0, 256, (rows, channels // elements, size), dtype=np.uint8)
+    magnitude, offsets = HALVES[name]
+    for at in offsets:
+        halves = rng.uniform(-magnitude, magnitude, (*blocks.shape[:2], 1)).astype("<f2")
+        blocks[..., at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def metadata(made: Any, family: str) -> dict[str, Any]:
     config = made.config
     return {

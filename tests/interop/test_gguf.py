@@ -17,11 +17,13 @@ from safetensors.torch import load_file
 
 from ingot.core import lineage
 from ingot.core.errors import IngotError
-from ingot.interop import gguf
+from ingot.interop import gguf, gguf_weights, hf
+from ingot.interop.gguf_blocks import FORMATS
 from ingot.interop.gguf_file import GgufError
+from ingot.nn import BatchLayout
 from tests import models
 from tests.interop import conftest
-from tests.interop.conftest import Small
+from tests.interop.conftest import Small, random_blocks
 
 QUANTIZED = package.GGMLQuantizationType
 
@@ -87,7 +89,7 @@ def test_every_type_dequantizes_as_in_the_gguf_package(
     weights = {key: value.view(plain) if plain else value for key, value in raw.items()}
     types = None if plain else dict.fromkeys(raw, kind)
     path = small(weights=weights, types=types, num_hidden_layers=1, **shape)
-    gguf.convert(path, tmp_path / "out")
+    gguf.convert(path, tmp_path / "out", keep_quantized=False)
     found = load_file(tmp_path / "out" / "model.safetensors")
     for key, ours in (("ffn_up", "mlp.up_proj"), ("attn_v", "self_attn.v_proj")):
         expected = package.quants.dequantize(raw[f"blk.0.{key}.weight"], kind)
@@ -100,12 +102,51 @@ def test_every_type_dequantizes_as_in_the_gguf_package(
     assert counted[name] == (12 if name == "F32" else 3)
 
 
-def test_bfloat16_rounding_matches_torch() -> None:
-    bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
-    values = bits.view(np.float32)
-    values = values[np.abs(values) < gguf.MAX_MAGNITUDE]
-    expected = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
-    assert np.array_equal(gguf.to_bfloat16_bits(values), expected)
+def quantized_file(small: Small, types: dict[str, str]) -> Path:
+    """Write a file whose matrices have these types by the end of their name, else `""`'s."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    model = conftest.model("llama", **shape)
+    weights: dict[str, Any] = {}
+    kinds: dict[str, QUANTIZED] = {}
+    for theirs, value in model.state_dict().items():
+        name = conftest.gguf_name(theirs)
+        if value.dim() == 2:
+            chosen = next(types[end] for end in types if name.endswith(end))
+            kinds[name] = QUANTIZED[chosen]
+            weights[name] = random_blocks(chosen, *value.shape, seed=len(name))
+    return small("llama", weights=weights, types=kinds, **shape)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_weights_stay_as_they_are(small: Small, tmp_path: Path, name: str) -> None:
+    path = quantized_file(small, {"": name})
+    gguf.convert(path, tmp_path / "kept")
+    gguf.convert(path, tmp_path / "dequantized", keep_quantized=False)
+    kept, dequantized = hf.load(tmp_path / "kept"), hf.load(tmp_path / "dequantized", torch.float32)
+    head: Any = kept.get_submodule("tok_embed" if kept.lm_head is None else "lm_head")
+    assert head.format == FORMATS[name]
+    tokens, layout = torch.arange(40), BatchLayout.packed([40])
+    with torch.inference_mode():
+        found = kept.float().logits(kept(tokens, layout))
+        expected = dequantized.logits(dequantized(tokens, layout))
+    # Activations are rounded to int8, weights of the other one to bfloat16.
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    memory = sum(t.nbytes for t in (*kept.parameters(), *kept.buffers()))
+    assert memory < {"Q6_K": 1.45}.get(name, 1.15) * path.stat().st_size
+
+
+def test_layers_of_other_types_become_bfloat16(small: Small, tmp_path: Path) -> None:
+    """A file such as Q4_K_M: v has more bits than q and k, which are computed with it."""
+    path = quantized_file(
+        small, {"0.attn_v.weight": "Q6_K", "1.ffn_down.weight": "Q6_K", "": "Q4_K"}
+    )
+    gguf.convert(path, tmp_path / "out")
+    decoder = hf.load(tmp_path / "out")
+    formats = {
+        name: getattr(decoder.get_submodule(name), "format", None)
+        for name in ("blocks.0.attention.qkv", "blocks.1.attention.qkv", "blocks.1.mlp.down")
+    }
+    assert list(formats.values()) == [None, FORMATS["Q4_K"], FORMATS["Q6_K"]]
 
 
 def test_large_models_are_written_in_shards_and_chunks(
@@ -113,8 +154,8 @@ def test_large_models_are_written_in_shards_and_chunks(
 ) -> None:
     path = small()
     gguf.convert(path, tmp_path / "one")
-    monkeypatch.setattr(gguf, "SHARD_BYTES", 4000)
-    monkeypatch.setattr(gguf, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(gguf_weights, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(gguf_weights, "CHUNK_ELEMENTS", 100)
     gguf.convert(path, tmp_path / "many")
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 3

@@ -120,3 +120,14 @@ def test_panels_are_for_cpus() -> None:
     layer = QuantizedLinear.of(Linear(64, 48), Int8()).to("meta")
     assert layer.weight.shape == (48, 64)
     assert layer.to_empty(device="cpu").weight.shape == (48, 64)  # until it is set
+
+
+def test_the_dtype_of_results_follows_the_model() -> None:
+    model: Any = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
+    quantize_(model, lambda name: Int8())
+    scale = model.tok_embed.tensors.scale
+    model.float()
+    assert model.tok_embed(torch.tensor([3])).dtype == torch.float32
+    assert model.tok_embed.tensors.scale is scale
+    model.bfloat16()
+    assert model.tok_embed(torch.tensor([3])).dtype == torch.bfloat16

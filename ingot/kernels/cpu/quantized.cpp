@@ -28,8 +28,8 @@ inline int64_t group_size(const QuantizedArgs& args, int64_t depth) {
     group = depth / groups;
     check(group != 0, "a group must have channels");
   }
-  check(group == 0 || group == 32 || group == 64 || group == 128,
-        "groups must have 32, 64 or 128 channels");
+  check(group == 0 || group == 16 || group == 32 || group == 64 || group == 128,
+        "groups must have 16, 32, 64 or 128 channels");
   return group;
 }
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 from ingot.nn.formats.format import Grid, LinearEpilogue, QuantizedTensors, WeightFormat
 from ingot.nn.formats.int4 import Int4
 from ingot.nn.formats.int8 import Int8
-from ingot.ops.codec import GROUP_SIZES
+from ingot.ops.codec import GROUP_SIZES, INT8_GROUP_SIZES
 
 __all__ = [
     "GROUP_SIZES",
+    "INT8_GROUP_SIZES",
     "Grid",
     "Int4",
     "Int8",

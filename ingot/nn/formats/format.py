@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import ConfigError
-from ingot.ops.codec import GROUP_SIZES
+from ingot.ops.codec import GROUP_SIZES, INT8_GROUP_SIZES
 from ingot.ops.epilogue import IDENTITY
 
 
@@ -131,8 +131,9 @@ def check_group(name: str, group: int) -> None:
 
     >>> check_group("int4", 64)
     """
-    if group not in GROUP_SIZES:
+    sizes = INT8_GROUP_SIZES if name == "int8" else GROUP_SIZES
+    if group not in sizes:
         raise ConfigError(
-            f"{name}: group must be one of {', '.join(map(str, GROUP_SIZES))}, got {group}",
+            f"{name}: group must be one of {', '.join(map(str, sizes))}, got {group}",
             hint="choose one of them",
         )

@@ -26,7 +26,7 @@ X_GROUP = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Int8:
-    """8 bits with a scale per row, or in groups of 32, 64 or 128 channels.
+    """8 bits with a scale per row, or in groups of 16, 32, 64 or 128 channels.
 
     >>> weight = torch.linspace(-1, 1, 64).view(1, 64)
     >>> (Int8().decode(Int8().encode(weight)) - weight).abs().max() < 0.004
