@@ -60,24 +60,26 @@ class QuantizedModule(nn.Module):
 
     def get(self, rows: slice = slice(None)) -> QuantizedTensors:
         """Return the tensors of the weight, or of some of its rows, without panels."""
-        tensors = self.tensors._replace(weight=to_rows(self.tensors.weight))
-        return tensors.map(lambda tensor: tensor.detach()[rows])
+        return self.tensors.map(lambda tensor: to_rows(tensor.detach())[rows])
 
     @torch.no_grad()
     def set(self, tensors: QuantizedTensors, rows: slice = slice(None)) -> None:
         """Copy the tensors of a weight, or of some of its rows."""
-        all_rows = self.tensors._replace(weight=to_rows(self.tensors.weight))
+        all_rows = self.tensors.map(to_rows)
         for own, new in zip(all_rows, tensors, strict=True):
             if own is not None:
                 assert new is not None
                 own[rows].copy_(new)
-        self._buffers["weight"] = self._arrange(all_rows.weight)
+        self._arrange(all_rows)
 
-    def _arrange(self, weight: Tensor) -> Tensor:
-        """Convert rows to panels for CPUs, whose kernels would do it at each call."""
-        rows, row_bytes = weight.shape
-        is_cpu = weight.device.type == "cpu"
-        return to_panels(weight) if is_cpu and fits_panels(rows, row_bytes) else weight
+    def _arrange(self, tensors: QuantizedTensors) -> None:
+        """Keep tensors in rows, or in panels for CPUs, whose kernels would convert at each call."""
+        if tensors.weight.device.type == "cpu" and self._fits_panels(tensors.weight):
+            tensors = tensors.map(lambda tensor: to_panels(tensor) if tensor.dim() == 2 else tensor)
+        self._buffers |= tensors._asdict()
+
+    def _fits_panels(self, weight: Tensor) -> bool:
+        return fits_panels(*weight.shape)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return `hidden @ weight.T`, (T, V), in float32."""
@@ -93,10 +95,8 @@ class QuantizedModule(nn.Module):
         self.dtype, device = result.dtype, result.device
         if device != self.tensors.scale.device:
             has_values = not self.tensors.weight.is_meta and device.type != "meta"
-            for name, tensor in self.get()._asdict().items():
-                self._buffers[name] = None if tensor is None else _move(tensor, device)
-            if has_values:
-                self._buffers["weight"] = self._arrange(self.tensors.weight)
+            moved = self.get().map(lambda tensor: _move(tensor, device))
+            self._arrange(moved) if has_values else self._buffers.update(moved._asdict())
         own, self._buffers = self._buffers, {}
         try:
             return super()._apply(fn, recurse)
@@ -155,9 +155,9 @@ class QuantizedLinear(QuantizedModule):
                 layer.bias.data.copy_(linear.bias.detach())
         return layer
 
-    def _arrange(self, weight: Tensor) -> Tensor:
+    def _fits_panels(self, weight: Tensor) -> bool:
         # Gate and up have to begin with a panel.
-        return weight if self.gated and len(weight) % 32 else super()._arrange(weight)
+        return super()._fits_panels(weight) and not (self.gated and len(weight) % 32)
 
     def forward(
         self,

@@ -7,7 +7,8 @@
 A weight is (N, D). Scales, zero points and minima are (N, G) for G groups of channels, or (N,).
 
 The bytes of a weight, (N, B), may also be in panels of 16 rows, (N / 16, B / 4, 16, 4): 4 bytes of
-each of 16 rows are adjacent, as the kernels for CPUs read them.
+each of 16 rows are adjacent, as the kernels for CPUs read them. So may scales, zero points and
+minima of groups: (N / 16, G, 16).
 """
 
 # pyright: basic
@@ -61,24 +62,29 @@ def fits_panels(rows: int, row_bytes: int) -> bool:
     return rows % PANEL_ROWS == 0 and row_bytes % 4 == 0
 
 
-def to_panels(weight: Tensor) -> Tensor:
-    """Convert rows, (N, B), to panels, (N / 16, B / 4, 16, 4).
+def to_panels(rows: Tensor) -> Tensor:
+    """Convert rows of bytes, (N, B), or of scales, (N, G), to panels.
 
-    >>> to_panels(torch.arange(512, dtype=torch.int16).view(16, 32).to(torch.int8)).shape
-    torch.Size([1, 8, 16, 4])
+    >>> to_panels(torch.zeros(32, 8, dtype=torch.int8)).shape, to_panels(torch.zeros(32, 8)).shape
+    (torch.Size([2, 2, 16, 4]), torch.Size([2, 8, 16]))
     """
-    words = weight.contiguous().view(torch.int32).unflatten(0, (-1, PANEL_ROWS))
-    return words.transpose(1, 2).contiguous().unsqueeze(-1).view(weight.dtype)
+    is_bytes = not rows.is_floating_point()
+    elements = rows.contiguous().view(torch.int32) if is_bytes else rows
+    panels = elements.unflatten(0, (-1, PANEL_ROWS)).transpose(1, 2).contiguous()
+    return panels.unsqueeze(-1).view(rows.dtype) if is_bytes else panels
 
 
-def to_rows(weight: Tensor) -> Tensor:
-    """Convert panels to rows, (N, B); rows are returned as they are.
+def to_rows(panels: Tensor) -> Tensor:
+    """Convert panels to rows; rows are returned as they are.
 
     >>> rows = torch.arange(512, dtype=torch.int16).view(16, 32).to(torch.int8)
     >>> torch.equal(to_rows(to_panels(rows)), rows)
     True
     """
-    return weight.transpose(1, 2).flatten(2).flatten(0, 1) if weight.dim() == 4 else weight
+    if panels.dim() < 3:
+        return panels
+    rows = panels.transpose(1, 2)
+    return (rows.flatten(2) if panels.dim() == 4 else rows).flatten(0, 1)
 
 
 def weight_shape(weight: Tensor) -> tuple[int, int]:
@@ -92,12 +98,26 @@ def weight_shape(weight: Tensor) -> tuple[int, int]:
     return (weight.shape[0], weight.shape[1]) if weight.dim() == 2 else (0, 0)
 
 
+def scale_shape(scale: Tensor) -> tuple[int, int]:
+    """Return N and G of scales per row, or per row and group, in rows or in panels.
+
+    >>> scale_shape(torch.empty(32)), scale_shape(torch.empty(2, 8, 16))
+    ((32, 1), (32, 8))
+    """
+    if scale.dim() == 3 and scale.shape[2] == PANEL_ROWS:
+        return scale.shape[0] * PANEL_ROWS, scale.shape[1]
+    if scale.dim() > 2:
+        return 0, 0
+    return (scale.shape[0], scale.shape[1]) if scale.dim() == 2 else (scale.numel(), 1)
+
+
 def decode_int8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of an int8 weight, (N, D).
 
     >>> decode_int8(torch.tensor([[2, -4]], dtype=torch.int8), torch.tensor([0.5]), torch.float32)
     tensor([[ 1., -2.]])
     """
+    scale = to_rows(scale)
     groups = scale.to(dtype).reshape(len(scale), -1, 1)
     return (to_rows(weight).to(dtype).unflatten(-1, (groups.shape[1], -1)) * groups).flatten(-2)
 
@@ -115,11 +135,11 @@ def decode_int4(
     >>> decode_int4(packed, torch.tensor([[0.5]]), None, None, torch.float32)
     tensor([[0., 1.]])
     """
-    groups = unpack_int4(to_rows(weight)).to(dtype).unflatten(-1, (scale.shape[1], -1))
-    scales = scale.to(dtype)[..., None]
+    scales = to_rows(scale).to(dtype)[..., None]
+    groups = unpack_int4(to_rows(weight)).to(dtype).unflatten(-1, (scales.shape[1], -1))
     if minimum is not None:
-        return (groups * scales + minimum.to(dtype)[..., None]).flatten(-2)
-    zero = 8 if zero_point is None else zero_point.to(dtype)[..., None]
+        return (groups * scales + to_rows(minimum).to(dtype)[..., None]).flatten(-2)
+    zero = 8 if zero_point is None else to_rows(zero_point).to(dtype)[..., None]
     return ((groups - zero) * scales).flatten(-2)
 
 

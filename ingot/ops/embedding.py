@@ -20,6 +20,7 @@ from ingot.ops.codec import (
     decode_int8,
     sample_int4,
     sample_int8,
+    scale_shape,
     to_panels,
     to_rows,
     weight_shape,
@@ -103,7 +104,8 @@ def _int4_samples(make: TensorMaker) -> Iterator[SampleInput]:
         packed, scale, zero = sample_int4(make, rows, width, group)
         yield SampleInput(name, (make.ints(rows, 16), packed, scale, zero, None, low))
     packed, scale, zero = sample_int4(make, 48, 64, 32)
-    yield SampleInput("panels", (make.ints(48, 9), to_panels(packed), scale, zero, None, low))
+    panels = [to_panels(tensor) for tensor in (packed, scale, zero)]
+    yield SampleInput("panels", (make.ints(48, 9), *panels, None, low))
     packed, scale, zero = sample_int4(make, 13, 96, 32)
     yield SampleInput("odd", (make.ints(13, 7), packed, scale, None, None, low))
     yield SampleInput("one_row", (make.ints(13, 1), packed, scale, None, zero, low))
@@ -119,9 +121,9 @@ def _check_table(
     _check_tokens(op, tokens)
     rows, row_bytes = weight_shape(weight)
     channels = row_bytes * (2 if dtype == torch.uint8 else 1)
-    groups = scale.shape[1] if scale.dim() == 2 else 1
-    fits = weight.dtype == dtype and rows > 0 and scale.dim() in (1, 2)
-    if not fits or len(scale) != rows or groups < 1 or channels % groups:
+    scales, groups = scale_shape(scale)
+    fits = weight.dtype == dtype and rows > 0 and scale.dim() > 0
+    if not fits or scales != rows or groups < 1 or channels % groups:
         raise OpError(
             f"{op}: weight is {weight.dtype} {tuple(weight.shape)}, scale {tuple(scale.shape)}",
             hint="pass a table of (V, D) and one scale per row, or per row and group of channels",
@@ -179,7 +181,7 @@ def embedding_int8(tokens: Tensor, weight: Tensor, scale: Tensor, bf16: bool = F
     >>> embedding_int8(torch.tensor([0]), table, torch.tensor([0.5]))
     tensor([[ 1., -2.]])
     """
-    rows, scales = (t.index_select(0, tokens.flatten()) for t in (to_rows(weight), scale))
+    rows, scales = (to_rows(t).index_select(0, tokens.flatten()) for t in (weight, scale))
     values = decode_int8(rows, scales, accum_dtype(scale.dtype))
     return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else values.dtype)
 
@@ -209,8 +211,8 @@ def embedding_int4(
     """
 
     def select(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.index_select(0, tokens.flatten())
+        return None if tensor is None else to_rows(tensor).index_select(0, tokens.flatten())
 
-    rows = map(select, (to_rows(weight), scale, zero_point, minimum))
+    rows = map(select, (weight, scale, zero_point, minimum))
     values = decode_int4(*rows, accum_dtype(scale.dtype))  # pyright: ignore
     return values.view(*tokens.shape, -1).to(torch.bfloat16 if bf16 else values.dtype)

@@ -20,7 +20,7 @@ dynamic ops pass through the rounding of x (straight-through).
   channels. Without `zero_point`, 8 represents 0.
 - `minimum` replaces the zero point by a term of its own, s * W + m, as in GGUF's Q4_1.
 - Scales may have any floating dtype; the arithmetic is in float32. The kernels read the scales of
-  adjacent rows together: pass the transpose of a contiguous (groups, out).
+  adjacent rows together: pass panels, or the transpose of a contiguous (groups, out).
 - Where x is quantized, each row is, in groups of channels: those of the weight's scales, or
   `x_group` channels if the weight has one scale per row, where 0 is the whole row. A channel of
   large magnitude then costs precision in its own group only. The scale of a group is its max
@@ -50,6 +50,7 @@ from ingot.ops.codec import (
     round_activations,
     sample_int4,
     sample_int8,
+    scale_shape,
     to_panels,
     weight_shape,
 )
@@ -161,7 +162,7 @@ def _int8_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("group_scales", (make(4, 192), weight, scales))
     weight, _ = sample_int8(make, 16, 96)
     scales = (make(6, 16).float().abs() + 0.5).T / 900
-    yield SampleInput("group_of_16", (make(3, 96), to_panels(weight), scales))
+    yield SampleInput("group_of_16", (make(3, 96), to_panels(weight), to_panels(scales)))
 
 
 def _int4_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
@@ -173,6 +174,9 @@ def _int4_dynamic_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield SampleInput("minimum", (make(6, 64), packed, scale, None, minimum / 64, make(48)))
     panels = to_panels(packed)
     yield SampleInput("panels", (make(5, 64), panels, scale, minimum))
+    yield SampleInput(
+        "panels_of_scales", (make(5, 64), panels, to_panels(scale), to_panels(minimum))
+    )
     transposed = scale.T.contiguous().T, minimum.T.contiguous().T
     yield SampleInput("adjacent_scales", (make(3, 64), packed, *transposed))
 
@@ -269,9 +273,10 @@ def _check_dynamic_epilogue(
 
 def _check_group_scale(op: str, x: Tensor, weight: Tensor, scale: Tensor) -> None:
     rows, _ = weight_shape(weight)
-    fits = scale.dim() == 2 and scale.shape[0] == rows and scale.shape[1] > 0
+    scales, groups = scale_shape(scale)
     sizes = GROUP_SIZES if weight.dtype == torch.uint8 else INT8_GROUP_SIZES
-    if not fits or x.shape[-1] not in [group * scale.shape[1] for group in sizes]:
+    fits = scale.dim() == 2 or (scale.dim() == 3 and weight.dim() == 4)
+    if not fits or scales != rows or x.shape[-1] not in [group * groups for group in sizes]:
         raise OpError(
             f"{op}: {rows} rows of {x.shape[-1]} channels, scale is {tuple(scale.shape)}",
             hint=f"pass one scale per row and group of {', '.join(map(str, sizes))} channels",

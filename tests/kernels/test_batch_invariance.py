@@ -222,7 +222,8 @@ def _group_values(i: Inputs) -> Tensor:
     if not i.has_groups:
         return i.values(rows, low=-9, high=0).float()
     values = i.values(i.width // i.group, rows, low=-9, high=0)
-    return values.to((torch.float16, torch.bfloat16, torch.float32)[i.schedule.option % 3]).T
+    values = values.to((torch.float16, torch.bfloat16, torch.float32)[i.schedule.option % 3]).T
+    return to_panels(values) if i.has_panels and i.schedule.seed % 3 else values
 
 
 def _with_lora(i: Inputs, make: Callable[[], Tensor | None]) -> Tensor | None:

@@ -10,11 +10,21 @@ from ingot.ops.codec import (
     pack_int4,
     quantize_rows,
     round_activations,
+    scale_shape,
     to_panels,
     to_rows,
     unpack_int4,
     weight_shape,
 )
+
+
+def test_scales_in_panels_are_the_same_in_another_order() -> None:
+    rows = torch.arange(96.0).view(32, 3)
+    panels = to_panels(rows)
+    assert scale_shape(panels) == scale_shape(rows) == (32, 3)
+    assert panels[1, 2, 5] == rows[16 + 5, 2]
+    assert torch.equal(to_rows(panels), rows)
+    assert scale_shape(torch.empty(2, 3, 8)) == (0, 0)
 
 
 def test_unpack_inverts_pack() -> None:

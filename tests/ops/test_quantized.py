@@ -91,14 +91,16 @@ def test_panels_do_not_change_bits(rows: int, gated: bool) -> None:
     packed = torch.randint(0, 256, (64, 48), generator=random, dtype=torch.uint8)
     weight = torch.randint(-128, 128, (64, 96), generator=random, dtype=torch.int8)
 
-    def int4(weight: torch.Tensor) -> torch.Tensor:
+    def int4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return ops.linear_int4_dynamic(x, weight, scale, None, scale, None, 3, None, gated)
 
-    def int8(weight: torch.Tensor) -> torch.Tensor:
+    def int8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return ops.linear_int8_dynamic(x, weight, scale, None, 3, None, 0, gated)
 
-    assert torch.equal(int4(packed), int4(to_panels(packed)))
-    assert torch.equal(int8(weight), int8(to_panels(weight)))
+    for function, rows_of_weight in ((int4, packed), (int8, weight)):
+        expected = function(rows_of_weight, scale)
+        assert torch.equal(function(to_panels(rows_of_weight), scale), expected)
+        assert torch.equal(function(to_panels(rows_of_weight), to_panels(scale)), expected)
 
 
 X, SCALE = torch.ones(2, 64), torch.ones(3)
@@ -120,6 +122,9 @@ PANELS = to_panels(torch.ones(16, 64, dtype=torch.int8))
         ("linear_int8_dynamic", (X, PANELS[:, :15], torch.ones(16)), "x has 64 channels"),
         ("linear_int8_dynamic", (X, PANELS[..., :2], torch.ones(16)), "x has 64 channels"),
         ("linear_int8_dynamic", (X, PANELS, SCALE), "scale torch.float32 (3,)"),
+        ("linear_int8_dynamic", (X, PANELS, torch.ones(1, 3, 16)), "scale is (1, 3, 16)"),
+        ("linear_int8_dynamic", (X, PANELS, torch.ones(1, 2, 8)), "scale is (1, 2, 8)"),
+        ("linear_int8_dynamic", (X, WEIGHT, torch.ones(1, 2, 16)), "scale is (1, 2, 16)"),
         ("linear_int4", (X, PACKED[:, :31], torch.ones(3, 1)), "x has 64 channels"),
         ("linear_int4", (X, PACKED.char(), torch.ones(3, 1)), "torch.int8"),
         ("linear_int4", (X, PACKED, torch.ones(3, 4)), "scale is (3, 4)"),

@@ -101,7 +101,7 @@ Tensor run_embedding(const TableArgs& args, int64_t rows, int64_t channels, int 
                      const Value& value) {
   check(args.tokens.scalar_type() != ScalarType::Bool, "tokens must be integers");
   Integers token(args.tokens);
-  int64_t groups = args.scale.dim() == 2 ? args.scale.size(1) : 1;
+  int64_t groups = args.scale.dim() > 1 ? args.scale.size(1) : 1;
   check(groups > 0 && channels % groups == 0, "scale must have one entry per group");
   for (int64_t i = 0; i < token.count; i++)
     check(token[i] >= 0 && token[i] < rows, "token id out of range");

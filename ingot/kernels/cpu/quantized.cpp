@@ -22,7 +22,7 @@ constexpr int64_t MAX_DEPTH = 131072;  // a dot product of int8 vectors fits int
 // the weight has a scale per row; 0 is the whole row.
 inline int64_t group_size(const QuantizedArgs& args, int64_t depth) {
   int64_t group = args.x_group;
-  if (args.scale.dim() == 2) {
+  if (args.scale.dim() > 1) {
     int64_t groups = args.scale.size(1);
     check(groups > 0 && depth % groups == 0, "scale must have one entry per group");
     group = depth / groups;
@@ -74,7 +74,9 @@ Tensor run_quantized(const QuantizedArgs& args) {
                                p, true);
     weights.push_back({weight, p * width, width, scale, zero_point, minimum});
   }
-  quantized_gemm<Format>(quantize_rows<Format, T>(rows, group), rows.count, weights, epilogue);
+  int32_t zero = zero_point || minimum ? 0 : Format::ZERO;
+  QuantizedRows quantized = quantize_rows<Format, T>(rows, group, zero);
+  quantized_gemm<Format>(quantized, rows.count, weights, epilogue);
   return y;
 }
 

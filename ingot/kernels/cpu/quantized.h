@@ -38,10 +38,12 @@ inline FloatLanes to_float(IntLanes values) { return __builtin_convertvector(val
 inline FloatLanes broadcast_float(float value) { return value - FloatLanes{}; }
 inline IntLanes broadcast_int(int32_t value) { return value - IntLanes{}; }
 
-// acc[i] + the sum of four products w[4i + b] * x[4i + b], of unsigned w and signed x.
+// acc[i] + the sum of four products w[4i + b] * x[b], of unsigned w and signed x.
 #if defined(__AVX512VNNI__)
-inline IntLanes dot4(IntLanes acc, Bytes w, Bytes x) {
-  return (IntLanes)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) {
+  // As an intrinsic, GCC 12 broadcasts x to a register first: 1.5 instead of 2.2 products per ns.
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int8_t(*)[4])x));
+  return acc;
 }
 #elif defined(__AVX2__)
 // In 16 bits: vpmaddubsw would saturate.
@@ -52,18 +54,19 @@ inline __m256i dot4(__m256i acc, __m256i w, __m256i x) {
   __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
-inline IntLanes dot4(IntLanes acc, Bytes w, Bytes x) {
-  __m256i parts[3][2];
+inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  __m256i parts[2][2], all = _mm256_set1_epi32(four);
   std::memcpy(parts[0], &acc, sizeof acc), std::memcpy(parts[1], &w, sizeof w);
-  std::memcpy(parts[2], &x, sizeof x);
-  for (int i = 0; i < 2; i++) parts[0][i] = dot4(parts[0][i], parts[1][i], parts[2][i]);
+  for (int i = 0; i < 2; i++) parts[0][i] = dot4(parts[0][i], parts[1][i], all);
   std::memcpy(&acc, parts[0], sizeof acc);
   return acc;
 }
 #else
-inline IntLanes dot4(IntLanes acc, Bytes w, Bytes x) {
+inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) {
   for (int i = 0; i < LANES; i++)
-    for (int b = 4 * i; b < 4 * i + 4; b++) acc[i] += int32_t(w[b]) * int8_t(x[b]);
+    for (int b = 0; b < 4; b++) acc[i] += int32_t(w[4 * i + b]) * x[b];
   return acc;
 }
 #endif
@@ -110,7 +113,7 @@ struct QuantizedRows {
   int8_t* values;
   float* scales;       // (groups, padded_rows), as the next two
   float* scaled_sums;  // of the values of a group
-  int32_t* sums;
+  int32_t* initial;    // of the sum of a group's products: what the format's zero adds
 };
 
 // Store the int8 values of channels k, k + 1, ...: those of a plane in a word.
@@ -138,32 +141,52 @@ inline Ints quantize(Floats x, Floats scale) {
   return (Ints)(x / scale + magic) - (Ints)magic;
 }
 
-// The channels [begin, end) of a row, a group.
+// A row in groups of `group` channels: its values, and the scale and the sum of each group. One step
+// after the other for all groups, because each has a long latency.
 template <class Format, class T>
-void quantize_group(const T* x, int64_t begin, int64_t end, int8_t* to, float& scale,
-                    int32_t& sum) {
+void quantize_row(const T* x, int64_t width, int64_t group, int8_t* to, float* scales,
+                  int32_t* sums) {
   constexpr float MIN_MAGNITUDE = 0x1p-100f;  // as in ingot.ops.codec
-  Floats largest{};
-  for_each_vector(end - begin, [&](int64_t at, auto... tail) {
-    Floats values = load(x + begin + at, tail...);
-    largest = max(largest, max(values, -values));
-  });
-  float magnitude = ingot::reduce_max(largest);
-  scale = (magnitude < MIN_MAGNITUDE ? MIN_MAGNITUDE : magnitude) / 127.0f;
-  Floats divisor = broadcast(scale);
-  Ints total{};
-  for_each_vector(end - begin, [&](int64_t at, auto... tail) {
-    Ints q = quantize(load(x + begin + at, tail...), divisor);
-    total += (Ints)((Words)q << 24) >> 24;  // as stored: the integer of a NaN is arbitrary
-    store_operands<Format>(to, begin + at, q, std::min<int64_t>(WIDTH, end - begin - at));
-  });
-  sum = 0;
-  for (int i = 0; i < WIDTH; i++) sum += total[i];
+  int64_t groups = (width + group - 1) / group;
+  auto size = [&](int64_t g) { return std::min(group, width - g * group); };
+  for (int64_t g = 0; g < groups; g++) {
+    Floats largest{};
+    for_each_vector(size(g), [&](int64_t at, auto... tail) {
+      Floats values = load(x + g * group + at, tail...);
+      largest = max(largest, max(values, -values));
+    });
+    scales[g] = ingot::reduce_max(largest);
+  }
+  for (int64_t g = 0; g < groups; g++)
+    scales[g] = (scales[g] < MIN_MAGNITUDE ? MIN_MAGNITUDE : scales[g]) / 127.0f;
+  for (int64_t g = 0; g < groups; g++) {
+    Floats divisor = broadcast(scales[g]);
+    for_each_vector(size(g), [&](int64_t at, auto... tail) {
+      Ints q = quantize(load(x + g * group + at, tail...), divisor);
+      store_operands<Format>(to, g * group + at, q, std::min<int64_t>(WIDTH, size(g) - at));
+    });
+  }
+  for (int64_t g = 0; g < groups; g++) {
+    int32_t sum = 0;
+    for (int64_t k = g * group, end = k + size(g); k < end; k++) sum += to[k];
+    sums[g] = sum;
+  }
 }
 
-// `group` is the number of channels in a group, 0 for the whole row.
+// From (row, word) to (word, row).
+inline void interleave_rows(const int8_t* from, int64_t rows, int64_t row_bytes, int8_t* to) {
+  if (rows == 1) {
+    std::memcpy(to, from, row_bytes);
+    return;
+  }
+  for (int64_t at = 0; at < row_bytes; at += 4)
+    for (int64_t r = 0; r < rows; r++, to += 4) std::memcpy(to, from + r * row_bytes + at, 4);
+}
+
+// `group` is the number of channels in a group, 0 for the whole row. `zero` is what is to be
+// subtracted from the operands of the weight.
 template <class Format, class T>
-QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group) {
+QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group, int32_t zero) {
   constexpr int64_t UNIT = 4 * Format::PLANES;  // channels of a word of each plane
   QuantizedRows q;
   q.words = (x.width + UNIT - 1) / UNIT;
@@ -176,23 +199,28 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group) {
   q.values = scratch<Scratch::QUANTIZED_X, int8_t>(rows * row_bytes);
   q.scales = scratch<Scratch::QUANTIZED_X_SCALES, float>(2 * rows * q.groups);
   q.scaled_sums = q.scales + rows * q.groups;
-  q.sums = scratch<Scratch::QUANTIZED_X_SUMS, int32_t>(rows * q.groups);
+  q.initial = scratch<Scratch::QUANTIZED_X_SUMS, int32_t>(rows * q.groups);
   for (int64_t g = 0; g < 2 * q.groups; g++)
     std::fill(q.scales + g * rows + x.rows, q.scales + (g + 1) * rows, 0.0f);
   for (int64_t g = 0; g < q.groups; g++)
-    std::fill(q.sums + g * rows + x.rows, q.sums + (g + 1) * rows, 0);
+    std::fill(q.initial + g * rows + x.rows, q.initial + (g + 1) * rows, 0);
   int64_t width = q.group_words * UNIT;
-  parallel_for(x.rows, 4 * x.width, [&](int64_t begin, int64_t end) {
-    int8_t* words = scratch<Scratch::QUANTIZED_ROW, int8_t>(row_bytes);
-    for (int64_t r = begin; r < end; r++) {
-      std::memset(words + row_bytes - UNIT, 0, UNIT);
-      for (int64_t g = 0, i = r; g < q.groups; g++, i += rows) {
-        quantize_group<Format>(x[r], g * width, std::min((g + 1) * width, x.width), words,
-                               q.scales[i], q.sums[i]);
-        q.scaled_sums[i] = q.scales[i] * float(q.sums[i]);
+  parallel_for(rows / q.block, 4 * q.block * x.width, [&](int64_t begin, int64_t end) {
+    int8_t* block = scratch<Scratch::QUANTIZED_ROWS, int8_t>(q.block * row_bytes);
+    float* scales = scratch<Scratch::QUANTIZED_ROW_SCALES, float>(2 * q.groups);
+    int32_t* sums = reinterpret_cast<int32_t*>(scales + q.groups);
+    for (int64_t first = begin * q.block; first < end * q.block; first += q.block) {
+      for (int64_t r = first; r < std::min(first + q.block, x.rows); r++) {
+        int8_t* values = block + (r - first) * row_bytes;
+        std::memset(values + row_bytes - UNIT, 0, UNIT);
+        quantize_row<Format>(x[r], x.width, width, values, scales, sums);
+        for (int64_t g = 0, i = r; g < q.groups; g++, i += rows) {
+          q.scales[i] = scales[g];
+          q.scaled_sums[i] = scales[g] * float(sums[g]);
+          q.initial[i] = int32_t(-uint32_t(zero) * uint32_t(sums[g]));  // without signed overflow
+        }
       }
-      int8_t* block = q.values + (r - r % q.block) * row_bytes + 4 * (r % q.block);
-      for (int64_t w = 0; w < row_bytes; w += 4) std::memcpy(block + w * q.block, words + w, 4);
+      interleave_rows(block, q.block, row_bytes, q.values + first * row_bytes);
     }
   });
   return q;
@@ -200,13 +228,8 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group) {
 
 // ---- The GEMM.
 
-// The sum of a group before its dot products, -ZERO times the sum of x; without signed overflow.
-inline IntLanes initial_sum(int32_t zero, int32_t sum) {
-  return broadcast_int(int32_t(uint32_t(zero) * uint32_t(sum)));
-}
-
 // Scales of 16 rows of the weight for all groups, in float32, and what is added to scale * q: the
-// minimum, or the zero point times -scale. Without offsets, `zero` is subtracted from q.
+// minimum, or the zero point times -scale.
 struct PanelScales {
   const FloatLanes *scale, *offset;
 
@@ -257,16 +280,15 @@ template <class Format, int R>
 [[gnu::noinline]] void multiply_panel(const uint8_t* panel, const PanelScales& scales,
                                       const QuantizedRows& x, int64_t row, int64_t rows,
                                       float (*out)[BLOCK_N]) {
-  constexpr int64_t AHEAD = 16 * CHUNK_BYTES;  // the hardware alone prefetches too late
+  constexpr int64_t AHEAD = 64 * CHUNK_BYTES;  // the hardware alone prefetches too late
   const int8_t* operand = x.values + row * x.words * 4 * Format::PLANES;
   const int64_t stride = 4 * x.block;
   const FloatLanes* offset = scales.offset;
-  const int32_t zero = offset ? 0 : -Format::ZERO;
   FloatLanes totals[R] = {};
   int64_t at = 0;
   for (int64_t g = 0, i = row; g < x.groups; g++, i += x.padded_rows) {
     IntLanes sums[R];
-    for (int r = 0; r < R; r++) sums[r] = initial_sum(zero, x.sums[i + r]);
+    for (int r = 0; r < R; r++) sums[r] = broadcast_int(x.initial[i + r]);
     for (int64_t end = std::min((g + 1) * x.group_words, x.words); at < end; at++) {
       Bytes raw, planes[Format::PLANES];
       __builtin_prefetch(panel + AHEAD);
@@ -274,11 +296,7 @@ template <class Format, int R>
       panel += CHUNK_BYTES;
       Format::unpack(raw, planes);
       for (int p = 0; p < Format::PLANES; p++, operand += stride)
-        for (int r = 0; r < R; r++) {
-          int32_t four;
-          std::memcpy(&four, operand + 4 * r, 4);
-          sums[r] = dot4(sums[r], planes[p], (Bytes)broadcast_int(four));
-        }
+        for (int r = 0; r < R; r++) sums[r] = dot4(sums[r], planes[p], operand + 4 * r);
     }
     FloatLanes scale = scales.scale[g];
     for (int r = 0; r < R; r++)

@@ -52,24 +52,30 @@ class GroupValues {
  public:
   GroupValues() = default;
 
-  // `values` is (rows, groups), or (rows,) for one group; copied unless its columns are contiguous.
-  GroupValues(const Tensor& values, int64_t rows, int64_t groups) : owner_(values) {
-    check(values.is_cpu() && values.dim() >= 1 && values.dim() <= 2 && values.size(0) == rows &&
-              (values.dim() == 1 || values.size(1) == groups),
-          "scales must be (out_features,) or (out_features, groups)");
+  // `values` is (rows, groups), (rows,) for one group, or panels, (rows / 16, groups, 16). Rows are
+  // copied unless columns are contiguous.
+  GroupValues(const Tensor& values, int64_t rows, int64_t groups)
+      : owner_(values.dim() == 3 && !values.is_contiguous() ? contiguous(values) : values) {
+    bool is_panels = values.dim() == 3;
+    check(values.is_cpu() && values.dim() >= 1 && values.dim() <= 3 &&
+              values.size(0) * (is_panels ? LANES : 1) == rows &&
+              (values.dim() == 1 || values.size(1) == groups) &&
+              (!is_panels || values.size(2) == LANES),
+          "scales must be (out_features,), (out_features, groups) or panels of them");
     type_ = values.scalar_type();
     if (type_ != ScalarType::Float && type_ != ScalarType::BFloat16 && type_ != ScalarType::Half)
       throw_unsupported();
     element_ = type_ == ScalarType::Float ? 4 : 2;
     stride_ = values.dim() == 1 || values.size(1) == 1 ? 0 : values.stride(1);
-    first_ = static_cast<const char*>(values.data_ptr());
-    if (rows > 1 && values.stride(0) != 1) copy(values, rows, values.dim() == 1 ? 1 : groups);
+    first_ = static_cast<const char*>(owner_->data_ptr());
+    if (is_panels) stride_ = LANES, panel_stride_ = groups * LANES;
+    else if (rows > 1 && values.stride(0) != 1) copy(values, rows, values.dim() == 1 ? 1 : groups);
   }
 
   explicit operator bool() const { return first_ != nullptr; }
 
   float at(int64_t group, int64_t row) const {
-    const char* from = first_ + (group * stride_ + row) * element_;
+    const char* from = first_ + offset(group, row);
     if (type_ == ScalarType::Float) return read<float>(from);
     uint16_t bits = read<uint16_t>(from);
     return type_ == ScalarType::BFloat16 ? widen(bf16{bits}) : half_to_float(bits);
@@ -78,28 +84,34 @@ class GroupValues {
   // The values of up to 16 rows in float32, (groups, 16), padded with zeros.
   [[gnu::noinline]] void load(int64_t groups, int64_t row, int64_t count, FloatLanes* to) const {
     typedef uint16_t HalfLanes __attribute__((vector_size(2 * LANES)));
-    for (int64_t g = 0; g < groups; g++) {
-      const char* from = first_ + (g * stride_ + row) * element_;
-      alignas(64) char padded[4 * LANES];
-      if (count < LANES) {
-        std::memset(padded, 0, sizeof padded);
-        from = static_cast<char*>(std::memcpy(padded, from, count * element_));
+    auto convert_each = [&](auto convert) {
+      for (int64_t g = 0; g < groups; g++) {
+        const char* from = first_ + offset(g, row);
+        alignas(64) char padded[4 * LANES];
+        if (count < LANES) {
+          std::memset(padded, 0, sizeof padded);
+          from = static_cast<char*>(std::memcpy(padded, from, count * element_));
+        }
+        to[g] = convert(from);
       }
-      if (type_ == ScalarType::Float) {
-        to[g] = read<FloatLanes>(from);
-        continue;
-      }
-      HalfLanes halves = read<HalfLanes>(from);
-      if (type_ == ScalarType::BFloat16) {
-        to[g] = (FloatLanes)(__builtin_convertvector(halves, IntLanes) << 16);
-        continue;
-      }
+    };
+    if (type_ == ScalarType::Float)
+      convert_each([](const char* from) { return read<FloatLanes>(from); });
+    else if (type_ == ScalarType::BFloat16)
+      convert_each([](const char* from) {
+        return (FloatLanes)(__builtin_convertvector(read<HalfLanes>(from), IntLanes) << 16);
+      });
+    else
+      convert_each([](const char* from) {
+        HalfLanes halves = read<HalfLanes>(from);
 #if defined(__AVX512F__)
-      to[g] = (FloatLanes)_mm512_cvtph_ps((__m256i)halves);
+        return (FloatLanes)_mm512_cvtph_ps((__m256i)halves);
 #else
-      for (int i = 0; i < LANES; i++) to[g][i] = half_to_float(halves[i]);
+        FloatLanes floats;
+        for (int i = 0; i < LANES; i++) floats[i] = half_to_float(halves[i]);
+        return floats;
 #endif
-    }
+      });
   }
 
  private:
@@ -108,6 +120,9 @@ class GroupValues {
     V values;
     std::memcpy(&values, from, sizeof values);
     return values;
+  }
+  int64_t offset(int64_t group, int64_t row) const {  // in bytes
+    return (row / LANES * panel_stride_ + group * stride_ + row % LANES) * element_;
   }
   void copy(const Tensor& values, int64_t rows, int64_t groups) {
     copied_.resize(rows * groups * element_);
@@ -124,7 +139,8 @@ class GroupValues {
   std::vector<char> copied_;
   const char* first_ = nullptr;
   ScalarType type_ = ScalarType::Float;
-  int64_t element_ = 4, stride_ = 0;
+  int64_t element_ = 4, stride_ = 0;   // of a group
+  int64_t panel_stride_ = LANES;  // of 16 rows
 };
 
 }  // namespace ingot

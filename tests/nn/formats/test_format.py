@@ -21,7 +21,7 @@ def test_the_hint_names_a_group_size_that_fits() -> None:
     with pytest.raises(ConfigError) as error:
         check_channels("int4", 40, 32)
     assert "bfloat16" in str(error.value.hint)
-    with pytest.raises(ConfigError, match="one of 32, 64, 128"):
+    with pytest.raises(ConfigError, match="one of 16, 32, 64, 128"):
         check_group("int8", 0)
 
 

@@ -49,4 +49,4 @@ def test_embedding_returns_the_decoded_rows(format: Int8, seed: int) -> None:
 
 def test_an_invalid_group_raises() -> None:
     with pytest.raises(ConfigError, match="must be one of"):
-        Int8(group=16)
+        Int8(group=8)
