@@ -16,7 +16,7 @@ Each optimization is interleaved with its baseline, and both have to produce the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -36,6 +36,7 @@ from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.speculate import NgramProposer
+from ingot.workflows.decode_speed import BATCHES, DECODE_PROMPT, add_requests
 from ingot.workflows.llm import LLM
 
 # A text that a model would only write as a copy.
@@ -45,7 +46,7 @@ TEXT = (
     "On Thursdays the baker slept late; on Thursdays, therefore, no ship ever left in time. "
 )
 PREFIX, PROMPT, NUM_PROMPTS = 288, 320, 16
-BATCHES, STEPS, DECODE_PROMPT = (1, 8, 32), 100, 16
+STEPS = 100
 NUM_LORAS, LORA_RANK = 8, 16
 _MAX_READ_BYTES = 2**30
 
@@ -96,7 +97,7 @@ def decode(model: LLM, steps: int = STEPS, advance: Advance = lambda _: None) ->
 
 def _decode(decoder: Decoder, batch_size: int, steps: int, advance: Advance) -> DecodeStep:
     engine = Engine(decoder)
-    _add_requests(engine, batch_size, steps, temperature=0.0)
+    add_requests(engine, batch_size, steps, temperature=0.0)
     spec = KVSpec.of(decoder)
     kv_bytes = spec.bytes_per_token if spec else 0
     num_bytes = _weight_bytes(decoder) + batch_size * (DECODE_PROMPT + steps // 2) * kv_bytes
@@ -113,25 +114,6 @@ def _decode(decoder: Decoder, batch_size: int, steps: int, advance: Advance) -> 
         roofline_fraction=median(b / a for a, b in pairs),
         tokens_per_s=batch_size / step,
     )
-
-
-def _add_requests(
-    engine: Engine, number: int, steps: int, adapters: Sequence[str] = ("",), **options: Any
-) -> None:
-    """Add requests that run for `steps` steps, and run their prefill."""
-    vocab_size = engine.decoder.config.vocab_size
-    for id in range(number):
-        engine.add_request(
-            Request(
-                id=id,
-                prompt=tuple((7 * at + id) % vocab_size for at in range(DECODE_PROMPT)),
-                max_tokens=steps + 3,
-                adapter=adapters[id % len(adapters)],
-                sampling_params=SamplingParams(seed=id, **options),
-            )
-        )
-    for _ in range(2):  # prefill; page faults, graph captures
-        engine.step()
 
 
 def measure_options(
@@ -153,7 +135,7 @@ def measure_options(
     }
     engines = {name: Engine(decoder, adapters=pool) for name in options}
     for name, engine in engines.items():
-        _add_requests(engine, BATCHES[-1], steps, temperature=1.0, **options[name])
+        add_requests(engine, BATCHES[-1], steps, temperature=1.0, **options[name])
     seconds: dict[str, list[float]] = {name: [] for name in options}
     for number in range(steps):
         for name in Random(number).sample(list(engines), len(engines)):

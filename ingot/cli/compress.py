@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ingot.cli import escape_markup
+from ingot.cli.tables import new_table
 from ingot.core.log import stdout
 
 
@@ -26,7 +28,7 @@ def compress(
     """Quantize the weights of a model's linear layers, and print what that costs.
 
     The result is a directory in the format of compressed-tensors, which transformers loads, too.
-    The KL divergence between the two models is printed.
+    Size, quality and speed of both models are printed and written to report.html in it.
 
     Examples: `ingot compress smollm2 smollm2-int8`,
     `ingot compress smollm2 smollm2-int4 --to int4 --group 32`.
@@ -36,7 +38,7 @@ def compress(
         directory: The directory to write; it must be new or empty.
         to: Bits of a weight: int8 or int4.
         group: Channels that share a scale: 32, 64 or 128; for int8 also 0, a whole row.
-        symmetric: For int4, no zero points: a quarter of a bit less per weight.
+        symmetric: For int4, no zero points: half a bit less per weight, with groups of 32.
         method: gptq, which calibrates with text, or rtn, round to nearest.
         text: Text to calibrate with and to compare both models on: a file, a folder, or stdlib.
         device: Where to compute: auto, cpu, cuda, cuda:1.
@@ -44,7 +46,9 @@ def compress(
     """
     from ingot.compression import GPTQ, RoundToNearest
     from ingot.nn.formats import Int4, Int8
+    from ingot.observe.page import NAME
     from ingot.workflows.compress import compress as workflow
+    from ingot.workflows.compress_report import COLUMNS
 
     format = (
         Int8(group=group or None) if to == "int8" else Int4(group=group, zero_point=not symmetric)
@@ -54,14 +58,13 @@ def compress(
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
         return
-    console, drift = stdout(), report.drift
+    console = stdout()
+    table = new_table(("",), COLUMNS, show_edge=False)
+    for row in report.table():
+        table.add_row(*row)
+    console.print(table)
     console.print(
-        f"{report.bytes_before / 1e6:.1f} MB -> {report.bytes_after / 1e6:.1f} MB "
-        f"({report.bytes_before / report.bytes_after:.2f}x smaller) in {directory}",
-        highlight=False,
-    )
-    console.print(
-        f"KL(original || {to}) over {drift.positions} positions: mean {drift.kl_mean:.2e}, "
-        f"max {drift.kl_max:.2e} nats; same most likely token at {drift.argmax_agreement:.1%}",
+        f"KL in nats, over {report.drift.positions} positions of validation text. The model is in "
+        f"{escape_markup(str(directory))}, the sensitivity of its layers in {NAME} there.",
         highlight=False,
     )

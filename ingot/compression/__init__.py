@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from ingot.compression.gptq import GPTQ
 from ingot.compression.method import Method, RoundToNearest
-from ingot.compression.quantize import quantize
+from ingot.compression.quantize import LayerSensitivity, quantize
 
-__all__ = ["GPTQ", "Method", "RoundToNearest", "quantize"]
+__all__ = ["GPTQ", "LayerSensitivity", "Method", "RoundToNearest", "quantize"]

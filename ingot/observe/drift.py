@@ -55,6 +55,7 @@ class DistributionDrift:
     bitwise_equal: bool
     """Whether all compared numbers are: logits, or the log-probabilities that a server reports."""
     kl_mean: float | None
+    kl_p99: float | None
     kl_max: float | None
     tv_mean: float | None
     """Total variation: half the sum of the absolute differences of all probabilities."""
@@ -316,6 +317,7 @@ class DistributionMeter:
         return DistributionDrift(
             bitwise_equal=self._bitwise_equal,
             kl_mean=float(parts["kl"].mean()),
+            kl_p99=float(parts["kl"].quantile(0.99)),
             kl_max=float(parts["kl"].max()),
             tv_mean=float(parts["tv"].mean()),
             tv_max=float(parts["tv"].max()),
@@ -383,6 +385,7 @@ class TopLogprobMeter:
         return DistributionDrift(
             bitwise_equal=self._bitwise_equal,
             kl_mean=math.fsum(kl) / len(kl) if kl else None,
+            kl_p99=float(torch.tensor(kl, dtype=torch.float64).quantile(0.99)) if kl else None,
             kl_max=max(kl, default=None),
             tv_mean=math.fsum(tv) / len(tv) if tv else None,
             tv_max=max(tv, default=None),

@@ -1,4 +1,4 @@
-"""Plots of the curves of a run, and comparisons of several runs, as PNG or SVG.
+"""Plots of the curves of a run, comparisons of several runs, and values by layer, as PNG or SVG.
 
 A plot shows the running mean of a curve on top of its raw values, which are fainter. Of long runs
 the minimum and the maximum of each of 400 bins are shown. A scale is logarithmic if the values
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,28 @@ def compare(runs: Sequence[RunHistory], path: Path) -> None:
             text.set_parse_math(False)  # names are not formulas
         axes.set(xlabel="step", ylabel="loss", title="loss; circles: validation")
         save(figure, path)
+
+
+def draw_layers(curves: Mapping[str, Curve], title: str, paths: Sequence[Path]) -> None:
+    """Plot values by layer to each of the files: one curve for each kind of layer."""
+    with styled():
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
+        axes: Any = figure.add_subplot()
+        for name, curve in curves.items():
+            axes.plot(curve.steps, curve.values, "o-", ms=4, lw=1.4, label=name)
+        _scale(axes, list(curves.values()))
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
+        axes.set(title=title, xlabel="layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+        # On the line of the title.
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.2)
+        for path in paths:
+            save(figure, path)
 
 
 def bin_curve(curve: Curve, max_bins: int = MAX_BINS) -> tuple[Curve, Curve, Curve]:

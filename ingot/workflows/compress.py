@@ -4,45 +4,37 @@
     report.drift.kl_mean
 
 The linear layers are quantized; embeddings, LM head and norms stay in bfloat16, as transformers and
-vLLM expect it of a directory in the format of compressed-tensors. `CompressReport` has the
-distance to the original as the Kullback-Leibler divergence of their next-token distributions over
-real text.
+vLLM expect it of a directory in the format of compressed-tensors. `CompressReport` has size,
+perplexity and decode speed of both models, the distance to the original as the Kullback-Leibler
+divergence of their next-token distributions over real text, and the sensitivity of each layer. The
+directory has them as a page, `report.html`.
 """
 
 # pyright: basic
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from ingot.compression import GPTQ, Method, quantize
 from ingot.core import lineage, log
 from ingot.interop import hf, hub
 from ingot.nn import Decoder
 from ingot.nn.formats import WeightFormat
-from ingot.observe.drift import DistributionDrift
+from ingot.nn.quantized import QuantizedLinear
+from ingot.workflows.compress_report import CompressReport, ModelFigures, write_page
+from ingot.workflows.decode_speed import measure_decode_speeds
 from ingot.workflows.derive import (
     derived_directory,
     hidden_states,
     measure_drift,
+    perplexity,
     tokenize_text,
 )
 from ingot.workflows.llm import load
 
 _CALIBRATION, _CALIBRATION_LENGTH = 8192, 512  # tokens, and of a document
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressReport:
-    """What was quantized, and how far the result is from the original."""
-
-    format: str
-    method: str
-    bytes_before: int
-    """Size of the original weights."""
-    bytes_after: int
-    drift: DistributionDrift
-    """Of the quantized model from the original."""
 
 
 def compress(
@@ -69,10 +61,9 @@ def compress(
     method = method or GPTQ()
     decoder, tokenizer = load(source, device=device)
     hf.check_quantizable(decoder)
-    before = _size(decoder)
-    with derived_directory(directory, source, before) as out:
+    with derived_directory(directory, source, hf.describe(source).bytes) as out:
         sequences = tokenize_text(text, tokenizer, decoder)
-        calibration: list[list[int]] = []
+        calibration = sequences
         if method.calibrated:
             calibration = tokenize_text(
                 *(text, tokenizer, decoder),
@@ -82,18 +73,54 @@ def compress(
             )
         original_TD = hidden_states(decoder, sequences)
         with log.progress("quantizing", decoder.config.layers) as progress:
-            quantize(decoder, format, method, calibration, progress)
+            sensitivities = quantize(decoder, format, method, calibration, progress)
+        quantized_TD = hidden_states(decoder, sequences)
+        hf.save(decoder, out)
+        original, quantized = _measure(decoder, sequences, (original_TD, quantized_TD), source, out)
         report = CompressReport(
             format=str(format),
             method=str(method),
-            bytes_before=before,
-            bytes_after=_size(decoder),
-            drift=measure_drift(decoder, original_TD, hidden_states(decoder, sequences)),
+            original=original,
+            quantized=quantized,
+            drift=measure_drift(decoder, original_TD, quantized_TD),
+            sensitivities=tuple(sensitivities),
         )
-        hf.save(decoder, out)
-        lineage.append(out, "compress", source=source.resolve().name, **asdict(report))
+        try:
+            write_page(report, out, directory)
+        except Exception as error:  # the weights are worth more than the page
+            log.logger(__name__).warning("no report: %s", error)
+        lineage.append(out, "compress", source=source.resolve().name, **report.facts())
     return report
 
 
-def _size(decoder: Decoder) -> int:
-    return sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+def _measure(
+    decoder: Decoder,
+    sequences: list[list[int]],
+    hidden_TD: tuple[Tensor, Tensor],
+    source: Path,
+    out: Path,
+) -> tuple[ModelFigures, ModelFigures]:
+    """Return the figures of the original in `source` and of the quantized decoder, in `out`."""
+    perplexities = [perplexity(decoder, states_TD, sequences) for states_TD in hidden_TD]
+    speeds = measure_decode_speeds([hf.load(source, device=decoder.device), decoder])
+    size = hf.describe(out).bytes
+    original = ModelFigures(
+        bytes=hf.describe(source).bytes,
+        bits_per_weight=8.0 * decoder.dtype.itemsize,
+        perplexity=perplexities[0],
+        tokens_per_s=speeds[0],
+    )
+    quantized = ModelFigures(
+        bytes=size,
+        bits_per_weight=_bits_per_weight(decoder, size),
+        perplexity=perplexities[1],
+        tokens_per_s=speeds[1],
+    )
+    return original, quantized
+
+
+def _bits_per_weight(decoder: Decoder, num_bytes: int) -> float:
+    """Return the bits of a weight of the quantized layers in a directory of this size."""
+    num_bytes -= sum(parameter.nbytes for parameter in decoder.parameters())
+    layers = [module for module in decoder.modules() if isinstance(module, QuantizedLinear)]
+    return 8 * num_bytes / sum(layer.in_features * layer.out_features for layer in layers)

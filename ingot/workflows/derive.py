@@ -15,6 +15,7 @@ Legend: T tokens, D channels, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -107,3 +108,19 @@ def measure_drift(decoder: Decoder, before_TD: Tensor, after_TD: Tensor) -> Dist
         before_TV, after_TV = (decoder.logits(rows) for rows in hidden)
         meter.add(before_TV, after_TV, before_TV.argmax(-1))
     return meter.result()
+
+
+@torch.inference_mode()
+def perplexity(decoder: Decoder, hidden_TD: Tensor, sequences: list[list[int]]) -> float | None:
+    """Return the perplexity of sequences with these hidden states; None if all have one token.
+
+    The first token of a sequence has no prediction.
+    """
+    tokens_T = torch.tensor([id for ids in sequences for id in ids], device=decoder.device)
+    ends_T = torch.tensor([len(ids) for ids in sequences], device=decoder.device).cumsum(0)
+    has_next_T = torch.ones_like(tokens_T, dtype=torch.bool)
+    has_next_T[ends_T - 1] = False
+    if not has_next_T.any():
+        return None
+    logprobs = decoder.logprobs(hidden_TD[has_next_T], tokens_T.roll(-1)[has_next_T])
+    return math.exp(-float(logprobs.double().mean()))

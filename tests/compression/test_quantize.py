@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -80,6 +80,46 @@ def test_gptq_changes_the_hidden_states_less_than_rounding() -> None:
     expected = hidden(None)
     gptq, rounded = ((hidden(m) - expected).square().mean() for m in (GPTQ(), RoundToNearest()))
     assert gptq < 0.7 * rounded
+
+
+def test_sensitivity_is_the_relative_error_of_the_output() -> None:
+    model, tokens = decoder(), torch.tensor(SEQUENCES).flatten()
+    weights = [w.detach().double() for block in model.blocks for w in stacked_weights(block)]
+    found = quantize(model, Int4(), RoundToNearest(), SEQUENCES)
+    modules = {
+        (layer, name): module
+        for layer, block in enumerate(model.blocks)
+        for name, module in block.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+    inputs: dict[nn.Module, torch.Tensor] = {}
+    for module in modules.values():
+        module.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0].double()}))
+    with torch.no_grad():
+        model(tokens, BatchLayout.packed([len(ids) for ids in SEQUENCES]))
+    for one, weight in zip(found, weights, strict=True):
+        module = modules[one.layer, one.kind]
+        x, quantized = inputs[module], module.format.decode(module.get()).double()
+        expected = (x @ (weight - quantized).T).norm() / (x @ weight.T).norm()
+        assert one.relative_error == pytest.approx(float(expected), rel=1e-5)
+
+
+def stacked_weights(block: Any) -> list[torch.Tensor]:
+    gate_up = torch.cat([block.mlp.gate.weight, block.mlp.up.weight])
+    return [block.attention.qkv.weight, block.attention.out.weight, gate_up, block.mlp.down.weight]
+
+
+@pytest.mark.parametrize("method", [GPTQ(), RoundToNearest()])
+def test_every_layer_is_more_sensitive_to_fewer_bits(method: GPTQ | RoundToNearest) -> None:
+    eight, four = (quantize(decoder(), f, method, SEQUENCES) for f in (Int8(group=32), Int4()))
+    assert len(eight) == 4 * preset("tiny").layers
+    for fine, coarse in zip(eight, four, strict=True):
+        assert (fine.layer, fine.kind) == (coarse.layer, coarse.kind)
+        assert coarse.relative_error > 8 * fine.relative_error > 0
+
+
+def test_there_are_no_sensitivities_without_inputs() -> None:
+    assert quantize(decoder(), Int4(), RoundToNearest()) == []
 
 
 def test_calibration_needs_data() -> None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -64,6 +65,23 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert drift.within_5_percent == pytest.approx(float(inside.double().mean()))
     assert drift.argmax_agreement == float((p.argmax(-1) == q.argmax(-1)).double().mean())
     assert not drift.bitwise_equal
+
+
+def test_p99_of_a_planted_distribution_is_that_of_numpy() -> None:
+    """Against equal odds, q has a KL of -log(4 q (1 - q)) / 2; most are small, and few large."""
+    random = np.random.default_rng(0)
+    log_odds = random.permutation(np.r_[random.normal(0, 0.01, 780), random.normal(0, 3, 20)])
+    q = 1 / (1 + np.exp(-log_odds))
+    kl = -np.log(4 * q * (1 - q)) / 2
+    first = torch.zeros(800, 2, dtype=torch.float64)
+    second = torch.stack([first[:, 0], torch.from_numpy(log_odds)], 1)
+    drift, some = meter(first, second, chunk=33), TopLogprobMeter()
+    for row in second.log_softmax(-1).tolist():
+        some.add(torch.tensor([0.5, 0.5]).log(), 0, row[0], {1: row[1]}, None)
+    expected = float(np.quantile(kl, 0.99))
+    assert drift.kl_p99 == pytest.approx(expected, rel=1e-9)
+    assert some.result().kl_p99 == pytest.approx(expected, rel=1e-4)
+    assert kl.mean() < 0.2 * expected < 0.2 * kl.max()
 
 
 def test_equal_logits_have_no_drift() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ingot.core.errors import IngotError
 from ingot.observe.history import Curve, RunHistory
-from ingot.observe.plot import MAX_BINS, bin_curve, check, compare, draw, smooth
+from ingot.observe.plot import MAX_BINS, bin_curve, check, compare, draw, draw_layers, smooth
 from tests.observe.fake_runs import LINES, run, step
 
 LOG_SCALE = [step(i, 10.0 ** (1 - i), seconds=10.0**-i) for i in range(1, 9)]
@@ -74,3 +74,17 @@ def test_bins_have_the_same_size() -> None:
     _, low, high = bin_curve(Curve(np.arange(700), values), max_bins=400)
     assert len(low) == 350
     assert (high.values - low.values == 1.0).all()  # the band has no gap
+
+
+@pytest.mark.parametrize("high", [0.2, 20.0])
+def test_values_by_layer_have_a_curve_for_each_kind(tmp_path: Path, high: float) -> None:
+    layers = np.arange(6)
+    kinds = ("attention.qkv", "mlp.down")
+    curves = {kind: Curve(layers, np.linspace(0.1, high, 6)) for kind in kinds}
+    files = [tmp_path / "layers.png", tmp_path / "layers.svg"]
+    draw_layers(curves, "error", files)
+    assert files[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = files[1].read_text()
+    assert all(f"<!-- {kind} -->" in text for kind in kinds)
+    is_log = "mathdefault{10^" in text
+    assert is_log == (high > 10)

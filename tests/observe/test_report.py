@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from ingot.observe import plot
 from ingot.observe.history import RunHistory
-from ingot.observe.report import NAME, render, write
+from ingot.observe.page import NAME, Section
+from ingot.observe.report import render, write
 from tests.observe.fake_runs import LINES, run
-
-
-class ParsedHtml(HTMLParser):
-    """Tags of a page with their attributes, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+from tests.observe.parsed_html import ParsedHtml
 
 
 def test_a_report_has_all_parts(tmp_path: Path) -> None:
@@ -53,7 +38,7 @@ def test_values_of_a_run_are_escaped(tmp_path: Path) -> None:
     attack = "</pre><script>alert(1)</script><img src=x onerror=y>'\"{{ 7 * 7 }}"
     lines = [*LINES, {"step": 4, "skipped": attack}]
     history = RunHistory.read(run(tmp_path, lines, name=attack))
-    text = render(history, attack, None)
+    text = render(history, attack, Section())
     found = ParsedHtml(text)
     assert "script" not in {tag for tag, _ in found.tags}
     assert "img" not in {tag for tag, _ in found.tags}
@@ -67,7 +52,7 @@ def test_a_report_without_matplotlib_has_no_curves(
     monkeypatch.setattr(plot, "available", lambda: False)
     text = write(run(tmp_path, LINES), "finished").read_text()
     assert "<img" not in text
-    assert "ingot[train]" in text
+    assert "No figure: matplotlib is not installed" in text
     assert not (tmp_path / "curves.png").exists()
 
 

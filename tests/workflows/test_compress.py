@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import json
+import struct
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ingot.compression import RoundToNearest
 from ingot.core import lineage
 from ingot.core.errors import IngotError
 from ingot.interop import hf
+from ingot.nn import Decoder
 from ingot.nn.formats import Int4, Int8
 from ingot.nn.quantized import QuantizedLinear
 from ingot.workflows.compress import compress
@@ -17,7 +23,7 @@ from tests import models
 def test_the_directory_is_smaller_and_close(tmp_path: Path) -> None:
     small = models.small(tmp_path / "small")
     report = compress(small, tmp_path / "int8", Int8())
-    assert report.bytes_after < 0.6 * report.bytes_before
+    assert report.quantized.bytes < 0.6 * report.original.bytes
     assert report.drift.kl_mean
     assert report.drift.kl_mean < 1e-3
     assert [step["step"] for step in lineage.read(tmp_path / "int8").steps] == ["compress"]
@@ -26,14 +32,78 @@ def test_the_directory_is_smaller_and_close(tmp_path: Path) -> None:
     assert kinds.count(QuantizedLinear) == 4 * decoder.config.layers
 
 
+def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
+    small = models.small(tmp_path / "small")
+    report = compress(small, tmp_path / "int4", Int4(group=32), method=RoundToNearest())
+    for path, figures in ((small, report.original), (tmp_path / "int4", report.quantized)):
+        file = path / "model.safetensors"
+        (header,) = struct.unpack("<Q", file.read_bytes()[:8])
+        assert figures.bytes == file.stat().st_size - 8 - header
+    assert report.original.bits_per_weight == 32
+    # 4 bits, and a scale of 16 for each 32; the shapes of the weights are stored, too.
+    assert 4.5 <= report.quantized.bits_per_weight < 4.55
+
+
+def test_the_report_is_in_the_directory_and_in_its_lineage(tmp_path: Path) -> None:
+    small = models.small(tmp_path / "small")
+    report = compress(small, tmp_path / "int4", Int4(group=32))
+    (step,) = lineage.read(tmp_path / "int4").steps
+    facts = json.loads(json.dumps(asdict(report)))
+    sensitivities = facts.pop("sensitivities")
+    assert {key: step[key] for key in facts} == facts
+    assert "sensitivities" not in step
+    assert len(sensitivities) == 4 * hf.describe(small).config.layers
+    names = {path.name for path in (tmp_path / "int4").iterdir()}
+    assert {"report.html", "sensitivity.png", "sensitivity.svg"} <= names
+    text = (tmp_path / "int4" / "report.html").read_text()
+    assert all(cell in text for row in report.table() for cell in row)
+    assert str(tmp_path / "int4") in text
+
+
+def test_speeds_are_those_of_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count_modules(decoders: list[Decoder]) -> list[dict[int, float]]:
+        return [{1: 1 + sum(isinstance(m, QuantizedLinear) for m in d.modules())} for d in decoders]
+
+    monkeypatch.setattr("ingot.workflows.compress.measure_decode_speeds", count_modules)
+    small, out = models.small(tmp_path / "small"), tmp_path / "int8"
+    report = compress(small, out, Int8(), method=RoundToNearest())
+    assert report.original.tokens_per_s == {1: 1}
+    assert report.quantized.tokens_per_s == {1: 1 + 4 * hf.describe(small).config.layers}
+
+
+def test_a_failing_report_does_not_lose_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("ingot.workflows.compress.write_page", fail)
+    compress(models.small(tmp_path / "small"), tmp_path / "int8", Int8(), method=RoundToNearest())
+    assert "no report: no fonts" in caplog.text
+    assert lineage.read(tmp_path / "int8").steps[0]["original"]["bytes"] > 0
+
+
+def test_perplexity_is_that_of_each_model(tmp_path: Path) -> None:
+    small = models.small(tmp_path / "small")
+    (tmp_path / "text.txt").write_text("Some text to compare two models on, which is not long.")
+    options: Any = {"method": RoundToNearest(), "text": str(tmp_path / "text.txt")}
+    report = compress(small, tmp_path / "int4", Int4(group=32), **options)
+    for path, figures in ((small, report.original), (tmp_path / "int4", report.quantized)):
+        expected = LLM(path).score((tmp_path / "text.txt").read_text()).perplexity
+        assert figures.perplexity == pytest.approx(expected, rel=1e-5)
+    assert report.original.perplexity != report.quantized.perplexity
+
+
 def test_fewer_bits_cost_more(tmp_path: Path) -> None:
     small = models.small(tmp_path / "small")
     eight = compress(small, tmp_path / "int8", Int8())
     four = compress(small, tmp_path / "int4", Int4(group=32))
-    assert four.bytes_after < eight.bytes_after
+    assert four.quantized.bytes < eight.quantized.bytes
     assert four.drift.kl_mean
     assert eight.drift.kl_mean
     assert four.drift.kl_mean > 3 * eight.drift.kl_mean
+    for coarse, fine in zip(four.sensitivities, eight.sensitivities, strict=True):
+        assert coarse.relative_error > 3 * fine.relative_error > 0
 
 
 def test_what_is_generated_does_not_depend_on_the_batch(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from ingot.workflows.derive import (
     derived_directory,
     hidden_states,
     measure_drift,
+    perplexity,
     tokenize_text,
 )
-from ingot.workflows.llm import load
+from ingot.workflows.llm import LLM, load
 from tests import models
 
 
@@ -69,3 +71,13 @@ def test_drift_grows_with_the_change(tmp_path: Path) -> None:
     assert small
     assert large
     assert 0 < small < large
+
+
+def test_perplexity_is_that_of_the_scores_of_the_engine(tmp_path: Path) -> None:
+    llm = LLM(models.small(tmp_path / "small"))
+    sequences = [[5, 6, 7, 8, 9], [11], [200, 3, 40]]
+    hidden_TD = hidden_states(llm.decoder, sequences)
+    scores = [llm.score(ids) for ids in (sequences[0], sequences[2])]
+    expected = math.exp(-sum(score.logprob for score in scores) / 6)
+    assert perplexity(llm.decoder, hidden_TD, sequences) == pytest.approx(expected, rel=1e-6)
+    assert perplexity(llm.decoder, hidden_TD[5:6], sequences[1:2]) is None
