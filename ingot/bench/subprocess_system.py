@@ -133,8 +133,14 @@ class SystemProcess:
 
     def memory_bytes(self) -> int | None:
         """Proportional set size of all its processes; None if unknown."""
-        sizes = [_proportional_set_size(directory) for directory in self._members()]
-        return sum(sizes) or None
+        return self._sum_sizes("smaps_rollup", "Pss:")
+
+    def peak_memory_bytes(self) -> int | None:
+        """Sum of the peak resident set sizes of its processes; None if unknown."""
+        return self._sum_sizes("status", "VmHWM:")
+
+    def _sum_sizes(self, file: str, key: str) -> int | None:
+        return sum(_read_size(directory / file, key) for directory in self._members()) or None
 
     @contextmanager
     def _running(self) -> Generator[None]:
@@ -205,10 +211,11 @@ def describe_exit(status: int, log: Path) -> str:
     return f"{how}: {_first_chars(last)} (see {log})"
 
 
-def _proportional_set_size(directory: Path) -> int:
+def _read_size(file: Path, key: str) -> int:
+    """Return a size in a file of /proc, in bytes; 0 if it is unknown."""
     with contextlib.suppress(OSError):
-        for line in (directory / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+        for line in file.read_text().splitlines():
+            if line.startswith(key):
                 return int(line.split()[1]) * 1024
     return 0
 

@@ -42,7 +42,7 @@ def test_compared_systems_of_the_last_run_are_shown(results: Path) -> None:
     run = {"date": "2026-11-15T10:00", "cpu": "Xeon", "isa": "amx", "torch": "2", "ingot": "0.1"}
     task = {"model": "m", "batch_size": "1", "input_len": "16", "output_len": "8", "rounds": "5"}
     speed = {"tokens_per_s": "70", "p20": "60", "p80": "80", "roofline_fraction": "0.7"}
-    rest = {"speedup": "2.0", "ttft_ms": "30", "load_s": "4", "memory_mb": "500"}
+    rest = {"speedup": "2.0", "ttft_ms": "30", "load_s": "4", "memory_mb": "500", "peak_memory_mb": ""}
     what = {"system": "other", "version": "1.0", "dtype": "bf16", "read_gbs": "30", "error": ""}
     row = {**run, **task, **speed, **rest, **what}
     old = {**row, "date": "2026-11-14", "system": "older"}
