@@ -1,6 +1,6 @@
 """Hugging Face transformers: `generate` in bfloat16.
 
-Quantized weights are decompressed to bfloat16 before the first forward pass, by compressed-tensors.
+Quantized weights are decompressed to bfloat16 in the first forward pass, by compressed-tensors.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
-from peers.formats import read_format
 from peers.protocol import LoadedModel, Prompts, serve
 
 
@@ -43,8 +42,7 @@ def load(model: Path) -> LoadedModel:
             )
         return clock.times[1] - start, all_ids[:, ids.shape[1] :].tolist()
 
-    format = read_format(model)
-    return LoadedModel(transformers.__version__, f"{format} as bf16" if format else "bf16", generate)
+    return LoadedModel(transformers.__version__, "bf16", generate)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ two reduction orders diverge after some tokens, the sooner the more random the t
 weights diverge at the first token, in every round.
 
 **Quantized weights** have the same integers and scales in all systems; some also quantize the
-activations, each in its own way, so tokens diverge soon. `dtype` is the format of the weights.
+activations, each in its own way, so tokens may diverge sooner. `dtype` is the format of the weights
+in memory.
 
 **Speed** is output tokens over the time of the whole call, prefill included. `memory_mb` is the
 memory of all processes of a system after the last round (proportional set size), `peak_memory_mb`
@@ -33,15 +34,14 @@ the most that each has had (resident set size, loading included), summed.
 matrix) and the keys and values of all sequences, and multiplies by the weights; it takes bytes over
 the read bandwidth or FLOPs over the matmul peak, whichever is longer. The peak is the highest of
 bf16, fp32 (CPUs without bf16 instructions convert the weights) and, for quantized weights, int8.
-The first step has all tokens of the prompts. The bandwidth that other tenants leave changes by the minute, so it is
-measured in every round before the systems run (`read_gbs`, p50 of the rounds). The FLOPs of
-attention are not counted, and neither is the choice of experts: for a mixture of experts the
-roofline is too low.
+The first step has all tokens of the prompts. The bandwidth that other tenants leave changes by the
+minute, so it is measured in every round before the systems run (`read_gbs`, p50 of the rounds). The
+FLOPs of attention are not counted, and neither is the choice of experts: for a mixture of experts
+the roofline is too low.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import sys

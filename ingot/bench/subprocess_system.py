@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -109,7 +110,10 @@ class SystemProcess:
     def start(self, timeout: float = 900) -> SystemReady:
         """Wait until it has loaded the model, then stop it."""
         with self._running():
-            return self._receive(SystemReady, timeout)
+            try:
+                return self._receive(SystemReady, timeout)
+            except SystemFailure as failure:
+                raise SystemFailure(add_cause(str(failure), self._log)) from None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float = 600
@@ -209,6 +213,16 @@ def describe_exit(status: int, log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").split("\n")]
     last = next((line for line in reversed(lines) if line), "no output")
     return f"{how}: {_first_chars(last)} (see {log})"
+
+
+def add_cause(message: str, log: Path) -> str:
+    """Add the first error in the log to a message, unless it is there.
+
+    A library that loads the model in processes of its own, like vLLM, only says that one failed.
+    """
+    found = re.search(r"\b\w+(Error|Exception): .+", log.read_text(errors="replace"))
+    cause = _first_chars(found[0]) if found else ""
+    return message if cause in message else f"{message} First error: {cause} (see {log})"
 
 
 def _read_size(file: Path, key: str) -> int:
