@@ -1,6 +1,7 @@
 """Hugging Face transformers: `generate` in bfloat16.
 
-Quantized weights are decompressed to bfloat16 in the first forward pass, by compressed-tensors.
+Quantized weights are decompressed to bfloat16 in the first forward pass, by compressed-tensors, and
+rounded to their grid again in each one.
 """
 
 from __future__ import annotations
