@@ -27,7 +27,7 @@ _LINES = (
 )
 _COMPARE = (
     *("system", "version", "dtype", "tokens/s", "% of roofline", "speedup"),
-    *("TTFT", "load time", "memory"),
+    *("TTFT", "load time", "memory", "peak memory"),
 )
 _TRAIN = (
     *("system", "tokens/s", "% of roofline", "speedup", "forward, backward, optimizer in ms"),
@@ -107,6 +107,7 @@ def _compare_line(row: _Line) -> tuple[str, ...]:
         f"{row['tokens_per_s']} ({row['p20']} to {row['p80']})",
         *(_percent(float(row["roofline_fraction"])), _times(float(row["speedup"]))),
         *(f"{row['ttft_ms']} ms", f"{row['load_s']} s", f"{row['memory_mb']} MB"),
+        f"{row['peak_memory_mb']} MB" if row["peak_memory_mb"] else "-",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
+from peers.formats import read_format
 from peers.protocol import LoadedModel, Prompts, serve
 
 
@@ -16,7 +17,7 @@ def load(model: Path) -> LoadedModel:
     from ingot.serving.engine.sampling_params import SamplingParams
 
     decoder = ingot.LLM(model).decoder
-    dtype = str(decoder.dtype).removeprefix("torch.")
+    dtype = str(read_format(model) or decoder.dtype).removeprefix("torch.")
     engine, greedy = Engine(decoder), SamplingParams(temperature=0.0)
 
     def generate(prompts: Prompts, output_len: int) -> tuple[float, list[list[int]]]:

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: a GGUF in bfloat16.
+"""llama.cpp through llama-cpp-python: a GGUF in bfloat16 or in the format of a quantized model.
 
 Its C functions are called, because they support batches and the Python class does not. A context is
 created for the first batch of each size, with a separate KV cache for each sequence.
@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from peers.protocol import LoadedModel, Prompts, serve
-from peers.weights import bf16
+from peers.weights import bf16, type_name
 
 
 def load(model: Path) -> LoadedModel:
@@ -53,7 +53,7 @@ def load(model: Path) -> LoadedModel:
 
         return _generate(step, prompts, output_len, start)
 
-    return LoadedModel(lib.__version__, "bf16", generate)
+    return LoadedModel(lib.__version__, type_name(model), generate)
 
 
 def _generate(

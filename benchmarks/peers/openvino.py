@@ -1,11 +1,12 @@
-"""OpenVINO GenAI: `LLMPipeline` on a GGUF in float16, the only 16-bit type it reads there."""
+"""OpenVINO GenAI: `LLMPipeline` on a GGUF in float16, the only 16-bit type it reads there, or in
+the format of a quantized model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from peers.protocol import LoadedModel, Prompts, serve
-from peers.weights import f16
+from peers.weights import f16, type_name
 
 
 def load(model: Path) -> LoadedModel:
@@ -26,7 +27,7 @@ def load(model: Path) -> LoadedModel:
         result = pipeline.generate(inputs, options)
         return result.perf_metrics.get_ttft().mean / 1000, result.tokens
 
-    return LoadedModel(openvino_genai.__version__, "f16", generate)
+    return LoadedModel(openvino_genai.__version__, type_name(model), generate)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m peers.NAME MODEL CACHE          # in benchmarks/, with the Python of its environment
 
-The system first writes `{"version", "dtype", "load_seconds"}`: its version, the dtype of its
-weights, and the seconds it took to import its libraries and load the model. Then it answers each
+The system first writes `{"version", "dtype", "load_seconds"}`: its version, the format of its
+weights, and the seconds it took to import its libraries and load the model; or `{"error"}` if it
+cannot load the model. Then it answers each
 `{"prompts", "output_len"}` (token ids, one list per sequence, all of one length) with
 `{"total_seconds", "ttft_seconds", "tokens"}`. It generates greedily and always `output_len` tokens,
 also after an end of text; `ttft_seconds` is null if it cannot be measured. A request that fails is
@@ -20,6 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -44,16 +46,21 @@ def serve(
 ) -> None:
     """Load the model and answer requests until stdin is closed.
 
-    `prepare` converts the model directory to the file that is loaded, in the cache; this time does
-    not count as loading.
+    `prepare` converts the model directory to the file that is loaded, in the cache. Neither its
+    time nor its memory count: it runs in another process, before loading.
     """
     # Output of libraries, C++ included, goes to stderr; stdout is for the protocol alone.
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     directory, cache = map(Path, sys.argv[1:])
-    source = prepare(directory, cache) if prepare else directory
-    start = perf_counter()
-    model = load(source)
+    try:
+        source = _run_in_child(prepare, directory, cache) if prepare else directory
+        start = perf_counter()
+        model = load(source)
+    except Exception as error:
+        traceback.print_exc()
+        _write(output, error=f"{type(error).__name__}: {error}")
+        sys.exit(1)
     _write(output, version=model.version, dtype=model.dtype, load_seconds=perf_counter() - start)
     for line in sys.stdin:
         request = json.loads(line)
@@ -66,6 +73,11 @@ def serve(
             _write(output, error=f"{type(error).__name__}: {error}")
             continue
         _write(output, total_seconds=end - start, ttft_seconds=first, tokens=tokens)
+
+
+def _run_in_child(prepare: Callable[[Path, Path], Path], directory: Path, cache: Path) -> Path:
+    with ProcessPoolExecutor(max_workers=1) as child:
+        return child.submit(prepare, directory, cache).result()
 
 
 def _write(file: TextIO, **fields: object) -> None:

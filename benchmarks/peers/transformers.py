@@ -1,4 +1,8 @@
-"""Hugging Face transformers: `generate` in bfloat16."""
+"""Hugging Face transformers: `generate` in bfloat16.
+
+Quantized weights are decompressed to bfloat16 in the first forward pass, by compressed-tensors, and
+rounded to their grid again in each one.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""vLLM on the CPU: `LLM.generate` in bfloat16, compiled as it is by default."""
+"""vLLM on the CPU: `LLM.generate` in bfloat16, compiled as it is by default.
+
+It reads the directory of a quantized model and has kernels for some formats.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from peers.formats import read_format
 from peers.protocol import LoadedModel, Prompts, serve
 
 
@@ -25,7 +29,7 @@ def load(model: Path) -> LoadedModel:
         first = max(result.metrics.first_token_latency for result in results)
         return first, [list(result.outputs[0].token_ids) for result in results]
 
-    return LoadedModel(vllm.__version__, "bf16", generate)
+    return LoadedModel(vllm.__version__, str(read_format(model) or "bf16"), generate)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,15 @@
 """Converts a Hugging Face directory to a GGUF file, which llama.cpp and OpenVINO read.
 
-Only the Llama architecture without RoPE scaling, in bfloat16 safetensors. The values stay the same:
-bfloat16 is copied; float16 represents them except those below 6e-8 or above 65,504 (and rounds
-those below 6e-5).
+Only the Llama architecture without RoPE scaling, in bfloat16 safetensors or in the formats of
+`ingot compress`. The values stay the same: bfloat16 is copied; float16 represents them except those
+below 6e-8 or above 65,504 (and rounds those below 6e-5).
+
+Quantized weights keep their integers, in blocks of 32 channels with the scale of their group in
+float16; weights that are not quantized are in float16:
+
+    int8                      Q8_0    scale * q
+    int4                      Q4_0    scale * (q - 8)
+    int4 with zero points     Q4_1    scale * q + minimum, which is -scale * zero_point, rounded
 
 RoPE in GGUF rotates neighbours (0, 1), (2, 3)...; that of Hugging Face rotates halves (0, n/2),
 (1, n/2 + 1)... So the rows of each head of q and k are reordered.
@@ -19,6 +26,9 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from .formats import IntegerFormat, read_format
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -35,24 +45,45 @@ _NAMES = {
     "lm_head": "output",
 }
 _NORMAL, _CONTROL = 1, 3
+_DTYPES = {"BF16": np.uint16, "I8": np.int8, "I32": np.int32, "I64": np.int64}
+_BLOCK = 32
 
 
 def bf16(model: Path, cache: Path) -> Path:
-    """Return the GGUF file of a model directory in bfloat16, from the cache or written to it."""
-    return _convert(model, cache, gguf.GGMLQuantizationType.BF16)
+    """Return the GGUF file of a model directory, from the cache or written to it.
+
+    It is in bfloat16, or in the format of a quantized directory.
+    """
+    return _convert(model, cache, Type.BF16)
 
 
 def f16(model: Path, cache: Path) -> Path:
-    """Return the same in float16."""
-    return _convert(model, cache, gguf.GGMLQuantizationType.F16)
+    """Return the same in float16, or in the format of a quantized directory."""
+    return _convert(model, cache, Type.F16)
 
 
-def _convert(model: Path, cache: Path, dtype: gguf.GGMLQuantizationType) -> Path:
+def type_name(path: Path) -> str:
+    """Return the type of most weights in a file that is in the cache: `f16`, `Q4_0`."""
+    return path.stem.rpartition("-")[2]
+
+
+def _gguf_type(format: IntegerFormat) -> Type:
+    if (format.bits, format.zero_point) == (8, False):
+        return Type.Q8_0
+    if format.bits != 4:
+        raise ValueError(f"GGUF has no type for {format}")
+    return Type.Q4_1 if format.zero_point else Type.Q4_0
+
+
+def _convert(model: Path, cache: Path, dtype: Type) -> Path:
+    format = read_format(model)
+    dtype = _gguf_type(format) if format else dtype
+    name = dtype.name if format else dtype.name.lower()
     sources = [Path(__file__), *sorted([*model.glob("*.json"), *model.glob("*.safetensors")])]
     inputs = [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources
     ]
-    path = cache / f"{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}-{dtype.name}.gguf"
+    path = cache / f"{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}-{name}.gguf"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -64,7 +95,7 @@ def _convert(model: Path, cache: Path, dtype: gguf.GGMLQuantizationType) -> Path
     return path
 
 
-def _write(model: Path, path: Path, dtype: gguf.GGMLQuantizationType) -> None:
+def _write(model: Path, path: Path, dtype: Type) -> None:
     config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{dtype.name}"])
@@ -72,16 +103,11 @@ def _write(model: Path, path: Path, dtype: gguf.GGMLQuantizationType) -> None:
     _write_tokenizer(writer, config, json.loads((model / "tokenizer.json").read_text()))
     heads = config["num_attention_heads"]
     reordered = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads}
-    for name, bits in _tensors(model):
+    for name, rows, type in _weights(model, dtype):
         short, _, kind = _gguf_name(name).rpartition(".")
         if count := reordered.get(short.rpartition(".")[2]):
-            bits = _neighbours(bits, count)
-        if bits.ndim == 1:
-            writer.add_tensor(f"{short}.{kind}", _float32(bits))
-        elif dtype == gguf.GGMLQuantizationType.F16:
-            writer.add_tensor(f"{short}.{kind}", _float32(bits).astype(np.float16))
-        else:
-            writer.add_tensor(f"{short}.{kind}", bits.view(np.uint8), raw_dtype=dtype)
+            rows = _neighbours(rows, count)
+        writer.add_tensor(f"{short}.{kind}", rows, raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -136,8 +162,60 @@ def _write_tokenizer(
         add(token[0] if isinstance(token, list) else token or 0)
 
 
-def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor as its 16-bit values on disk, memory-mapped."""
+def _weights(model: Path, dtype: Type) -> Iterator[tuple[str, np.ndarray, Type | None]]:
+    """Yield each weight by name, encoded row by row; None is the type of its NumPy dtype."""
+    tensors = _tensors(model)
+    for name, values in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if kind in ("weight_packed", "weight") and f"{layer}.weight_scale" in tensors:
+            yield f"{layer}.weight", _quantized(tensors, layer), dtype
+        elif kind in ("weight_scale", "weight_zero_point", "weight_shape"):
+            continue
+        elif values.dtype != np.uint16:
+            raise ValueError(f"{name}: only BF16 weights can be converted, got {values.dtype}")
+        elif values.ndim == 1:
+            yield name, _float32(values), None
+        elif dtype == Type.BF16:
+            yield name, values.view(np.uint8), dtype
+        else:
+            yield name, _float32(values).astype(np.float16), None
+
+
+def _quantized(tensors: dict[str, np.ndarray], layer: str) -> np.ndarray:
+    """Return the blocks of a layer of compressed-tensors."""
+    scale = _float32(tensors[f"{layer}.weight_scale"])
+    packed = tensors.get(f"{layer}.weight_packed")
+    if packed is None:
+        return _blocks(tensors[f"{layer}.weight"], scale)
+    pairs = packed.view(np.uint8)
+    q = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(packed), -1)
+    words = tensors.get(f"{layer}.weight_zero_point")
+    if words is None:
+        return _blocks(q, scale)
+    zero = words[:, None] >> 4 * np.arange(8)[:, None] & 15  # 8 rows per word
+    return _blocks(q, scale, -scale * zero.reshape(-1, words.shape[1])[: len(q)])
+
+
+def _blocks(q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> np.ndarray:
+    """Encode integers: int8 as Q8_0, those from 0 to 15 as Q4_0, with minima as Q4_1."""
+    if q.shape[1] % _BLOCK:
+        raise ValueError(f"{q.shape[1]} channels are not a multiple of {_BLOCK}")
+    blocks = q.reshape(len(q), -1, _BLOCK)
+
+    def of_blocks(values: np.ndarray) -> np.ndarray:
+        repeated = np.repeat(values, blocks.shape[1] // values.shape[1], axis=1)
+        return repeated.astype(np.float16)[..., None].view(np.uint8)
+
+    half = _BLOCK // 2
+    is_int8 = q.dtype == np.int8
+    packed = blocks.view(np.uint8) if is_int8 else blocks[..., :half] | blocks[..., half:] << 4
+    parts = [of_blocks(values) for values in (scale, minimum) if values is not None]
+    return np.concatenate([*parts, packed], axis=-1).reshape(len(q), -1)
+
+
+def _tensors(model: Path) -> dict[str, np.ndarray]:
+    """Return all tensors by name, memory-mapped; bfloat16 as its 16 bits."""
+    tensors: dict[str, np.ndarray] = {}
     for path in sorted(model.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -146,12 +224,13 @@ def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            if entry["dtype"] != "BF16":
+            if entry["dtype"] not in _DTYPES:
                 raise ValueError(
                     f"{name}: only BF16 weights can be converted, got {entry['dtype']}"
                 )
             start, end = entry["data_offsets"]
-            yield name, data[start:end].view(np.uint16).reshape(entry["shape"])
+            tensors[name] = data[start:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
 
 
 def _gguf_name(name: str) -> str:
@@ -163,10 +242,10 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[short]}.{kind}"
 
 
-def _neighbours(bits: np.ndarray, heads: int) -> np.ndarray:
+def _neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of each head from halves (0, n/2) to neighbours (0, 1)."""
-    halves = bits.reshape(heads, 2, -1, *bits.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(bits.shape)
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def _float32(bits: np.ndarray) -> np.ndarray:

@@ -22,22 +22,26 @@ first system in the list that succeeded, in all sequences of a round; p50 of the
 two reduction orders diverge after some tokens, the sooner the more random the text; different
 weights diverge at the first token, in every round.
 
+**Quantized weights** have the same integers and scales in all systems; some also quantize the
+activations, each in its own way, so tokens may diverge sooner. `dtype` is the format of the weights
+in memory.
+
 **Speed** is output tokens over the time of the whole call, prefill included. `memory_mb` is the
-memory of all processes of a system after the last round.
+memory of all processes of a system after the last round (proportional set size), `peak_memory_mb`
+the most that each has had (resident set size, loading included), summed.
 
 **Roofline.** Each step reads all weights once (except the embedding, if the LM head has its own
 matrix) and the keys and values of all sequences, and multiplies by the weights; it takes bytes over
-the read bandwidth or FLOPs over the matmul peak, whichever is longer. The peak is that of bf16 or
-fp32: CPUs without bf16 instructions convert the weights. The first step has all tokens of the
-prompts. The bandwidth that other tenants leave changes by the minute, so it is
-measured in every round before the systems run (`read_gbs`, p50 of the rounds). The FLOPs of
-attention are not counted, and neither is the choice of experts: for a mixture of experts the
-roofline is too low.
+the read bandwidth or FLOPs over the matmul peak, whichever is longer. The peak is the highest of
+bf16, fp32 (CPUs without bf16 instructions convert the weights) and, for quantized weights, int8.
+The first step has all tokens of the prompts. The bandwidth that other tenants leave changes by the
+minute, so it is measured in every round before the systems run (`read_gbs`, p50 of the rounds). The
+FLOPs of attention are not counted, and neither is the choice of experts: for a mixture of experts
+the roofline is too low.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import sys
@@ -53,13 +57,13 @@ import numpy as np
 from ingot.bench.bandwidth import allocate
 from ingot.bench.environment import Environment
 from ingot.bench.ops import Roofline, make_probe
-from ingot.bench.peaks import Peaks
+from ingot.bench.peaks import Dtype, Peaks
 from ingot.bench.subprocess_system import Generation, SystemFailure, SystemProcess, SystemReady
 from ingot.bench.timing import round_measurement, time_call
 from ingot.core import paths
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError, UnknownName
-from ingot.interop import hf
+from ingot.interop import compressed_tensors, hf
 from ingot.nn.weights import SafetensorsDir
 from ingot.ops.record import Cost
 
@@ -110,26 +114,26 @@ class ModelCost:
     """Of one token: bytes of weights read, FLOPs of multiplying by them."""
     kv_bytes: int
     """Bytes of keys and values of one token."""
+    is_quantized: bool = False
 
     @classmethod
     def read(cls, path: Path) -> ModelCost:
         """Read the configuration and the headers of the weights."""
         described, entries = hf.describe(path), SafetensorsDir(path).entries
-        used = [
-            entry
+        used = {
+            name: entry
             for name, entry in entries.items()
             if "lm_head.weight" not in entries or "embed_tokens" not in name
-        ]
-        step = Cost(
-            bytes=sum(entry.bytes for entry in used),
-            flops=sum(2 * math.prod(entry.shape) for entry in used),
-        )
+        }
+        counts = [compressed_tensors.count_values(name, used[name].shape) for name in used]
+        step = Cost(bytes=sum(entry.bytes for entry in used.values()), flops=2 * sum(counts))
         return cls(
             path=path.resolve(),
             vocab_size=described.config.vocab_size,
             max_seq_len=described.config.max_seq_len,
             step=step,
             kv_bytes=described.kv.bytes_per_token,
+            is_quantized=any(name.endswith(".weight_scale") for name in entries),
         )
 
 
@@ -178,6 +182,7 @@ class CompareRow:
     prefill_tokens_per_s: float | None = None
     load_s: float | None = None
     memory_mb: float | None = None
+    peak_memory_mb: float | None = None
     matching_tokens: int | None = None
     read_gbs: float
     roofline_tokens_per_s: float
@@ -192,6 +197,7 @@ class GenerationRuns:
     ready: SystemReady | None = None
     generations: list[Generation] = field(default_factory=list[Generation])
     memory: int | None = None
+    peak_memory: int | None = None
     error: str | None = None
 
     @contextmanager
@@ -252,6 +258,7 @@ def compare(
         bandwidths = _run_rounds(processes, runs, model, task, progress)
         for name, process in processes.items():
             runs[name].memory = process.memory_bytes()
+            runs[name].peak_memory = process.peak_memory_bytes()
     for of in runs.values():
         del of.generations[:1]
     return rows(runs, model, task, machine, _quantiles(bandwidths[1:])[1])
@@ -287,7 +294,8 @@ def read_bandwidth() -> float:
 
 def roofline(model: ModelCost, task: GenerationTask, machine: Peaks, bandwidth: float) -> float:
     """Return the tokens per second of an ideal system on this machine."""
-    peaks = [peak.value for name in ("bf16", "fp32") if (peak := machine.matmul[name])]
+    dtypes: tuple[Dtype, ...] = ("bf16", "fp32", "int8") if model.is_quantized else ("bf16", "fp32")
+    peaks = [peak.value for dtype in dtypes if (peak := machine.matmul[dtype])]
     flops = max(peaks) * 1e9 if peaks else None
 
     def seconds(tokens: int, keys: int) -> float:
@@ -368,6 +376,7 @@ def _measurements(
         "prefill_tokens_per_s": ttft and round_measurement(task.batch_size * task.input_len / ttft),
         "load_s": round_measurement(of.ready.load_seconds),
         "memory_mb": of.memory and round_measurement(of.memory / 1e6),
+        "peak_memory_mb": of.peak_memory and round_measurement(of.peak_memory / 1e6),
         "matching_tokens": median_low(
             count_matching(a.tokens, b.tokens)
             for a, b in zip(of.generations, first.generations, strict=True)

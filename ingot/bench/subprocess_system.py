@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -109,7 +110,10 @@ class SystemProcess:
     def start(self, timeout: float = 900) -> SystemReady:
         """Wait until it has loaded the model, then stop it."""
         with self._running():
-            return self._receive(SystemReady, timeout)
+            try:
+                return self._receive(SystemReady, timeout)
+            except SystemFailure as failure:
+                raise SystemFailure(add_cause(str(failure), self._log)) from None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], output_len: int, timeout: float = 600
@@ -133,8 +137,14 @@ class SystemProcess:
 
     def memory_bytes(self) -> int | None:
         """Proportional set size of all its processes; None if unknown."""
-        sizes = [_proportional_set_size(directory) for directory in self._members()]
-        return sum(sizes) or None
+        return self._sum_sizes("smaps_rollup", "Pss:")
+
+    def peak_memory_bytes(self) -> int | None:
+        """Sum of the peak resident set sizes of its processes; None if unknown."""
+        return self._sum_sizes("status", "VmHWM:")
+
+    def _sum_sizes(self, file: str, key: str) -> int | None:
+        return sum(_read_size(directory / file, key) for directory in self._members()) or None
 
     @contextmanager
     def _running(self) -> Generator[None]:
@@ -205,10 +215,21 @@ def describe_exit(status: int, log: Path) -> str:
     return f"{how}: {_first_chars(last)} (see {log})"
 
 
-def _proportional_set_size(directory: Path) -> int:
+def add_cause(message: str, log: Path) -> str:
+    """Add the first error in the log to a message, unless it is there.
+
+    A library that loads the model in processes of its own, like vLLM, only says that one failed.
+    """
+    found = re.search(r"\b\w+(Error|Exception): .+", log.read_text(errors="replace"))
+    cause = _first_chars(found[0]) if found else ""
+    return message if cause in message else f"{message} First error: {cause} (see {log})"
+
+
+def _read_size(file: Path, key: str) -> int:
+    """Return a size in a file of /proc, in bytes; 0 if it is unknown."""
     with contextlib.suppress(OSError):
-        for line in (directory / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+        for line in file.read_text().splitlines():
+            if line.startswith(key):
                 return int(line.split()[1]) * 1024
     return 0
 

@@ -38,7 +38,7 @@ def compare(
     `ingot bench compare smollm2 ingot openvino --batch-size 8 --input-len 128` for two of them.
 
     Args:
-        model: A model directory in bfloat16, or ORG/NAME on the Hugging Face hub.
+        model: A model directory in bfloat16 or of `ingot compress`, or ORG/NAME on the hub.
         names: Only these systems.
         batch_size: Number of sequences generated at once.
         input_len: Number of tokens of each prompt.
@@ -89,8 +89,8 @@ def _print(rows: list[CompareRow], run: RunInfo) -> None:
         f"{one.output_len} out, {one.rounds} rounds. tokens/s: p50 [p20-p80] of output tokens over "
         f"the whole call. roofline: fraction of {digits(one.roofline_tokens_per_s)} tokens/s, "
         f"which the bandwidth of {one.read_gbs:.1f} GB/s measured in these rounds and the matmul "
-        "peak allow. speedup: of ingot over this system. match: leading tokens that equal the "
-        "first system's.",
+        "peak allow. speedup: of ingot over this system. memory: at its peak. match: leading "
+        "tokens that equal the first system's.",
         highlight=False,
         markup=False,  # [p20-p80] is not markup
     )
@@ -112,13 +112,13 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
         return "-" if value is None else f"{digits(value)} {unit}"
 
     return (
-        (row.version or "")[:12],
+        (row.version or "")[:8],
         row.dtype or "",
         f"{digits(row.tokens_per_s or 0)} [{digits(row.p20 or 0)}-{digits(row.p80 or 0)}]",
         percent(row.roofline_fraction),
         speedup(row.speedup),
         measurement(row.ttft_ms, "ms"),
         measurement(row.load_s, "s"),
-        measurement(row.memory_mb, "MB"),
+        measurement(row.peak_memory_mb, "MB"),
         str(row.matching_tokens),
     )

@@ -24,6 +24,8 @@ from ingot.bench.subprocess_system import Generation, SystemReady
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.interop import hf
 from ingot.nn import Decoder, preset
+from ingot.nn.formats import Int4
+from ingot.nn.quantized import quantize_
 from ingot.ops.record import Cost
 from tests.bench.row import PEAK, PEAKS
 
@@ -42,7 +44,8 @@ READY = SystemReady(version="1.0", dtype="bf16", load_seconds=2.0)
 
 def runs(*seconds: float, first: float | None = 0.5, token: int = 7) -> GenerationRuns:
     tokens = [[1, 2, token, 4], [5, 6, 7, 8]]
-    return GenerationRuns(READY, [Generation(s, tokens, first) for s in seconds], memory=3_000_000)
+    generations = [Generation(s, tokens, first) for s in seconds]
+    return GenerationRuns(READY, generations, memory=3_000_000, peak_memory=5_000_000)
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def test_systems_are_interleaved_and_failures_are_reported(make: Make, tmp_path:
     systems = [
         make("a", generate=note),
         make("b", generate=note + "; output_len -= len(prompts[0]) == 3"),
-        make("c", load="raise OSError('no library')"),
+        make("c", load="raise NotImplementedError('no kernel for int8')"),
         make("d", generate=late),
         replace(make("e", generate=note), error="not installed"),
         make("f", generate=note),
@@ -71,7 +74,7 @@ def test_systems_are_interleaved_and_failures_are_reported(make: Make, tmp_path:
     # A warm-up round and three that count; d dies in its third turn, b in its first.
     assert order.read_text() == "abdfadfadfaf"
     assert "got lengths [3, 3]" in str(by_name["b"].error)
-    assert "no library" in str(by_name["c"].error)
+    assert by_name["c"].error == "NotImplementedError: no kernel for int8"
     assert "exited with 9" in str(by_name["d"].error)
     assert by_name["e"].error == "not installed"
     assert all(by_name[name].tokens_per_s is None for name in "bcde")
@@ -79,7 +82,7 @@ def test_systems_are_interleaved_and_failures_are_reported(make: Make, tmp_path:
         assert row.error is None
         assert (row.version, row.dtype, row.matching_tokens) == ("1.0", "bf16", 4)
         assert 0 < (row.p20 or 0) <= (row.tokens_per_s or 0) <= (row.p80 or 0)
-        assert (row.memory_mb or 0) > 1
+        assert 1 < (row.memory_mb or 0) < (row.peak_memory_mb or 0)
         assert row.speedup is None
     assert len(steps) == 5 + 4 * 6
 
@@ -105,7 +108,7 @@ def test_speeds_are_quantiles_of_rounds_and_speedups_are_within_a_round() -> Non
     ideal = roofline(MODEL, TASK, PEAKS, 4e9)
     assert peer.roofline_fraction == pytest.approx(2.0 / ideal, rel=1e-3)
     assert (peer.ttft_ms, peer.prefill_tokens_per_s) == (500.0, 12.0)
-    assert (peer.load_s, peer.memory_mb) == (2.0, 3.0)
+    assert (peer.load_s, peer.memory_mb, peer.peak_memory_mb) == (2.0, 3.0, 5.0)
     expected = CompareRow(
         system="gone",
         model="tiny",
@@ -140,6 +143,10 @@ def test_roofline_is_bound_by_memory_or_compute() -> None:
     assert roofline(MODEL, replace(one, batch_size=4), PEAKS, 4e9) == pytest.approx(2000)
     fast_fp32 = replace(PEAKS, matmul={**PEAKS.matmul, "fp32": replace(PEAK, value=8.0)})
     assert roofline(MODEL, replace(one, batch_size=4), fast_fp32, 4e9) == pytest.approx(4000)
+    fast_int8 = replace(PEAKS, matmul={**PEAKS.matmul, "int8": replace(PEAK, value=8.0)})
+    assert roofline(MODEL, replace(one, batch_size=4), fast_int8, 4e9) == pytest.approx(2000)
+    quantized = replace(MODEL, is_quantized=True)
+    assert roofline(quantized, replace(one, batch_size=4), fast_int8, 4e9) == pytest.approx(4000)
     no_matmul = replace(PEAKS, matmul={"fp32": None, "bf16": None, "int8": None})
     assert roofline(MODEL, replace(one, batch_size=4), no_matmul, 4e9) == pytest.approx(8000)
     with_kv = replace(MODEL, kv_bytes=400_000)
@@ -171,6 +178,20 @@ def test_step_reads_all_weights_except_an_untied_embedding(tmp_path: Path, tied:
     used -= 0 if tied else decoder.tok_embed.weight.numel()
     assert model.step == Cost(bytes=2 * used, flops=2 * used)
     assert (model.vocab_size, model.max_seq_len) == (config.vocab_size, config.max_seq_len)
+
+
+def test_step_of_a_quantized_model_reads_fewer_bytes_and_computes_the_same(tmp_path: Path) -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
+    hf.save(decoder, tmp_path / "bf16")
+    quantize_(decoder, lambda name: Int4(group=32) if "embed" not in name else None)
+    hf.save(decoder, tmp_path / "int4")
+    full, quantized = ModelCost.read(tmp_path / "bf16"), ModelCost.read(tmp_path / "int4")
+    assert (full.is_quantized, quantized.is_quantized) == (False, True)
+    assert quantized.step.flops == full.step.flops
+    linear = full.step.flops // 2 - sum(p.numel() for p in decoder.parameters())
+    assert full.step.bytes - quantized.step.bytes == pytest.approx(
+        linear * (16 - 4.5) / 8, rel=0.01
+    )
 
 
 def test_directory_without_model_is_rejected(tmp_path: Path) -> None:

@@ -62,6 +62,23 @@ def test_process_reports_ready_and_generates(make: Make, tmp_path: Path) -> None
         assert (process.memory_bytes() or 0) > 2**20
 
 
+def test_peak_memory_counts_what_was_freed(make: Make, tmp_path: Path) -> None:
+    with run(make, tmp_path, load="b'x' * 2**28") as process:
+        process.start()
+        assert 2**20 < (process.memory_bytes() or 0) < 2**28 < (process.peak_memory_bytes() or 0)
+    assert process.peak_memory_bytes() is None
+
+
+def test_converting_a_model_takes_no_memory_of_the_system(make: Make, tmp_path: Path) -> None:
+    system = make("fake", load="assert model.name == 'converted'")
+    script = system.folder / "fake.py"
+    prepare = "def prepare(model, cache):\n    b'x' * 2**28\n    return cache / 'converted'\n"
+    script.write_text(script.read_text().replace("serve(load)", f"{prepare}serve(load, prepare)"))
+    with system.start(tmp_path, tmp_path) as process:
+        process.start()
+        assert 2**20 < (process.peak_memory_bytes() or 0) < 2**28
+
+
 def test_own_thread_setting_is_not_inherited(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +102,11 @@ def test_output_of_libraries_is_not_part_of_the_protocol(make: Make, tmp_path: P
 @pytest.mark.parametrize(
     ("load", "reason"),
     [
-        ("raise ValueError('no such model')", "exited with 1: ValueError: no such model"),
+        ("raise ValueError('no such model')", "^ValueError: no such model$"),
+        (
+            "print('(Worker) ERROR OSError: no kernel'); raise ValueError('see the root cause')",
+            "^ValueError: see the root cause First error: OSError: no kernel",
+        ),
         ("os._exit(3)", "exited with 3: no output"),
         ("os.kill(os.getpid(), signal.SIGILL)", "killed by SIGILL"),
         ("time.sleep(60)", "no message within 2 s"),

@@ -1,16 +1,24 @@
-"""The GGUF file of a model directory has the same values."""
+"""The GGUF file of a model directory has the same values, quantized or not."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from ingot.interop import compressed_tensors, hf
+from ingot.nn import Decoder, preset
+from ingot.nn.formats import Int4, Int8, WeightFormat
+from ingot.nn.quantized import quantize_
 
 gguf = pytest.importorskip("gguf")
-from benchmarks.peers import weights  # noqa: E402
+from benchmarks.peers import formats, weights  # noqa: E402
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,8 +68,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def source(model: Path, name: str) -> np.ndarray:
-    (bits,) = (bits for key, bits in weights._tensors(model) if key == name)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return (weights._tensors(model)[name].astype(np.uint32) << 16).view(np.float32)
 
 
 def read_gguf(path: Path) -> dict[str, np.ndarray]:
@@ -103,6 +110,84 @@ def test_attention_scores_are_the_same_with_either_rope_layout(model: Path, tmp_
         rows = slice(4 * head, 4 * head + 4)
         expected = rotate(q[rows], halves) @ k
         assert rotate(theirs_q[rows], neighbours) @ theirs_k == pytest.approx(expected, rel=1e-5)
+
+
+def quantized_model(directory: Path, format: WeightFormat) -> Path:
+    config = replace(preset("tiny"), ffn_dim=192, vocab_size=7)
+    decoder = Decoder.from_config(config, seed=0, dtype=torch.bfloat16)
+    quantize_(decoder, lambda name: None if "embed" in name else format)
+    hf.save(decoder, directory)
+    (directory / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    return directory
+
+
+def decode(directory: Path, layer: str, format: WeightFormat) -> np.ndarray:
+    """Decode a layer as ingot does."""
+    tensors = load_file(directory / "model.safetensors")
+    parts = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{layer}.")}
+    return format.decode(compressed_tensors.unpack(format, parts, layer)).numpy()
+
+
+@pytest.mark.parametrize("write", [weights.bf16, weights.f16])
+@pytest.mark.parametrize(
+    ("format", "type"),
+    [
+        (Int8(), "Q8_0"),
+        (Int8(group=32), "Q8_0"),
+        (Int4(group=32), "Q4_0"),
+        (Int4(group=64), "Q4_0"),
+        (Int4(group=32, zero_point=True), "Q4_1"),
+    ],
+    ids=str,
+)
+def test_quantized_values_are_the_same(
+    tmp_path: Path, format: WeightFormat, type: str, write: Callable[[Path, Path], Path]
+) -> None:
+    model = quantized_model(tmp_path / "model", format)
+    path = write(model, tmp_path / "cache")
+    assert weights.type_name(path) == type
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+    linear = [name for name in types if name.startswith("blk") and "norm" not in name]
+    assert len(linear) == 2 * 7
+    assert {types[name] for name in linear} == {type}
+    assert types["token_embd.weight"] == "F16"
+    assert types["blk.0.ffn_norm.weight"] == "F32"
+    tensors, prefix = read_gguf(path), "model.layers.1"
+    for theirs, ours, heads in (
+        ("attn_q", "self_attn.q_proj", 4),
+        ("attn_k", "self_attn.k_proj", 2),
+        ("attn_v", "self_attn.v_proj", None),
+        ("ffn_down", "mlp.down_proj", None),
+    ):
+        expected = decode(model, f"{prefix}.{ours}", format)
+        rows = weights._neighbours(expected, heads) if heads else expected
+        # Scales are the same in float16; minima are rounded to 11 bits.
+        error = 2**-11 * np.abs(rows).max() if type == "Q4_1" else 0
+        np.testing.assert_allclose(tensors[f"blk.1.{theirs}.weight"], rows, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [(Int8(), "int8"), (Int4(group=64), "int4 g64"), (Int4(zero_point=True), "int4 g32 zp")],
+    ids=str,
+)
+def test_formats_have_names(tmp_path: Path, format: WeightFormat, name: str) -> None:
+    assert str(formats.read_format(quantized_model(tmp_path, format))) == name
+
+
+def test_unsupported_formats_are_rejected(model: Path, tmp_path: Path) -> None:
+    assert formats.read_format(model) is None
+    for change, reason in (
+        ({"quant_method": "gptq"}, "only compressed-tensors is supported, got gptq"),
+        (None, "GGUF has no type for int2 g32"),
+    ):
+        scheme = compressed_tensors.QuantizationScheme(Int4(group=32))
+        quantization = compressed_tensors.write_scheme(scheme)
+        quantization["config_groups"]["group_0"]["weights"]["num_bits"] = 2
+        config = {**CONFIG, "quantization_config": change or quantization}
+        (model / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=reason):
+            weights.f16(model, tmp_path / "cache")
 
 
 def test_configuration_is_the_same(model: Path, tmp_path: Path) -> None:

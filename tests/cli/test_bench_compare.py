@@ -86,7 +86,7 @@ def test_table_of_systems_fits_100_columns() -> None:
     row = CompareRow(
         system="transformers",
         version="2026.4.1.0-3408-ab01d1771e4",
-        dtype="bf16",
+        dtype="int4 g128 zp",
         model="tiny",
         batch_size=1,
         input_len=2,
@@ -100,7 +100,8 @@ def test_table_of_systems_fits_100_columns() -> None:
         speedup_p80=13.33,
         ttft_ms=1234.5,
         load_s=123.4,
-        memory_mb=12345.0,
+        memory_mb=1234.0,
+        peak_memory_mb=12345.0,
         matching_tokens=128,
         read_gbs=40.0,
         roofline_tokens_per_s=99.0,

@@ -42,19 +42,22 @@ def test_compared_systems_of_the_last_run_are_shown(results: Path) -> None:
     run = {"date": "2026-11-15T10:00", "cpu": "Xeon", "isa": "amx", "torch": "2", "ingot": "0.1"}
     task = {"model": "m", "batch_size": "1", "input_len": "16", "output_len": "8", "rounds": "5"}
     speed = {"tokens_per_s": "70", "p20": "60", "p80": "80", "roofline_fraction": "0.7"}
-    rest = {"speedup": "2.0", "ttft_ms": "30", "load_s": "4", "memory_mb": "500"}
+    rest = {"speedup": "2.0", "ttft_ms": "30", "load_s": "4"}
+    memory = {"memory_mb": "500", "peak_memory_mb": "600"}
     what = {"system": "other", "version": "1.0", "dtype": "bf16", "read_gbs": "30", "error": ""}
-    row = {**run, **task, **speed, **rest, **what}
+    row = {**run, **task, **speed, **rest, **memory, **what}
     old = {**row, "date": "2026-11-14", "system": "older"}
+    unknown = {**row, "batch_size": "8", "date": "2026-11-13", "peak_memory_mb": ""}
     gone = {**row, "system": "gone", "error": "not installed"}
     with (results.parent / "compare.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, row)
         writer.writeheader()
-        writer.writerows([old, row, gone, {**row, "batch_size": "8", "date": "2026-11-13"}])
+        writer.writerows([old, row, gone, unknown])
     text = measured.on_page_markdown(measured.COMPARE_PLACE, PAGE)
     assert "Measured 2026-11-15 on Xeon (amx), ingot 0.1: m, 1 x 16 tokens in, 1 x 8 out" in text
     line = "| other | 1.0 | bf16 | 70 (60 to 80) | 70% | 2.00x | 30 ms | 4 s | 500 MB |"
-    assert line in text
+    assert f"{line} 600 MB |" in text
+    assert f"{line} - |" in text
     assert "| gone | error: not installed | - |" in text
     assert "older" not in text
     assert "Measured 2026-11-13 on Xeon (amx), ingot 0.1: m, 8 x 16 tokens in" in text
