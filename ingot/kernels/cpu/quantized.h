@@ -183,8 +183,8 @@ inline void interleave_rows(const int8_t* from, int64_t rows, int64_t row_bytes,
     for (int64_t r = 0; r < rows; r++, to += 4) std::memcpy(to, from + r * row_bytes + at, 4);
 }
 
-// `group` is the number of channels in a group, 0 for the whole row. `zero` is what is to be
-// subtracted from the operands of the weight.
+// `group` is the number of channels in a group, 0 for the whole row. `zero` is subtracted
+// from the operands of the weight.
 template <class Format, class T>
 QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group, int32_t zero) {
   constexpr int64_t UNIT = 4 * Format::PLANES;  // channels of a word of each plane
