@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.interop import compressed_tensors, hf
+from ingot.interop.compressed_tensors import COMPRESSED_TENSORS
+from ingot.interop.quantization_scheme import LayerGroup, QuantizationScheme
 from ingot.nn import Decoder, preset
 from ingot.nn.formats import Int4, Int8, WeightFormat
 from ingot.nn.quantized import quantize_
@@ -181,7 +183,7 @@ def test_unsupported_formats_are_rejected(model: Path, tmp_path: Path) -> None:
         ({"quant_method": "gptq"}, "only compressed-tensors is supported, got gptq"),
         (None, "GGUF has no type for int2 g32"),
     ):
-        scheme = compressed_tensors.QuantizationScheme(Int4(group=32))
+        scheme = QuantizationScheme((LayerGroup(Int4(group=32)),), COMPRESSED_TENSORS)
         quantization = compressed_tensors.write_scheme(scheme)
         quantization["config_groups"]["group_0"]["weights"]["num_bits"] = 2
         config = {**CONFIG, "quantization_config": change or quantization}
