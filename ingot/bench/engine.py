@@ -168,10 +168,10 @@ def _adapter(decoder: Decoder) -> peft.Adapter:
 
 def _weight_bytes(decoder: Decoder) -> int:
     """Bytes of weights that a step reads: all but an input embedding that is not also the head."""
-    read = dict.fromkeys(decoder.parameters())
-    if decoder.lm_head is not None:
-        del read[decoder.tok_embed.weight]
-    return sum(parameter.nbytes for parameter in read)
+    skipped = () if decoder.lm_head is None else decoder.tok_embed.modules()
+    modules = set(decoder.modules()) - set(skipped)
+    tensors = {t for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _seconds(run: Callable[[], object]) -> float:

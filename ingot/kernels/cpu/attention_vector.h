@@ -65,10 +65,7 @@ class VectorChunkKernel {
   void compute_scores(const WorkItem& item, int64_t head, const KVChunk<T>& chunk, float* s) const {
     int64_t count = in_.num_rows(item), padded = (chunk.keys + WIDTH - 1) / WIDTH * WIDTH;
     float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(in_.shape.width * CHUNK);
-    for (int64_t key = 0; key < padded; key++) {
-      const T* from = chunk.k[std::min(key, chunk.keys - 1)] + head * in_.k.head_stride;
-      for (int64_t at = 0; at < in_.shape.width; at++) k[at * CHUNK + key] = widen(from[at]);
-    }
+    transpose_keys(head, chunk, padded, k);
     for (int64_t row = 0; row < count; row += ROWS) {
       const T* q[ROWS];  // rows beyond the end repeat the last one
       for (int i = 0; i < ROWS; i++) q[i] = in_.query(item, head, std::min(row + i, count - 1));
@@ -84,6 +81,27 @@ class VectorChunkKernel {
             store(s + (row + i) * CHUNK + key + j * WIDTH, total[i][j]);
       }
     }
+  }
+
+  // From (key, channel) to (channel, key); those after the last key repeat it.
+  void transpose_keys(int64_t head, const KVChunk<T>& chunk, int64_t padded, float* to) const {
+    auto row = [&](int64_t key) {
+      return chunk.k[std::min(key, chunk.keys - 1)] + head * in_.k.head_stride;
+    };
+    int64_t width = in_.shape.width, at = 0;
+#if defined(__AVX512F__)
+    for (; at + WIDTH <= width; at += WIDTH)
+      for (int64_t key = 0; key < padded; key += WIDTH) {
+        __m512i tile[WIDTH];
+        for (int i = 0; i < WIDTH; i++) tile[i] = (__m512i)load(row(key + i) + at);
+        interleave(tile);
+        for (int i = 0; i < WIDTH; i++)
+          _mm512_store_si512(to + (at + i) * CHUNK + key, tile[i]);
+      }
+#endif
+    for (int64_t key = 0; key < padded && at < width; key++)
+      for (int64_t channel = at; channel < width; channel++)
+        to[channel * CHUNK + key] = widen(row(key)[channel]);
   }
 
   void accumulate_values(const WorkItem& item, int64_t head, const KVChunk<T>& chunk,
