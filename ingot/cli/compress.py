@@ -21,6 +21,7 @@ def compress(
     group: int = 32,
     symmetric: tyro.conf.FlagCreatePairsOff[bool] = False,
     method: Literal["gptq", "rtn"] = "gptq",
+    embeddings: tyro.conf.FlagCreatePairsOff[bool] = False,
     text: str = "stdlib",
     device: str = "auto",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
@@ -40,6 +41,7 @@ def compress(
         group: Channels that share a scale: 32, 64 or 128; for int8 also 0, a whole row.
         symmetric: For int4, no zero points: half a bit less per weight, with groups of 32.
         method: gptq, which calibrates with text, or rtn, round to nearest.
+        embeddings: Quantize embedding and LM head to int8, too: faster, but only for ingot.
         text: Text to calibrate with and to compare both models on: a file, a folder, or stdlib.
         device: Where to compute: auto, cpu, cuda, cuda:1.
         json: Print JSON instead of text.
@@ -54,7 +56,8 @@ def compress(
         Int8(group=group or None) if to == "int8" else Int4(group=group, zero_point=not symmetric)
     )
     chosen = GPTQ() if method == "gptq" else RoundToNearest()
-    report = workflow(model, directory, format, method=chosen, text=text, device=device)
+    options = {"embeddings": embeddings, "text": text, "device": device}
+    report = workflow(model, directory, format, method=chosen, **options)
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
         return

@@ -4,7 +4,8 @@
     report.drift.kl_mean
 
 The linear layers are quantized; embeddings, LM head and norms stay in bfloat16, as transformers and
-vLLM expect it of a directory in the format of compressed-tensors. `CompressReport` has size,
+vLLM expect it of a directory in the format of compressed-tensors. With `embeddings`, embedding and
+LM head become int8, rounded to nearest. `CompressReport` has size,
 perplexity and decode speed of both models, the distance to the original as the Kullback-Leibler
 divergence of their next-token distributions over real text, and the sensitivity of each layer. The
 directory has them as a page, `report.html`.
@@ -21,8 +22,8 @@ from ingot.compression import GPTQ, Method, quantize
 from ingot.core import lineage, log
 from ingot.interop import hf, hub
 from ingot.nn import Decoder
-from ingot.nn.formats import WeightFormat
-from ingot.nn.quantized import QuantizedLinear
+from ingot.nn.formats import Int8, WeightFormat
+from ingot.nn.quantized import QuantizedModule, quantize_
 from ingot.workflows.compress_report import CompressReport, ModelFigures, write_page
 from ingot.workflows.decode_speed import measure_decode_speeds
 from ingot.workflows.derive import (
@@ -35,6 +36,7 @@ from ingot.workflows.derive import (
 from ingot.workflows.llm import load
 
 _CALIBRATION, _CALIBRATION_LENGTH = 8192, 512  # tokens, and of a document
+_EMBEDDING = Int8(group=32)
 
 
 def compress(
@@ -43,6 +45,7 @@ def compress(
     format: WeightFormat,
     *,
     method: Method | None = None,
+    embeddings: bool = False,
     text: str = "stdlib",
     device: str = "auto",
 ) -> CompressReport:
@@ -53,6 +56,7 @@ def compress(
         directory: The directory to create.
         format: The format of the linear layers' weights.
         method: How to quantize them; by default, `GPTQ`.
+        embeddings: Whether to quantize embedding and LM head, too.
         text: Text to calibrate with and, in other documents, to compare the two models on: a file,
             a folder or "stdlib".
         device: Where to compute.
@@ -65,24 +69,25 @@ def compress(
         sequences = tokenize_text(text, tokenizer, decoder)
         calibration = sequences
         if method.calibrated:
-            calibration = tokenize_text(
-                *(text, tokenizer, decoder),
-                positions=_CALIBRATION,
-                length=_CALIBRATION_LENGTH,
-                skip=len(sequences),
-            )
+            size, skip = {"positions": _CALIBRATION, "length": _CALIBRATION_LENGTH}, len(sequences)
+            calibration = tokenize_text(text, tokenizer, decoder, **size, skip=skip)
         original_TD = hidden_states(decoder, sequences)
         with log.progress("quantizing", decoder.config.layers) as progress:
             sensitivities = quantize(decoder, format, method, calibration, progress)
+        if embeddings:
+            quantize_(decoder, {"tok_embed": _EMBEDDING, "lm_head": _EMBEDDING}.get)
         quantized_TD = hidden_states(decoder, sequences)
         hf.save(decoder, out)
-        original, quantized = _measure(decoder, sequences, (original_TD, quantized_TD), source, out)
+        source_decoder = hf.load(source, device=decoder.device)
+        original, quantized = _measure(
+            {source: (source_decoder, original_TD), out: (decoder, quantized_TD)}, sequences
+        )
         report = CompressReport(
             format=str(format),
             method=str(method),
             original=original,
             quantized=quantized,
-            drift=measure_drift(decoder, original_TD, quantized_TD),
+            drift=measure_drift(source_decoder, original_TD, decoder, quantized_TD),
             sensitivities=tuple(sensitivities),
         )
         try:
@@ -94,33 +99,28 @@ def compress(
 
 
 def _measure(
-    decoder: Decoder,
-    sequences: list[list[int]],
-    hidden_TD: tuple[Tensor, Tensor],
-    source: Path,
-    out: Path,
-) -> tuple[ModelFigures, ModelFigures]:
-    """Return the figures of the original in `source` and of the quantized decoder, in `out`."""
-    perplexities = [perplexity(decoder, states_TD, sequences) for states_TD in hidden_TD]
-    speeds = measure_decode_speeds([hf.load(source, device=decoder.device), decoder])
-    size = hf.describe(out).bytes
-    original = ModelFigures(
-        bytes=hf.describe(source).bytes,
-        bits_per_weight=8.0 * decoder.dtype.itemsize,
-        perplexity=perplexities[0],
-        tokens_per_s=speeds[0],
-    )
-    quantized = ModelFigures(
-        bytes=size,
-        bits_per_weight=_bits_per_weight(decoder, size),
-        perplexity=perplexities[1],
-        tokens_per_s=speeds[1],
-    )
-    return original, quantized
+    models: dict[Path, tuple[Decoder, Tensor]], sequences: list[list[int]]
+) -> list[ModelFigures]:
+    """Return the figures of models in these directories, with their hidden states."""
+    speeds = measure_decode_speeds([decoder for decoder, _ in models.values()])
+    figures: list[ModelFigures] = []
+    for (directory, (decoder, hidden_TD)), speed in zip(models.items(), speeds, strict=True):
+        size = hf.describe(directory).bytes
+        figures.append(
+            ModelFigures(
+                bytes=size,
+                bits_per_weight=_bits_per_weight(decoder, size),
+                perplexity=perplexity(decoder, hidden_TD, sequences),
+                tokens_per_s=speed,
+            )
+        )
+    return figures
 
 
 def _bits_per_weight(decoder: Decoder, num_bytes: int) -> float:
     """Return the bits of a weight of the quantized layers in a directory of this size."""
     num_bytes -= sum(parameter.nbytes for parameter in decoder.parameters())
-    layers = [module for module in decoder.modules() if isinstance(module, QuantizedLinear)]
-    return 8 * num_bytes / sum(layer.in_features * layer.out_features for layer in layers)
+    layers = [module for module in decoder.modules() if isinstance(module, QuantizedModule)]
+    if not layers:
+        return 8.0 * decoder.dtype.itemsize
+    return 8 * num_bytes / sum(layer.rows * layer.channels for layer in layers)

@@ -57,7 +57,7 @@ class CompressReport:
         a, b, drift = self.original, self.quantized, self.drift
         rows = [
             _row("weights on disk, MB", a.bytes / 1e6, b.bytes / 1e6),
-            _row("bits per weight, linear layers", a.bits_per_weight, b.bits_per_weight, ".2f"),
+            _row("bits per weight, quantized", a.bits_per_weight, b.bits_per_weight, ".2f"),
         ]
         if a.perplexity is not None and b.perplexity is not None:
             rows.append(_row("perplexity", a.perplexity, b.perplexity, ".2f"))

@@ -3,7 +3,7 @@
     with derived_directory("out", source, num_bytes) as out:
         before_TD = hidden_states(decoder, sequences)
         ...                                              # change the weights of the decoder
-        drift = measure_drift(decoder, before_TD, hidden_states(decoder, sequences))
+        drift = measure_drift(decoder, before_TD, decoder, hidden_states(decoder, sequences))
         hf.save(decoder, out)
 
 The distance is the Kullback-Leibler divergence of the next-token distributions over real text.
@@ -101,11 +101,15 @@ def hidden_states(decoder: Decoder, sequences: list[list[int]], adapted: bool = 
 
 
 @torch.inference_mode()
-def measure_drift(decoder: Decoder, before_TD: Tensor, after_TD: Tensor) -> DistributionDrift:
-    """Compare the distributions of two hidden states, by the LM head of the decoder."""
+def measure_drift(
+    before: Decoder, before_TD: Tensor, after: Decoder, after_TD: Tensor
+) -> DistributionDrift:
+    """Compare the distributions of two hidden states, by the LM heads of two decoders."""
     meter = DistributionMeter()
-    for hidden in zip(before_TD.split(_CHUNK), after_TD.split(_CHUNK), strict=True):
-        before_TV, after_TV = (decoder.logits(rows) for rows in hidden)
+    for before_rows, after_rows in zip(
+        before_TD.split(_CHUNK), after_TD.split(_CHUNK), strict=True
+    ):
+        before_TV, after_TV = before.logits(before_rows), after.logits(after_rows)
         meter.add(before_TV, after_TV, before_TV.argmax(-1))
     return meter.result()
 

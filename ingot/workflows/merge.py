@@ -75,7 +75,7 @@ def merge(
             adapter=merged.digest,
             rank=merged.rank,
             layers=len(merged.weights),
-            drift=measure_drift(decoder, adapted_TD, hidden_states(decoder, sequences)),
+            drift=measure_drift(decoder, adapted_TD, decoder, hidden_states(decoder, sequences)),
         )
         hf.save(decoder, out)
         lineage.append(out, "merge", base=base.resolve().name, **asdict(report))

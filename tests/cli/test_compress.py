@@ -24,7 +24,7 @@ def test_the_table_has_the_figures_of_the_report(
     original, quantized, drift = step["original"], step["quantized"], step["drift"]
     pairs = {
         "weights on disk, MB": (original["bytes"] / 1e6, quantized["bytes"] / 1e6),
-        "bits per weight, linear layers": (
+        "bits per weight, quantized": (
             original["bits_per_weight"],
             quantized["bits_per_weight"],
         ),

@@ -14,7 +14,7 @@ from ingot.core.errors import IngotError
 from ingot.interop import hf
 from ingot.nn import Decoder
 from ingot.nn.formats import Int4, Int8
-from ingot.nn.quantized import QuantizedLinear
+from ingot.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ingot.workflows.compress import compress
 from ingot.workflows.llm import LLM
 from tests import models
@@ -30,6 +30,21 @@ def test_the_directory_is_smaller_and_close(tmp_path: Path) -> None:
     decoder = hf.load(tmp_path / "int8")
     kinds = [type(module) for module in decoder.modules()]
     assert kinds.count(QuantizedLinear) == 4 * decoder.config.layers
+
+
+def test_embedding_and_head_can_be_quantized_too(tmp_path: Path) -> None:
+    small, format = models.small(tmp_path / "small"), Int4(group=32)
+    reports = [
+        compress(small, tmp_path / name, format, method=RoundToNearest(), embeddings=embeddings)
+        for name, embeddings in (("layers", False), ("all", True))
+    ]
+    decoder = hf.load(tmp_path / "all")
+    assert isinstance(decoder.tok_embed, QuantizedEmbedding)
+    assert decoder.tok_embed.format == Int8(group=32)
+    assert reports[1].quantized.bytes < reports[0].quantized.bytes
+    # The heads differ, so that the same hidden states would not give the same distribution.
+    assert reports[1].drift.kl_mean != reports[0].drift.kl_mean
+    assert reports[1].original.perplexity == reports[0].original.perplexity
 
 
 def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_the_table_has_both_models_and_their_ratio() -> None:
     drift = made.drift
     assert made.table() == [
         ("weights on disk, MB", "2.0", "0.5", "0.25x"),
-        ("bits per weight, linear layers", "16.00", "4.62", "0.29x"),
+        ("bits per weight, quantized", "16.00", "4.62", "0.29x"),
         ("perplexity", "8.00", "10.00", "1.25x"),
         ("KL to the original, mean", "", f"{drift.kl_mean:.3g}", ""),
         ("KL to the original, p99", "", f"{drift.kl_p99:.3g}", ""),

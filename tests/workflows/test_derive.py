@@ -64,9 +64,11 @@ def test_drift_grows_with_the_change(tmp_path: Path) -> None:
     decoder, tokenizer = load(models.small(tmp_path / "small"))
     sequences = tokenize_text("stdlib", tokenizer, decoder)
     before_TD = hidden_states(decoder, sequences)
-    assert measure_drift(decoder, before_TD, before_TD).kl_max == 0
+    assert measure_drift(decoder, before_TD, decoder, before_TD).kl_max == 0
     noise_TD = torch.randn(before_TD.shape, generator=torch.Generator().manual_seed(0))
-    drifts = [measure_drift(decoder, before_TD, before_TD + e * noise_TD) for e in (0.01, 0.1)]
+    drifts = [
+        measure_drift(decoder, before_TD, decoder, before_TD + e * noise_TD) for e in (0.01, 0.1)
+    ]
     small, large = (drift.kl_max for drift in drifts)
     assert small
     assert large
