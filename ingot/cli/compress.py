@@ -56,8 +56,10 @@ def compress(
         Int8(group=group or None) if to == "int8" else Int4(group=group, zero_point=not symmetric)
     )
     chosen = GPTQ() if method == "gptq" else RoundToNearest()
-    options = {"embeddings": embeddings, "text": text, "device": device}
-    report = workflow(model, directory, format, method=chosen, **options)
+    report = workflow(
+        *(model, directory, format),
+        **{"method": chosen, "embeddings": embeddings, "text": text, "device": device},  # pyright: ignore
+    )
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
         return

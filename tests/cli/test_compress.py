@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def test_the_table_has_the_figures_of_the_report(
     compress(str(small), tmp_path / "int4", to="int4")
     out = capsys.readouterr().out
     assert "KL in nats, over 512 positions" in out
-    rows = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
+    rows = {name: cells for name, *cells in (re.split(r"  +", x.strip()) for x in out.splitlines())}
     (step,) = lineage.read(tmp_path / "int4").steps
     original, quantized, drift = step["original"], step["quantized"], step["drift"]
     pairs = {
