@@ -94,7 +94,7 @@ def describe_layers(
 def check_finite(values: Tensor, layer: str) -> None:
     """Require finite scales or offsets.
 
-    >>> check_finite(torch.ones(2), "lm_head")
+    >>> check_finite(Tensor([1.0, 2.0]), "lm_head")
     """
     if not bool(values.isfinite().all()):
         raise ConfigError(f"{layer}: a scale is not finite", hint="download the weights again")

@@ -519,7 +519,7 @@ def linear_int8_dynamic(
     >>> linear_int8_dynamic(torch.tensor([[63.6, 127.0]]), weight, torch.tensor([0.5]))
     tensor([[350.]])
     """
-    group = x.shape[-1] // scale.shape[1] if scale.dim() == 2 else x_group
+    group = x.shape[-1] // scale.shape[1] if scale.dim() > 1 else x_group
     y = round_activations(x, group) @ decode_int8(weight, scale, x.dtype).T
     lora = lora_h, lora_b, lora_index
     return _dynamic_result(y, bias, activation, residual, gated, lora, to_float32)
