@@ -273,9 +273,14 @@ class Decoder(nn.Module):
         return self.norm.weight.dtype
 
     @property
+    def has_quantized_head(self) -> bool:
+        """Whether the LM head has no `lm_head_weight`."""
+        return not isinstance(self._head, LMHead)
+
+    @property
     def lm_head_weight(self) -> Tensor:
         """Weight of the LM head, (V, D); the token embedding if they are tied."""
-        if not isinstance(self._head, LMHead):
+        if self.has_quantized_head:
             raise IngotError(
                 "the LM head is quantized: its weight has no gradient",
                 hint="use `logits` and `logprobs`, or leave the LM head in bfloat16",

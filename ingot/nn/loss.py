@@ -18,6 +18,8 @@ from ingot.core.targets import IGNORE_INDEX
 from ingot.nn.layout import BatchLayout
 from ingot.ops.loss import CHUNK
 
+_ALL_TOKENS = 1 << 22  # no vocabulary is larger
+
 
 class LanguageModel(Protocol):
     """A model from packed tokens to hidden states, and the weight of its LM head."""
@@ -146,8 +148,7 @@ def sampled_logprobs(
     True
     """
     hidden_TD = model(tokens_T, BatchLayout.packed(lengths, tokens_T.device))
-    weight_VD = model.lm_head_weight
-    top_k = len(weight_VD) if top_k is None else top_k
+    top_k = _ALL_TOKENS if top_k is None else top_k
     options = [
         option.to(targets_T.device, dtype).expand(len(targets_T))
         if isinstance(option, Tensor)
@@ -160,8 +161,13 @@ def sampled_logprobs(
         )
     ]
     (rows_N,) = torch.nonzero(targets_T != IGNORE_INDEX, as_tuple=True)
-    args = (hidden_TD[rows_N], weight_VD, targets_T[rows_N], *(o[rows_N] for o in options))
-    logprobs_N = _SampledLogprobs.apply(*args)
+    hidden_ND, *rows = (tensor[rows_N] for tensor in (hidden_TD, targets_T, *options))
+    if getattr(model, "has_quantized_head", False):
+        chunks = _chunks(hidden_ND, *rows)
+        parts = [_gather_logprobs(model.logits(h), *others) for h, *others in chunks]  # pyright: ignore
+        logprobs_N = torch.cat(parts) if parts else hidden_ND.new_zeros(0, dtype=torch.float32)
+    else:
+        logprobs_N = _SampledLogprobs.apply(hidden_ND, model.lm_head_weight, *rows)
     return logprobs_N.new_zeros(len(targets_T)).index_put((rows_N,), logprobs_N)
 
 
@@ -203,7 +209,10 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _sampled_logprobs(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *options: Tensor
 ) -> Tensor:
-    logits_NV = ops.linear_logits(hidden_ND, weight_VD)
+    return _gather_logprobs(ops.linear_logits(hidden_ND, weight_VD), targets_N, *options)
+
+
+def _gather_logprobs(logits_NV: Tensor, targets_N: Tensor, *options: Tensor) -> Tensor:
     logprobs_NV = ops.sampling_logprobs(logits_NV, *options)  # pyright: ignore[reportCallIssue]
     return logprobs_NV.gather(1, targets_N[:, None])[:, 0]
 

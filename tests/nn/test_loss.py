@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ingot import ops
+from ingot.core.targets import IGNORE_INDEX
 from ingot.nn import BatchLayout, Decoder, preset
+from ingot.nn.formats import Int8
 from ingot.nn.loss import CHUNK, class_losses, sampled_logprobs, token_logprobs, token_losses
+from ingot.nn.quantized import quantize_
 
 
 def test_token_losses_match_cross_entropy_of_logits() -> None:
@@ -211,3 +214,13 @@ def test_a_frozen_head_has_no_gradient() -> None:
     assert torch.equal(hidden.grad.any(1), targets != -100)  # pyright: ignore
     none = torch.full((4,), -100)
     assert not sampled_logprobs(head, targets, none, [4]).any()
+
+
+def test_a_quantized_head_gives_the_logprobs_of_its_logits() -> None:
+    model = Decoder.from_config(preset("tiny"), seed=0)
+    quantize_(model, lambda name: Int8(group=32))
+    tokens, targets = torch.arange(7), torch.tensor([1, 2, 3, IGNORE_INDEX, 5, 6, 7])
+    found = sampled_logprobs(model, tokens, targets, [7])
+    hidden = model(tokens, BatchLayout.packed([7]))
+    expected = model.logprobs(hidden, targets.clamp(min=0))
+    assert torch.equal(found, expected.masked_fill(targets == IGNORE_INDEX, 0))
