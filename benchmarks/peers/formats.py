@@ -26,14 +26,16 @@ class IntegerFormat:
 
 
 def read_format(model: Path) -> IntegerFormat | None:
-    """Return the format of a directory of compressed-tensors; None if it is not quantized."""
+    """Return the format of a directory of compressed-tensors; None if it is not quantized.
+
+    It is that of the linear layers; embedding and LM head may have another one.
+    """
     config = json.loads((model / "config.json").read_text()).get("quantization_config")
     if config is None:
         return None
     if config.get("quant_method") != "compressed-tensors":
         raise ValueError(f"only compressed-tensors is supported, got {config.get('quant_method')}")
-    (group,) = config["config_groups"].values()
-    weights = group["weights"]
+    weights = config["config_groups"]["group_0"]["weights"]
     return IntegerFormat(
         bits=weights["num_bits"],
         group=weights["group_size"] if weights["strategy"] == "group" else None,

@@ -168,7 +168,8 @@ def _weights(model: Path, dtype: Type) -> Iterator[tuple[str, np.ndarray, Type |
     for name, values in tensors.items():
         layer, _, kind = name.rpartition(".")
         if kind in ("weight_packed", "weight") and f"{layer}.weight_scale" in tensors:
-            yield f"{layer}.weight", _quantized(tensors, layer), dtype
+            is_int8 = values.dtype == np.int8  # in a model of 4 bits, the embedding may be
+            yield f"{layer}.weight", _quantized(tensors, layer), Type.Q8_0 if is_int8 else dtype
         elif kind in ("weight_scale", "weight_zero_point", "weight_shape"):
             continue
         elif values.dtype != np.uint16:

@@ -6,6 +6,8 @@
     options   a step of 32 requests with log-probabilities or LoRA adapters, interleaved with one
               without them
     ngram     one request that copies a text of its prompt, with and without n-gram speculation
+    int4      one request that continues a text, with and without drafts by a 4-bit copy of the
+              model; not for a model that cannot be quantized
     prefix    requests whose prompts share nine tokens of ten, one after the other, with the blocks
               of the previous ones and with a cache salt each, which shares nothing
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -26,16 +29,17 @@ from typing import Any
 import torch
 
 from ingot.bench.cpu_peaks import reader_on_all_cores
-from ingot.core.errors import IngotError
+from ingot.core.errors import ConfigError, IngotError
 from ingot.interop import peft
 from ingot.nn.decoder import Decoder
 from ingot.nn.layout import KVSpec
 from ingot.nn.lora import LoraConfig
 from ingot.serving.engine.adapters import AdapterPool
-from ingot.serving.engine.engine import Engine
+from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.request import Request
+from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.engine.speculate import NgramProposer
+from ingot.serving.engine.speculate import SpeculateKind, create_proposer
 from ingot.workflows.decode_speed import BATCHES, DECODE_PROMPT, add_requests
 from ingot.workflows.llm import LLM
 
@@ -47,6 +51,7 @@ TEXT = (
 )
 PREFIX, PROMPT, NUM_PROMPTS = 288, 320, 16
 STEPS = 100
+NEW_TOKENS = 64
 NUM_LORAS, LORA_RANK = 8, 16
 _MAX_READ_BYTES = 2**30
 
@@ -183,22 +188,39 @@ def _seconds(run: Callable[[], object]) -> float:
 def measure_speedups(
     model: LLM, rounds: int = 5, advance: Advance = lambda _: None
 ) -> list[Speedup]:
-    """Time both optimizations against their baselines; `advance` is called once per round."""
+    """Time optimizations against their baselines; `advance` is called once per round."""
     if not 1 <= rounds <= 1000:
         raise IngotError(
             f"rounds: must be from 1 to 1000, got {rounds}", hint="choose another number"
         )
-    return [_ngram(model, rounds, advance), _prefix(model, rounds, advance)]
+    text = model.tokenizer.encode(TEXT)
+    speedups = [
+        _speculation(model, "ngram", text * 3 + text[: len(text) // 4], rounds, advance),
+        _prefix(model, rounds, advance),
+    ]
+    with suppress(ConfigError):
+        speedups.append(_speculation(model, "int4", text, rounds, advance))
+    return speedups
 
 
-def _ngram(model: LLM, rounds: int, advance: Advance) -> Speedup:
-    ids = model.tokenizer.encode(TEXT)
-    prompt = tuple(ids * 3 + ids[: len(ids) // 4])
+def _speculation(
+    model: LLM, kind: SpeculateKind, prompt: list[int], rounds: int, advance: Advance
+) -> Speedup:
     request = Request(
-        id=0, prompt=prompt, max_tokens=len(ids), sampling_params=SamplingParams(temperature=0.0)
+        id=0,
+        prompt=tuple(prompt),
+        max_tokens=NEW_TOKENS,
+        sampling_params=SamplingParams(temperature=0.0),
     )
-    baseline = Engine(model.decoder)
-    speculative = Engine(model.decoder, proposer=NgramProposer())
+    config = config_for_memory(model.decoder)
+    runner = Runner(model.decoder, config)
+    baseline = Engine(model.decoder, scheduler_config=config)
+    speculative = Engine(
+        model.decoder,
+        scheduler_config=config,
+        runner=runner,
+        proposer=create_proposer(kind, runner),
+    )
 
     def run(engine: Engine) -> tuple[float, list[int]]:
         """Return the seconds of all tokens but the first, since prefill is the same in both."""
@@ -212,11 +234,10 @@ def _ngram(model: LLM, rounds: int, advance: Advance) -> Speedup:
                 tokens += output.tokens
         return time.perf_counter() - begin, tokens
 
-    description = (
-        f"{request.max_tokens} tokens of a text that the prompt has three times, batch 1: seconds"
-    )
+    text = "a text that the prompt has three times" if kind == "ngram" else "a new text"
+    description = f"{NEW_TOKENS} tokens of {text}, batch 1: seconds"
     return _speedup(
-        "ngram", description, lambda: run(baseline), lambda: run(speculative), rounds, advance
+        kind, description, lambda: run(baseline), lambda: run(speculative), rounds, advance
     )
 
 

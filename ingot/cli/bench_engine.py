@@ -20,7 +20,7 @@ def engine(
 ) -> None:
     """Time the engine on a model: decode steps of 1, 8 and 32 requests, interleaved with reading
     the same bytes from memory, which bounds them; what log-probabilities and LoRA adapters cost;
-    and n-gram speculation and prefix caching, each interleaved with running without it.
+    and speculation and prefix caching, each interleaved with running without it.
 
     Example: `ingot bench engine smollm2`.
 
@@ -33,7 +33,7 @@ def engine(
     from ingot.bench.results import RunInfo
 
     run, llm = RunInfo.now(ingot.__version__), ingot.LLM(model)
-    with log.progress("rounds", (len(BATCHES) + 1) * STEPS + 2 * rounds) as bar:
+    with log.progress("rounds", (len(BATCHES) + 1) * STEPS + 3 * rounds) as bar:
         speedups = measure_speedups(llm, rounds, bar.advance)
         steps = decode(llm, STEPS, bar.advance)
         options = measure_options(llm, STEPS, bar.advance)

@@ -14,7 +14,8 @@ the reference. A schedule varies
     max_num_seqs and max_num_batched_tokens                 preemption, by scarce blocks
     prompt log-probabilities, raw or processed ones         1 or 2 threads
     shared prefixes
-    speculation: none, n-gram, a draft model, or an oracle that is sometimes wrong
+    speculation: none, n-gram, a draft model, a 4-bit copy of the model on the same KV cache, or an
+                 oracle that is sometimes wrong
     with LoRA adapters: which of them the requests use, and in which slots they are
 
 With adapters, the base model and all of them are mixed in one batch, and the reference of a request
@@ -30,6 +31,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -55,7 +57,9 @@ from ingot.serving.engine.speculate import (
     DraftModelProposer,
     NgramProposer,
     Proposer,
+    QuantizedProposer,
     TokenSequence,
+    quantized_copy,
 )
 
 MAX_SCHEDULES = 10**6
@@ -382,7 +386,11 @@ class _RunnerCache:
         self.max_models_per_step = 1
         rank = max([adapter.rank for adapter in adapters.values()], default=1)
         self.adapters, self._pool = adapters, AdapterPool(decoder, len(adapters), rank)
+        self.quantized_copy: Decoder | None = None
+        with suppress(ConfigError):
+            self.quantized_copy = quantized_copy(decoder)
         self._runners: dict[tuple[Decoder, int], Runner] = {}
+        self._quantized: dict[int, QuantizedProposer] = {}
 
     def shuffle_slots(self, numbers: random.Random) -> None:
         """Load the adapters in another order."""
@@ -415,6 +423,16 @@ class _RunnerCache:
             num_speculative_tokens=3,
             runner=self._runner(self.draft_model, config),
         )
+
+    def quantized_proposer(self, config: SchedulerConfig) -> Proposer | None:
+        """Return a proposer with a 4-bit copy; None if the model cannot be quantized."""
+        if self.quantized_copy is None:
+            return None
+        size = config.block_size
+        if size not in self._quantized:
+            runner = self._runner(self.decoder, config)
+            self._quantized[size] = QuantizedProposer(runner, draft_model=self.quantized_copy)
+        return self._quantized[size]
 
     def _runner(self, decoder: Decoder, config: SchedulerConfig) -> Runner:
         size = config.block_size
@@ -465,6 +483,7 @@ class _Schedule:
             lambda: None,
             lambda: NgramProposer(n=numbers.randint(1, 3)),
             lambda: runners.proposer(self.config),
+            lambda: runners.quantized_proposer(self.config),
             lambda: _OracleProposer(self.texts, numbers),
         )
         self.engine = runners.engine(

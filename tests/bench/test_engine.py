@@ -11,11 +11,11 @@ from ingot.core.errors import IngotError
 
 def test_optimizations_do_not_change_tokens(small: Path) -> None:
     rounds: list[int] = []
-    ngram, prefix = engine.measure_speedups(ingot.LLM(small), 2, rounds.append)
-    assert (ngram.name, prefix.name) == ("ngram", "prefix")
-    assert ngram.same_tokens
-    assert prefix.same_tokens
-    assert rounds == [1] * 4
+    speedups = engine.measure_speedups(ingot.LLM(small), 2, rounds.append)
+    assert [speedup.name for speedup in speedups] == ["ngram", "prefix", "int4"]
+    assert all(speedup.same_tokens for speedup in speedups)
+    assert rounds == [1] * 6
+    prefix = speedups[1]
     assert prefix.ratio > 1
 
 

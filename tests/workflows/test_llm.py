@@ -314,9 +314,10 @@ def test_a_failing_step_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         llm.generate("abc")
 
 
-def test_speculation_changes_nothing(directory: Path, llm: LLM) -> None:
+@pytest.mark.parametrize("kind", ["ngram", "int4"])
+def test_speculation_changes_nothing(directory: Path, llm: LLM, kind: Any) -> None:
     prompts = ["abcabcabc", "xyxyxyxy"]
-    drafted = LLM(directory, speculate="ngram").generate(prompts, max_tokens=20)
+    drafted = LLM(directory, speculate=kind).generate(prompts, max_tokens=20)
     assert [c.text for c in drafted] == [c.text for c in llm.generate(prompts, max_tokens=20)]
 
 

@@ -89,11 +89,12 @@ def config_for_memory(
 class _Sequence:
     """A request that has not finished, as the engine sees it."""
 
-    __slots__ = ("admitted", "num_scored", "request", "sampling_state", "tokens")
+    __slots__ = ("admitted", "block_table", "num_scored", "request", "sampling_state", "tokens")
 
     def __init__(self, request: Request, sampling_state: SamplingState) -> None:
         self.request, self.sampling_state = request, sampling_state
         self.tokens = list(request.prompt)
+        self.block_table: tuple[int, ...] = ()  # of the last step, for proposers
         self.admitted = False
         # Prompt log-probabilities reported so far, or not asked for.
         self.num_scored = max(request.sampling_params.prompt_logprobs_start - 1, 0)
@@ -462,6 +463,9 @@ class Engine:
         max_tokens = MAX_SPECULATIVE_STEP_TOKENS // len(eligible) - 1 if eligible else 0
         if max_tokens < 1:
             return ()
+        for seq in scheduled:
+            if seq.id in eligible:
+                eligible[seq.id].block_table = seq.block_table
         try:
             proposed = self.proposer.propose(list(eligible.values()), max_tokens)
         except Exception:  # drafts are optional: no request fails for them

@@ -37,6 +37,7 @@ from ingot.serving.engine.staging import StagingArray, StagingBuffer
 
 MAX_CAPTURED_TOKENS = 64  # in larger steps the kernels take longer than the Python code
 MAX_CAPTURES = 128
+_NUM_SCRATCH_BLOCKS = 16  # one for each request of the largest speculative step
 
 
 class _TokenInputs(NamedTuple):
@@ -73,10 +74,15 @@ class Runner:
     (torch.Size([3, 64]), torch.Size([1, 64]), tensor([3]))
     """
 
-    def __init__(self, decoder: Decoder, config: SchedulerConfig) -> None:
-        self.decoder, self.size = decoder, config.block_size
+    def __init__(
+        self, decoder: Decoder, config: SchedulerConfig, *, kv_cache: KVCache | None = None
+    ) -> None:
+        self.decoder, self.config, self.size = decoder, config, config.block_size
         device = self._device = decoder.device
-        self.kv_cache = KVCache(decoder.kv_spec, config.num_blocks, config.block_size, device)
+        num_blocks = config.num_blocks + _NUM_SCRATCH_BLOCKS
+        self.kv_cache = kv_cache or KVCache(decoder.kv_spec, num_blocks, self.size, device)
+        self.scratch_blocks = range(config.num_blocks, num_blocks)
+        """Blocks that the scheduler does not know, for keys and values of draft tokens."""
         self._max_tokens, self._rows = config.prefill_only_budget, config.max_num_seqs
         self._steps = torch.arange(self._rows + 1, dtype=torch.int32, device=device)
         self._allocate(8)

@@ -8,24 +8,32 @@ with any proposer.
     NgramProposer         tokens that followed the last n-gram earlier in the sequence (prompt
                           lookup): quotes, edits, code
     DraftModelProposer    tokens that a smaller model of the same vocabulary would sample
+    QuantizedProposer     tokens that a 4-bit copy of the model would sample, on its KV cache
 """
 
 # pyright: basic
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import torch
 
 from ingot.core.errors import ConfigError
 from ingot.nn import Decoder
+from ingot.nn.formats import Int4, Int8, WeightFormat
+from ingot.nn.quantized import QuantizedModule, quantize_
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampler import Sampler, SamplingState
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
+
+SpeculateKind = Literal["ngram", "int4"]
+"""Proposers that need nothing but the model."""
+_GROUP = 32  # channels that share a scale in the 4-bit copy
 
 
 class TokenSequence(Protocol):
@@ -33,6 +41,8 @@ class TokenSequence(Protocol):
 
     request: Request
     tokens: list[int]
+    block_table: tuple[int, ...]
+    """Blocks of the KV cache with all tokens but the last."""
 
 
 class Proposer(Protocol):
@@ -45,6 +55,13 @@ class Proposer(Protocol):
     def forget(self, id: int) -> None:
         """Drop the state of a request that finished."""
         ...
+
+
+def create_proposer(kind: SpeculateKind | None, runner: Runner) -> Proposer | None:
+    """Return the proposer for an engine with this runner; None without a kind."""
+    if kind is None:
+        return None
+    return NgramProposer() if kind == "ngram" else QuantizedProposer(runner)
 
 
 class NgramProposer:
@@ -87,6 +104,129 @@ class NgramProposer:
         return tuple(draft)
 
 
+class QuantizedProposer:
+    """Proposes what a 4-bit copy of the model samples, with the same seeds and positions.
+
+    The copy reads the keys and values of the model itself, so it needs no KV cache and computes
+    nothing twice. It writes those of its drafts after them, where the model overwrites them, and
+    into scratch blocks beyond the last block of the request. `draft_model` is a copy that exists
+    already.
+
+    >>> from ingot.nn import preset
+    >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
+    >>> runner = Runner(decoder, SchedulerConfig(num_blocks=8))
+    >>> QuantizedProposer(runner).propose([], max_tokens=2)
+    []
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        draft_model: Decoder | None = None,
+        num_speculative_tokens: int = 3,
+    ) -> None:
+        _check_count("num_speculative_tokens", num_speculative_tokens)
+        self.num_speculative_tokens = num_speculative_tokens
+        decoder = draft_model or quantized_copy(runner.decoder)
+        self.runner = Runner(decoder, runner.config, kv_cache=runner.kv_cache)
+        self.sampler = Sampler(decoder)
+        self._states: dict[int, SamplingState] = {}
+
+    @torch.inference_mode()
+    def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[tuple[int, ...]]:
+        """Return drafts for each sequence, of equal length."""
+        states = [self._state(sequence.request) for sequence in sequences]
+        tables = self._add_scratch_blocks(sequences)
+        starts = [len(sequence.tokens) - 1 for sequence in sequences]
+        tokens = [sequence.tokens[-1] for sequence in sequences]
+        drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        for step in range(self._num_drafts(starts, tables, max_tokens)):
+            positions = [start + step for start in starts]
+            items = zip(sequences, positions, tokens, tables, strict=True)
+            scheduled = [
+                ScheduledSeq(sequence.request.id, position, (token,), table, True)
+                for sequence, position, token, table in items
+            ]
+            hidden_RD, positions_R = self.runner.select_sampled(self.runner.run(scheduled))
+            tokens, _ = self.sampler.sample(hidden_RD, states, positions_R)
+            drafts = [(*draft, token) for draft, token in zip(drafts, tokens, strict=True)]
+        return drafts
+
+    def forget(self, id: int) -> None:
+        """Drop the sampling state of a request that finished."""
+        self._states.pop(id, None)
+
+    def _state(self, request: Request) -> SamplingState:
+        if request.id not in self._states:
+            self._states[request.id] = _draft_sampling_state(request)
+        return self._states[request.id]
+
+    def _add_scratch_blocks(self, sequences: Sequence[TokenSequence]) -> list[tuple[int, ...]]:
+        """Return the block tables, each continued by its share of the scratch blocks."""
+        blocks = self.runner.scratch_blocks
+        share = len(blocks) // max(len(sequences), 1)
+        return [
+            (*sequence.block_table, *blocks[index * share : (index + 1) * share])
+            for index, sequence in enumerate(sequences)
+        ]
+
+    def _num_drafts(self, starts: list[int], tables: list[tuple[int, ...]], max_tokens: int) -> int:
+        """Return how many tokens fit into the blocks and the context of every sequence."""
+        size, context = self.runner.config.block_size, self.runner.decoder.config.max_seq_len
+        rooms = (
+            min(len(table) * size, context) - start
+            for start, table in zip(starts, tables, strict=True)
+        )
+        return min(max_tokens, self.num_speculative_tokens, *rooms) if starts else 0
+
+
+def quantized_copy(decoder: Decoder) -> Decoder:
+    """Return a copy with linear layers in 4 bits and the LM head in 8; the rest is shared.
+
+    >>> from ingot.nn import preset
+    >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
+    >>> copied = quantized_copy(decoder)
+    >>> copied.norm.weight is decoder.norm.weight, copied.has_quantized_head
+    (True, True)
+    """
+    config = decoder.config
+    if any(isinstance(module, QuantizedModule) for module in decoder.modules()):
+        raise ConfigError(
+            "a quantized model has no faster 4-bit copy", hint="use speculate='ngram', or none"
+        )
+    channels = {config.dim, config.ffn_dim, config.heads * config.head_dim}
+    if any(count % _GROUP for count in channels):
+        raise ConfigError(
+            f"the 4-bit copy of a model needs multiples of {_GROUP} channels, got {channels}",
+            hint="use speculate='ngram', or none",
+        )
+    head = "tok_embed" if config.tie_embeddings else "lm_head"
+
+    def choose(name: str) -> WeightFormat | None:
+        if name.startswith("blocks."):
+            return Int4(group=_GROUP)
+        return Int8(group=_GROUP) if name == head else None
+
+    shared = {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())}
+    copied = copy.deepcopy(decoder, shared)
+    quantize_(copied, choose)
+    return copied
+
+
+def _draft_sampling_state(request: Request) -> SamplingState:
+    """Return a state that samples as the request does, without penalties and grammars."""
+    params = request.sampling_params
+    plain = SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+    )
+    return SamplingState(msgspec.structs.replace(request, sampling_params=plain))
+
+
 def _check_count(name: str, value: int) -> None:
     if not 1 <= value <= 64:
         raise ConfigError(f"{name}: expected 1 to 64, got {value}", hint="give a number in range")
@@ -98,15 +238,7 @@ class _DraftState:
     __slots__ = ("block_table", "draft_tokens", "num_computed", "sampling_state")
 
     def __init__(self, request: Request) -> None:
-        params = request.sampling_params
-        plain = SamplingParams(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed,
-        )
-        self.sampling_state = SamplingState(msgspec.structs.replace(request, sampling_params=plain))
+        self.sampling_state = _draft_sampling_state(request)
         self.num_computed = 0  # tokens of the sequence in the KV cache
         self.draft_tokens: list[int] = []  # drafts in the KV cache after them
         self.block_table: tuple[int, ...] = ()

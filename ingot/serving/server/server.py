@@ -74,7 +74,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish at shutdown."""
     kv_cache_bytes: int | None = None
-    speculate: Literal["ngram"] | None = None
+    speculate: Literal["ngram", "int4"] | None = None
     adapters: Mapping[str, Path | str] = field(default_factory=dict[str, "Path | str"])
     """Directories of LoRA adapters by the name that requests give as their `model`."""
     max_loras: int | None = None

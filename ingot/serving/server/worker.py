@@ -45,7 +45,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "auto"
     kv_cache_bytes: int | None = None
     """None for the default of `config_for_memory`."""
-    speculate: Literal["ngram"] | None = None
+    speculate: Literal["ngram", "int4"] | None = None
     """Speculative decoding: see `ingot.serving.engine.speculate`."""
     adapters: dict[str, str] = {}
     """Directories of LoRA adapters by name."""
@@ -156,7 +156,8 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     from ingot.interop import hf
     from ingot.interop.tokenizer import Tokenizer
     from ingot.serving.engine import engine as engines
-    from ingot.serving.engine.speculate import NgramProposer
+    from ingot.serving.engine.runner import Runner
+    from ingot.serving.engine.speculate import create_proposer
 
     directory, device = Path(settings.directory), resolve(settings.device)
     name = directory.resolve().name
@@ -170,12 +171,14 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
         skip_broken=settings.skip_broken_adapters,
     )
     scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
+    runner = Runner(decoder, scheduler_config)
     engine = engines.Engine(
         decoder,
         scheduler_config=scheduler_config,
         tokenizer=tokenizer,
-        proposer=NgramProposer() if settings.speculate == "ngram" else None,
+        proposer=create_proposer(settings.speculate, runner),
         adapters=adapters,
+        runner=runner,
     )
     send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
     warm_up(engine)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,9 +10,17 @@ from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.request import Request
+from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
-from ingot.serving.engine.speculate import DraftModelProposer, NgramProposer, Proposer
+from ingot.serving.engine.speculate import (
+    DraftModelProposer,
+    NgramProposer,
+    Proposer,
+    QuantizedProposer,
+    create_proposer,
+    quantized_copy,
+)
 
 BIG = Decoder.from_config(preset("tiny"), seed=0)
 SMALL = Decoder.from_config(preset("tiny"), seed=1)
@@ -23,6 +31,7 @@ LIMITS = SchedulerConfig(num_blocks=40, block_size=8, max_num_batched_tokens=32,
 class Book:
     request: Request = field(default_factory=lambda: Request(id=1, prompt=(1,), max_tokens=9))
     tokens: list[int] = field(default_factory=list)
+    block_table: tuple[int, ...] = ()
 
 
 def follow(tokens: list[int], max_tokens: int = 4, **options: int) -> tuple[int, ...]:
@@ -126,6 +135,56 @@ def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
         assert read[0] == count
     draft.forget(1)
     assert len(draft._free) == LIMITS.num_blocks
+
+
+@pytest.mark.parametrize("size", [1, 8, 128])
+def test_a_quantized_copy_on_the_same_cache_changes_no_bit(size: int) -> None:
+    config = SchedulerConfig(
+        num_blocks=160 // size + 5, block_size=size, max_num_batched_tokens=32, max_num_seqs=6
+    )
+    wanted = text(Engine(BIG, scheduler_config=config), requests())
+    runner = Runner(BIG, config)
+    proposer = QuantizedProposer(runner)
+    engine = Engine(BIG, scheduler_config=config, runner=runner, proposer=proposer)
+    assert text(engine, requests()) == wanted
+    stats = engine.stats()
+    # Untrained, with temperatures: not all agree.
+    assert 0.3 * stats.draft_tokens < stats.accepted_tokens < stats.draft_tokens
+    assert not proposer._states
+
+
+def test_a_quantized_copy_drafts_up_to_the_end_of_the_context() -> None:
+    config = SchedulerConfig(num_blocks=40, block_size=16, max_num_batched_tokens=300)
+    longest = BIG.config.max_seq_len
+    prompt = tuple(index % 250 for index in range(longest - 9))
+    request = Request(id=1, prompt=prompt, max_tokens=9, sampling_params=SamplingParams(logprobs=1))
+    wanted = text(Engine(BIG, scheduler_config=config), [request])
+    assert len(wanted[1]) == 9
+    runner = Runner(BIG, config)
+    proposer = QuantizedProposer(runner, num_speculative_tokens=7)
+    engine = Engine(BIG, scheduler_config=config, runner=runner, proposer=proposer)
+    assert text(engine, [request]) == wanted
+    assert engine.stats().draft_tokens > 0
+
+
+def test_a_quantized_copy_shares_what_it_does_not_quantize() -> None:
+    copied = quantized_copy(BIG)
+    own = {tensor.data_ptr() for tensor in BIG.parameters()}
+    assert {tensor.data_ptr() for tensor in copied.parameters()} < own
+    assert not BIG.has_quantized_head
+    with pytest.raises(ConfigError, match="quantized model"):
+        quantized_copy(copied)
+    with pytest.raises(ConfigError, match="multiples of 32"):
+        quantized_copy(Decoder.from_config(replace(preset("tiny"), ffn_dim=48), seed=0))
+
+
+def test_proposers_by_name() -> None:
+    runner = Runner(BIG, LIMITS)
+    assert create_proposer(None, runner) is None
+    assert isinstance(create_proposer("ngram", runner), NgramProposer)
+    drafts = create_proposer("int4", runner)
+    assert isinstance(drafts, QuantizedProposer)
+    assert drafts.runner.kv_cache is runner.kv_cache
 
 
 def test_failing_proposer_costs_no_token() -> None:
