@@ -15,17 +15,17 @@ class VectorChunkKernel {
   // One state per head goes to `parts`.
   [[gnu::noinline]] void run(const WorkItem& item, int64_t head, int64_t heads,
                              const KVChunk<T>& chunk, const T*, float* parts,
-                             const KVChunk<T>&) const {
+                             const KVChunk<T>& next) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     float* s = scratch<Scratch::ATTENTION_SCORES, float>(count * CHUNK);
     for (int64_t h = 0; h < heads; h++) {
       SoftmaxState part(parts + h * size, count);
-      compute_scores(item, head + h, chunk, s);
+      compute_scores(item, head + h, chunk, s, next);
       for (int64_t row = 0; row < count; row++) {
         Range visible = in_.visible_in(item, row, chunk);
         softmax_row(s + row * CHUNK, visible, part.row_max[row], part.row_sum[row]);
       }
-      accumulate_values(item, head + h, chunk, s, part.acc);
+      accumulate_values(item, head + h, chunk, s, part.acc, next);
     }
   }
 
@@ -61,88 +61,124 @@ class VectorChunkKernel {
   }
 
   // S = Q K^T. Keys are transposed so that a vector holds 16 keys and no sum crosses its lanes:
-  // with 64 channels such sums would cost more than the matmul.
-  void compute_scores(const WorkItem& item, int64_t head, const KVChunk<T>& chunk, float* s) const {
-    int64_t count = in_.num_rows(item), padded = (chunk.keys + WIDTH - 1) / WIDTH * WIDTH;
+  // with 64 channels such sums would cost more than the matmul. Scores of the last vectors may be
+  // those of no key; they are masked.
+  void compute_scores(const WorkItem& item, int64_t head, const KVChunk<T>& chunk, float* s,
+                      const KVChunk<T>& next) const {
     float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(in_.shape.width * CHUNK);
-    transpose_keys(head, chunk, padded, k);
-    for (int64_t row = 0; row < count; row += ROWS) {
-      const T* q[ROWS];  // rows beyond the end repeat the last one
-      for (int i = 0; i < ROWS; i++) q[i] = in_.query(item, head, std::min(row + i, count - 1));
-      for (int64_t key = 0; key < padded; key += VECTORS * WIDTH) {
-        int64_t vectors = std::min<int64_t>(VECTORS, (padded - key) / WIDTH);
-        Floats total[ROWS][VECTORS] = {};
+    transpose_keys(head, chunk, k, next);
+    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto rows) {
+      constexpr int R = rows;
+      const T* q[R];
+      for (int i = 0; i < R; i++) q[i] = in_.query(item, head, row + i);
+      for (int64_t key = 0; key < chunk.keys; key += VECTORS * WIDTH) {
+        Floats total[R][VECTORS] = {};
         for (int64_t at = 0; at < in_.shape.width; at++)
           accumulate_outer(total, [&](int i) { return widen(q[i][at]); },
-                           [&](int64_t j) { return load(k + at * CHUNK + key + j * WIDTH); },
-                           vectors);
-        for (int i = 0; i < ROWS && row + i < count; i++)
-          for (int64_t j = 0; j < vectors; j++)
+                           [&](int j) { return load(k + at * CHUNK + key + j * WIDTH); });
+        for (int i = 0; i < R; i++)
+          for (int j = 0; j < VECTORS; j++)
             store(s + (row + i) * CHUNK + key + j * WIDTH, total[i][j]);
       }
-    }
+    });
   }
 
   // From (key, channel) to (channel, key); those after the last key repeat it.
-  void transpose_keys(int64_t head, const KVChunk<T>& chunk, int64_t padded, float* to) const {
+  void transpose_keys(int64_t head, const KVChunk<T>& chunk, float* to,
+                      const KVChunk<T>& next) const {
     auto row = [&](int64_t key) {
       return chunk.k[std::min(key, chunk.keys - 1)] + head * in_.k.head_stride;
     };
     int64_t width = in_.shape.width, at = 0;
 #if defined(__AVX512F__)
-    for (; at + WIDTH <= width; at += WIDTH)
-      for (int64_t key = 0; key < padded; key += WIDTH) {
-        __m512i tile[WIDTH];
-        for (int i = 0; i < WIDTH; i++) tile[i] = (__m512i)load(row(key + i) + at);
+    for (; at + LINE <= width; at += LINE)
+      for (int64_t key = 0; key < chunk.keys; key += WIDTH) {
+        __m512i tile[WIDTH];  // one cache line of each key
+        for (int i = 0; i < WIDTH; i++) {
+          tile[i] = _mm512_loadu_si512(row(key + i) + at);
+          prefetch(next.k, next.keys, key + i, head * in_.k.head_stride + at);
+        }
         interleave(tile);
-        for (int i = 0; i < WIDTH; i++)
-          _mm512_store_si512(to + (at + i) * CHUNK + key, tile[i]);
+        for (int i = 0; i < WIDTH; i++) store_words(tile[i], to + at * CHUNK + key, i);
       }
 #endif
-    for (int64_t key = 0; key < padded && at < width; key++)
+    for (int64_t key = 0; key < chunk.keys && at < width; key++)
       for (int64_t channel = at; channel < width; channel++)
         to[channel * CHUNK + key] = widen(row(key)[channel]);
   }
 
+#if defined(__AVX512F__)
+  // A word of 16 keys: one channel in float32, two in bf16.
+  static void store_words(__m512i words, float* to, int index) {
+    if constexpr (sizeof(T) == 4) return _mm512_store_si512(to + index * CHUNK, words);
+    __m512i upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff0000));
+    _mm512_store_si512(to + 2 * index * CHUNK, _mm512_slli_epi32(words, 16));
+    _mm512_store_si512(to + (2 * index + 1) * CHUNK, upper);
+  }
+#endif
+
+  // O = P V.
   void accumulate_values(const WorkItem& item, int64_t head, const KVChunk<T>& chunk,
-                         const float* p, float* out) const {
-    int64_t count = in_.num_rows(item), width = in_.shape.width;
-    for (int64_t row = 0; row < count; row += ROWS)
-      for (int64_t at = 0; at < width; at += VECTORS * WIDTH) {
-        int64_t vectors = std::min<int64_t>(VECTORS, (width - at + WIDTH - 1) / WIDTH);
-        Floats total[ROWS][VECTORS] = {};
-        for (int64_t key = 0; key < chunk.keys; key++) {
-          const T* v = chunk.v[key] + head * in_.v.head_stride + at;
-          accumulate_outer(
-              total, [&](int i) { return p[std::min(row + i, count - 1) * CHUNK + key]; },
-              [&](int64_t j) {
-                int64_t left = width - at - j * WIDTH;
-                return left >= WIDTH ? load(v + j * WIDTH) : load(v + j * WIDTH, left);
-              },
-              vectors);
-        }
-        for (int i = 0; i < ROWS && row + i < count; i++)
-          for (int64_t j = 0; j < vectors; j++)
-            store(out + (row + i) * in_.shape.padded() + at + j * WIDTH, total[i][j]);
-      }
+                         const float* p, float* out, const KVChunk<T>& next) const {
+    int64_t width = in_.shape.width;
+    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto rows) {
+      auto add = [&](int64_t at, auto vectors, auto... tail) {
+        const float* probs = p + row * CHUNK;
+        float* to = out + row * in_.shape.padded() + at;
+        const KVChunk<T>* ahead = row ? nullptr : &next;
+        int64_t offset = head * in_.v.head_stride + at;
+        add_values<rows, vectors>(chunk, offset, probs, to, ahead, tail...);
+      };
+      int64_t at = 0;
+      for (; at + VECTORS * WIDTH <= width; at += VECTORS * WIDTH) add(at, Count<VECTORS>());
+      for (; at + WIDTH <= width; at += WIDTH) add(at, Count<1>());
+      if (at < width) add(at, Count<1>(), width - at);
+    });
+  }
+
+  template <int R, int V, class... Tail>
+  void add_values(const KVChunk<T>& chunk, int64_t offset, const float* probs, float* to,
+                  const KVChunk<T>* next, Tail... tail) const {
+    Floats total[R][V] = {};
+    for (int64_t key = 0; key < chunk.keys; key++) {
+      const T* v = chunk.v[key] + offset;
+      for (int64_t at = 0; next && at < V * WIDTH; at += LINE)
+        prefetch(next->v, next->keys, key, offset + at);
+      accumulate_outer(total, [&](int i) { return probs[i * CHUNK + key]; },
+                       [&](int j) { return load(v + j * WIDTH, tail...); });
+    }
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < V; j++) store(to + i * in_.shape.padded() + j * WIDTH, total[i][j]);
+  }
+
+  // Keys or values of the next chunk.
+  static void prefetch(const T* const* rows, int64_t keys, int64_t key, int64_t offset) {
+    if (key < keys) __builtin_prefetch(rows[key] + offset, 0, 2);
   }
 
   // As many accumulators as registers hold.
   static constexpr int ROWS = WIDTH == 16 ? 4 : 2, VECTORS = 4;
+  static constexpr int64_t LINE = 64 / sizeof(T);
+  template <int N>
+  using Count = std::integral_constant<int, N>;
 
-  template <class Scalar, class Vector>
-  static void accumulate_outer(Floats (&total)[ROWS][VECTORS], const Scalar& scalar,
-                               const Vector& vector, int64_t vectors) {
-    Floats factors[ROWS];
-    for (int i = 0; i < ROWS; i++) factors[i] = broadcast(scalar(i));
-    auto add = [&](int64_t j) {
+  // body(row, number of rows) for blocks of R rows, and for the last, which may have fewer.
+  template <int R, class Body>
+  static void for_each_block(int64_t count, const Body& body, int64_t row = 0) {
+    for (; row + R <= count; row += R) body(row, Count<R>());
+    if constexpr (R > 1)
+      if (row < count) for_each_block<R - 1>(count, body, row);
+  }
+
+  // Sizes are constants: otherwise the accumulators would be in memory.
+  template <int R, int V, class Scalar, class Vector>
+  static void accumulate_outer(Floats (&total)[R][V], const Scalar& scalar, const Vector& vector) {
+    Floats factors[R];
+    for (int i = 0; i < R; i++) factors[i] = broadcast(scalar(i));
+    for (int j = 0; j < V; j++) {
       Floats values = vector(j);
-      for (int i = 0; i < ROWS; i++) total[i][j] = fma(values, factors[i], total[i][j]);
-    };
-    if (vectors == VECTORS)
-      for (int j = 0; j < VECTORS; j++) add(j);  // unrolled: accumulators stay in registers
-    else
-      for (int64_t j = 0; j < vectors; j++) add(j);
+      for (int i = 0; i < R; i++) total[i][j] = fma(values, factors[i], total[i][j]);
+    }
   }
 
   const AttentionInputs<T>& in_;
