@@ -248,4 +248,4 @@ def test_a_new_process_soon_has_its_first_token(smollm2: Path, environment: dict
     wholes, imports = zip(*((first(*generate), first(*torch)) for _ in range(7)), strict=True)
     whole, alone = statistics.median(wholes), statistics.median(imports)
     print(f"first token {whole:.2f} s after the start, `import torch` alone {alone:.2f} s")  # noqa: T201
-    assert whole - alone < 1.0
+    assert whole < 1.75 * alone  # measured 1.52; seconds move with the machine
