@@ -14,18 +14,21 @@ class VectorChunkKernel {
 
   // One state per head goes to `parts`.
   [[gnu::noinline]] void run(const WorkItem& item, int64_t head, int64_t heads,
-                             const KVChunk<T>& chunk, const T*, float* parts,
-                             const KVChunk<T>&) const {
+                             const KVChunk& chunk, const T*, float* parts,
+                             const KVChunk&) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     float* s = scratch<Scratch::ATTENTION_SCORES, float>(count * CHUNK);
     for (int64_t h = 0; h < heads; h++) {
       SoftmaxState part(parts + h * size, count);
-      compute_scores(item, head + h, chunk, s);
+      HeadRows k = find_rows<Scratch::ATTENTION_PADDED_KEYS>(in_.k, chunk.k, chunk.keys, head + h);
+      compute_scores(item, head + h, k, chunk.keys, s);
       for (int64_t row = 0; row < count; row++) {
         Range visible = in_.visible_in(item, row, chunk);
         softmax_row(s + row * CHUNK, visible, part.row_max[row], part.row_sum[row]);
       }
-      accumulate_values(item, head + h, chunk, s, part.acc);
+      HeadRows v =
+          find_rows<Scratch::ATTENTION_PADDED_VALUES>(in_.v, chunk.v, chunk.keys, head + h);
+      accumulate_values(item, v, chunk.keys, s, part.acc);
     }
   }
 
@@ -36,6 +39,25 @@ class VectorChunkKernel {
   }
 
  private:
+  using HeadRows = std::array<const T*, CHUNK>;
+
+  // Keys or values of a head, in place or dequantized.
+  template <Scratch slot>
+  HeadRows find_rows(const PagedView& view, const char* const* rows, int64_t keys,
+                     int64_t head) const {
+    HeadRows result;
+    int64_t width = in_.shape.width;
+    T* copies = view.quantized ? scratch<slot, T>(CHUNK * width) : nullptr;
+    for (int64_t key = 0; key < keys; key++)
+      if (view.quantized) {
+        view.copy_row(rows[key], head, width, copies + key * width);
+        result[key] = copies + key * width;
+      } else {
+        result[key] = reinterpret_cast<const T*>(rows[key] + head * view.head_stride);
+      }
+    return result;
+  }
+
   // Replace scores by probabilities relative to the row's max, with 0 for masked keys.
   void softmax_row(float* s, Range here, float& row_max, float& row_sum) const {
     int64_t lo = here.begin, hi = here.end;
@@ -62,10 +84,11 @@ class VectorChunkKernel {
 
   // S = Q K^T. Keys are transposed so that a vector holds 16 keys and no sum crosses its lanes:
   // with 64 channels such sums would cost more than the matmul.
-  void compute_scores(const WorkItem& item, int64_t head, const KVChunk<T>& chunk, float* s) const {
-    int64_t count = in_.num_rows(item), padded = (chunk.keys + WIDTH - 1) / WIDTH * WIDTH;
+  void compute_scores(const WorkItem& item, int64_t head, const HeadRows& rows, int64_t keys,
+                      float* s) const {
+    int64_t count = in_.num_rows(item), padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
     float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(in_.shape.width * CHUNK);
-    transpose_keys(head, chunk, padded, k);
+    transpose_keys(rows, keys, padded, k);
     for (int64_t row = 0; row < count; row += ROWS) {
       const T* q[ROWS];  // rows beyond the end repeat the last one
       for (int i = 0; i < ROWS; i++) q[i] = in_.query(item, head, std::min(row + i, count - 1));
@@ -84,10 +107,8 @@ class VectorChunkKernel {
   }
 
   // From (key, channel) to (channel, key); those after the last key repeat it.
-  void transpose_keys(int64_t head, const KVChunk<T>& chunk, int64_t padded, float* to) const {
-    auto row = [&](int64_t key) {
-      return chunk.k[std::min(key, chunk.keys - 1)] + head * in_.k.head_stride;
-    };
+  void transpose_keys(const HeadRows& rows, int64_t keys, int64_t padded, float* to) const {
+    auto row = [&](int64_t key) { return rows[std::min(key, keys - 1)]; };
     int64_t width = in_.shape.width, at = 0;
 #if defined(__AVX512F__)
     for (; at + WIDTH <= width; at += WIDTH)
@@ -104,15 +125,15 @@ class VectorChunkKernel {
         to[channel * CHUNK + key] = widen(row(key)[channel]);
   }
 
-  void accumulate_values(const WorkItem& item, int64_t head, const KVChunk<T>& chunk,
-                         const float* p, float* out) const {
+  void accumulate_values(const WorkItem& item, const HeadRows& rows, int64_t keys, const float* p,
+                         float* out) const {
     int64_t count = in_.num_rows(item), width = in_.shape.width;
     for (int64_t row = 0; row < count; row += ROWS)
       for (int64_t at = 0; at < width; at += VECTORS * WIDTH) {
         int64_t vectors = std::min<int64_t>(VECTORS, (width - at + WIDTH - 1) / WIDTH);
         Floats total[ROWS][VECTORS] = {};
-        for (int64_t key = 0; key < chunk.keys; key++) {
-          const T* v = chunk.v[key] + head * in_.v.head_stride + at;
+        for (int64_t key = 0; key < keys; key++) {
+          const T* v = rows[key] + at;
           accumulate_outer(
               total, [&](int i) { return p[std::min(row + i, count - 1) * CHUNK + key]; },
               [&](int64_t j) {
