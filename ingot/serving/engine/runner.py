@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.device import CUDA_GRAPH_DEVICES
+from ingot.core.errors import ConfigError
 from ingot.nn import BatchLayout, Decoder, KVCache
 from ingot.ops.replay import capture
 from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
@@ -75,8 +76,14 @@ class Runner:
 
     def __init__(self, decoder: Decoder, config: SchedulerConfig) -> None:
         self.decoder, self.size = decoder, config.block_size
-        device = self._device = decoder.device
-        self.kv_cache = KVCache(decoder.kv_spec, config.num_blocks, config.block_size, device)
+        device, spec = decoder.device, decoder.kv_spec
+        if spec.dtype == torch.int8 and device.type != "cpu":
+            raise ConfigError(
+                f"kv_cache_dtype: int8 is supported on a CPU only, got device {device}",
+                hint="use kv_cache_dtype 'auto', or device 'cpu'",
+            )
+        self._device = device
+        self.kv_cache = KVCache(spec, config.num_blocks, config.block_size, device)
         self._max_tokens, self._rows = config.prefill_only_budget, config.max_num_seqs
         self._steps = torch.arange(self._rows + 1, dtype=torch.int32, device=device)
         self._allocate(8)
