@@ -5,6 +5,8 @@
               the bandwidth changes by half within a minute, so only interleaving is a comparison.
     options   a step of 32 requests with log-probabilities or LoRA adapters, interleaved with one
               without them
+    int8      a step of 32 requests with an int8 KV cache, each after 512 tokens, interleaved with
+              one with a cache in the dtype of the model
     ngram     one request that copies a text of its prompt, with and without n-gram speculation
     int4      one request that continues a text, with and without drafts by a 4-bit copy of the
               model; not for a model that cannot be quantized
@@ -32,7 +34,7 @@ from ingot.bench.cpu_peaks import reader_on_all_cores
 from ingot.core.errors import ConfigError, IngotError
 from ingot.interop import peft
 from ingot.nn.decoder import Decoder
-from ingot.nn.layout import KVSpec
+from ingot.nn.layout import KVCacheDtype, KVSpec
 from ingot.nn.lora import LoraConfig
 from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.engine import Engine, config_for_memory
@@ -53,6 +55,7 @@ PREFIX, PROMPT, NUM_PROMPTS = 288, 320, 16
 STEPS = 100
 NEW_TOKENS = 64
 NUM_LORAS, LORA_RANK = 8, 16
+KV_CONTEXT = 512
 _MAX_READ_BYTES = 2**30
 
 Advance = Callable[[int], object]
@@ -156,6 +159,31 @@ def measure_options(
         )
         for name, own in seconds.items()
     ]
+
+
+def measure_int8_cache(
+    model: LLM, steps: int = STEPS, advance: Advance = lambda _: None
+) -> DecodeOption:
+    """Time `steps` decode steps with an int8 KV cache; `advance` is called after each round."""
+    decoder, dtype = model.decoder, model.decoder.kv_cache_dtype
+    context = min(KV_CONTEXT, decoder.config.max_seq_len - steps - 32)
+    engines: dict[KVCacheDtype, Engine] = {}
+    for name in ("auto", "int8"):  # of the cache that the next engine allocates
+        decoder.set_kv_cache_dtype(name)
+        engines[name] = Engine(decoder)
+        add_requests(engines[name], BATCHES[-1], steps, prompt_len=context, temperature=0.0)
+    decoder.set_kv_cache_dtype(dtype)
+    seconds: dict[KVCacheDtype, list[float]] = {name: [] for name in engines}
+    for number in range(steps):
+        for name in Random(number).sample(list(engines), len(engines)):
+            seconds[name].append(_seconds(engines[name].step))
+        advance(1)
+    return DecodeOption(
+        name=f"int8 KV cache after {context} tokens",
+        step_s=median(seconds["int8"]),
+        baseline_s=median(seconds["auto"]),
+        speed_ratio=median(b / a for a, b in zip(seconds["int8"], seconds["auto"], strict=True)),
+    )
 
 
 def _adapter(decoder: Decoder) -> peft.Adapter:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ingot.core.device import Device
 from ingot.core.errors import UnknownName
+from ingot.ops.codec import KV_SCALE_BYTES
 from ingot.ops.epilogue import ActivationFn
 from ingot.ops.record import registry
 from ingot.ops.rope import rope_frequencies
@@ -398,12 +399,14 @@ def _attention() -> Iterator[Workload]:
     for dtype in ("bf16", "fp32"):
         sdpa = _sdpa(32, queries=1, keys=512)
         yield Workload("attention", "decode 32 of 512", dtype, _decode(32, 512), sdpa)
+    shape, int8 = "decode 32 of 512 int8", _decode(32, 512, int8=True)
+    yield Workload("attention", shape, "bf16", int8, _sdpa(32, queries=1, keys=512))
     for tokens, dtype in product((512, 2048), ("bf16", "fp32")):
         sdpa = _sdpa(1, queries=tokens, keys=tokens)
         yield Workload("attention", f"prefill {tokens}", dtype, _prefill(tokens), sdpa)
 
 
-def _decode(sequences: int, context: int) -> MakeArgs:
+def _decode(sequences: int, context: int, int8: bool = False) -> MakeArgs:
     """One query per sequence; its blocks are anywhere in the KV cache."""
     heads, kv_heads, width = HEADS
     blocks = sequences * context // BLOCK_SIZE
@@ -411,9 +414,13 @@ def _decode(sequences: int, context: int) -> MakeArgs:
     lengths = torch.full((sequences,), context, dtype=torch.int32)
 
     def make_args(new: Views) -> Args:
-        q, pool = new(sequences, heads, width), (blocks, BLOCK_SIZE, kv_heads, width)
+        q, pool = new(sequences, heads, width), (blocks, BLOCK_SIZE, kv_heads)
         table = new.order(blocks).view(sequences, -1)
-        return q, new(*pool), new(*pool), starts, lengths, table
+        k, v = (
+            new.bits(torch.int8, *pool, width + KV_SCALE_BYTES) if int8 else new(*pool, width)
+            for _ in range(2)
+        )
+        return q, k, v, starts, lengths, table
 
     return make_args
 

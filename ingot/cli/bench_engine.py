@@ -20,7 +20,8 @@ def engine(
 ) -> None:
     """Time the engine on a model: decode steps of 1, 8 and 32 requests, interleaved with reading
     the same bytes from memory, which bounds them; what log-probabilities and LoRA adapters cost;
-    and speculation and prefix caching, each interleaved with running without it.
+    what an int8 KV cache saves; and speculation and prefix caching, each interleaved with running
+    without it.
 
     Example: `ingot bench engine smollm2`.
 
@@ -29,14 +30,22 @@ def engine(
         rounds: Number of measured rounds of each optimization.
         json: Print JSON instead of text.
     """
-    from ingot.bench.engine import BATCHES, STEPS, decode, measure_options, measure_speedups
+    from ingot.bench.engine import (
+        BATCHES,
+        STEPS,
+        decode,
+        measure_int8_cache,
+        measure_options,
+        measure_speedups,
+    )
     from ingot.bench.results import RunInfo
 
     run, llm = RunInfo.now(ingot.__version__), ingot.LLM(model)
-    with log.progress("rounds", (len(BATCHES) + 1) * STEPS + 3 * rounds) as bar:
+    with log.progress("rounds", (len(BATCHES) + 2) * STEPS + 3 * rounds) as bar:
         speedups = measure_speedups(llm, rounds, bar.advance)
         steps = decode(llm, STEPS, bar.advance)
         options = measure_options(llm, STEPS, bar.advance)
+        options.append(measure_int8_cache(llm, STEPS, bar.advance))
     if json:
         report = {
             "run": dataclasses.asdict(run),

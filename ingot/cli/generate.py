@@ -82,6 +82,7 @@ def generate(
     max_tokens: int = 256,
     device: str = "auto",
     adapter: Path | None = None,
+    kv_cache_dtype: Literal["auto", "int8"] = "auto",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Generate text from a prompt.
@@ -99,11 +100,12 @@ def generate(
         max_tokens: The most tokens to generate.
         device: Where to compute: auto, cpu, cuda, cuda:1.
         adapter: PEFT directory of a LoRA adapter of the model.
+        kv_cache_dtype: Dtype of cached keys and values; int8 takes half the memory.
         json: Print JSON at the end instead of the text as it is generated.
     """
     check_max_tokens(max_tokens)
     params = sampling.params()
-    llm = load(model, device, adapter)
+    llm = load(model, device, adapter, kv_cache_dtype)
     streamer = TextStreamer(llm, params, max_tokens)
     ids = llm.tokenizer.encode(prompt)
     llm.reserve(len(ids) + max_tokens)
@@ -123,12 +125,23 @@ def check_max_tokens(max_tokens: int) -> None:
         raise ConfigError(f"--max-tokens: expected at least 1, got {max_tokens}", hint="raise it")
 
 
-def load(model: Path | str, device: str = "auto", adapter: Path | None = None) -> LLM:
+def load(
+    model: Path | str,
+    device: str = "auto",
+    adapter: Path | None = None,
+    kv_cache_dtype: Literal["auto", "int8"] = "auto",
+) -> LLM:
     """Load a model, perhaps with an adapter, and compile its kernels; show a status line
     meanwhile."""
     adapters = {} if adapter is None else {"adapter": adapter}
     with stderr().status(f"loading {escape_markup(str(model))}") as status:
-        return LLM(model, device=device, adapters=adapters, on_status=status.update)
+        return LLM(
+            model,
+            device=device,
+            kv_cache_dtype=kv_cache_dtype,
+            adapters=adapters,
+            on_status=status.update,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -24,6 +24,7 @@ def verify(
     seed: int = 0,
     adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     device: str = "auto",
+    kv_cache_dtype: Literal["auto", "int8"] = "auto",
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Serve a model under random schedules and compare every bit of every log-probability with
@@ -45,6 +46,7 @@ def verify(
         adapter: NAME=DIRECTORY of a LoRA adapter as PEFT saves it; may be repeated.
         device: Where to compute: auto, cpu, cuda, cuda:1. The certificate is valid for this kind of
             processor.
+        kv_cache_dtype: Dtype of cached keys and values; int8 also rounds them in the reference.
         json: Print JSON instead of text.
     """
     from ingot.cli.generate import load
@@ -54,7 +56,7 @@ def verify(
 
     place, named = resolve(device), parse_adapters(adapter)  # before a model is downloaded
     directory = hub.model_path(model)
-    decoder = load(directory, str(place)).decoder
+    decoder = load(directory, str(place), kv_cache_dtype=kv_cache_dtype).decoder
     adapters = {name: peft.load(path, decoder) for name, path in named.items()}
     with log.progress("verifying", schedules) as bar:
         certificate = serving.verify(

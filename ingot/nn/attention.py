@@ -4,6 +4,10 @@ One weight, `qkv`, projects to queries, keys and values: the rows of q, then of 
 decode step reads it in one pass; then `rope_and_cache` rotates q and k and writes k and v to the
 cache.
 
+With `kv_cache_dtype` "int8", every query attends to keys and values that were rounded to int8, each
+token and head by itself. The cache holds the integers; a forward without a cache, as in training,
+rounds k and v to the same values. So its result has the bits of one with a cache.
+
 Legend: T tokens, D channels, N query heads, G key-value heads, H channels of a head.
 """
 
@@ -19,11 +23,12 @@ from torch import Tensor, nn
 from ingot import ops
 from ingot.core.errors import ConfigError, IngotError
 from ingot.nn.config import QkNorm, Rope
-from ingot.nn.layout import BatchLayout, KVSpec
+from ingot.nn.layout import BatchLayout, KVCacheDtype, KVSpec
 from ingot.nn.linear import Linear
 from ingot.nn.lora import LoraShape, LoraSite
 from ingot.nn.norm import RMSNorm
 from ingot.nn.recompute import recomputable
+from ingot.ops.codec import round_kv
 
 
 class Attention(nn.Module):
@@ -66,6 +71,7 @@ class Attention(nn.Module):
         self.qkv = Linear(dim, rows, bias=qkv_bias)
         self.out = Linear(heads * self.head_dim, dim, bias=o_bias)
         self.rotary = Rotary(self.head_dim, rope)
+        self.kv_cache_dtype: KVCacheDtype = "auto"
         if qk_norm:
             full = qk_norm is QkNorm.FULL
             self.q_norm = RMSNorm(self.head_dim * (heads if full else 1), eps)
@@ -81,7 +87,7 @@ class Attention(nn.Module):
     @property
     def kv_spec(self) -> KVSpec:
         """Shape and dtype of the keys and values that this layer caches for a token."""
-        dtype = self.qkv.dtype
+        dtype = torch.int8 if self.kv_cache_dtype == "int8" else self.qkv.dtype
         return KVSpec(layers=1, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
 
     def forward(self, x_TD: Tensor, layout: BatchLayout, residual: Tensor | None = None) -> Tensor:
@@ -90,6 +96,8 @@ class Attention(nn.Module):
         if layout.kv_cache is None:
             q_TNH = recomputable(self.rotary, q_TNH, layout.positions)
             k = recomputable(self.rotary, k, layout.positions)
+            if self.kv_cache_dtype == "int8":
+                k, v = round_kv(k), round_kv(v)
         else:
             cache = layout.kv_cache.k[self.layer], layout.kv_cache.v[self.layer]
             q_TNH = self.rotary.apply_and_cache(

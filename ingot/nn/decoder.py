@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.nn.attention import Attention
 from ingot.nn.config import Activation, DecoderConfig, NormKind, NormPosition
 from ingot.nn.dropout import Dropout
-from ingot.nn.layout import BatchLayout, KVSpec
+from ingot.nn.layout import BatchLayout, KVCacheDtype, KVSpec
 from ingot.nn.linear import STD, Embedding, Linear, LMHead
 from ingot.nn.lora import (
     MAX_LORAS,
@@ -186,6 +186,30 @@ class Decoder(nn.Module):
         """Set which activations the blocks discard in training: see `ingot.nn.recompute`."""
         for block in self.blocks:
             block.recompute = policy  # pyright: ignore
+
+    @property
+    def kv_cache_dtype(self) -> KVCacheDtype:
+        """Dtype of cached keys and values: see `set_kv_cache_dtype`."""
+        block: Any = self.blocks[0]
+        return block.attention.kv_cache_dtype
+
+    def set_kv_cache_dtype(self, dtype: KVCacheDtype) -> None:
+        """Set the dtype of cached keys and values: "auto", that of the activations, or "int8".
+
+        With "int8", a forward without a cache rounds keys and values, too: see
+        `ingot.nn.attention`.
+
+        >>> from ingot.nn import preset
+        >>> model = Decoder.from_config(preset("tiny"), seed=0)
+        >>> model.set_kv_cache_dtype("int8")
+        >>> model.kv_spec.dtype
+        torch.int8
+        """
+        if dtype not in get_args(KVCacheDtype):
+            raise UnknownName("kv_cache_dtype", dtype, get_args(KVCacheDtype))
+        block: Any
+        for block in self.blocks:
+            block.attention.kv_cache_dtype = dtype
 
     @property
     def lora_targets(self) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ A model takes packed tokens: the tokens of all sequences in one dimension, witho
 dimension or padding. `BatchLayout` holds the sequence boundaries (`cu_seqlens`) and the position of
 each token. When keys and values are kept between calls, it also says where:
 
-    kv_cache       for each layer, keys and values in blocks: (P, block_size, G, H) each
+    kv_cache       for each layer, keys and values in blocks: (P, block_size, G, H) each, or
+                   (P, block_size, G, H + 4) in int8, with a scale after each row
     block_table    row b lists the blocks of sequence b, in order
     context_lens   number of keys of sequence b, including the new tokens
     slot_mapping   for each new token, block * block_size + offset: the slot of its key and value
@@ -24,13 +25,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Literal, Protocol, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ingot.core.errors import IngotError
+from ingot.ops.codec import KV_SCALE_BYTES
+
+KVCacheDtype = Literal["auto", "int8"]
+"""Dtype of cached keys and values; "auto" is that of the activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +44,25 @@ class KVSpec:
 
     >>> KVSpec(layers=30, kv_heads=3, head_dim=64, dtype=torch.bfloat16).bytes_per_token
     23040
+    >>> KVSpec(layers=30, kv_heads=3, head_dim=64, dtype=torch.int8).bytes_per_token
+    12240
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    """Dtype of the cache: that of the activations, or int8."""
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a key or value of one head, with the 4 bytes of its scale in int8."""
+        return self.head_dim + (KV_SCALE_BYTES if self.dtype == torch.int8 else 0)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.row_size * self.dtype.itemsize
 
     @staticmethod
     def of(model: nn.Module) -> KVSpec | None:
@@ -117,7 +130,7 @@ class KVCache:
                 hint="allocate at least one block of one token",
             )
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
-        shape = (spec.layers, 2, num_blocks, block_size, spec.kv_heads, spec.head_dim)
+        shape = (spec.layers, 2, num_blocks, block_size, spec.kv_heads, spec.row_size)
         self.memory = _zeros(shape, spec.dtype, torch.device(device or "cpu"))
         self.k = [layer[0] for layer in self.memory]
         self.v = [layer[1] for layer in self.memory]

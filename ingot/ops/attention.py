@@ -6,7 +6,9 @@ and values have one of three layouts:
 - training: `k`, `v` are packed like the queries, (T, G, H), and `context_lens` is None;
 - contiguous KV cache: `k`, `v` are packed (S, G, H) with `context_lens` (B) keys per sequence;
 - paged KV cache: `k`, `v` are (blocks, block size, G, H). Row b of `block_table` (B, M) lists the
-  blocks of sequence b in order; their first `context_lens[b]` slots hold its keys.
+  blocks of sequence b in order; their first `context_lens[b]` slots hold its keys. A cache in int8
+  is (blocks, block size, G, H + 4): see `ingot.ops.codec`. Its values are rounded to the dtype of
+  `q` before anything else is computed, so the result has the bits of a cache of the rounded values.
 
 The last query of a sequence is at the position of its last key. With as many queries as keys, a
 call is a whole prompt; with fewer, a chunk of one; with one query, a decode step. Causal queries
@@ -27,7 +29,8 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.arguments import fake_like
-from ingot.ops.check import check_same_dtype, check_same_shape
+from ingot.ops.check import check_cache_dtype
+from ingot.ops.codec import KV_SCALE_BYTES, dequantize_kv, quantize_kv
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
@@ -43,6 +46,8 @@ def sequences(
     block_table: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield the queries, keys and values of each sequence: (Q, N, H), (K, G, H), (K, G, H).
+
+    Those of an int8 cache are dequantized.
 
     >>> q, kv = torch.zeros(3, 2, 4), torch.zeros(3, 1, 4)
     >>> [len(q_b) for q_b, _, _ in sequences(q, kv, kv, torch.tensor([0, 2, 3]))]
@@ -88,7 +93,10 @@ def sequences(
                     f"{blocks.tolist()}",
                     hint=f"list as many blocks as the keys fill, each from 0 to {len(k) - 1}",
                 )
-            yield q_b, k[blocks].flatten(0, 1)[:num_keys], v[blocks].flatten(0, 1)[:num_keys]
+            k_b, v_b = (cache[blocks].flatten(0, 1)[:num_keys] for cache in (k, v))
+            if k.dtype == torch.int8:
+                k_b, v_b = dequantize_kv(k_b, q.dtype), dequantize_kv(v_b, q.dtype)
+            yield q_b, k_b, v_b
 
 
 def visible(num_queries: int, num_keys: int, causal: bool, window: int | None) -> Tensor:
@@ -141,6 +149,9 @@ def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     paged = packed([1, 4, 1]), int32([5, 9, 1]), int32([[3, 1, 0], [5, 0, 2], [4, 0, 0]])
     yield SampleInput("paged", (q, k, v, *paged, True, None, None))
     yield SampleInput("paged_window", (q, k, v, *paged, True, 2, None))
+    k, v = quantize_kv(k), quantize_kv(v)
+    yield SampleInput("paged_int8", (q, k, v, *paged, True, None, None))
+    yield SampleInput("paged_int8_window", (q, k, v, *paged, True, 2, None))
 
 
 def _check(
@@ -154,17 +165,17 @@ def _check(
     window: int | None,
     scale: float | None,
 ) -> None:
-    check_same_dtype("attention", q=q, k=k, v=v)
-    check_same_shape("attention", k=k, v=v)
     paged = block_table is not None
+    check_cache_dtype("attention", q, k, v, paged)
     if q.dim() != 3 or k.dim() != 3 + paged:
         raise OpError(
             f"attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",
             hint="pass q as (tokens, heads, channels), k and v as packed tokens or blocks of them",
         )
-    if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2] != 0:
+    width = k.shape[-1] - (KV_SCALE_BYTES if k.dtype == torch.int8 else 0)
+    if width != q.shape[-1] or q.shape[-2] % k.shape[-2] != 0:
         raise OpError(
-            f"attention: q has heads x channels {tuple(q.shape[-2:])}, k {tuple(k.shape[-2:])}",
+            f"attention: q has heads x channels {tuple(q.shape[-2:])}, k {(k.shape[-2], width)}",
             hint="use the same number of channels, and a multiple of the key heads as query heads",
         )
     if paged and context_lens is None:

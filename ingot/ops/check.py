@@ -6,6 +6,7 @@ raise an error, in eager mode and while tracing.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
@@ -35,6 +36,22 @@ def check_same_shape(op: str, **tensors: Tensor) -> None:
         raise OpError(
             f"{op}: " + _listing({n: tuple(t.shape) for n, t in tensors.items()}),
             hint="pass tensors of one shape; ops do not broadcast",
+        )
+
+
+def check_cache_dtype(op: str, q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
+    """Require that keys and values have the same shape, and the dtype of the queries, or int8 in a
+    paged KV cache.
+
+    >>> rows = Tensor([1.0]).char()
+    >>> check_cache_dtype("attention", Tensor([1.0]), rows, rows, paged=True)
+    """
+    if not (paged and k.dtype == v.dtype == torch.int8):
+        check_same_dtype(op, q=q, k=k, v=v)
+    if k.shape != v.shape:
+        raise OpError(
+            f"{op}: k is {tuple(k.shape)}, v {tuple(v.shape)}",
+            hint="pass keys and values of one shape",
         )
 
 

@@ -9,6 +9,10 @@ A weight is (N, D). Scales, zero points and minima are (N, G) for G groups of ch
 The bytes of a weight, (N, B), may also be in panels of 16 rows, (N / 16, B / 4, 16, 4): 4 bytes of
 each of 16 rows are adjacent, as the kernels for CPUs read them. So may scales, zero points and
 minima of groups: (N / 16, G, 16).
+
+A KV cache in int8 has rows of H + 4 bytes, one for each token and head: H values, then their scale
+in float32 (the granularity of vLLM's `int8_per_token_head`). Both are in one tensor, so that a
+block of the cache holds all that belongs to its tokens.
 """
 
 # pyright: basic
@@ -20,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ingot.ops.arguments import accum_dtype
 from ingot.ops.inputs import TensorMaker
 
 GROUP_SIZES = (32, 64, 128)
@@ -30,6 +35,9 @@ INT8_GROUP_SIZES = (16, *GROUP_SIZES)
 
 PANEL_ROWS = 16
 """Rows of a panel."""
+
+KV_SCALE_BYTES = 4
+"""Bytes of the scale after the values of a row of an int8 KV cache."""
 
 # Rows of smaller magnitude use this one, so that the scale is a normal number.
 _MIN_MAGNITUDE = 2.0**-100
@@ -178,6 +186,49 @@ class _RoundActivations(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def quantize_kv(x: Tensor) -> Tensor:
+    """Quantize keys or values, (..., H), to rows of an int8 KV cache, (..., H + 4).
+
+    >>> quantize_kv(torch.tensor([[1.0, -127.0]]))
+    tensor([[   1, -127,    0,    0, -128,   63]], dtype=torch.int8)
+    """
+    q, scale = quantize_rows(x)
+    return torch.cat((q, scale[..., None].view(torch.int8)), dim=-1)
+
+
+def dequantize_kv(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values, (..., H), of rows of an int8 KV cache, rounded once.
+
+    >>> dequantize_kv(quantize_kv(torch.tensor([[63.6, -127.0]])), torch.bfloat16)
+    tensor([[  64., -127.]], dtype=torch.bfloat16)
+    """
+    q, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
+    aligned = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    wide = accum_dtype(dtype)
+    return (q.to(wide) * aligned.to(wide)).to(dtype)
+
+
+def round_kv(x: Tensor) -> Tensor:
+    """Round keys or values as an int8 KV cache does: to what `dequantize_kv` returns.
+
+    The gradient is that of the identity.
+
+    >>> round_kv(torch.tensor([[63.6, -127.0]]))
+    tensor([[  64., -127.]])
+    """
+    return _RoundKV.apply(x)  # pyright: ignore
+
+
+class _RoundKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return dequantize_kv(quantize_kv(x), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def sample_int8(make: TensorMaker, rows: int, channels: int) -> tuple[Tensor, Tensor]:

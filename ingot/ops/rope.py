@@ -15,7 +15,7 @@ of a model change the frequencies, and some scale the rotated result; each is a 
 
 In serving, keys and values are stored in a KV cache of blocks. `rope_and_cache` rotates queries and
 keys and writes keys and values to the cache in one pass. The cached keys are bitwise equal to the
-result of `rope`.
+result of `rope`; a cache in int8, (B, S, G, H + 4), gets their `ingot.ops.codec.quantize_kv`.
 
 Legend: T tokens, N heads, G key-value heads, H channels of a head, F frequencies, B blocks of S
 slots.
@@ -27,13 +27,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype, fake_like
-from ingot.ops.check import check_same_dtype, check_same_shape, is_integral
+from ingot.ops.check import check_cache_dtype, check_same_dtype, check_same_shape, is_integral
+from ingot.ops.codec import KV_SCALE_BYTES, dequantize_kv, quantize_kv
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
@@ -283,6 +285,9 @@ def _write_samples(make: TensorMaker) -> Iterator[SampleInput]:
     yield sample("one_row", 1, 2, 1, 8, 8, 1, False, 1.0)
     yield sample("interleaved", 5, 2, 2, 12, 8, 4, True, 1.2)
     yield sample("no_rotation", 3, 2, 2, 7, 0, 2)
+    for name, shape in (("int8", (6, 4, 2, 16, 16, 4)), ("int8_no_rotation", (5, 2, 3, 21, 0, 2))):
+        *args, k_cache, v_cache, slot_mapping = sample(name, *shape).args
+        yield SampleInput(name, (*args, quantize_kv(k_cache), quantize_kv(v_cache), slot_mapping))
     freqs = rope_frequencies(8)[0].to(make.device)
     q, k, v = make(5, 4, 24)[..., ::3], make(5, 2, 16)[..., ::2], make(2, 5, 8).transpose(0, 1)
     caches = make(3, 2, 4, 8).transpose(1, 2), make(3, 4, 2, 16)[..., 3:11]
@@ -308,15 +313,16 @@ def _write_check(
     scale: float,
 ) -> None:
     _check(q, positions, freqs, interleaved, scale)
-    check_same_dtype("rope_and_cache", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    check_same_dtype("rope_and_cache", q=q, k=k, v=v)
     check_same_shape("rope_and_cache", k=k, v=v)
-    check_same_shape("rope_and_cache", k_cache=k_cache, v_cache=v_cache)
+    check_cache_dtype("rope_and_cache", q, k_cache, v_cache, paged=True)
     if k.dim() != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
         raise OpError(
             f"rope_and_cache: q is {tuple(q.shape)}, k {tuple(k.shape)}",
             hint="pass (tokens, heads, channels) with the same tokens and channels for both",
         )
-    fits = k_cache.dim() == 4 and k_cache.shape[2:] == k.shape[1:]
+    width = k.shape[2] + (KV_SCALE_BYTES if k_cache.dtype == torch.int8 else 0)
+    fits = k_cache.dim() == 4 and k_cache.shape[2:] == (k.shape[1], width)
     if not fits or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise OpError(
             f"rope_and_cache: k is {tuple(k.shape)}, k_cache {tuple(k_cache.shape)}",
@@ -350,6 +356,11 @@ def _write_cost(
     )
 
 
+def _decode_caches(*args: Any) -> tuple[Tensor, ...]:
+    q, caches = args[0], args[5:7]
+    return tuple(dequantize_kv(c, q.dtype) if c.dtype == torch.int8 else c for c in caches)
+
+
 @op(
     check=_write_check,
     fake=fake_like,
@@ -358,6 +369,7 @@ def _write_cost(
     cost=_write_cost,
     row_args=(),
     mutates=("k_cache", "v_cache"),
+    decode_outputs=_decode_caches,
 )
 def rope_and_cache(
     q: Tensor,
@@ -372,7 +384,7 @@ def rope_and_cache(
     scale: float = 1.0,
 ) -> Tensor:
     """Rotate `q` (T, N, H) and `k` (T, G, H), write `k` and `v` to the slots `slot_mapping` (T) of
-    their caches (B, S, G, H), and return the rotated `q`.
+    their caches (B, S, G, H), or (B, S, G, H + 4) in int8, and return the rotated `q`.
 
     >>> freqs, _ = rope_frequencies(4)
     >>> q = k = v = torch.ones(1, 1, 4)
@@ -393,6 +405,8 @@ def rope_and_cache(
                 hint=f"pass slots of the cache: 0 to {num_slots - 1}",
             )
     slots = (slot_mapping // block_size).long(), (slot_mapping % block_size).long()
-    k_cache[slots] = rope.reference(k, positions, freqs, interleaved, scale)
-    v_cache[slots] = v
+    rotated_k = rope.reference(k, positions, freqs, interleaved, scale)
+    int8 = k_cache.dtype == torch.int8
+    k_cache[slots] = quantize_kv(rotated_k) if int8 else rotated_k
+    v_cache[slots] = quantize_kv(v) if int8 else v
     return rope.reference(q, positions, freqs, interleaved, scale)

@@ -21,6 +21,9 @@ the reference. A schedule varies
 With adapters, the base model and all of them are mixed in one batch, and the reference of a request
 is that of its own adapter: a decoder with the adapter in the form in which it is trained, and no
 other.
+
+With a KV cache in int8 (`Decoder.set_kv_cache_dtype`), the packed forward passes round keys and
+values as the cache does; everything else stays as it is.
 """
 
 # pyright: basic
@@ -88,6 +91,7 @@ class Certificate:
     accepted_tokens: int
     threads: tuple[int, ...]
     dtype: str
+    kv_cache_dtype: str
     seed: int
     adapters: int = 0
     """Number of LoRA adapters, besides the base model."""
@@ -161,6 +165,7 @@ def verify(
         schedules=schedules,
         threads=THREADS,
         dtype=str(decoder.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(decoder.kv_spec.dtype).removeprefix("torch."),
         seed=seed,
         adapters=len(adapters or {}),
         max_models_per_step=runners.max_models_per_step,
@@ -206,6 +211,7 @@ def trained_decoder(decoder: Decoder, adapter: Adapter) -> Decoder:
     trained = Decoder.on_meta(decoder.config, decoder.dtype)
     trained.load_state_dict(decoder.state_dict(), assign=True)
     trained = trained.to(decoder.device)
+    trained.set_kv_cache_dtype(decoder.kv_cache_dtype)
     weights = peft.lora_weights(adapter, decoder)
     targets = tuple(sorted({target for _, target in weights}))
     alpha = adapter.scale * adapter.rank

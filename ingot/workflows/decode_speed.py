@@ -56,19 +56,27 @@ def measure_decode_speeds(
 
 
 def add_requests(
-    engine: Engine, number: int, steps: int, adapters: Sequence[str] = ("",), **options: Any
+    engine: Engine,
+    number: int,
+    steps: int,
+    adapters: Sequence[str] = ("",),
+    prompt_len: int = DECODE_PROMPT,
+    **options: Any,
 ) -> None:
-    """Add requests that run for `steps` steps, and run their prefill."""
+    """Add requests that run for at least `steps` steps, and run their prefill."""
+    tokens_per_step = engine.config.max_num_batched_tokens
+    num_prefills = -(-number * (prompt_len + 1) // tokens_per_step)
     vocab_size = engine.decoder.config.vocab_size
     for id in range(number):
         engine.add_request(
             Request(
                 id=id,
-                prompt=tuple((7 * at + id) % vocab_size for at in range(DECODE_PROMPT)),
-                max_tokens=steps + _EXTRA_TOKENS,
+                prompt=tuple((7 * at + id) % vocab_size for at in range(prompt_len)),
+                max_tokens=steps + num_prefills - 1 + _EXTRA_TOKENS,
                 adapter=adapters[id % len(adapters)],
                 sampling_params=SamplingParams(seed=id, **options),
             )
         )
-    for _ in range(2):  # prefill; page faults, graph captures
-        engine.step()
+    while sum(bool(output.tokens) for output in engine.step()) < number:
+        pass
+    engine.step()  # page faults, graph captures

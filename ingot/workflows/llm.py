@@ -37,6 +37,7 @@ from ingot.interop.chat import Message
 from ingot.interop.peft import Adapter
 from ingot.interop.tokenizer import Tokenizer
 from ingot.nn import Decoder
+from ingot.nn.layout import KVCacheDtype
 from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.detokenizer import StreamingDetokenizer
 from ingot.serving.engine.engine import Engine, config_for_memory
@@ -163,6 +164,9 @@ class LLM:
         dtype: Of the weights; by default that of their files.
         kv_cache_bytes: Memory for keys and values; by default 4 GiB, or a quarter of the machine's
             memory if that is less.
+        kv_cache_dtype: Dtype of cached keys and values: "auto", that of the model, or "int8" (CPU
+            only), with a scale for each token and head, for nearly twice as many tokens in the same
+            memory. Log-probabilities are those of a forward that rounds keys and values like this.
         speculate: "ngram" drafts tokens that followed the same tokens before, which makes quoting,
             editing and code faster; "int4" drafts tokens with a 4-bit copy of the model, which
             makes a few requests at a time faster. The output is the same.
@@ -180,6 +184,7 @@ class LLM:
         device: str | torch.device = "auto",
         dtype: torch.dtype | None = None,
         kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype = "auto",
         speculate: SpeculateKind | None = None,
         adapters: Mapping[str, Path | str] | None = None,
         max_loras: int | None = None,
@@ -187,6 +192,7 @@ class LLM:
         on_status: Callable[[str], object] = lambda status: None,
     ) -> None:
         self.decoder, self.tokenizer = load(model, device=device, dtype=dtype, on_status=on_status)
+        self.decoder.set_kv_cache_dtype(kv_cache_dtype)
         self._adapters = AdapterPool.of(
             self.decoder, adapters or {}, max_loras=max_loras, max_lora_rank=max_lora_rank
         )

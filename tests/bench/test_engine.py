@@ -40,6 +40,14 @@ def test_options_are_compared_with_a_step_without_them(small: Path) -> None:
         assert 0 < option.speed_ratio < 3
 
 
+def test_an_int8_cache_is_compared_with_one_in_the_dtype_of_the_model(small: Path) -> None:
+    llm, rounds = ingot.LLM(small), list[int]()
+    found = engine.measure_int8_cache(llm, 3, rounds.append)
+    assert found.name == "int8 KV cache after 221 tokens"
+    assert 0 < found.speed_ratio < 3
+    assert (rounds, llm.decoder.kv_cache_dtype) == ([1] * 3, "auto")
+
+
 def test_untied_embedding_is_not_read(small: Path) -> None:
     decoder = ingot.LLM(small).decoder
     whole = sum(parameter.nbytes for parameter in decoder.parameters())

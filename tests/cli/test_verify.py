@@ -22,9 +22,10 @@ def test_certificate_is_printed_and_stored(tiny: Path, capsys: pytest.CaptureFix
     (step,) = lineage.read(tiny).steps
     assert step["step"] == "verify"
     assert {name: step[name] for name in found} == found
-    verify(str(tiny), schedules=1)
+    verify(str(tiny), schedules=1, kv_cache_dtype="int8")
     lines = capsys.readouterr().out
     assert "bitwise equal" in lines
+    assert lineage.read(tiny).steps[1]["kv_cache_dtype"] == "int8"
     assert len(lineage.read(tiny).steps) == 2
 
 

@@ -4,6 +4,9 @@ computed alone, as in training.
 A schedule is what a serving engine does to a batch of sequences: it prefills them in chunks and
 decodes them token by token, each step in a different batch, with keys and values packed or in
 blocks anywhere in a KV cache. The rest of the cache is NaN, so that a kernel that reads it fails.
+
+A cache may be in int8. Whole sequences then have keys and values that are rounded to the same
+values, in their own dtype: they are computed by the kernel without int8.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.device import detect
+from ingot.ops.codec import quantize_kv, round_kv
 from ingot.ops.inputs import TensorMaker
 
 KIND = "schedules"
@@ -47,6 +51,8 @@ class Schedule:
     scale: float | None
     page: int | None
     """Slots of a page; None where keys and values are packed."""
+    int8: bool
+    """Whether pages are in int8."""
     longest_chunk: int
     busy: float
     """How likely a sequence takes part in a step."""
@@ -68,6 +74,7 @@ schedules = st.builds(
     window=st.one_of(st.none(), st.none(), st.integers(1, 40), st.integers(1, 300)),
     scale=st.sampled_from([None, None, 0.5]),
     page=st.one_of(st.none(), st.integers(1, 64), st.sampled_from([1, 8, 16, 32, 64])),
+    int8=st.booleans(),
     longest_chunk=st.sampled_from([1, 3, 17, 64, 300]),
     busy=st.sampled_from([0.3, 0.7, 1.0]),
     index_dtype=st.sampled_from([torch.int32, torch.int64]),
@@ -97,6 +104,7 @@ class Engine:
             tuple(self.make.spread(n, h, schedule.width, low=-6, high=2) for h in heads)
             for n in schedule.lengths
         ]
+        self.int8 = schedule.int8 and schedule.page is not None
 
     def below(self, high: int) -> int:
         return int(torch.randint(high, (), generator=self.random))
@@ -110,14 +118,20 @@ class Engine:
         assert ops.attention.select(*args).name == "cpu"
         return ops.attention(*args)
 
+    def rounded(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A sequence with the keys and values that the cache has."""
+        q, k, v = self.sequences[index]
+        return (q, round_kv(k), round_kv(v)) if self.int8 else (q, k, v)
+
     def whole(self, index: int) -> Tensor:
         """The oracle: a sequence alone, as in training."""
-        q, k, v = self.sequences[index]
+        q, k, v = self.rounded(index)
         return self.call(q, k, v, self.ints([0, len(q)]), None, None)
 
     def packed(self) -> list[Tensor]:
         """All sequences in one call, as in training."""
-        q, k, v = (torch.cat(parts) for parts in zip(*self.sequences, strict=True))
+        sequences = [self.rounded(index) for index in range(len(self.sequences))]
+        q, k, v = (torch.cat(parts) for parts in zip(*sequences, strict=True))
         result = self.call(q, k, v, self._running(self.schedule.lengths), None, None)
         return list(result.split(self.schedule.lengths))
 
@@ -174,7 +188,7 @@ class Engine:
         for part, row in zip(parts, table, strict=True):
             for number, slots in zip(row, part.split(page), strict=False):
                 pool[number, : len(slots)] = slots
-        return pool
+        return quantize_kv(pool) if self.int8 else pool
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, where: object) -> None:
@@ -218,3 +232,23 @@ def test_huge_scores_do_not_overflow(dtype: torch.dtype, queries: int) -> None:
         with ops.prefer("reference"):
             expected = ops.attention(q, k, v, cu_seqlens)
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_outlier_rounds_its_own_token_and_head_alone(dtype: torch.dtype, queries: int) -> None:
+    """A key and a value 1,000 times as large as the others: with a scale per block or per channel
+    the rest would become 0."""
+    make, keys, starts = TensorMaker(dtype), 80, torch.tensor([0, queries])
+    q, k, v = make(queries, 4, 16), make(5, 16, 2, 16), make(5, 16, 2, 16)
+    k[1, 3, 0, 5], v[1, 3, 0, 7] = -1000.0, 1000.0
+    where = starts, torch.tensor([keys]), torch.tensor([[4, 1, 0, 3, 2]])
+    found = ops.attention(q, quantize_kv(k), quantize_kv(v), *where)
+    assert_same_bits(found, ops.attention(q, round_kv(k), round_kv(v), *where), "rounded")
+    expected = ops.attention(q, k, v, *where)
+    other_head = (found - expected)[:, 2:].abs().max()
+    assert 0 < other_head < 0.03
+    rounded = round_kv(k)
+    rest = torch.ones(5, 16, 2, dtype=torch.bool)
+    rest[1, 3, 0] = False
+    assert (rounded - k)[rest].abs().max() < 0.03

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ingot import ops
+from ingot.core.errors import UnknownName
 from ingot.nn import (
     Activation,
     BatchLayout,
@@ -293,3 +294,20 @@ def test_residual_dropout_applies_in_training_only(place: NormPosition) -> None:
     torch.testing.assert_close(decoder(tokens, layout), plain, rtol=1e-3, atol=1e-3)
     decoder.set_dropout(0.0)
     assert torch.equal(decoder(tokens, layout), plain)
+
+
+def test_an_unknown_kv_cache_dtype_raises() -> None:
+    model = Decoder.from_config(preset("tiny"), seed=0)
+    with pytest.raises(UnknownName, match="int8"):
+        model.set_kv_cache_dtype("int7")  # pyright: ignore
+
+
+def test_an_int8_cache_changes_a_packed_forward_a_little() -> None:
+    model, layout = Decoder.from_config(preset("tiny"), seed=0), BatchLayout.packed([40])
+    tokens = torch.arange(40)
+    expected = model(tokens, layout)
+    model.set_kv_cache_dtype("int8")
+    found = model(tokens, layout)
+    assert 0 < (found - expected).abs().max() < 0.02 * expected.abs().max()
+    found.sum().backward()
+    assert model.blocks[0].attention.qkv.weight.grad.isfinite().all()  # pyright: ignore

@@ -65,3 +65,10 @@ def test_layers_with_duplicate_index_or_different_shape_raise() -> None:
     different = [Attention(8, heads=2, layer=0), Attention(8, heads=4, layer=1)]
     with pytest.raises(IngotError, match="different KV shapes"):
         KVSpec.of(nn.ModuleList(different))
+
+
+def test_int8_cache_has_a_scale_for_each_token_and_head() -> None:
+    spec = KVSpec(layers=2, kv_heads=3, head_dim=64, dtype=torch.int8)
+    kv_cache = KVCache(spec, num_blocks=2, block_size=4)
+    assert kv_cache.k[0].shape == (2, 4, 3, 68)
+    assert kv_cache.memory.nbytes == 8 * spec.bytes_per_token == 8 * 2 * 2 * 3 * 68

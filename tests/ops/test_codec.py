@@ -8,14 +8,17 @@ from ingot.ops.codec import (
     decode_int8,
     fits_panels,
     pack_int4,
+    quantize_kv,
     quantize_rows,
     round_activations,
+    round_kv,
     scale_shape,
     to_panels,
     to_rows,
     unpack_int4,
     weight_shape,
 )
+from ingot.ops.inputs import TensorMaker
 
 
 def test_scales_in_panels_are_the_same_in_another_order() -> None:
@@ -97,3 +100,24 @@ def test_activations_are_rounded_in_groups() -> None:
     assert rounded[0, 1] == pytest.approx(0.3, rel=0.01)
     assert rounded[0, 3] == 0  # next to a large value
     assert round_activations(x, 0)[0, 1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_are_rounded_by_at_most_half_a_step_of_their_own_row(dtype: torch.dtype) -> None:
+    x = TensorMaker(dtype).spread(50, 3, 21)
+    rows = quantize_kv(x)
+    assert (rows.shape, rows.dtype) == ((50, 3, 25), torch.int8)
+    step = x.float().abs().amax(-1, keepdim=True) / 127
+    ulp = x.abs() * torch.finfo(dtype).eps
+    assert ((round_kv(x) - x).abs() <= 0.5001 * step + ulp).all()
+    for t, g in ((0, 0), (7, 2)):
+        assert torch.equal(round_kv(x)[t, g], round_kv(x[t, g].clone()))
+    assert not round_kv(torch.zeros(2, 4)).any()
+
+
+def test_rounding_keys_has_the_gradient_of_the_identity() -> None:
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    weight = torch.randn(3, 2, 8)
+    (round_kv(x) * weight).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, weight)

@@ -18,6 +18,7 @@ from ingot.ops import (
     YarnScaling,
     rope_frequencies,
 )
+from ingot.ops.codec import KV_SCALE_BYTES, dequantize_kv, quantize_kv
 from ingot.ops.inputs import TensorMaker
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -180,3 +181,26 @@ def test_slot_outside_the_cache_raises(slot: int, provider: str) -> None:
     with ops.prefer(provider), pytest.raises(OpError, match="slots of the cache: 0 to 3"):
         ops.rope_and_cache(k, k, k, torch.tensor([0]), freqs, cache, cache.clone(), slot_mapping)
     assert not cache.any()
+
+
+@pytest.mark.parametrize("width", [4, 16, 37, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_cache_has_the_bits_of_the_reference(dtype: torch.dtype, width: int) -> None:
+    make = TensorMaker(dtype)
+    q, k, v = make(9, 3, width), make.spread(9, 2, width, low=-12, high=12), make(9, 2, width)
+    v[0], v[1, 0, -1] = 0, 1000.0  # a row of zeros, and an outlier
+    v[2], v[3, 0, 0] = 1e-38, torch.nan
+    turn, slots = (make.ints(5000, 9), rope_frequencies(4)[0]), torch.randperm(12)[:9]
+    k_cache, v_cache = (
+        torch.full((3, 4, 2, width + KV_SCALE_BYTES), 99, dtype=torch.int8) for _ in range(2)
+    )
+    expected = [k_cache.clone(), v_cache.clone()]
+    expected[0].flatten(0, 1)[slots] = quantize_kv(ops.rope(k, *turn))
+    expected[1].flatten(0, 1)[slots] = quantize_kv(v)
+    turned_q = ops.rope_and_cache(q, k, v, *turn, k_cache, v_cache, slots)
+    assert torch.equal(turned_q, ops.rope(q, *turn))
+    assert torch.equal(k_cache, expected[0])
+    nan = v_cache.flatten(0, 1)[slots[3], 0]
+    assert dequantize_kv(nan, dtype).isnan().all()
+    v_cache.flatten(0, 1)[slots[3], 0] = expected[1].flatten(0, 1)[slots[3], 0] = 0
+    assert torch.equal(v_cache, expected[1])

@@ -11,6 +11,7 @@ from ingot.core.errors import ConfigError
 from ingot.interop import peft
 from ingot.nn import Decoder, linear, preset
 from ingot.nn.loss import sampled_logprobs
+from ingot.ops.codec import round_activations
 from ingot.serving import verify
 from ingot.serving.engine import runner
 from ingot.serving.engine.blocks import root_key
@@ -186,3 +187,55 @@ def test_schedules_are_bounded() -> None:
     for wrong in (0, 10**7):
         with pytest.raises(ConfigError):
             verify.verify(Decoder.from_config(preset("tiny"), seed=0), schedules=wrong)
+
+
+def int8_decoder(dtype: torch.dtype, name: str = "tiny") -> Decoder:
+    """Keys have an outlier channel, as those of large models."""
+    decoder = Decoder.from_config(preset(name), seed=3, dtype=dtype)
+    attention: Any = decoder.blocks[0].attention
+    with torch.no_grad():
+        attention.qkv.weight[attention.heads * attention.head_dim + 5] *= 100
+    decoder.set_kv_cache_dtype("int8")
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_bit_is_equal_with_an_int8_cache(dtype: torch.dtype) -> None:
+    found = verify.verify(int8_decoder(dtype), schedules=25, seed=5)
+    assert (found.difference, found.kv_cache_dtype) == (None, "int8")
+    for count in (found.preemptions, found.cached_tokens, found.accepted_tokens):
+        assert count > 0
+
+
+def test_every_bit_of_mixed_adapters_is_equal_with_an_int8_cache() -> None:
+    decoder = int8_decoder(torch.bfloat16)
+    found = verify.verify(decoder, adapters=random_adapters(decoder), schedules=12, seed=2)
+    assert found.difference is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_every_bit_is_equal_with_an_int8_cache_in_a_thousand_schedules(
+    name: str, dtype: torch.dtype
+) -> None:
+    found = verify.verify(int8_decoder(dtype, name), schedules=250, seed=1)
+    assert found.difference is None
+
+
+@pytest.mark.parametrize("fault", ["round_kv", "scale"])
+def test_a_reference_that_rounds_otherwise_is_found(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values that are not rounded, and ones whose scale is rounded to bfloat16."""
+
+    def without_rounding(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def coarse_scale(x: torch.Tensor) -> torch.Tensor:
+        return round_activations(x, 0)
+
+    other = without_rounding if fault == "round_kv" else coarse_scale
+    monkeypatch.setattr("ingot.nn.attention.round_kv", other)
+    found = verify.verify(int8_decoder(torch.bfloat16), schedules=2)
+    assert not found.bitwise_equal

@@ -385,3 +385,14 @@ def test_chunks_are_of_one_type(llm: LLM) -> None:
     stream: Iterator[CompletionChunk] = llm.stream("a", max_tokens=1)
     assert [type(chunk) for chunk in stream] == [CompletionChunk]
     assert ingot.LLM is LLM
+
+
+def test_scores_with_an_int8_cache_are_those_of_a_packed_forward(directory: Path) -> None:
+    llm = LLM(directory, kv_cache_dtype="int8", dtype=torch.bfloat16)
+    text = list(range(1, 200))
+    layout = BatchLayout.packed([len(text)])
+    with torch.inference_mode():
+        hidden = llm.decoder(torch.tensor(text), layout)
+        expected = llm.decoder.logprobs(hidden[:-1], torch.tensor(text[1:])).tolist()
+    assert list(llm.score(text).logprobs) == expected
+    assert list(LLM(directory, dtype=torch.bfloat16).score(text).logprobs) != expected

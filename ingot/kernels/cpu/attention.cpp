@@ -97,7 +97,7 @@ class Attention {
     parallel_for_dynamic(parts, [&](TaskQueue& queue) {
       for (int64_t p; queue.pop(p);) {
         int64_t begin = bounds[p], end = bounds[p + 1];
-        KVChunk<T> chunk;
+        KVChunk chunk;
         if (begin < end) in_.locate(items[begin], 0, chunk);
         for (int64_t u = begin; u < end; u++)
           run_item(items[u], chunk, u + 1 < end ? &items[u + 1] : nullptr);
@@ -108,7 +108,7 @@ class Attention {
  private:
   // `chunk` is the first of this item and becomes the first of the next one, whose keys are
   // prefetched while earlier ones are processed.
-  void run_item(const WorkItem& item, KVChunk<T>& chunk, const WorkItem* next_item) const {
+  void run_item(const WorkItem& item, KVChunk& chunk, const WorkItem* next_item) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     float* memory = scratch<Scratch::ATTENTION_STATE, float>(2 * item.heads * size);
     if (item.chunks() == 0)
@@ -116,7 +116,7 @@ class Attention {
     float* parts = memory + item.heads * size;
     const T* queries = kernel_.pack_queries(item, item.head, item.heads);
     for (int64_t c = 0; c < item.chunks(); c++) {
-      KVChunk<T> next;
+      KVChunk next;
       if (c + 1 < item.chunks()) in_.locate(item, c + 1, next);
       else if (next_item) in_.locate(*next_item, 0, next);
       kernel_.run(item, item.head, item.heads, chunk, queries, c ? parts : memory, next);
@@ -150,7 +150,7 @@ class Attention {
     parallel_for_dynamic(tasks.size(), [&](TaskQueue& queue) {
       for (int64_t t; queue.pop(t);) {
         auto [u, head, c, at] = tasks[t];
-        KVChunk<T> chunk;
+        KVChunk chunk;
         in_.locate(items[u], c, chunk);
         kernel_.run(items[u], head, 1, chunk, kernel_.pack_queries(items[u], head, 1), memory + at,
                     {});
@@ -257,9 +257,11 @@ struct AttentionArgs {
           "block_table must be a matrix and requires context_lens");
     check(!window || *window > 0, "window must be positive");
     int64_t d = k.dim(), heads = q.size(1), kv_heads = k.size(d - 2), width = q.size(2);
-    check(k.size(d - 1) == width && kv_heads > 0 && heads % kv_heads == 0 && width > 0 && heads > 0,
+    bool quantized = paged && k.scalar_type() == ScalarType::Char;
+    check(k.size(d - 1) == width + (quantized ? KV_SCALE_BYTES : 0) && kv_heads > 0 &&
+              heads % kv_heads == 0 && width > 0 && heads > 0,
           "q and k must have the same head size, and heads must be a multiple of kv_heads");
-    check_same_dtype(k, q), check_same_dtype(v, q);
+    check_same_dtype(k, quantized ? k : q), check_same_dtype(v, quantized ? k : q);
     Integers starts(cu_seqlens);
     std::optional<Integers> lengths;
     if (context_lens) lengths.emplace(*context_lens);

@@ -33,19 +33,18 @@ class AmxPrefillKernel : AmxChunkBase {
       pack_tile(x, row, to + row / TILE * packed_tile_size(width));
   }
 
-  void run(const WorkItem& item, int64_t head, const KVChunk<bf16>& chunk, const bf16* queries,
+  void run(const WorkItem& item, int64_t head, const KVChunk& chunk, const bf16* queries,
            SoftmaxState part) const {
     TileConfig tile_state;
     int64_t count = in_.num_rows(item), row_tiles = (count + TILE - 1) / TILE;
-    bool paged = in_.sequences[item.sequence].block_table;
     Scores* s = scratch<Scratch::ATTENTION_SCORES, Scores>(row_tiles);
     Probs* p = scratch<Scratch::ATTENTION_PROBS, Probs>(2 * row_tiles);
-    compute_scores(count, head, chunk, paged, queries, s);
+    compute_scores(count, head, chunk, queries, s);
     for (int64_t row = 0; row < count; row += TILE) {
       int64_t rows = std::min<int64_t>(TILE, count - row);
       softmax_tile(item, row, rows, chunk, s[row / TILE], part, p + row / HALF_TILE);
     }
-    accumulate_values(count, head, chunk, paged, p, part.acc);
+    accumulate_values(count, head, chunk, p, part.acc);
   }
 
  private:
@@ -54,21 +53,25 @@ class AmxPrefillKernel : AmxChunkBase {
   using Probs = uint32_t[CHUNK / TILE][TILE][TILE];
   static constexpr int HALF_TILE = TILE / 2;
 
-  void compute_scores(int64_t count, int64_t head, const KVChunk<bf16>& chunk, bool paged,
-                      const bf16* queries, Scores* s) const {
-    int64_t size = packed_tile_size(in_.shape.width);
-    bf16* copies = scratch<Scratch::ATTENTION_PADDED_KEYS, bf16>(4 * TILE * in_.shape.width);
+  void compute_scores(int64_t count, int64_t head, const KVChunk& chunk, const bf16* queries,
+                      Scores* s) const {
+    int64_t width = in_.shape.width, size = packed_tile_size(width);
+    bf16* copies = scratch<Scratch::ATTENTION_PADDED_KEYS, bf16>(CHUNK * width);
+    Panel panels[CHUNK / TILE];
+    constexpr int64_t STEP = 4 * TILE;  // the most keys of a block
+    for (int64_t t = 0; t < (chunk.keys + STEP - 1) / STEP * 4; t++)
+      panels[t] = panel(in_.k, chunk.k, chunk.keys, head, t * TILE, width,
+                        copies + t * TILE * width);
     auto block = [&]<int P, int Q>(int64_t key, int64_t tile) {
       Panel k[P];
       const bf16* q[Q];
       float* out[P][Q];
       for (int i = 0; i < Q; i++) q[i] = queries + (tile + i) * size;
       for (int p = 0; p < P; p++) {
-        bf16* copy = copies + p * TILE * in_.shape.width;
-        k[p] = panel(in_.k, chunk.k, chunk.keys, head, key + p * TILE, paged, copy);
+        k[p] = panels[key / TILE + p];
         for (int i = 0; i < Q; i++) out[p][i] = s[tile + i][key + p * TILE];
       }
-      tile_gemm<P, Q>(k, q, in_.shape.width, out, 64);
+      tile_gemm<P, Q>(k, q, width, out, 64);
     };
     int64_t tile = 0;
     for (; (tile + 1) * TILE < count; tile += 2)
@@ -90,7 +93,7 @@ class AmxPrefillKernel : AmxChunkBase {
 
   // Softmax of 16 rows, one key after the other. The order of the sum is that of the other kernels:
   // keys 16 apart first, then a pairwise reduction.
-  void softmax_tile(const WorkItem& item, int64_t first, int64_t rows, const KVChunk<bf16>& chunk,
+  void softmax_tile(const WorkItem& item, int64_t first, int64_t rows, const KVChunk& chunk,
                     Scores& s, SoftmaxState part, Probs* p) const {
     Ints lo{}, hi{};
     for (int64_t r = 0; r < rows; r++) {
@@ -151,14 +154,13 @@ class AmxPrefillKernel : AmxChunkBase {
     }
   }
 
-  void accumulate_values(int64_t count, int64_t head, const KVChunk<bf16>& chunk, bool paged,
-                         const Probs* p, float* out) const {
+  void accumulate_values(int64_t count, int64_t head, const KVChunk& chunk, const Probs* p,
+                         float* out) const {
     int64_t width = in_.shape.padded(), num = (chunk.keys + TILE - 1) / TILE;
     bf16* copies = scratch<Scratch::ATTENTION_PADDED_VALUES, bf16>(CHUNK * width);
     Panel v[CHUNK / TILE];
     for (int64_t t = 0; t < num; t++)
-      v[t] = padded_panel(in_.v, chunk.v, chunk.keys, head, t * TILE, paged,
-                          copies + t * TILE * width);
+      v[t] = panel(in_.v, chunk.v, chunk.keys, head, t * TILE, width, copies + t * TILE * width);
     alignas(64) float products[4][TILE][TILE];
     auto block = [&]<int P, int Q>(int64_t row, int64_t at) {
       float* to[P][Q];

@@ -1,6 +1,7 @@
 // Data structures of attention that its kernels and its gradient share.
 #pragma once
 
+#include "kv_cache.h"
 #include "matmul.h"
 
 namespace ingot::kernels {
@@ -36,26 +37,28 @@ inline Range visible_range(const Shape& shape, int64_t position, int64_t keys) {
   return range;
 }
 
-// Keys or values of all sequences, packed or in the blocks of a KV cache.
-template <class T>
+// Keys or values of all sequences, packed or in the blocks of a KV cache. Strides are in bytes.
 struct PagedView {
   Tensor owner;
-  const T* first;
-  int64_t block_size, block_stride, row_stride, head_stride;
+  const char* first;
+  bool paged, quantized;  // a cache in int8: see kv_cache.h
+  int64_t element_size, block_size, block_stride, row_stride, head_stride;
 
-  [[gnu::noinline]] PagedView(const Tensor& x, bool paged) : owner(x) {
+  [[gnu::noinline]] PagedView(const Tensor& x, bool paged)
+      : owner(x), paged(paged), quantized(x.scalar_type() == ScalarType::Char) {
     if (x.dim() > 0 && x.stride(x.dim() - 1) != 1) owner = contiguous(x);
-    first = data<T>(owner);
+    first = data<char>(owner);
+    element_size = owner.element_size();
     int64_t d = paged;
     block_size = paged ? x.size(1) : std::max<int64_t>(x.size(0), 1);
-    block_stride = paged ? owner.stride(0) : 0;
-    row_stride = owner.stride(d);
-    head_stride = owner.stride(d + 1);
+    block_stride = paged ? owner.stride(0) * element_size : 0;
+    row_stride = owner.stride(d) * element_size;
+    head_stride = owner.stride(d + 1) * element_size;
   }
 
   // Addresses of the rows [first_key, first_key + count) of a sequence, for head 0.
-  void locate(const Sequence& seq, int64_t first_key, int64_t count, const T** to) const {
-    const T* row = first + (seq.first_key + first_key) * row_stride;
+  void locate(const Sequence& seq, int64_t first_key, int64_t count, const char** to) const {
+    const char* row = first + (seq.first_key + first_key) * row_stride;
     int64_t block = 0, left = seq.block_table ? 0 : count;
     if (seq.block_table) block = first_key / block_size;
     for (int64_t key = 0; key < count; key++, left--, row += row_stride) {
@@ -66,6 +69,14 @@ struct PagedView {
       }
       to[key] = row;
     }
+  }
+
+  // Copy a row of a head, in the dtype of the queries.
+  template <class T>
+  void copy_row(const char* row, int64_t head, int64_t width, T* to) const {
+    row += head * head_stride;
+    if (quantized) dequantize_kv_row(reinterpret_cast<const int8_t*>(row), width, to);
+    else std::memcpy(to, row, width * sizeof(T));
   }
 };
 
@@ -78,10 +89,9 @@ struct WorkItem {
 };
 
 // Addresses of the keys and values of a chunk, for key-value head 0.
-template <class T>
 struct KVChunk {
   int64_t first = 0, keys = 0;
-  const T *k[CHUNK], *v[CHUNK];
+  const char *k[CHUNK], *v[CHUNK];
 };
 
 // Result of one chunk, or of several merged ones: m, l and O of FlashAttention.
@@ -100,7 +110,7 @@ template <class T>
 struct AttentionInputs {
   Tensor q_owner;
   const T* q;
-  PagedView<T> k, v;
+  PagedView k, v;
   Shape shape;
   std::vector<Sequence> sequences;
 
@@ -122,7 +132,7 @@ struct AttentionInputs {
   }
 
   // The keys of a chunk that are visible to a row, relative to the chunk's first.
-  Range visible_in(const WorkItem& item, int64_t row, const KVChunk<T>& chunk) const {
+  Range visible_in(const WorkItem& item, int64_t row, const KVChunk& chunk) const {
     const Sequence& seq = sequences[item.sequence];
     int64_t position = seq.keys - seq.queries + item.begin + row / shape.group;
     Range range = visible_range(shape, position, seq.keys);
@@ -130,7 +140,7 @@ struct AttentionInputs {
     return {begin, std::clamp<int64_t>(range.end - chunk.first, begin, CHUNK)};
   }
 
-  [[gnu::noinline]] void locate(const WorkItem& item, int64_t index, KVChunk<T>& chunk) const {
+  [[gnu::noinline]] void locate(const WorkItem& item, int64_t index, KVChunk& chunk) const {
     const Sequence& seq = sequences[item.sequence];
     int64_t last = seq.keys - seq.queries + item.end - 1;
     int64_t end = std::min(visible_range(shape, last, seq.keys).end, seq.keys);

@@ -23,8 +23,8 @@ class AmxChunkKernel {
   }
 
   [[gnu::noinline]] void run(const WorkItem& item, int64_t head, int64_t heads,
-                             const KVChunk<bf16>& chunk, const bf16* queries, float* parts,
-                             const KVChunk<bf16>& next) const {
+                             const KVChunk& chunk, const bf16* queries, float* parts,
+                             const KVChunk& next) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     if (count <= DECODE_ROWS)
       return decode_.run(item, head, heads, chunk, queries, parts, next);

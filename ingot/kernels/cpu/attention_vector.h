@@ -14,18 +14,20 @@ class VectorChunkKernel {
 
   // One state per head goes to `parts`.
   [[gnu::noinline]] void run(const WorkItem& item, int64_t head, int64_t heads,
-                             const KVChunk<T>& chunk, const T*, float* parts,
-                             const KVChunk<T>& next) const {
+                             const KVChunk& chunk, const T*, float* parts,
+                             const KVChunk& next) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     float* s = scratch<Scratch::ATTENTION_SCORES, float>(count * CHUNK);
     for (int64_t h = 0; h < heads; h++) {
       SoftmaxState part(parts + h * size, count);
-      compute_scores(item, head + h, chunk, s, next);
+      HeadRows k = find_rows<Scratch::ATTENTION_PADDED_KEYS>(in_.k, chunk.k, chunk.keys, head + h);
+      compute_scores(item, head + h, k, chunk.keys, s, next);
       for (int64_t row = 0; row < count; row++) {
         Range visible = in_.visible_in(item, row, chunk);
         softmax_row(s + row * CHUNK, visible, part.row_max[row], part.row_sum[row]);
       }
-      accumulate_values(item, head + h, chunk, s, part.acc, next);
+      HeadRows v = find_rows<Scratch::ATTENTION_PADDED_VALUES>(in_.v, chunk.v, chunk.keys, head + h);
+      accumulate_values(item, head + h, v, chunk.keys, s, part.acc, next);
     }
   }
 
@@ -36,6 +38,25 @@ class VectorChunkKernel {
   }
 
  private:
+  using HeadRows = std::array<const T*, CHUNK>;
+
+  // Keys or values of a head, in place or dequantized.
+  template <Scratch slot>
+  HeadRows find_rows(const PagedView& view, const char* const* rows, int64_t keys,
+                     int64_t head) const {
+    HeadRows result;
+    int64_t width = in_.shape.width;
+    T* copies = view.quantized ? scratch<slot, T>(CHUNK * width) : nullptr;
+    for (int64_t key = 0; key < keys; key++)
+      if (view.quantized) {
+        view.copy_row(rows[key], head, width, copies + key * width);
+        result[key] = copies + key * width;
+      } else {
+        result[key] = reinterpret_cast<const T*>(rows[key] + head * view.head_stride);
+      }
+    return result;
+  }
+
   // Replace scores by probabilities relative to the row's max, with 0 for masked keys.
   void softmax_row(float* s, Range here, float& row_max, float& row_sum) const {
     int64_t lo = here.begin, hi = here.end;
@@ -63,15 +84,15 @@ class VectorChunkKernel {
   // S = Q K^T. Keys are transposed so that a vector holds 16 keys and no sum crosses its lanes:
   // with 64 channels such sums would cost more than the matmul. Scores of the last vectors may be
   // those of no key; they are masked.
-  void compute_scores(const WorkItem& item, int64_t head, const KVChunk<T>& chunk, float* s,
-                      const KVChunk<T>& next) const {
+  void compute_scores(const WorkItem& item, int64_t head, const HeadRows& rows, int64_t keys,
+                      float* s, const KVChunk& next) const {
     float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(in_.shape.width * CHUNK);
-    transpose_keys(head, chunk, k, next);
-    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto rows) {
-      constexpr int R = rows;
+    transpose_keys(head, rows, keys, k, next);
+    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto count) {
+      constexpr int R = count;
       const T* q[R];
       for (int i = 0; i < R; i++) q[i] = in_.query(item, head, row + i);
-      for (int64_t key = 0; key < chunk.keys; key += VECTORS * WIDTH) {
+      for (int64_t key = 0; key < keys; key += VECTORS * WIDTH) {
         Floats total[R][VECTORS] = {};
         for (int64_t at = 0; at < in_.shape.width; at++)
           accumulate_outer(total, [&](int i) { return widen(q[i][at]); },
@@ -84,25 +105,23 @@ class VectorChunkKernel {
   }
 
   // From (key, channel) to (channel, key); those after the last key repeat it.
-  void transpose_keys(int64_t head, const KVChunk<T>& chunk, float* to,
-                      const KVChunk<T>& next) const {
-    auto row = [&](int64_t key) {
-      return chunk.k[std::min(key, chunk.keys - 1)] + head * in_.k.head_stride;
-    };
+  void transpose_keys(int64_t head, const HeadRows& rows, int64_t keys, float* to,
+                      const KVChunk& next) const {
+    auto row = [&](int64_t key) { return rows[std::min(key, keys - 1)]; };
     int64_t width = in_.shape.width, at = 0;
 #if defined(__AVX512F__)
     for (; at + LINE <= width; at += LINE)
-      for (int64_t key = 0; key < chunk.keys; key += WIDTH) {
+      for (int64_t key = 0; key < keys; key += WIDTH) {
         __m512i tile[WIDTH];  // one cache line of each key
         for (int i = 0; i < WIDTH; i++) {
           tile[i] = _mm512_loadu_si512(row(key + i) + at);
-          prefetch(next.k, next.keys, key + i, head * in_.k.head_stride + at);
+          prefetch(in_.k, next.k, next.keys, key + i, head, at);
         }
         interleave(tile);
         for (int i = 0; i < WIDTH; i++) store_words(tile[i], to + at * CHUNK + key, i);
       }
 #endif
-    for (int64_t key = 0; key < chunk.keys && at < width; key++)
+    for (int64_t key = 0; key < keys && at < width; key++)
       for (int64_t channel = at; channel < width; channel++)
         to[channel * CHUNK + key] = widen(row(key)[channel]);
   }
@@ -118,16 +137,17 @@ class VectorChunkKernel {
 #endif
 
   // O = P V.
-  void accumulate_values(const WorkItem& item, int64_t head, const KVChunk<T>& chunk,
-                         const float* p, float* out, const KVChunk<T>& next) const {
+  void accumulate_values(const WorkItem& item, int64_t head, const HeadRows& rows, int64_t keys,
+                         const float* p, float* out, const KVChunk& next) const {
     int64_t width = in_.shape.width;
-    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto rows) {
+    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto count) {
       auto add = [&](int64_t at, auto vectors, auto... tail) {
-        const float* probs = p + row * CHUNK;
+        auto prefetch_values = [&](int64_t key) {
+          for (int64_t line = at; row == 0 && line < at + vectors * WIDTH; line += LINE)
+            prefetch(in_.v, next.v, next.keys, key, head, line);
+        };
         float* to = out + row * in_.shape.padded() + at;
-        const KVChunk<T>* ahead = row ? nullptr : &next;
-        int64_t offset = head * in_.v.head_stride + at;
-        add_values<rows, vectors>(chunk, offset, probs, to, ahead, tail...);
+        add_values<count, vectors>(rows, keys, at, p + row * CHUNK, to, prefetch_values, tail...);
       };
       int64_t at = 0;
       for (; at + VECTORS * WIDTH <= width; at += VECTORS * WIDTH) add(at, Count<VECTORS>());
@@ -136,14 +156,13 @@ class VectorChunkKernel {
     });
   }
 
-  template <int R, int V, class... Tail>
-  void add_values(const KVChunk<T>& chunk, int64_t offset, const float* probs, float* to,
-                  const KVChunk<T>* next, Tail... tail) const {
+  template <int R, int V, class Prefetch, class... Tail>
+  void add_values(const HeadRows& rows, int64_t keys, int64_t at, const float* probs, float* to,
+                  const Prefetch& prefetch_values, Tail... tail) const {
     Floats total[R][V] = {};
-    for (int64_t key = 0; key < chunk.keys; key++) {
-      const T* v = chunk.v[key] + offset;
-      for (int64_t at = 0; next && at < V * WIDTH; at += LINE)
-        prefetch(next->v, next->keys, key, offset + at);
+    for (int64_t key = 0; key < keys; key++) {
+      const T* v = rows[key] + at;
+      prefetch_values(key);
       accumulate_outer(total, [&](int i) { return probs[i * CHUNK + key]; },
                        [&](int j) { return load(v + j * WIDTH, tail...); });
     }
@@ -152,7 +171,9 @@ class VectorChunkKernel {
   }
 
   // Keys or values of the next chunk.
-  static void prefetch(const T* const* rows, int64_t keys, int64_t key, int64_t offset) {
+  static void prefetch(const PagedView& view, const char* const* rows, int64_t keys, int64_t key,
+                       int64_t head, int64_t channel) {
+    const int64_t offset = head * view.head_stride + channel * view.element_size;
     if (key < keys) __builtin_prefetch(rows[key] + offset, 0, 2);
   }
 

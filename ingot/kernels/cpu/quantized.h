@@ -135,18 +135,11 @@ inline void store_operands(int8_t* to, int64_t k, Ints q, int64_t count) {
   }
 }
 
-// round(x / scale), ties to even; adding and subtracting 1.5 * 2^23 rounds to an integer.
-inline Ints quantize(Floats x, Floats scale) {
-  const Floats magic = broadcast(12582912.0f);
-  return (Ints)(x / scale + magic) - (Ints)magic;
-}
-
 // A row in groups of `group` channels: its values, and the scale and the sum of each group. One step
 // after the other for all groups, because each has a long latency.
 template <class Format, class T>
 void quantize_row(const T* x, int64_t width, int64_t group, int8_t* to, float* scales,
                   int32_t* sums) {
-  constexpr float MIN_MAGNITUDE = 0x1p-100f;  // as in ingot.ops.codec
   int64_t groups = (width + group - 1) / group;
   auto size = [&](int64_t g) { return std::min(group, width - g * group); };
   for (int64_t g = 0; g < groups; g++) {

@@ -1,4 +1,5 @@
 // Rotary position embedding. Sine and cosine are computed once per token, for all its heads.
+#include "kv_cache.h"
 #include "tensor.h"
 
 namespace ingot::kernels {
@@ -146,23 +147,30 @@ Tensor rope(const Tensor& x, const Tensor& positions, const Tensor& freqs, bool 
 }
 
 // Slots of the KV cache that the tokens are written to.
-template <class T>
 struct CacheSlots {
   Tensor cache;
   Integers slot;
   int64_t block_size;
+  bool quantized;  // int8: see kv_cache.h
 
   CacheSlots(const Tensor& cache, const Tensor& slot_mapping, const Tensor& k)
-      : cache(cache), slot(slot_mapping), block_size(cache.dim() == 4 ? cache.size(1) : 0) {
-    check(cache.dim() == 4 && cache.size(2) == k.size(1) && cache.size(3) == k.size(2),
-          "the KV cache must be (blocks, block size, K, H)");
+      : cache(cache),
+        slot(slot_mapping),
+        block_size(cache.dim() == 4 ? cache.size(1) : 0),
+        quantized(cache.scalar_type() == ScalarType::Char) {
+    int64_t width = k.size(2) + (quantized ? KV_SCALE_BYTES : 0);
+    check(cache.is_cpu() && (quantized || cache.scalar_type() == k.scalar_type()),
+          "the KV cache must be on the CPU, in the dtype of k or in int8");
+    check(cache.dim() == 4 && cache.size(2) == k.size(1) && cache.size(3) == width,
+          "the KV cache must be (blocks, block size, K, H), with a scale after H in int8");
     check(cache.stride(3) == 1, "the KV cache must be contiguous in its last dimension");
     check(slot_mapping.dim() == 1 && slot.count == k.size(0),
           "slot_mapping must have one entry per token");
     for (int64_t i = 0; i < slot.count; i++)
       check(slot[i] >= 0 && slot[i] < cache.size(0) * block_size, "slot out of range");
   }
-  T* operator()(int64_t token, int64_t head) const {
+  template <class T>
+  T* row(int64_t token, int64_t head) const {
     int64_t at = slot[token];
     return data<T>(cache) + at / block_size * cache.stride(0) + at % block_size * cache.stride(1) +
            head * cache.stride(2);
@@ -174,29 +182,36 @@ Tensor rope_and_cache(const Tensor& q, const Tensor& k, const Tensor& v, const T
                       const Tensor& slot_mapping, bool interleaved, double scale) {
   return dispatch_dtype(q, [&](auto tag) {
     using T = decltype(tag);
-    for (const Tensor* other : {&k, &v, &k_cache, &v_cache}) check_same_dtype(*other, q);
+    check_same_dtype(k, q), check_same_dtype(v, q), check_same_dtype(v_cache, k_cache);
     Rotation rotation(positions, freqs, q, interleaved, scale);
     check(k.dim() == 3 && k.size(0) == q.size(0) && k.size(2) == q.size(2),
           "k must be (T, K, H) with the tokens and head size of q");
     check(same_sizes(k, v), "k and v must have the same shape");
     check(same_sizes(k_cache, v_cache),
           "the caches of k and v must have the same shape");
-    CacheSlots<T> k_to(k_cache, slot_mapping, k), v_to(v_cache, slot_mapping, v);
+    CacheSlots k_to(k_cache, slot_mapping, k), v_to(v_cache, slot_mapping, v);
     Heads<T> q_in(q), k_in(k), v_in(v);
     Tensor rotated = allocate_like(q);
     Heads<T> q_out(rotated);
+    int64_t width = q_in.channels;
     parallel_for(q_in.tokens, (q_in.heads + 2 * k_in.heads) * q_in.channels,
                  [&](int64_t begin, int64_t end) {
                    SinCos sincos;
+                   std::vector<T> row(k_to.quantized ? width : 0);
                    for (int64_t token = begin; token < end; token++) {
                      rotation.compute(sincos, token);
                      for (int64_t head = 0; head < q_in.heads; head++)
-                       rotation.rotate(q_in(token, head), q_out(token, head), sincos,
-                                       q_in.channels);
-                     for (int64_t head = 0; head < k_in.heads; head++) {
-                       rotation.rotate(k_in(token, head), k_to(token, head), sincos, k_in.channels);
-                       std::copy_n(v_in(token, head), v_in.channels, v_to(token, head));
-                     }
+                       rotation.rotate(q_in(token, head), q_out(token, head), sincos, width);
+                     for (int64_t head = 0; head < k_in.heads; head++)
+                       if (k_to.quantized) {
+                         rotation.rotate(k_in(token, head), row.data(), sincos, width);
+                         quantize_kv_row(row.data(), width, k_to.row<int8_t>(token, head));
+                         quantize_kv_row(v_in(token, head), width, v_to.row<int8_t>(token, head));
+                       } else {
+                         T* to = k_to.row<T>(token, head);
+                         rotation.rotate(k_in(token, head), to, sincos, width);
+                         std::copy_n(v_in(token, head), width, v_to.row<T>(token, head));
+                       }
                    }
                  });
     return rotated;

@@ -11,6 +11,7 @@
 // invariance depends on this: within a tier, an expression has one result.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -115,6 +116,17 @@ inline Floats load(const bf16* from) {
   std::memcpy(&values, from, sizeof values);
   return widen(values);
 }
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Floats values;
+  for (int i = 0; i < WIDTH; i++) values[i] = from[i];
+  return values;
+#endif
+}
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 inline void store(bf16* to, Floats values) {
   Halves narrowed = narrow(values);
@@ -140,10 +152,27 @@ inline Floats load(const bf16* from, int64_t count) {
   return widen(values);
 #endif
 }
+inline Floats load(const int8_t* from, int64_t count) {
+  int8_t bytes[WIDTH] = {};
+  std::memcpy(bytes, from, count);
+  return load(bytes);
+}
 inline void store(float* to, Floats values, int64_t count) { std::memcpy(to, &values, 4 * count); }
 inline void store(bf16* to, Floats values, int64_t count) {
   Halves narrowed = narrow(values);
   std::memcpy(to, &narrowed, 2 * count);
+}
+
+// Integers from -128 to 127.
+inline void store(int8_t* to, Ints values) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
+#else
+  for (int i = 0; i < WIDTH; i++) to[i] = int8_t(values[i]);
+#endif
+}
+inline void store(int8_t* to, Ints values, int64_t count) {
+  for (int64_t i = 0; i < count; i++) to[i] = int8_t(values[i]);
 }
 
 inline Ints lane_indices() {
@@ -240,6 +269,16 @@ inline float reduce_max(Floats values) {
 #else
   return reduce(values, [](float a, float b) { return a > b || a != a ? a : b; });
 #endif
+}
+
+// Rows that are quantized to int8 have at least this magnitude, so that their scale is a normal
+// number: as in ingot.ops.codec.
+constexpr float MIN_MAGNITUDE = 0x1p-100f;
+
+// round(x / scale), ties to even; adding and subtracting 1.5 * 2^23 rounds to an integer.
+inline Ints quantize(Floats x, Floats scale) {
+  const Floats magic = broadcast(12582912.0f);
+  return (Ints)(x / scale + magic) - (Ints)magic;
 }
 
 // Run body(at) for every full vector of a row, body(at, count) for the tail.

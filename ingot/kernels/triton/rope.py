@@ -270,6 +270,11 @@ def _supported(x: Tensor, *_: object) -> bool:
     return x.numel() > 0 and x.shape[-1] <= 1024
 
 
+def _cache_supported(q: Tensor, *args: Any) -> bool:
+    k_cache: Tensor = args[4]  # one in int8 is written by the CPU kernel only
+    return _supported(q) and k_cache.dtype == q.dtype
+
+
 def _example(make: ExampleInputs) -> tuple[Any, ...]:
     positions = make.ints(8192, below=8192)
     return make(8192, 32, 128), positions, make(64, dtype=torch.float32), False, 1.0
@@ -283,4 +288,4 @@ def _cache_example(make: ExampleInputs) -> tuple[Any, ...]:
 
 
 provide(ops.rope, rope, example=_example, supports=_supported, backward=_backward)
-provide(ops.rope_and_cache, rope_and_cache, example=_cache_example, supports=_supported)
+provide(ops.rope_and_cache, rope_and_cache, example=_cache_example, supports=_cache_supported)

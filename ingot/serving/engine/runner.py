@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.device import CUDA_GRAPH_DEVICES
+from ingot.core.errors import ConfigError
 from ingot.nn import BatchLayout, Decoder, KVCache
 from ingot.ops.replay import capture
 from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
@@ -78,9 +79,15 @@ class Runner:
         self, decoder: Decoder, config: SchedulerConfig, *, kv_cache: KVCache | None = None
     ) -> None:
         self.decoder, self.config, self.size = decoder, config, config.block_size
-        device = self._device = decoder.device
+        device, spec = decoder.device, decoder.kv_spec
+        if spec.dtype == torch.int8 and device.type != "cpu":
+            raise ConfigError(
+                f"kv_cache_dtype: int8 is supported on a CPU only, got device {device}",
+                hint="use kv_cache_dtype 'auto', or device 'cpu'",
+            )
+        self._device = device
         num_blocks = config.num_blocks + _NUM_SCRATCH_BLOCKS
-        self.kv_cache = kv_cache or KVCache(decoder.kv_spec, num_blocks, self.size, device)
+        self.kv_cache = kv_cache or KVCache(spec, num_blocks, self.size, device)
         self.scratch_blocks = range(config.num_blocks, num_blocks)
         """Blocks that the scheduler does not know, for keys and values of draft tokens."""
         self._max_tokens, self._rows = config.prefill_only_budget, config.max_num_seqs

@@ -152,7 +152,11 @@ class EngineCollector(Collector):
             yield from _engine_metrics(stats, labels, values)
         if info is not None:
             family = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
-            sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+            sizes = {
+                "block_size": str(info.block_size),
+                "num_gpu_blocks": str(info.num_blocks),
+                "cache_dtype": info.kv_cache_dtype,
+            }
             family.add_metric([], {**dict(zip(labels, values, strict=True)), **sizes})
             yield family
         for name, text, histogram in (

@@ -74,6 +74,8 @@ class ServerConfig:
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish at shutdown."""
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
     adapters: Mapping[str, Path | str] = field(default_factory=dict[str, "Path | str"])
     """Directories of LoRA adapters by the name that requests give as their `model`."""
@@ -168,6 +170,7 @@ class Server:
             directory=str(directory),
             device=config.device,
             kv_cache_bytes=config.kv_cache_bytes,
+            kv_cache_dtype=config.kv_cache_dtype,
             speculate=config.speculate,
             adapters=_check_adapters(config.adapters, directory.resolve().name),
             max_loras=config.max_loras,

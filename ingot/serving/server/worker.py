@@ -45,6 +45,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "auto"
     kv_cache_bytes: int | None = None
     """None for the default of `config_for_memory`."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
     """Speculative decoding: see `ingot.serving.engine.speculate`."""
     adapters: dict[str, str] = {}
@@ -163,6 +165,7 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     name = directory.resolve().name
     send(wire.Loading(f"loading {directory}"))
     decoder, tokenizer = hf.load(directory).to(device), Tokenizer.load(directory)
+    decoder.set_kv_cache_dtype(settings.kv_cache_dtype)
     adapters = AdapterPool.of(
         decoder,
         settings.adapters,
@@ -190,6 +193,8 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
             max_model_len=config.max_seq_len,
             block_size=scheduler_config.block_size,
             num_blocks=scheduler_config.num_blocks,
+            kv_cache_dtype=str(decoder.kv_spec.dtype).removeprefix("torch."),
+            kv_cache_bytes=engine.runner.kv_cache.memory.nbytes,
             device=str(device),
             adapters=adapters.loaded,
             max_loras=adapters.max_loras,

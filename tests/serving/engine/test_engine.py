@@ -319,3 +319,14 @@ def test_a_prompt_is_scored_once_though_it_is_computed_twice() -> None:
         text = [*prompt(30, 1), *tokens(heard)]
         assert [one.logprob for one in found] == logprobs(text)
         assert [one.token for one in found] == text[1:]
+
+
+def test_an_int8_cache_has_nearly_twice_as_many_blocks() -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
+    blocks = config_for_memory(decoder, kv_cache_bytes=1 << 20).num_blocks
+    decoder.set_kv_cache_dtype("int8")
+    width = decoder.config.head_dim
+    found = config_for_memory(decoder, kv_cache_bytes=1 << 20).num_blocks
+    assert found == blocks * 2 * width // (width + 4)
+    engine = Engine(decoder, scheduler_config=config_for_memory(decoder, 1 << 20))
+    assert engine.runner.kv_cache.memory.nbytes <= 1 << 20

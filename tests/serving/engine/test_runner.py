@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from ingot.core.errors import ConfigError
 from ingot.nn import BatchLayout, Decoder, preset
 from ingot.serving.engine import runner as module
 from ingot.serving.engine.runner import Runner
@@ -106,3 +107,10 @@ def test_selected_rows_are_those_after_which_a_token_is_sampled(decoder: Decoder
             selected, found = runner.select_sampled(hidden)
             assert torch.equal(selected, hidden[rows])
             assert found.tolist() == positions
+
+
+def test_an_int8_cache_needs_a_cpu() -> None:
+    decoder = Decoder.on_meta(preset("tiny"))
+    decoder.set_kv_cache_dtype("int8")
+    with pytest.raises(ConfigError, match="int8 is supported on a CPU only, got device meta"):
+        Runner(decoder, LIMITS)
