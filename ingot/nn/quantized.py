@@ -23,16 +23,16 @@ from ingot.nn.formats import LinearEpilogue, QuantizedTensors, WeightFormat
 from ingot.nn.linear import Embedding, Linear
 from ingot.nn.lora import LoraAdapter, LoraSlots
 from ingot.nn.mlp import SwiGLU
+from ingot.nn.recompute import run_by_rows
 from ingot.ops.codec import fits_panels, to_panels, to_rows
 from ingot.ops.epilogue import IDENTITY, SILU
+from ingot.ops.loss import CHUNK
 
 ChooseFormat = Callable[[str], WeightFormat | None]
 """Returns the format of a module by its name; None leaves it as it is."""
 
 Encode = Callable[[WeightFormat, Tensor], QuantizedTensors]
 """Quantizes a weight, (N, D)."""
-
-_LOGPROB_ROWS = 256  # tokens whose logits are in memory at a time
 
 
 def round_to_nearest(format: WeightFormat, weight_ND: Tensor) -> QuantizedTensors:
@@ -87,8 +87,11 @@ class QuantizedModule(nn.Module):
 
     def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
         """Return the log-probability of each token, (T,), in float32."""
-        parts = zip(hidden_TD.split(_LOGPROB_ROWS), tokens_T.split(_LOGPROB_ROWS), strict=True)
-        return torch.cat([ops.token_logprobs(self.logits(h), tokens) for h, tokens in parts])
+
+        def logprobs(hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
+            return ops.token_logprobs(self.logits(hidden_TD), tokens_T)
+
+        return run_by_rows(logprobs, CHUNK, hidden_TD, tokens_T)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = fn(torch.empty(0, dtype=self.dtype, device=self.tensors.scale.device))

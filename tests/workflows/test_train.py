@@ -75,7 +75,9 @@ def test_the_newest_run_of_a_name_is_found(tmp_path: Path, monkeypatch: pytest.M
         export(recipe, tmp_path / "out")
 
 
-def adapter_recipe(tmp_path: Path, format: WeightFormat | None = None, **options: Any) -> Recipe:
+def adapter_recipe(
+    tmp_path: Path, format: WeightFormat | None = None, embeddings: bool = False, **options: Any
+) -> Recipe:
     """A LoRA adapter of a model that is trained first, with everything on that keeps state."""
     base = tmp_path / "base/model"
     if not base.exists():
@@ -83,26 +85,27 @@ def adapter_recipe(tmp_path: Path, format: WeightFormat | None = None, **options
         ingot.train(recipe, run_dir=tmp_path / "base")
     if format:
         base, original = tmp_path / "quantized", base
-        ingot.compress(original, base, format, method=RoundToNearest())
+        ingot.compress(original, base, format, method=RoundToNearest(), embeddings=embeddings)
     lora = LoraConfig(rank=4, dropout=0.1)
     known: dict[str, Any] = {"init_from": base, "model": None, "adapter": lora}
     return runs.text(tmp_path, **{**known, "precision": Precision.BF16, **options})
 
 
 @pytest.mark.parametrize(
-    ("precision", "format"),
+    ("precision", "format", "embeddings"),
     [
-        (Precision.BF16, None),
-        (Precision.FP32, None),
-        (Precision.BF16, Int4()),
-        (Precision.BF16, Int8(group=None)),
+        (Precision.BF16, None, False),
+        (Precision.FP32, None, False),
+        (Precision.BF16, Int4(), False),
+        (Precision.BF16, Int4(), True),
+        (Precision.BF16, Int8(group=None), False),
     ],
     ids=str,
 )
 def test_an_adapter_is_trained_and_exported(
-    tmp_path: Path, precision: Precision, format: WeightFormat | None
+    tmp_path: Path, precision: Precision, format: WeightFormat | None, embeddings: bool
 ) -> None:
-    recipe = adapter_recipe(tmp_path, format, precision=precision)
+    recipe = adapter_recipe(tmp_path, format, embeddings, precision=precision)
     assert recipe.init_from is not None
     assert recipe.adapter is not None
     before = {file.name: file.read_bytes() for file in recipe.init_from.iterdir()}
@@ -111,6 +114,7 @@ def test_an_adapter_is_trained_and_exported(
     names = {name.partition("|")[0] for name in state["weights"] if not name.startswith("|")}
     assert names
     assert all(".lora." in name for name in names)
+    assert not state["buffers"]
     assert state["ema"].keys() == names
     result = run.train()
     assert result.model_dir is not None
@@ -141,8 +145,11 @@ def test_an_adapter_is_trained_and_exported(
             assert torch.equal(logprobs[targets >= 0], trained[targets >= 0])
 
 
-def test_an_adapter_resumes_bitwise_and_on_its_own_base_only(tmp_path: Path) -> None:
-    recipe = adapter_recipe(tmp_path)
+@pytest.mark.parametrize("format", [None, Int8(group=32)], ids=str)
+def test_an_adapter_resumes_bitwise_and_on_its_own_base_only(
+    tmp_path: Path, format: WeightFormat | None
+) -> None:
+    recipe = adapter_recipe(tmp_path, format, embeddings=True)
     run = TrainingRun(recipe, run_dir=tmp_path / "run")
 
     def stop(metrics: dict[str, Any]) -> None:
