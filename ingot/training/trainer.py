@@ -42,6 +42,7 @@ from ingot.core.errors import ConfigError
 from ingot.core.paths import write_atomic
 from ingot.data import Loader
 from ingot.nn import Decoder, DecoderConfig
+from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
 from ingot.observe.metrics import MetricsLog
 from ingot.training.checkpoint import Checkpoint, Checkpoints
@@ -92,6 +93,8 @@ class Trainer:
         self.model.to(self.device)
         if recipe.adapter:
             self.model.add_lora(recipe.adapter, recipe.seed)  # pyright: ignore
+        if recipe.qat:
+            prepare_qat_(self.model, recipe.qat.weight_format)  # pyright: ignore
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
