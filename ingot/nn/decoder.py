@@ -4,7 +4,7 @@
 
 takes packed tokens and returns the normalized hidden state of each. `logits` projects hidden states
 to the vocabulary; the losses in `ops` take them with `lm_head_weight`, so that the logits of a
-whole batch are never materialized.
+whole batch are never materialized. `ingot.nn.loss` has losses of quantized LM heads, too.
 
 A decoder is built on `meta` and allocated once: `Decoder.from_config` initializes it randomly,
 `ingot.interop.hf.load` reads the weights of a directory.
@@ -306,8 +306,8 @@ class Decoder(nn.Module):
         """Weight of the LM head, (V, D); the token embedding if they are tied."""
         if self.has_quantized_head:
             raise IngotError(
-                "the LM head is quantized: its weight has no gradient",
-                hint="use `logits` and `logprobs`, or leave the LM head in bfloat16",
+                "the LM head is quantized: it has no floating-point weight",
+                hint="use `logits` and `logprobs`, or the losses of `ingot.nn.loss`",
             )
         return self._head.weight
 

@@ -9,6 +9,8 @@ Legend: T tokens, D channels, V vocabulary.
 # pyright: basic
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +55,8 @@ class Linear(LMHead, nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.lora: LoraAdapter | LoraSlots | None = None
+        self.fake_quantizer: Callable[..., Tensor] | None = None
+        """Computes the layer with its weight quantized: see `ingot.nn.qat`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,6 +80,8 @@ class Linear(LMHead, nn.Linear):
 
         `adapters` selects the LoRA adapter of each row, if the layer has any.
         """
+        if self.fake_quantizer is not None:
+            return self.fake_quantizer(input, [self.weight], self.bias, activation, residual)
         term = None if self.lora is None else self.lora(input, adapters)
         if term is None:
             return ops.linear(input, self.weight, self.bias, activation, residual)

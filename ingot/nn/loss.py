@@ -16,13 +16,18 @@ from torch.autograd.function import once_differentiable
 from ingot import ops
 from ingot.core.targets import IGNORE_INDEX
 from ingot.nn.layout import BatchLayout
+from ingot.nn.recompute import run_by_rows
 from ingot.ops.loss import CHUNK
 
 _ALL_TOKENS = 1 << 22  # no vocabulary is larger
 
 
 class LanguageModel(Protocol):
-    """A model from packed tokens to hidden states, and the weight of its LM head."""
+    """A model from packed tokens to hidden states, and the weight of its LM head.
+
+    Or it has `has_quantized_head`, as a `Decoder` may, with `logits` and `logprobs` instead of the
+    weight. Such a head is frozen; its losses have gradients of the hidden states alone.
+    """
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -66,14 +71,49 @@ def token_losses(
     hidden_TD = model(tokens_T, layout)
     if target_rows is not None:
         hidden_TD, targets_T = hidden_TD[target_rows], targets_T[target_rows]
-    args = (hidden_TD, model.lm_head_weight, targets_T, IGNORE_INDEX, label_smoothing, z_loss)
-    if grad_output is None or not (hidden_TD.requires_grad and torch.is_grad_enabled()):
-        losses = ops.linear_cross_entropy(*args)
-    else:
-        losses = _WithGradients.apply(grad_output, *args)  # pyright: ignore
+    options = (label_smoothing, z_loss)
+    losses = _cross_entropy(model, hidden_TD, targets_T, options, grad_output)
     if target_rows is None:
         return losses
     return losses.new_zeros(len(tokens_T)).index_copy(0, target_rows, losses)
+
+
+def _cross_entropy(
+    model: Any,
+    hidden_TD: Tensor,
+    targets_T: Tensor,
+    options: tuple[float, float],
+    grad_output: float | None,
+) -> Tensor:
+    if _has_quantized_head(model):
+
+        def of_logits(hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+            return _cross_entropy_of_logits(model.logits(hidden_TD), targets_T, *options)
+
+        return run_by_rows(of_logits, CHUNK, hidden_TD, targets_T)
+    args = (hidden_TD, model.lm_head_weight, targets_T, IGNORE_INDEX, *options)
+    if grad_output is None or not (hidden_TD.requires_grad and torch.is_grad_enabled()):
+        return ops.linear_cross_entropy(*args)
+    return _WithGradients.apply(grad_output, *args)  # pyright: ignore
+
+
+def _cross_entropy_of_logits(
+    logits_TV: Tensor, targets_T: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """Return `ops.cross_entropy`, from the log-probabilities whose bits are served."""
+    ignored_T = targets_T == IGNORE_INDEX
+    known_T = targets_T.masked_fill(ignored_T, 0)
+    logprobs_T = ops.token_logprobs(logits_TV, known_T)
+    losses_T = -logprobs_T
+    if label_smoothing or z_loss:
+        chosen_T = logits_TV.gather(1, known_T[:, None])[:, 0]
+        losses_T = losses_T + label_smoothing * (chosen_T - logits_TV.mean(1))
+        losses_T = losses_T + z_loss * (chosen_T - logprobs_T).square()
+    return losses_T.masked_fill(ignored_T, 0.0)
+
+
+def _has_quantized_head(model: Any) -> bool:
+    return getattr(model, "has_quantized_head", False)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -115,9 +155,11 @@ def token_logprobs(
     layout = BatchLayout.packed(lengths, tokens_T.device)
     hidden_TD = model(tokens_T, layout)
     ignored_T = targets_T == IGNORE_INDEX
-    logprobs_T = ops.linear_token_logprobs(
-        hidden_TD, model.lm_head_weight, targets_T.masked_fill(ignored_T, 0)
-    )
+    known_T = targets_T.masked_fill(ignored_T, 0)
+    if _has_quantized_head(model):
+        logprobs_T = model.logprobs(hidden_TD, known_T)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        logprobs_T = ops.linear_token_logprobs(hidden_TD, model.lm_head_weight, known_T)
     return logprobs_T.masked_fill(ignored_T, 0.0)
 
 
@@ -162,10 +204,13 @@ def sampled_logprobs(
     ]
     (rows_N,) = torch.nonzero(targets_T != IGNORE_INDEX, as_tuple=True)
     hidden_ND, *rows = (tensor[rows_N] for tensor in (hidden_TD, targets_T, *options))
-    if getattr(model, "has_quantized_head", False):
-        chunks = _chunks(hidden_ND, *rows)
-        parts = [_gather_logprobs(model.logits(h), *others) for h, *others in chunks]  # pyright: ignore
-        logprobs_N = torch.cat(parts) if parts else hidden_ND.new_zeros(0, dtype=torch.float32)
+    if _has_quantized_head(model):
+        head: Any = model
+
+        def of_logits(hidden_ND: Tensor, *others: Tensor) -> Tensor:
+            return _gather_logprobs(head.logits(hidden_ND), *others)
+
+        logprobs_N = run_by_rows(of_logits, CHUNK, hidden_ND, *rows)
     else:
         logprobs_N = _SampledLogprobs.apply(hidden_ND, model.lm_head_weight, *rows)
     return logprobs_N.new_zeros(len(targets_T)).index_put((rows_N,), logprobs_N)

@@ -23,8 +23,10 @@ from ingot.nn.formats import LinearEpilogue, QuantizedTensors, WeightFormat
 from ingot.nn.linear import Embedding, Linear
 from ingot.nn.lora import LoraAdapter, LoraSlots
 from ingot.nn.mlp import SwiGLU
-from ingot.ops.codec import fits_panels, to_panels, to_rows
+from ingot.nn.recompute import run_by_rows
+from ingot.ops.codec import PANEL_ROWS, fits_panels, to_panels, to_rows
 from ingot.ops.epilogue import IDENTITY, SILU
+from ingot.ops.loss import CHUNK
 
 ChooseFormat = Callable[[str], WeightFormat | None]
 """Returns the format of a module by its name; None leaves it as it is."""
@@ -32,16 +34,26 @@ ChooseFormat = Callable[[str], WeightFormat | None]
 Encode = Callable[[WeightFormat, Tensor], QuantizedTensors]
 """Quantizes a weight, (N, D)."""
 
-_LOGPROB_ROWS = 256  # tokens whose logits are in memory at a time
-
 
 def round_to_nearest(format: WeightFormat, weight_ND: Tensor) -> QuantizedTensors:
     """Quantize a weight by rounding each value to the nearest one of the format."""
     return format.encode(weight_ND)
 
 
+def arrange(tensors: QuantizedTensors, gated: bool = False) -> QuantizedTensors:
+    """Return tensors in rows as they are, or in panels for CPUs, whose kernels would convert them
+    at each call. Of a gated layer, gate and up have to begin with a panel."""
+    weight = tensors.weight
+    rows_fit = not (gated and len(weight) % (2 * PANEL_ROWS))
+    if weight.device.type != "cpu" or not (rows_fit and fits_panels(*weight.shape)):
+        return tensors
+    return tensors.map(lambda tensor: to_panels(tensor) if tensor.dim() == 2 else tensor)
+
+
 class QuantizedModule(nn.Module):
     """A module with a quantized weight, whose tensors keep their dtypes when it is converted."""
+
+    gated = False
 
     def __init__(
         self, format: WeightFormat, rows: int, channels: int, dtype: torch.dtype, device: Any
@@ -70,16 +82,7 @@ class QuantizedModule(nn.Module):
             if own is not None:
                 assert new is not None
                 own[rows].copy_(new)
-        self._arrange(all_rows)
-
-    def _arrange(self, tensors: QuantizedTensors) -> None:
-        """Keep tensors in rows, or in panels for CPUs, whose kernels would convert at each call."""
-        if tensors.weight.device.type == "cpu" and self._fits_panels(tensors.weight):
-            tensors = tensors.map(lambda tensor: to_panels(tensor) if tensor.dim() == 2 else tensor)
-        self._buffers |= tensors._asdict()
-
-    def _fits_panels(self, weight: Tensor) -> bool:
-        return fits_panels(*weight.shape)
+        self._buffers |= arrange(all_rows, self.gated)._asdict()
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return `hidden @ weight.T`, (T, V), in float32."""
@@ -87,8 +90,11 @@ class QuantizedModule(nn.Module):
 
     def logprobs(self, hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
         """Return the log-probability of each token, (T,), in float32."""
-        parts = zip(hidden_TD.split(_LOGPROB_ROWS), tokens_T.split(_LOGPROB_ROWS), strict=True)
-        return torch.cat([ops.token_logprobs(self.logits(h), tokens) for h, tokens in parts])
+
+        def logprobs(hidden_TD: Tensor, tokens_T: Tensor) -> Tensor:
+            return ops.token_logprobs(self.logits(hidden_TD), tokens_T)
+
+        return run_by_rows(logprobs, CHUNK, hidden_TD, tokens_T)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = fn(torch.empty(0, dtype=self.dtype, device=self.tensors.scale.device))
@@ -96,7 +102,7 @@ class QuantizedModule(nn.Module):
         if device != self.tensors.scale.device:
             has_values = not self.tensors.weight.is_meta and device.type != "meta"
             moved = self.get().map(lambda tensor: _move(tensor, device))
-            self._arrange(moved) if has_values else self._buffers.update(moved._asdict())
+            self._buffers |= (arrange(moved, self.gated) if has_values else moved)._asdict()
         own, self._buffers = self._buffers, {}
         try:
             return super()._apply(fn, recurse)
@@ -154,10 +160,6 @@ class QuantizedLinear(QuantizedModule):
             if layer.bias is not None:
                 layer.bias.data.copy_(linear.bias.detach())
         return layer
-
-    def _fits_panels(self, weight: Tensor) -> bool:
-        # Gate and up have to begin with a panel.
-        return super()._fits_panels(weight) and not (self.gated and len(weight) % 32)
 
     def forward(
         self,

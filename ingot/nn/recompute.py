@@ -9,7 +9,8 @@
 gradients are bitwise equal under every policy.
 
 A block runs its forward through `run`. For "selective", the layers mark what may be discarded by
-calling it through `recomputable`. Both use autograd's hooks for saved tensors. They do not use
+calling it through `recomputable`. Losses whose logits would not fit in memory use `run_by_rows`.
+All use autograd's hooks for saved tensors. They do not use
 `torch.utils.checkpoint`, which imports torch's compiler: 140 MB and a second.
 """
 
@@ -49,6 +50,20 @@ def recomputable(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     tracker = _ACTIVE.tracker
     return function(*args) if tracker is None else tracker.call(function, *args)
+
+
+def run_by_rows(forward: Callable[..., Tensor], num_rows: int, *tensors: Tensor) -> Tensor:
+    """Return `forward(*tensors)`, computed for `num_rows` rows of all tensors at a time.
+
+    Autograd keeps only the tensors themselves: what `forward` computes from some rows is in memory
+    for these rows alone, in the backward, too, which recomputes it.
+
+    >>> x = torch.ones(3, 2, requires_grad=True)
+    >>> run_by_rows(lambda x, y: (x * y).exp().sum(-1), 2, x, torch.zeros(3, 2))
+    tensor([2., 2., 2.], grad_fn=<CatBackward0>)
+    """
+    parts = zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+    return torch.cat([run("full", forward, *part) for part in parts])
 
 
 def _run_checkpointed(forward: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -85,6 +85,8 @@ class AdamW:
                     group["weight_decay"],
                     factor,
                 )
+                # The op is opaque to autograd, which would not notice that they have changed.
+                torch.autograd.graph.increment_version(weights)
 
 
 def _init_state(weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -393,7 +393,8 @@ def _apply_update(part: OptimizerLike, grads: dict[Tensor, tuple[Tensor, float]]
 
 def _hidden_matrices(model: nn.Module, decayed: Mapping[str, bool]) -> set[str]:
     """Return the names of the matrices between the embedding and the LM head."""
-    head = id(getattr(model, "lm_head_weight", None))
+    quantized = getattr(model, "has_quantized_head", False)
+    head = None if quantized else id(getattr(model, "lm_head_weight", None))
     return {
         name
         for name, parameter in model.named_parameters()

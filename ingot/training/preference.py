@@ -28,12 +28,12 @@ Legend: N targets of a batch, B pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot import ops
 from ingot.data import PairBatch
 from ingot.nn.layout import BatchLayout
 from ingot.training.objective import DPOConfig, LossOutput, PreferenceLoss
@@ -104,12 +104,11 @@ class DPO:
         return {"loss": output.losses.sum(), **output.metric_sums}
 
 
-def target_logprobs(model: nn.Module, batch: PairBatch) -> Tensor:
+def target_logprobs(model: Any, batch: PairBatch) -> Tensor:
     """Return the log-probability of each target, (N,), in float32."""
     layout = BatchLayout.packed(batch.lengths, batch.tokens.device)
     hidden_ND = model(batch.tokens, layout)[batch.target_rows]
-    weight_VD: Tensor = model.lm_head_weight  # pyright: ignore[reportAssignmentType]
-    return ops.linear_token_logprobs(hidden_ND, weight_VD, batch.targets[batch.target_rows])
+    return model.logprobs(hidden_ND, batch.targets[batch.target_rows])
 
 
 def _sum_answers(values_N: Tensor, batch: PairBatch) -> Tensor:

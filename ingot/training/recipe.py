@@ -48,6 +48,7 @@ from ingot.nn import (
     ResNet,
     ResNetConfig,
 )
+from ingot.nn.qat import QatConfig
 from ingot.nn.recompute import RecomputePolicy
 from ingot.training import clip, optimizer
 from ingot.training.guard import SpikeGuardConfig
@@ -271,6 +272,9 @@ class Recipe:
     """A model directory whose decoder is trained further."""
     adapter: LoraConfig | None = None
     """Train a LoRA adapter instead of the weights of `init_from`, which are frozen."""
+    qat: QatConfig | None = None
+    """Quantization-aware training: a decoder computes with quantized weights, and is exported with
+    them."""
     objective: ObjectiveConfig | None = None
     """What is minimized; by default "sft" for chat data, "dpo" for preference data and
     "cross_entropy" for other data."""
@@ -339,6 +343,10 @@ class Recipe:
                 "adapter: must be added to a trained model",
                 hint="give init_from = a model directory instead of a [model] table",
             )
+        if self.adapter and self.qat:
+            raise ConfigError(
+                "qat: trains the weights that an adapter freezes", hint="remove [qat] or [adapter]"
+            )
         if self.model is not None:
             self.check_model(self.model)
 
@@ -375,6 +383,8 @@ class Recipe:
             raise ConfigError("dropout: only applies to decoders", hint="set model.dropout instead")
         if self.recompute != "none" and not hasattr(MODELS[type(model)], "set_recompute"):
             raise ConfigError("recompute: only applies to decoders", hint="remove recompute")
+        if self.qat and not isinstance(model, DecoderConfig):
+            raise ConfigError("qat: only applies to decoders", hint="remove [qat]")
         if is_text and self.mixup:
             raise ConfigError("mixup: does not apply to text", hint="remove mixup")
 

@@ -42,6 +42,8 @@ from ingot.core.errors import ConfigError
 from ingot.core.paths import write_atomic
 from ingot.data import Loader
 from ingot.nn import Decoder, DecoderConfig
+from ingot.nn.qat import prepare_qat_
+from ingot.nn.quantized import QuantizedModule
 from ingot.observe.metrics import MetricsLog
 from ingot.training.checkpoint import Checkpoint, Checkpoints
 from ingot.training.clip import Clipper
@@ -91,6 +93,8 @@ class Trainer:
         self.model.to(self.device)
         if recipe.adapter:
             self.model.add_lora(recipe.adapter, recipe.seed)  # pyright: ignore
+        if recipe.qat:
+            prepare_qat_(self.model, recipe.qat.weight_format)  # pyright: ignore
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
@@ -299,12 +303,18 @@ class Trainer:
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
             "weights": self.master_weights.state_dict(),
-            "buffers": dict(self.model.named_buffers()),
+            "buffers": self._buffers(),
             "optimizer": self.train_step.optimizers.state_dict(),
             "clipper": self.train_step.clipper.state_dict(),
             "ema": self.ema.state_dict() if self.ema else {},
             "rng": {"torch": torch.get_rng_state()},
         }
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that training changes: not those of quantized weights."""
+        modules = self.model.named_modules()
+        frozen = tuple(f"{name}." for name, m in modules if isinstance(m, QuantizedModule))
+        return {n: b for n, b in self.model.named_buffers() if not n.startswith(frozen)}
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self.master_weights.load_state_dict(checkpoint.tensors("weights"))
@@ -321,9 +331,12 @@ class Trainer:
     def _base_hash(self) -> str | None:
         """SHA-256 of the frozen weights; None if all are trained."""
         frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
+        for module in self.model.modules():
+            if isinstance(module, QuantizedModule):
+                frozen += [tensor for tensor in module.get() if tensor is not None]
         digest = hashlib.sha256()
         for weight in frozen:
-            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy())  # pyright: ignore
+            digest.update(weight.cpu().flatten().view(torch.uint8).numpy())  # pyright: ignore
         return digest.hexdigest() if frozen else None
 
     def _write_description(self) -> None:

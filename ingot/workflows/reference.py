@@ -119,9 +119,9 @@ def _score(engine: Engine, pairs: PairDataset, numbers: range, logprobs: list[li
 def _hash_model(model: Decoder) -> str:
     """Return a hash of the weights, the architecture and the processor."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    for name, tensor in model.state_dict().items():  # quantized weights are buffers
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
     cpu = detect().cpu
     digest.update(f"{model.config} {model.device.type} {cpu.name} {cpu.isa}".encode())
     return digest.hexdigest()

@@ -7,8 +7,9 @@
     run.stop()                                               # from a signal handler or a thread
     run.train()
 
-A decoder is exported as a model directory when its run is finished, a LoRA adapter as a PEFT
-directory; `export` writes that of a run at its newest checkpoint.
+A decoder is exported as a model directory when its run is finished, with quantized weights after
+quantization-aware training, and a LoRA adapter as a PEFT directory; `export` writes that of a run
+at its newest checkpoint.
 """
 
 # pyright: basic
@@ -28,6 +29,7 @@ from ingot.core.errors import IngotError
 from ingot.data import tokenizer as tokenizers
 from ingot.interop import hf, peft
 from ingot.nn import Decoder
+from ingot.nn.qat import convert_qat
 from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
@@ -229,6 +231,8 @@ def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) ->
         hf.write_config(trainer.model.config, trainer.model.source_config, recipe.precision.dtype)
         if recipe.adapter:
             _to_peft(trainer.model, recipe)
+        if recipe.qat:
+            hf.check_quantizable(trainer.model)
     return trainer
 
 
@@ -241,14 +245,17 @@ def _write_model(
     with paths.atomic_directory(path) as temporary:
         if recipe.adapter:
             peft.write(_to_peft(model, recipe), temporary)
+        elif recipe.qat:
+            hf.save(convert_qat(model, recipe.qat.weight_format), temporary)
         else:
             hf.save(model, temporary)
         tokenizers.copy_files(datasets.tokenizer_dir, temporary)
         for name in (lineage.NAME, _GENERATION_CONFIG):
             if recipe.init_from is not None and (recipe.init_from / name).is_file():
                 shutil.copyfile(recipe.init_from / name, temporary / name)
+        facts = {"qat": str(recipe.qat.weight_format)} if recipe.qat else {}
         lineage.append(
-            temporary, "train", recipe=recipe.name, steps=step, data=datasets.fingerprint
+            temporary, "train", recipe=recipe.name, steps=step, data=datasets.fingerprint, **facts
         )
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,9 +217,76 @@ def test_a_frozen_head_has_no_gradient() -> None:
     assert not sampled_logprobs(head, targets, none, [4]).any()
 
 
-def test_a_quantized_head_gives_the_logprobs_of_its_logits() -> None:
+def quantized_decoder() -> Decoder:
     model = Decoder.from_config(preset("tiny"), seed=0)
     quantize_(model, lambda name: Int8(group=32))
+    return model
+
+
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "losses": (token_losses, lambda logits, t: F.cross_entropy(logits, t, reduction="none")),
+    "smooth_z": (
+        partial(token_losses, label_smoothing=0.1, z_loss=0.01, grad_output=0.5),
+        lambda logits, t: ops.cross_entropy.reference(logits, t, IGNORE_INDEX, 0.1, 0.01),
+    ),
+    "logprobs": (
+        token_logprobs,
+        lambda logits, t: -F.cross_entropy(logits, t, reduction="none"),
+    ),
+    "sampled": (
+        partial(sampled_logprobs, temperature=0.7),
+        lambda logits, t: -F.cross_entropy(logits / 0.7, t, reduction="none"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients_of_a_quantized_head(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of all logits at once, and the logits are computed in chunks, twice."""
+    loss, definition = LOSSES[name]
+    model, count = quantized_decoder(), 2 * CHUNK + 60
+    random = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(256, (2, count), generator=random)
+    targets[::7] = IGNORE_INDEX
+    hidden = model(tokens, BatchLayout.packed([count])).detach().requires_grad_()
+    weights = torch.randn(count, generator=random)
+    wanted = definition(model.logits(hidden), targets)
+    (gradient,) = torch.autograd.grad(wanted, hidden, weights)
+
+    rows: list[int] = []
+    logits: Any = model.tok_embed.logits
+
+    def count_rows(hidden_TD: Tensor) -> Tensor:
+        rows.append(len(hidden_TD))
+        return logits(hidden_TD)
+
+    monkeypatch.setattr(model.tok_embed, "logits", count_rows)
+    monkeypatch.setattr(model, "forward", lambda tokens, layout: hidden)
+    found = loss(model, tokens, targets, [count])
+    torch.testing.assert_close(found, wanted)
+    (found_gradient,) = torch.autograd.grad(found, hidden, weights)
+    torch.testing.assert_close(found_gradient, gradient)
+    assert max(rows) == CHUNK
+    computed = int((targets != IGNORE_INDEX).sum()) if name == "sampled" else count
+    assert sum(rows) == 2 * computed
+
+
+def test_selected_rows_of_a_quantized_head_have_the_bits_that_are_served() -> None:
+    model, tokens = quantized_decoder(), torch.arange(7)
+    targets = torch.tensor([1, 2, 3, IGNORE_INDEX, 5, IGNORE_INDEX, 7])
+    rows = (targets != IGNORE_INDEX).nonzero()[:, 0]
+    hidden = model(tokens, BatchLayout.packed([7]))
+    served = ops.token_logprobs(model.logits(hidden[rows]), targets[rows])
+    assert torch.equal(token_logprobs(model, tokens, targets, [7])[rows], served)
+    assert torch.equal(-token_losses(model, tokens, targets, [7], target_rows=rows)[rows], served)
+    none = token_losses(model, tokens, targets * 0 - 100, [7], target_rows=rows[:0])
+    assert none.tolist() == [0.0] * 7
+
+
+def test_a_quantized_head_gives_the_logprobs_of_its_logits() -> None:
+    model = quantized_decoder()
     tokens, targets = torch.arange(7), torch.tensor([1, 2, 3, IGNORE_INDEX, 5, 6, 7])
     found = sampled_logprobs(model, tokens, targets, [7])
     hidden = model(tokens, BatchLayout.packed([7]))

@@ -15,7 +15,7 @@ from ingot import ops
 from ingot.nn import BatchLayout, Decoder, preset
 from ingot.nn.config import Activation, NormKind, NormPosition, QkNorm
 from ingot.nn.dropout import set_step
-from ingot.nn.recompute import recomputable, run
+from ingot.nn.recompute import recomputable, run, run_by_rows
 from tests.test_fake_device import run_script
 
 TINY = preset("tiny")
@@ -93,6 +93,28 @@ def test_activation_memory_falls_with_the_policy() -> None:
     everything = gradients("none")[1]
     assert gradients("selective")[1] < 0.6 * everything
     assert gradients("full")[1] < 0.25 * everything
+
+
+def test_rows_are_discarded_and_recomputed() -> None:
+    x = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weight = torch.randn(4, 100, generator=torch.Generator().manual_seed(1))
+    rows: list[int] = []
+
+    def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return (x @ weight).logsumexp(-1) * scale
+
+    scale = torch.arange(7.0)
+    wanted = forward(x, scale)
+    (gradient,) = torch.autograd.grad(wanted.sum(), x)
+    rows.clear()
+    with AllocationCounter() as counter:
+        found = run_by_rows(forward, 3, x, scale)
+    assert counter.alive_bytes() < 3 * 100 * 4  # less than three rows of a matmul
+    assert torch.allclose(found, wanted)
+    (recomputed,) = torch.autograd.grad(found.sum(), x)
+    assert torch.allclose(recomputed, gradient)
+    assert rows == [3, 3, 1, 1, 3, 3]  # the backward begins at the end
 
 
 @pytest.mark.parametrize("policy", ["selective", "full"])

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+import ingot
+from ingot.compression import RoundToNearest
 from ingot.core.errors import ConfigError
+from ingot.nn import LoraConfig
+from ingot.nn.formats import Int4, Int8
 from ingot.observe import metrics
 from ingot.training.objective import DPOConfig
 from ingot.training.precision import Precision
@@ -84,6 +88,30 @@ def test_the_engine_scores_as_training_does_and_reuses_prompts(
         with torch.no_grad():
             trained = target_logprobs(run.trainer.model, batch)
         assert torch.equal(trained, batch.reference)
+
+
+def test_an_adapter_of_a_model_with_quantized_weights_is_trained(tmp_path: Path) -> None:
+    """Embedding and LM head are quantized, too; int8 and int4 have references of their own."""
+    base = recipe(tmp_path, steps=2)
+    ingot.train(base, run_dir=tmp_path / "base")
+    lora = LoraConfig(rank=4)
+    references = []
+    for format in (Int8(group=32), Int4()):
+        path = tmp_path / type(format).__name__
+        options: dict[str, Any] = {"method": RoundToNearest(), "embeddings": True}
+        ingot.compress(tmp_path / "base/model", path, format, **options)
+        given = replace(base, model=None, init_from=path, adapter=lora, steps=6)
+        run = TrainingRun(given, run_dir=tmp_path / f"run-{path.name}")
+        split = run.trainer.datasets.train
+        batch = split.batch(range(len(split)))
+        with torch.no_grad():
+            assert torch.equal(target_logprobs(run.trainer.model, batch), batch.reference)
+        references.append(batch.reference)
+        run.train()
+        lines = metrics.read(run.trainer.directory)
+        assert lines[0]["loss"] == LOG_2
+        assert lines[5]["loss"] < LOG_2
+    assert not torch.equal(*references)
 
 
 def test_the_reference_is_kept_for_the_same_model_and_rows(

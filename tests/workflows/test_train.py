@@ -15,9 +15,12 @@ from ingot.compression import RoundToNearest
 from ingot.core import config, lineage
 from ingot.core.errors import ConfigError, IngotError
 from ingot.interop import hf, peft
-from ingot.nn import BatchLayout, LoraConfig
+from ingot.nn import BatchLayout, LoraConfig, preset
 from ingot.nn.formats import Int4, Int8, WeightFormat
+from ingot.nn.qat import QatConfig
+from ingot.nn.quantized import QuantizedLinear
 from ingot.training.evaluate import LOGPROBS
+from ingot.training.optimizer import AdamWConfig, LionConfig, OptimizerConfig
 from ingot.training.precision import Precision
 from ingot.training.recipe import Recipe
 from ingot.workflows.train import TrainingRun, export, find_run
@@ -75,7 +78,9 @@ def test_the_newest_run_of_a_name_is_found(tmp_path: Path, monkeypatch: pytest.M
         export(recipe, tmp_path / "out")
 
 
-def adapter_recipe(tmp_path: Path, format: WeightFormat | None = None, **options: Any) -> Recipe:
+def adapter_recipe(
+    tmp_path: Path, format: WeightFormat | None = None, embeddings: bool = False, **options: Any
+) -> Recipe:
     """A LoRA adapter of a model that is trained first, with everything on that keeps state."""
     base = tmp_path / "base/model"
     if not base.exists():
@@ -83,26 +88,27 @@ def adapter_recipe(tmp_path: Path, format: WeightFormat | None = None, **options
         ingot.train(recipe, run_dir=tmp_path / "base")
     if format:
         base, original = tmp_path / "quantized", base
-        ingot.compress(original, base, format, method=RoundToNearest())
+        ingot.compress(original, base, format, method=RoundToNearest(), embeddings=embeddings)
     lora = LoraConfig(rank=4, dropout=0.1)
     known: dict[str, Any] = {"init_from": base, "model": None, "adapter": lora}
     return runs.text(tmp_path, **{**known, "precision": Precision.BF16, **options})
 
 
 @pytest.mark.parametrize(
-    ("precision", "format"),
+    ("precision", "format", "embeddings"),
     [
-        (Precision.BF16, None),
-        (Precision.FP32, None),
-        (Precision.BF16, Int4()),
-        (Precision.BF16, Int8(group=None)),
+        (Precision.BF16, None, False),
+        (Precision.FP32, None, False),
+        (Precision.BF16, Int4(), False),
+        (Precision.BF16, Int4(), True),
+        (Precision.BF16, Int8(group=None), False),
     ],
     ids=str,
 )
 def test_an_adapter_is_trained_and_exported(
-    tmp_path: Path, precision: Precision, format: WeightFormat | None
+    tmp_path: Path, precision: Precision, format: WeightFormat | None, embeddings: bool
 ) -> None:
-    recipe = adapter_recipe(tmp_path, format, precision=precision)
+    recipe = adapter_recipe(tmp_path, format, embeddings, precision=precision)
     assert recipe.init_from is not None
     assert recipe.adapter is not None
     before = {file.name: file.read_bytes() for file in recipe.init_from.iterdir()}
@@ -111,6 +117,7 @@ def test_an_adapter_is_trained_and_exported(
     names = {name.partition("|")[0] for name in state["weights"] if not name.startswith("|")}
     assert names
     assert all(".lora." in name for name in names)
+    assert not state["buffers"]
     assert state["ema"].keys() == names
     result = run.train()
     assert result.model_dir is not None
@@ -141,8 +148,11 @@ def test_an_adapter_is_trained_and_exported(
             assert torch.equal(logprobs[targets >= 0], trained[targets >= 0])
 
 
-def test_an_adapter_resumes_bitwise_and_on_its_own_base_only(tmp_path: Path) -> None:
-    recipe = adapter_recipe(tmp_path)
+@pytest.mark.parametrize("format", [None, Int8(group=32)], ids=str)
+def test_an_adapter_resumes_bitwise_and_on_its_own_base_only(
+    tmp_path: Path, format: WeightFormat | None
+) -> None:
+    recipe = adapter_recipe(tmp_path, format, embeddings=True)
     run = TrainingRun(recipe, run_dir=tmp_path / "run")
 
     def stop(metrics: dict[str, Any]) -> None:
@@ -173,3 +183,67 @@ def test_an_adapter_needs_a_base(tmp_path: Path) -> None:
         runs.text(tmp_path, adapter=LoraConfig())
     with pytest.raises(IngotError, match="LoRA target 'w1'"):
         TrainingRun(adapter_recipe(tmp_path, adapter=LoraConfig(targets=("w1",))))
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "qat"),
+    [
+        (Precision.BF16, AdamWConfig(lr=0.01), QatConfig(symmetric=True)),
+        (Precision.FP32, AdamWConfig(lr=0.01), QatConfig()),
+        (Precision.BF16, LionConfig(lr=0.003), QatConfig(format="int8")),
+    ],
+    ids=str,
+)
+def test_what_qat_trains_is_served_bitwise(
+    tmp_path: Path, precision: Precision, optimizer: OptimizerConfig, qat: QatConfig
+) -> None:
+    options: dict[str, Any] = {"optimizer": optimizer, "precision": precision, "qat": qat}
+    recipe = runs.text(tmp_path, **options, grad_accum_steps=2)
+    run = TrainingRun(recipe, run_dir=tmp_path / "run")
+    losses: list[float] = []
+    result = run.train(lambda metrics: losses.append(metrics.get("loss", losses[-1:])))
+    assert losses[-2] < losses[0]
+    assert result.model_dir is not None
+    assert lineage.read(result.model_dir).steps[-1]["qat"] == str(qat.weight_format)
+    decoder = hf.load(result.model_dir)
+    layer = decoder.get_submodule("blocks.0.mlp.gate_up")
+    assert isinstance(layer, QuantizedLinear)
+    assert layer.format == qat.weight_format
+
+    model = ingot.LLM(result.model_dir)
+    written = load_file(tmp_path / "run" / LOGPROBS)
+    for index in range(2):
+        text = written[f"{index}.tokens"].tolist()
+        first = int(written[f"{index}.lengths"][0])
+        served = model.score(text[:first]).logprobs
+        assert list(served) == written[f"{index}.logprobs"][: first - 1].tolist()
+
+    exported = export(recipe, tmp_path / "exported", run_dir=tmp_path / "run").model_dir
+    assert exported is not None
+    name = "model.safetensors"
+    assert (exported / name).read_bytes() == (result.model_dir / name).read_bytes()
+
+
+def test_qat_resumes_bitwise(tmp_path: Path) -> None:
+    base = runs.text(tmp_path, steps=4, precision=Precision.BF16)
+    ingot.train(base, run_dir=tmp_path / "base")
+    options: dict[str, Any] = {"model": None, "init_from": tmp_path / "base/model"}
+    recipe = replace(base, **options, qat=QatConfig(), steps=8, grad_accum_steps=2)
+    run = TrainingRun(recipe, run_dir=tmp_path / "run")
+    assert not run.train(lambda metrics: run.stop() if metrics["step"] == 5 else None).finished
+    resumed = TrainingRun(recipe, run_dir=tmp_path / "run", resume=True)
+    whole = TrainingRun(recipe, run_dir=tmp_path / "whole")
+    assert resumed.train().finished
+    assert whole.train().finished
+    runs.assert_same(resumed.trainer, whole.trainer)
+
+
+def test_qat_refuses_models_that_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="qat: trains the weights that an adapter freezes"):
+        adapter_recipe(tmp_path, qat=QatConfig())
+    with pytest.raises(ConfigError, match="qat: only applies to decoders"):
+        runs.xor(qat=QatConfig())
+    experts = replace(preset("tiny-moe"), vocab_size=300)
+    recipe = runs.text(tmp_path, model=experts, qat=QatConfig())
+    with pytest.raises(ConfigError, match="mixtures of experts"):
+        TrainingRun(recipe, run_dir=tmp_path / "run")
