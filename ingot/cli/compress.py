@@ -20,7 +20,7 @@ def compress(
     to: Literal["int8", "int4"] = "int8",
     group: int = 32,
     symmetric: tyro.conf.FlagCreatePairsOff[bool] = False,
-    method: Literal["gptq", "rtn"] = "gptq",
+    method: Literal["gptq", "rtn", "awq", "awq+gptq", "smoothquant"] = "gptq",
     embeddings: tyro.conf.FlagCreatePairsOff[bool] = False,
     text: str = "stdlib",
     device: str = "auto",
@@ -40,13 +40,13 @@ def compress(
         to: Bits of a weight: int8 or int4.
         group: Channels that share a scale: 32, 64 or 128; for int8 also 0, a whole row.
         symmetric: For int4, no zero points: half a bit less per weight, with groups of 32.
-        method: gptq, which calibrates with text, or rtn, round to nearest.
+        method: gptq, awq or smoothquant, which calibrate with text, or rtn, round to nearest.
         embeddings: Quantize embedding and LM head to int8, too: faster, but only for ingot.
         text: Text to calibrate with and to compare both models on: a file, a folder, or stdlib.
         device: Where to compute: auto, cpu, cuda, cuda:1.
         json: Print JSON instead of text.
     """
-    from ingot.compression import GPTQ, RoundToNearest
+    from ingot.compression import AWQ, GPTQ, Method, RoundToNearest, SmoothQuant
     from ingot.nn.formats import Int4, Int8
     from ingot.observe.page import NAME
     from ingot.workflows.compress import compress as workflow
@@ -55,10 +55,16 @@ def compress(
     format = (
         Int8(group=group or None) if to == "int8" else Int4(group=group, zero_point=not symmetric)
     )
-    chosen = GPTQ() if method == "gptq" else RoundToNearest()
+    methods: dict[str, Method] = {
+        "gptq": GPTQ(),
+        "rtn": RoundToNearest(),
+        "awq": AWQ(),
+        "awq+gptq": AWQ(rounding=GPTQ()),
+        "smoothquant": SmoothQuant(),
+    }
     report = workflow(
         *(model, directory, format),
-        **{"method": chosen, "embeddings": embeddings, "text": text, "device": device},  # pyright: ignore
+        **{"method": methods[method], "embeddings": embeddings, "text": text, "device": device},  # pyright: ignore
     )
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201

@@ -2,6 +2,7 @@
 
     quantize(decoder, Int4(group=32), RoundToNearest())
     quantize(decoder, Int4(group=32), GPTQ(), sequences)      # calibrated on tokens
+    quantize(decoder, Int4(group=32), AWQ(rounding=GPTQ()), sequences)
 
 `ingot.compress` does this for a model directory.
 """
@@ -11,5 +12,14 @@ from __future__ import annotations
 from ingot.compression.gptq import GPTQ
 from ingot.compression.method import Method, RoundToNearest
 from ingot.compression.quantize import LayerSensitivity, quantize
+from ingot.compression.smoothing import AWQ, SmoothQuant
 
-__all__ = ["GPTQ", "LayerSensitivity", "Method", "RoundToNearest", "quantize"]
+__all__ = [
+    "AWQ",
+    "GPTQ",
+    "LayerSensitivity",
+    "Method",
+    "RoundToNearest",
+    "SmoothQuant",
+    "quantize",
+]
