@@ -21,6 +21,7 @@ def compress(
     group: int = 32,
     symmetric: tyro.conf.FlagCreatePairsOff[bool] = False,
     method: Literal["gptq", "rtn", "awq", "awq+gptq", "smoothquant"] = "gptq",
+    bits_per_weight: float | None = None,
     embeddings: tyro.conf.FlagCreatePairsOff[bool] = False,
     text: str = "stdlib",
     device: str = "auto",
@@ -41,6 +42,7 @@ def compress(
         group: Channels that share a scale: 32, 64 or 128; for int8 also 0, a whole row.
         symmetric: For int4, no zero points: half a bit less per weight, with groups of 32.
         method: gptq, awq or smoothquant, which calibrate with text, or rtn, round to nearest.
+        bits_per_weight: With int4, raise the layers that lose most to int8, up to this average.
         embeddings: Quantize embedding and LM head to int8, too: faster, but only for ingot.
         text: Text to calibrate with and to compare both models on: a file, a folder, or stdlib.
         device: Where to compute: auto, cpu, cuda, cuda:1.
@@ -64,7 +66,11 @@ def compress(
     }
     report = workflow(
         *(model, directory, format),
-        **{"method": methods[method], "embeddings": embeddings, "text": text, "device": device},  # pyright: ignore
+        method=methods[method],
+        bits_per_weight=bits_per_weight,
+        embeddings=embeddings,
+        text=text,
+        device=device,
     )
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201

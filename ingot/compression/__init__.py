@@ -11,6 +11,11 @@ from __future__ import annotations
 
 from ingot.compression.gptq import GPTQ
 from ingot.compression.method import Method, RoundToNearest
+from ingot.compression.mixed_precision import (
+    Upgrade,
+    choose_upgrades,
+    measure_error_reductions,
+)
 from ingot.compression.quantize import LayerSensitivity, quantize
 from ingot.compression.smoothing import AWQ, SmoothQuant
 
@@ -21,5 +26,8 @@ __all__ = [
     "Method",
     "RoundToNearest",
     "SmoothQuant",
+    "Upgrade",
+    "choose_upgrades",
+    "measure_error_reductions",
     "quantize",
 ]

@@ -17,7 +17,7 @@ Legend: T tokens, N rows (output channels), D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class _MeasuredMethod:
 @torch.no_grad()
 def quantize(
     decoder: Decoder,
-    format: WeightFormat,
+    format: WeightFormat | Mapping[str, WeightFormat],
     method: Method,
     sequences: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
@@ -77,7 +77,8 @@ def quantize(
 
     Args:
         decoder: The model. Embeddings, LM head and norms stay as they are.
-        format: The format of the weights.
+        format: The format of the weights; or that of each layer, by names such as
+            `blocks.3.mlp.gate_up`.
         method: How to quantize them.
         sequences: Tokens to calibrate with. A method that is not calibrated needs none; there are
             no sensitivities then.
@@ -91,16 +92,18 @@ def quantize(
     sensitivities: list[LayerSensitivity] = []
     block: Any
     for index, block in enumerate(decoder.blocks):
+        layers = linear_layers(block)
+        formats = {x.name: _format_of(format, f"blocks.{index}.{x.name}") for x in layers}
         if isinstance(method, Smoothing):
             for fold in folds(block):
                 inputs = collect_inputs(block, fold.layer.module, batches)
-                fold.apply(method.scale(format, fold, inputs))
-        for name, module, _ in linear_layers(block):
+                fold.apply(method.scale(formats[fold.layer.name], fold, inputs))
+        for name, module, _ in layers:
             hessian_DD = collect_inputs(block, module, batches).hessian_DD if batches else None
             measured = _MeasuredMethod(method, hessian_DD)
             quantize_(
                 block,
-                lambda layer, name=name: format if layer == name else None,
+                lambda layer, name=name, own=formats[name]: own if layer == name else None,
                 measured.encode,
             )
             if batches:
@@ -110,3 +113,7 @@ def quantize(
         if progress:
             progress.advance()
     return sensitivities
+
+
+def _format_of(format: WeightFormat | Mapping[str, WeightFormat], layer: str) -> WeightFormat:
+    return format[layer] if isinstance(format, Mapping) else format

@@ -136,3 +136,38 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
     with pytest.raises(IngotError, match="already"):
         compress(tmp_path / "int8", tmp_path / "int4", Int4())
     assert not (tmp_path / "int4").exists()
+
+
+@pytest.mark.parametrize("bits", [4.6, 5.5, 7.0])
+def test_the_budget_is_never_exceeded(tmp_path: Path, bits: float) -> None:
+    small, out = models.small(tmp_path / "small"), tmp_path / "mixed"
+    options: Any = {"method": RoundToNearest(), "bits_per_weight": bits}
+    report = compress(small, out, Int4(group=32), **options)
+    # One of the 8 layers, of 8 % to 25 % of the weights, might not fit any more.
+    assert bits - 1.2 < report.quantized.bits_per_weight <= bits
+    formats = [m.format for m in hf.load(out).modules() if isinstance(m, QuantizedLinear)]
+    assert len(formats) == 4 * hf.describe(small).config.layers
+    assert set(formats) <= {Int4(group=32), Int8()}
+    assert formats.count(Int8()) >= (1 if bits > 5 else 0)
+    if bits > 5:
+        assert f"{formats.count(Int8())} layers Int8" in report.format
+
+
+@pytest.mark.parametrize(("format", "bits"), [(Int4(), 4.4), (Int8(), 9.0)])
+def test_a_budget_without_a_choice_is_an_error(
+    tmp_path: Path, format: Int4 | Int8, bits: float
+) -> None:
+    small = models.small(tmp_path / "small")
+    with pytest.raises(IngotError, match="bits_per_weight must be"):
+        compress(small, tmp_path / "out", format, bits_per_weight=bits)
+
+
+def test_more_bits_cost_less(tmp_path: Path) -> None:
+    small = models.small(tmp_path / "small")
+    reports = [
+        compress(small, tmp_path / str(bits), Int4(group=32), bits_per_weight=bits)
+        for bits in (4.6, 6.5)
+    ]
+    assert reports[1].drift.kl_mean
+    assert reports[0].drift.kl_mean
+    assert reports[1].drift.kl_mean < reports[0].drift.kl_mean
