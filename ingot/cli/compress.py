@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json as json_format
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from ingot.cli import escape_markup
 from ingot.cli.tables import new_table
 from ingot.core.log import stdout
+
+if TYPE_CHECKING:
+    from ingot.compression import Method
+    from ingot.workflows.compress_report import CompressReport
 
 
 def compress(
@@ -48,25 +52,15 @@ def compress(
         device: Where to compute: auto, cpu, cuda, cuda:1.
         json: Print JSON instead of text.
     """
-    from ingot.compression import AWQ, GPTQ, Method, RoundToNearest, SmoothQuant
     from ingot.nn.formats import Int4, Int8
-    from ingot.observe.page import NAME
     from ingot.workflows.compress import compress as workflow
-    from ingot.workflows.compress_report import COLUMNS
 
     format = (
         Int8(group=group or None) if to == "int8" else Int4(group=group, zero_point=not symmetric)
     )
-    methods: dict[str, Method] = {
-        "gptq": GPTQ(),
-        "rtn": RoundToNearest(),
-        "awq": AWQ(),
-        "awq+gptq": AWQ(rounding=GPTQ()),
-        "smoothquant": SmoothQuant(),
-    }
     report = workflow(
         *(model, directory, format),
-        method=methods[method],
+        method=_methods()[method],
         bits_per_weight=bits_per_weight,
         embeddings=embeddings,
         text=text,
@@ -74,7 +68,26 @@ def compress(
     )
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
-        return
+    else:
+        _print_table(report, directory)
+
+
+def _methods() -> dict[str, Method]:
+    from ingot.compression import AWQ, GPTQ, RoundToNearest, SmoothQuant
+
+    return {
+        "gptq": GPTQ(),
+        "rtn": RoundToNearest(),
+        "awq": AWQ(),
+        "awq+gptq": AWQ(rounding=GPTQ()),
+        "smoothquant": SmoothQuant(),
+    }
+
+
+def _print_table(report: CompressReport, directory: Path) -> None:
+    from ingot.observe.page import NAME
+    from ingot.workflows.compress_report import COLUMNS
+
     console = stdout()
     table = new_table(("",), COLUMNS, show_edge=False)
     for row in report.table():

@@ -18,14 +18,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ingot.compression.calibration import collect_inputs, embed, linear_layers, squared_norm
+from ingot.compression.calibration import (
+    Batch,
+    collect_inputs,
+    embed,
+    linear_layers,
+    squared_norm,
+)
 from ingot.compression.method import Method
+from ingot.compression.resume import PartialRun, run_key
 from ingot.compression.smoothing import Smoothing, folds
 from ingot.core.errors import ConfigError
 from ingot.core.log import Progress
@@ -72,6 +80,7 @@ def quantize(
     method: Method,
     sequences: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
+    resume_dir: Path | None = None,
 ) -> list[LayerSensitivity]:
     """Quantize the linear layers of all blocks in place; return their sensitivities.
 
@@ -83,6 +92,8 @@ def quantize(
         sequences: Tokens to calibrate with. A method that is not calibrated needs none; there are
             no sensitivities then.
         progress: Advances by 1 for each block.
+        resume_dir: Directory for the complete blocks. A run that finds those of the same model and
+            settings continues after them: see `ingot.compression.resume`.
     """
     if method.calibrated and not sequences:
         raise ConfigError("this method needs calibration data", hint="pass sequences of tokens")
@@ -90,29 +101,54 @@ def quantize(
         raise ConfigError("the model is quantized already", hint="use the original model")
     batches = list(embed(decoder, sequences))
     sensitivities: list[LayerSensitivity] = []
-    block: Any
+    partial, done = None, 0
+    if resume_dir is not None:
+        partial = PartialRun(resume_dir, run_key(decoder, format, method, sequences))
+        if state := partial.read_state():
+            done = state["blocks"]
+            sensitivities = [LayerSensitivity(**facts) for facts in state["sensitivities"]]
+            hidden = zip(partial.read_hidden(done - 1), batches, strict=True)
+            batches = [(x_TD.to(decoder.device), layout) for x_TD, (_, layout) in hidden]
     for index, block in enumerate(decoder.blocks):
-        layers = linear_layers(block)
-        formats = {x.name: _format_of(format, f"blocks.{index}.{x.name}") for x in layers}
-        if isinstance(method, Smoothing):
-            for fold in folds(block):
-                inputs = collect_inputs(block, fold.layer.module, batches)
-                fold.apply(method.scale(formats[fold.layer.name], fold, inputs))
-        for name, module, _ in layers:
-            hessian_DD = collect_inputs(block, module, batches).hessian_DD if batches else None
-            measured = _MeasuredMethod(method, hessian_DD)
-            quantize_(
-                block,
-                lambda layer, name=name, own=formats[name]: own if layer == name else None,
-                measured.encode,
-            )
-            if batches:
-                error = measured.relative_error
-                sensitivities.append(LayerSensitivity(layer=index, kind=name, relative_error=error))
-        batches = [(block(x_TD, layout), layout) for x_TD, layout in batches]
+        names = [layer.name for layer in linear_layers(block)]
+        formats = {name: _format_of(format, f"blocks.{index}.{name}") for name in names}
+        if partial and index < done:
+            partial.read_block(index, block, formats.get)
+        else:
+            errors = _quantize_block(block, formats, method, batches)
+            sensitivities += [
+                LayerSensitivity(layer=index, kind=name, relative_error=error)
+                for name, error in errors.items()
+            ]
+            batches = [(block(x_TD, layout), layout) for x_TD, layout in batches]
+            if partial:
+                facts = [asdict(one) for one in sensitivities]
+                partial.save(index, block, [x_TD for x_TD, _ in batches], facts)
         if progress:
             progress.advance()
     return sensitivities
+
+
+def _quantize_block(
+    block: Any, formats: Mapping[str, WeightFormat], method: Method, batches: list[Batch]
+) -> dict[str, float]:
+    """Quantize the linear layers of a block; return their relative errors, if there are inputs."""
+    if isinstance(method, Smoothing):
+        for fold in folds(block):
+            inputs = collect_inputs(block, fold.layer.module, batches)
+            fold.apply(method.scale(formats[fold.layer.name], fold, inputs))
+    errors: dict[str, float] = {}
+    for name, module, _ in linear_layers(block):
+        hessian_DD = collect_inputs(block, module, batches).hessian_DD if batches else None
+        measured = _MeasuredMethod(method, hessian_DD)
+        quantize_(
+            block,
+            lambda layer, name=name: formats[name] if layer == name else None,
+            measured.encode,
+        )
+        if batches:
+            errors[name] = measured.relative_error
+    return errors
 
 
 def _format_of(format: WeightFormat | Mapping[str, WeightFormat], layer: str) -> WeightFormat:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -87,7 +86,11 @@ class Smoothing:
     """Chooses scales of the input channels; then another method rounds the scaled weights."""
 
     rounding: Method = _ROUNDING
-    calibrated: ClassVar[bool] = True
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs the inputs of the layer."""
+        return True
 
     def scale(self, format: WeightFormat, fold: Fold, inputs: LayerInputs) -> Tensor:
         """Return the scales of the channels, (D,), powers of two."""

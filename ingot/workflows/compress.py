@@ -14,9 +14,11 @@ directory has them as a page, `report.html`.
 # pyright: basic
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +47,7 @@ from ingot.workflows.derive import (
 )
 from ingot.workflows.llm import load
 
-_CALIBRATION, _CALIBRATION_LENGTH = 8192, 512  # tokens, and of a document
+_CALIBRATION: Any = {"positions": 8192, "length": 512}
 _EMBEDDING = Int8(group=32)
 _LARGE = Int8()  # of layers that are raised in mixed precision
 
@@ -63,19 +65,22 @@ def compress(
 ) -> CompressReport:
     """Write a model with quantized weights as a model directory.
 
+    Run again, an interrupted run continues after its last block, from `.<directory>.partial`.
+
     Args:
         model: The model, as a directory or `ORG/NAME`.
         directory: The directory to create.
         format: The format of the linear layers' weights.
         method: How to quantize them; by default, `GPTQ`.
-        bits_per_weight: Most bits of a weight of the linear layers, on average on disk. The layers
-            that gain most are raised to `Int8`, as far as this allows; None leaves all as they are.
+        bits_per_weight: Max bits of a weight of the linear layers, on average. As far as this
+            allows, the layers that gain most are raised to `Int8`.
         embeddings: Whether to quantize embedding and LM head, too.
         text: Text to calibrate with and, in other documents, to compare the two models on: a file,
             a folder or "stdlib".
         device: Where to compute.
     """
     source, directory = hub.model_path(model), Path(directory)
+    partial = directory.parent / f".{directory.name[:64]}.partial"
     method = method or GPTQ()
     decoder, tokenizer = load(source, device=device)
     hf.check_quantizable(decoder)
@@ -83,20 +88,20 @@ def compress(
         sequences = tokenize_text(text, tokenizer, decoder)
         calibration = sequences
         if method.calibrated or bits_per_weight is not None:
-            size, skip = {"positions": _CALIBRATION, "length": _CALIBRATION_LENGTH}, len(sequences)
-            calibration = tokenize_text(text, tokenizer, decoder, **size, skip=skip)
+            calibration = tokenize_text(
+                text, tokenizer, decoder, **_CALIBRATION, skip=len(sequences)
+            )
         original_TD = hidden_states(decoder, sequences)
         formats = _choose_formats(decoder, format, bits_per_weight, calibration)
         with log.progress("quantizing", decoder.config.layers) as progress:
-            sensitivities = quantize(decoder, formats, method, calibration, progress)
+            sensitivities = quantize(decoder, formats, method, calibration, progress, partial)
         if embeddings:
             quantize_(decoder, {"tok_embed": _EMBEDDING, "lm_head": _EMBEDDING}.get)
         quantized_TD = hidden_states(decoder, sequences)
         hf.save(decoder, out)
         source_decoder = hf.load(source, device=decoder.device)
-        original, quantized = _measure(
-            {source: (source_decoder, original_TD), out: (decoder, quantized_TD)}, sequences
-        )
+        pairs = {source: (source_decoder, original_TD), out: (decoder, quantized_TD)}
+        original, quantized = _measure(pairs, sequences)
         report = CompressReport(
             format=_describe(formats),
             method=str(method),
@@ -105,11 +110,9 @@ def compress(
             drift=measure_drift(source_decoder, original_TD, decoder, quantized_TD),
             sensitivities=tuple(sensitivities),
         )
-        try:
-            write_page(report, out, directory)
-        except Exception as error:  # the weights are worth more than the page
-            log.logger(__name__).warning("no report: %s", error)
+        _write_report(report, out, directory)
         lineage.append(out, "compress", source=source.resolve().name, **report.facts())
+    shutil.rmtree(partial, ignore_errors=True)
     return report
 
 
@@ -138,6 +141,13 @@ def _choose_formats(
     upgrades = {name: Upgrade(errors[name], large[name] - small[name]) for name in small}
     raised = choose_upgrades(upgrades, budget)
     return {name: _LARGE if name in raised else format for name in small}
+
+
+def _write_report(report: CompressReport, out: Path, directory: Path) -> None:
+    try:
+        write_page(report, out, directory)
+    except Exception as error:  # the weights are worth more than the page
+        log.logger(__name__).warning("no report: %s", error)
 
 
 def _describe(formats: Mapping[str, WeightFormat]) -> str:

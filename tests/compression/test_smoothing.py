@@ -181,7 +181,7 @@ def test_channels_without_inputs_do_no_harm(method: AWQ | SmoothQuant) -> None:
     ids=str,
 )
 def test_each_step_brings_a_model_with_outliers_closer(method: Method, than: Method) -> None:
-    def error(method: Method | None) -> torch.Tensor:
+    def error(method: Method) -> torch.Tensor:
         decoder = Decoder.from_config(TINY, seed=0)
         block: Any
         for block in decoder.blocks:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import struct
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -171,3 +175,42 @@ def test_more_bits_cost_less(tmp_path: Path) -> None:
     assert reports[1].drift.kl_mean
     assert reports[0].drift.kl_mean
     assert reports[1].drift.kl_mean < reports[0].drift.kl_mean
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ingot.compression import resume
+from ingot.nn.formats import Int4
+from ingot.workflows.compress import compress
+
+def kill_after(write):
+    def write_and_die(path, content):
+        write(path, content)
+        if path.name == sys.argv[3]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return write_and_die
+
+resume.write_file = kill_after(resume.write_file)
+resume.write_atomic = kill_after(resume.write_atomic)
+compress(sys.argv[1], sys.argv[2], Int4(group=32))
+"""
+
+
+@pytest.mark.parametrize("last_file", ["hidden-0.safetensors", "state.json", "block-1.safetensors"])
+def test_a_killed_run_continues_with_the_same_result(
+    tmp_path: Path, last_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, out, whole = models.small(tmp_path / "small"), tmp_path / "out", tmp_path / "whole"
+    command = [sys.executable, "-c", _KILLED, str(small), str(out), last_file]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert (tmp_path / ".out.partial" / last_file).exists()
+    caplog.set_level(logging.INFO)
+    reports = [compress(small, directory, Int4(group=32)) for directory in (out, whole)]
+    continued = caplog.text.count("continuing after block 1")
+    assert continued == (0 if last_file == "hidden-0.safetensors" else 1)
+    for name in ("model.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert reports[0].sensitivities == reports[1].sensitivities
+    assert not (tmp_path / ".out.partial").exists()
