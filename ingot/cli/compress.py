@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json as json_format
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from ingot.cli import escape_markup
 from ingot.cli.tables import new_table
 from ingot.core.log import stdout
+
+if TYPE_CHECKING:
+    from ingot.compression import Method
+    from ingot.workflows.compress_report import CompressReport
 
 
 def compress(
@@ -20,7 +24,8 @@ def compress(
     to: Literal["int8", "int4"] = "int8",
     group: int = 32,
     symmetric: tyro.conf.FlagCreatePairsOff[bool] = False,
-    method: Literal["gptq", "rtn"] = "gptq",
+    method: Literal["gptq", "rtn", "awq", "awq+gptq", "smoothquant"] = "gptq",
+    bits_per_weight: float | None = None,
     embeddings: tyro.conf.FlagCreatePairsOff[bool] = False,
     text: str = "stdlib",
     device: str = "auto",
@@ -40,29 +45,49 @@ def compress(
         to: Bits of a weight: int8 or int4.
         group: Channels that share a scale: 32, 64 or 128; for int8 also 0, a whole row.
         symmetric: For int4, no zero points: half a bit less per weight, with groups of 32.
-        method: gptq, which calibrates with text, or rtn, round to nearest.
+        method: gptq, awq or smoothquant, which calibrate with text, or rtn, round to nearest.
+        bits_per_weight: With int4, raise the layers that lose most to int8, up to this average.
         embeddings: Quantize embedding and LM head to int8, too: faster, but only for ingot.
         text: Text to calibrate with and to compare both models on: a file, a folder, or stdlib.
         device: Where to compute: auto, cpu, cuda, cuda:1.
         json: Print JSON instead of text.
     """
-    from ingot.compression import GPTQ, RoundToNearest
     from ingot.nn.formats import Int4, Int8
-    from ingot.observe.page import NAME
     from ingot.workflows.compress import compress as workflow
-    from ingot.workflows.compress_report import COLUMNS
 
     format = (
         Int8(group=group or None) if to == "int8" else Int4(group=group, zero_point=not symmetric)
     )
-    chosen = GPTQ() if method == "gptq" else RoundToNearest()
     report = workflow(
         *(model, directory, format),
-        **{"method": chosen, "embeddings": embeddings, "text": text, "device": device},  # pyright: ignore
+        method=_methods()[method],
+        bits_per_weight=bits_per_weight,
+        embeddings=embeddings,
+        text=text,
+        device=device,
     )
     if json:
         print(json_format.dumps(dataclasses.asdict(report), indent=2))  # noqa: T201
-        return
+    else:
+        _print_table(report, directory)
+
+
+def _methods() -> dict[str, Method]:
+    from ingot.compression import AWQ, GPTQ, RoundToNearest, SmoothQuant
+
+    return {
+        "gptq": GPTQ(),
+        "rtn": RoundToNearest(),
+        "awq": AWQ(),
+        "awq+gptq": AWQ(rounding=GPTQ()),
+        "smoothquant": SmoothQuant(),
+    }
+
+
+def _print_table(report: CompressReport, directory: Path) -> None:
+    from ingot.observe.page import NAME
+    from ingot.workflows.compress_report import COLUMNS
+
     console = stdout()
     table = new_table(("",), COLUMNS, show_edge=False)
     for row in report.table():

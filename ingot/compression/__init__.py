@@ -2,6 +2,7 @@
 
     quantize(decoder, Int4(group=32), RoundToNearest())
     quantize(decoder, Int4(group=32), GPTQ(), sequences)      # calibrated on tokens
+    quantize(decoder, Int4(group=32), AWQ(rounding=GPTQ()), sequences)
 
 `ingot.compress` does this for a model directory.
 """
@@ -10,6 +11,23 @@ from __future__ import annotations
 
 from ingot.compression.gptq import GPTQ
 from ingot.compression.method import Method, RoundToNearest
+from ingot.compression.mixed_precision import (
+    Upgrade,
+    choose_upgrades,
+    measure_error_reductions,
+)
 from ingot.compression.quantize import LayerSensitivity, quantize
+from ingot.compression.smoothing import AWQ, SmoothQuant
 
-__all__ = ["GPTQ", "LayerSensitivity", "Method", "RoundToNearest", "quantize"]
+__all__ = [
+    "AWQ",
+    "GPTQ",
+    "LayerSensitivity",
+    "Method",
+    "RoundToNearest",
+    "SmoothQuant",
+    "Upgrade",
+    "choose_upgrades",
+    "measure_error_reductions",
+    "quantize",
+]

@@ -14,7 +14,6 @@ Reference: Frantar et al. 2022 (GPTQ).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +37,11 @@ class GPTQ:
 
     damping: float = 0.01
     """Added to the diagonal of H, relative to its mean."""
-    calibrated: ClassVar[bool] = True
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs the inputs of the layer."""
+        return True
 
     def encode(
         self, format: WeightFormat, weight_ND: Tensor, hessian_DD: Tensor | None

@@ -7,7 +7,7 @@ Legend: N rows (output channels), D channels, G groups of channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ _SHRINKS = [1 - step / 50 for step in range(1, 16)]
 class Method(Protocol):
     """Quantizes the weight of a layer; a calibrated method needs the inputs of the layer."""
 
-    calibrated: ClassVar[bool]
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs the inputs of the layer."""
+        ...
 
     def encode(
         self, format: WeightFormat, weight_ND: Tensor, hessian_DD: Tensor | None
@@ -29,7 +32,7 @@ class Method(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundToNearest:
     """Rounds each value to the nearest one of the grid of least squared error.
 
@@ -39,13 +42,20 @@ class RoundToNearest:
     torch.Size([1, 2])
     """
 
-    calibrated: ClassVar[bool] = False
+    weighted: bool = False
+    """Whether the error is weighted by the mean square of each input channel."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs the inputs of the layer."""
+        return self.weighted
 
     def encode(
         self, format: WeightFormat, weight_ND: Tensor, hessian_DD: Tensor | None
     ) -> QuantizedTensors:
         """Quantize a weight."""
-        grid = search_grid(format, weight_ND)
+        importance_D = hessian_DD.diagonal() if self.weighted and hessian_DD is not None else None
+        grid = search_grid(format, weight_ND, importance_D)
         return format.pack(grid.round(weight_ND), grid)
 
 

@@ -17,29 +17,29 @@ Legend: T tokens, N rows (output channels), D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ingot.compression.calibration import (
+    Batch,
+    collect_inputs,
+    embed,
+    linear_layers,
+    squared_norm,
+)
 from ingot.compression.method import Method
+from ingot.compression.resume import PartialRun, run_key
+from ingot.compression.smoothing import Smoothing, folds
 from ingot.core.errors import ConfigError
 from ingot.core.log import Progress
-from ingot.nn import BatchLayout, Decoder
+from ingot.nn import Decoder
 from ingot.nn.formats import QuantizedTensors, WeightFormat
-from ingot.nn.linear import Linear
-from ingot.nn.mlp import SwiGLU
 from ingot.nn.quantized import QuantizedModule, quantize_
-
-Batch = tuple[Tensor, BatchLayout]
-"""Hidden states, (T, D), and the sequences they belong to."""
-
-_BATCH_TOKENS = 1024
-
-
-class _Stop(Exception):
-    """Ends a forward pass once the input of a layer is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class _MeasuredMethod:
         tensors = self._method.encode(format, weight_ND, self._hessian_DD)
         if self._hessian_DD is not None:
             weight_ND = weight_ND.float()
-            self._output += _squared_norm(weight_ND, self._hessian_DD)
-            self._error += _squared_norm(weight_ND - format.decode(tensors), self._hessian_DD)
+            self._output += squared_norm(weight_ND, self._hessian_DD)
+            self._error += squared_norm(weight_ND - format.decode(tensors), self._hessian_DD)
         return tensors
 
     @property
@@ -73,95 +73,83 @@ class _MeasuredMethod:
         return math.sqrt(self._error / self._output) if self._output else 0.0
 
 
-def _squared_norm(weight_ND: Tensor, hessian_DD: Tensor) -> float:
-    """Return tr(W H W^T), the mean of ||W x||^2."""
-    return max(0.0, float(((weight_ND @ hessian_DD) * weight_ND).sum(dtype=torch.float64)))
-
-
 @torch.no_grad()
 def quantize(
     decoder: Decoder,
-    format: WeightFormat,
+    format: WeightFormat | Mapping[str, WeightFormat],
     method: Method,
     sequences: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
+    resume_dir: Path | None = None,
 ) -> list[LayerSensitivity]:
     """Quantize the linear layers of all blocks in place; return their sensitivities.
 
     Args:
         decoder: The model. Embeddings, LM head and norms stay as they are.
-        format: The format of the weights.
+        format: The format of the weights; or that of each layer, by names such as
+            `blocks.3.mlp.gate_up`.
         method: How to quantize them.
         sequences: Tokens to calibrate with. A method that is not calibrated needs none; there are
             no sensitivities then.
         progress: Advances by 1 for each block.
+        resume_dir: Directory for the complete blocks. A run that finds those of the same model and
+            settings continues after them: see `ingot.compression.resume`.
     """
     if method.calibrated and not sequences:
         raise ConfigError("this method needs calibration data", hint="pass sequences of tokens")
     if any(isinstance(module, QuantizedModule) for module in decoder.modules()):
         raise ConfigError("the model is quantized already", hint="use the original model")
-    batches = list(_embed(decoder, sequences))
+    batches = list(embed(decoder, sequences))
     sensitivities: list[LayerSensitivity] = []
+    partial, done = None, 0
+    if resume_dir is not None:
+        partial = PartialRun(resume_dir, run_key(decoder, format, method, sequences))
+        if state := partial.read_state():
+            done = state["blocks"]
+            sensitivities = [LayerSensitivity(**facts) for facts in state["sensitivities"]]
+            hidden = zip(partial.read_hidden(done - 1), batches, strict=True)
+            batches = [(x_TD.to(decoder.device), layout) for x_TD, (_, layout) in hidden]
     for index, block in enumerate(decoder.blocks):
-        for name, module in _layers(block):
-            hessian_DD = _hessian(block, module, batches) if batches else None
-            measured = _MeasuredMethod(method, hessian_DD)
-            quantize_(
-                block,
-                lambda layer, name=name: format if layer == name else None,
-                measured.encode,
-            )
-            if batches:
-                error = measured.relative_error
-                sensitivities.append(LayerSensitivity(layer=index, kind=name, relative_error=error))
-        batches = [(block(x_TD, layout), layout) for x_TD, layout in batches]
+        names = [layer.name for layer in linear_layers(block)]
+        formats = {name: _format_of(format, f"blocks.{index}.{name}") for name in names}
+        if partial and index < done:
+            partial.read_block(index, block, formats.get)
+        else:
+            errors = _quantize_block(block, formats, method, batches)
+            sensitivities += [
+                LayerSensitivity(layer=index, kind=name, relative_error=error)
+                for name, error in errors.items()
+            ]
+            batches = [(block(x_TD, layout), layout) for x_TD, layout in batches]
+            if partial:
+                facts = [asdict(one) for one in sensitivities]
+                partial.save(index, block, [x_TD for x_TD, _ in batches], facts)
         if progress:
             progress.advance()
     return sensitivities
 
 
-def _embed(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    """Yield the inputs of the first block, in batches."""
-    pending: list[Sequence[int]] = []
-    for number, ids in enumerate(sequences, 1):
-        pending.append(ids)
-        if number == len(sequences) or sum(map(len, pending)) >= _BATCH_TOKENS:
-            layout = BatchLayout.packed([len(ids) for ids in pending], decoder.device)
-            tokens_T = torch.tensor([id for ids in pending for id in ids], device=decoder.device)
-            yield decoder.embed(tokens_T, layout), layout
-            pending = []
+def _quantize_block(
+    block: Any, formats: Mapping[str, WeightFormat], method: Method, batches: list[Batch]
+) -> dict[str, float]:
+    """Quantize the linear layers of a block; return their relative errors, if there are inputs."""
+    if isinstance(method, Smoothing):
+        for fold in folds(block):
+            inputs = collect_inputs(block, fold.layer.module, batches)
+            fold.apply(method.scale(formats[fold.layer.name], fold, inputs))
+    errors: dict[str, float] = {}
+    for name, module, _ in linear_layers(block):
+        hessian_DD = collect_inputs(block, module, batches).hessian_DD if batches else None
+        measured = _MeasuredMethod(method, hessian_DD)
+        quantize_(
+            block,
+            lambda layer, name=name: formats[name] if layer == name else None,
+            measured.encode,
+        )
+        if batches:
+            errors[name] = measured.relative_error
+    return errors
 
 
-def _layers(block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the linear layers in the order of the forward pass; of gate and up the MLP."""
-    layers: list[tuple[str, nn.Module]] = []
-    stacked: set[nn.Module | None] = set()
-    for name, module in block.named_modules():  # a parent before its children
-        if isinstance(module, SwiGLU):
-            layers.append((f"{name}.gate_up", module))
-            stacked |= {module.gate, module.up}
-        elif isinstance(module, Linear) and module not in stacked:
-            layers.append((name, module))
-    return layers
-
-
-def _hessian(block: nn.Module, module: nn.Module, batches: list[Batch]) -> Tensor:
-    """Return the mean of x x^T over the inputs of a module, (D, D), in float32."""
-    total: list[Tensor] = []
-
-    def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x_TD = inputs[0].float()
-        product_DD = x_TD.T @ x_TD
-        total[:] = [total[0] + product_DD if total else product_DD]
-        raise _Stop
-
-    handle = module.register_forward_pre_hook(collect)
-    try:
-        for x_TD, layout in batches:
-            try:
-                block(x_TD, layout)
-            except _Stop:
-                continue
-    finally:
-        handle.remove()
-    return total[0] / sum(len(x_TD) for x_TD, _ in batches)
+def _format_of(format: WeightFormat | Mapping[str, WeightFormat], layer: str) -> WeightFormat:
+    return format[layer] if isinstance(format, Mapping) else format

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import torch
@@ -273,6 +274,26 @@ def _quantize_on_meta(
         return replace(format, scale_dtype=entry.dtype)  # pyright: ignore
 
     quantize_(decoder, choose)
+
+
+def stored_bytes(decoder: Decoder, format: WeightFormat) -> dict[str, int]:
+    """Return the size on disk that each linear layer of the blocks has in a format.
+
+    >>> from ingot.nn import preset
+    >>> from ingot.nn.formats import Int4
+    >>> stored_bytes(Decoder.on_meta(preset("tiny")), Int4())["blocks.1.mlp.down"]
+    5776
+    """
+    raw = write_config(decoder.config, decoder.source_config, decoder.dtype)
+    meta = Decoder.on_meta(decoder.config, decoder.dtype)
+    quantize_(meta.blocks, lambda _: format)
+    names = {module: name for name, module in meta.named_modules()}
+    sizes: dict[str, int] = {}
+    for layer in _quantized_layers(meta, FAMILIES[raw["model_type"]]):
+        tensors = [shape for _, shape in layer.shapes(COMPRESSED_TENSORS)]
+        size = sum(prod(shape) * (dtype or format.scale_dtype).itemsize for shape, dtype in tensors)
+        sizes[names[layer.module]] = sizes.get(names[layer.module], 0) + size
+    return sizes
 
 
 def check_quantizable(decoder: Decoder) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_every_linear_layer_of_the_blocks_is_quantized(name: str) -> None:
 class Recorder:
     """A method that records the Hessians it gets."""
 
-    calibrated: ClassVar[bool] = True
+    calibrated = True
 
     def __init__(self) -> None:
         self.hessians: list[torch.Tensor] = []

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import struct
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -136,3 +140,77 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
     with pytest.raises(IngotError, match="already"):
         compress(tmp_path / "int8", tmp_path / "int4", Int4())
     assert not (tmp_path / "int4").exists()
+
+
+@pytest.mark.parametrize("bits", [4.6, 5.5, 7.0])
+def test_the_budget_is_never_exceeded(tmp_path: Path, bits: float) -> None:
+    small, out = models.small(tmp_path / "small"), tmp_path / "mixed"
+    options: Any = {"method": RoundToNearest(), "bits_per_weight": bits}
+    report = compress(small, out, Int4(group=32), **options)
+    # One of the 8 layers, of 8 % to 25 % of the weights, might not fit any more.
+    assert bits - 1.2 < report.quantized.bits_per_weight <= bits
+    formats = [m.format for m in hf.load(out).modules() if isinstance(m, QuantizedLinear)]
+    assert len(formats) == 4 * hf.describe(small).config.layers
+    assert set(formats) <= {Int4(group=32), Int8()}
+    assert formats.count(Int8()) >= (1 if bits > 5 else 0)
+    if bits > 5:
+        assert f"{formats.count(Int8())} layers Int8" in report.format
+
+
+@pytest.mark.parametrize(("format", "bits"), [(Int4(), 4.4), (Int8(), 9.0)])
+def test_a_budget_without_a_choice_is_an_error(
+    tmp_path: Path, format: Int4 | Int8, bits: float
+) -> None:
+    small = models.small(tmp_path / "small")
+    with pytest.raises(IngotError, match="bits_per_weight must be"):
+        compress(small, tmp_path / "out", format, bits_per_weight=bits)
+
+
+def test_more_bits_cost_less(tmp_path: Path) -> None:
+    small = models.small(tmp_path / "small")
+    reports = [
+        compress(small, tmp_path / str(bits), Int4(group=32), bits_per_weight=bits)
+        for bits in (4.6, 6.5)
+    ]
+    assert reports[1].drift.kl_mean
+    assert reports[0].drift.kl_mean
+    assert reports[1].drift.kl_mean < reports[0].drift.kl_mean
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ingot.compression import resume
+from ingot.nn.formats import Int4
+from ingot.workflows.compress import compress
+
+def kill_after(write):
+    def write_and_die(path, content):
+        write(path, content)
+        if path.name == sys.argv[3]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return write_and_die
+
+resume.write_file = kill_after(resume.write_file)
+resume.write_atomic = kill_after(resume.write_atomic)
+compress(sys.argv[1], sys.argv[2], Int4(group=32))
+"""
+
+
+@pytest.mark.parametrize("last_file", ["hidden-0.safetensors", "state.json", "block-1.safetensors"])
+def test_a_killed_run_continues_with_the_same_result(
+    tmp_path: Path, last_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, out, whole = models.small(tmp_path / "small"), tmp_path / "out", tmp_path / "whole"
+    command = [sys.executable, "-c", _KILLED, str(small), str(out), last_file]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert (tmp_path / ".out.partial" / last_file).exists()
+    caplog.set_level(logging.INFO)
+    reports = [compress(small, directory, Int4(group=32)) for directory in (out, whole)]
+    continued = caplog.text.count("continuing after block 1")
+    assert continued == (0 if last_file == "hidden-0.safetensors" else 1)
+    for name in ("model.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert reports[0].sensitivities == reports[1].sensitivities
+    assert not (tmp_path / ".out.partial").exists()

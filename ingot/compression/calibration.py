@@ -1,0 +1,114 @@
+"""What the linear layers of a block get as input, over calibration data.
+
+The error of a layer's output is tr(E H E^T) for the difference E of the weights and the mean H of
+x x^T, so that methods need no inputs but H, and for each channel the largest magnitude.
+
+Legend: T tokens, N rows (output channels), D channels.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ingot.nn import BatchLayout, Decoder
+from ingot.nn.linear import Linear
+from ingot.nn.mlp import SwiGLU
+
+Batch = tuple[Tensor, BatchLayout]
+"""Hidden states, (T, D), and the sequences they belong to."""
+
+_BATCH_TOKENS = 1024
+
+
+class _Stop(Exception):
+    """Ends a forward pass once the input of a layer is known."""
+
+
+class LinearLayer(NamedTuple):
+    """Weights that have one input and become one quantized layer."""
+
+    name: str
+    """Within a block: `attention.qkv`, `attention.out`, `mlp.gate_up`, `mlp.down`."""
+    module: nn.Module
+    """Gets the input: of gate and up the MLP."""
+    linears: tuple[Linear, ...]
+
+    @property
+    def weight_ND(self) -> Tensor:
+        """All weights, in float32."""
+        return torch.cat([linear.weight.float() for linear in self.linears])
+
+
+class LayerInputs(NamedTuple):
+    """Statistics of the inputs of a layer, in float32."""
+
+    hessian_DD: Tensor
+    """Mean of x x^T."""
+    max_D: Tensor
+    """Largest magnitude of each channel."""
+
+
+def embed(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    """Yield the inputs of the first block, in batches."""
+    pending: list[Sequence[int]] = []
+    for number, ids in enumerate(sequences, 1):
+        pending.append(ids)
+        if number == len(sequences) or sum(map(len, pending)) >= _BATCH_TOKENS:
+            layout = BatchLayout.packed([len(ids) for ids in pending], decoder.device)
+            tokens_T = torch.tensor([id for ids in pending for id in ids], device=decoder.device)
+            yield decoder.embed(tokens_T, layout), layout
+            pending = []
+
+
+def linear_layers(block: nn.Module) -> list[LinearLayer]:
+    """Return the linear layers of a block in the order of the forward pass."""
+    layers: list[LinearLayer] = []
+    stacked: set[nn.Module] = set()
+    for name, module in block.named_modules():  # a parent before its children
+        if isinstance(module, SwiGLU):
+            assert module.gate is not None
+            assert module.up is not None
+            layers.append(LinearLayer(f"{name}.gate_up", module, (module.gate, module.up)))
+            stacked |= {module.gate, module.up}
+        elif isinstance(module, Linear) and module not in stacked:
+            layers.append(LinearLayer(name, module, (module,)))
+    return layers
+
+
+def collect_inputs(block: nn.Module, module: nn.Module, batches: Sequence[Batch]) -> LayerInputs:
+    """Run a block up to a module of it, and return the statistics of the module's inputs."""
+    total: list[LayerInputs] = []
+
+    def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x_TD = inputs[0].float()
+        own = LayerInputs(x_TD.T @ x_TD, x_TD.abs().amax(0))
+        if total:
+            own = LayerInputs(total[0][0] + own[0], torch.maximum(total[0][1], own[1]))
+        total[:] = [own]
+        raise _Stop
+
+    handle = module.register_forward_pre_hook(collect)
+    try:
+        for x_TD, layout in batches:
+            try:
+                block(x_TD, layout)
+            except _Stop:
+                continue
+    finally:
+        handle.remove()
+    sum_DD, max_D = total[0]
+    return LayerInputs(sum_DD / sum(len(x_TD) for x_TD, _ in batches), max_D)
+
+
+def squared_norm(weight_ND: Tensor, hessian_DD: Tensor) -> float:
+    """Return tr(W H W^T), the mean of ||W x||^2.
+
+    >>> squared_norm(torch.ones(3, 2), torch.eye(2))
+    6.0
+    """
+    return max(0.0, float(((weight_ND @ hessian_DD) * weight_ND).sum(dtype=torch.float64)))
