@@ -30,22 +30,15 @@ def engine(
         rounds: Number of measured rounds of each optimization.
         json: Print JSON instead of text.
     """
-    from ingot.bench.engine import (
-        BATCHES,
-        STEPS,
-        decode,
-        measure_int8_cache,
-        measure_options,
-        measure_speedups,
-    )
+    from ingot.bench import engine as bench
     from ingot.bench.results import RunInfo
 
     run, llm = RunInfo.now(ingot.__version__), ingot.LLM(model)
-    with log.progress("rounds", (len(BATCHES) + 2) * STEPS + 3 * rounds) as bar:
-        speedups = measure_speedups(llm, rounds, bar.advance)
-        steps = decode(llm, STEPS, bar.advance)
-        options = measure_options(llm, STEPS, bar.advance)
-        options.append(measure_int8_cache(llm, STEPS, bar.advance))
+    with log.progress("rounds", (len(bench.BATCHES) + 2) * bench.STEPS + 3 * rounds) as bar:
+        speedups = bench.measure_speedups(llm, rounds, bar.advance)
+        steps = bench.decode(llm, bench.STEPS, bar.advance)
+        options = bench.measure_options(llm, bench.STEPS, bar.advance)
+        options.append(bench.measure_int8_cache(llm, bench.STEPS, bar.advance))
     if json:
         report = {
             "run": dataclasses.asdict(run),
@@ -65,7 +58,7 @@ def engine(
     for option in options:
         log.stdout().print(
             f"[bold]options[/]  {option.name}: {option.speed_ratio:.3f}x the speed of batch "
-            f"{BATCHES[-1]} without; {option.step_s * 1e3:.2f} ms per step, "
+            f"{bench.BATCHES[-1]} without; {option.step_s * 1e3:.2f} ms per step, "
             f"{option.baseline_s * 1e3:.2f} without",
             highlight=False,
         )

@@ -43,7 +43,7 @@ def test_options_are_compared_with_a_step_without_them(small: Path) -> None:
 def test_an_int8_cache_is_compared_with_one_in_the_dtype_of_the_model(small: Path) -> None:
     llm, rounds = ingot.LLM(small), list[int]()
     found = engine.measure_int8_cache(llm, 3, rounds.append)
-    assert found.name == "int8 KV cache after 221 tokens"
+    assert found.name == "int8 KV cache after 512 tokens"
     assert 0 < found.speed_ratio < 3
     assert (rounds, llm.decoder.kv_cache_dtype) == ([1] * 3, "auto")
 
