@@ -18,7 +18,6 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +46,7 @@ from ingot.workflows.derive import (
 )
 from ingot.workflows.llm import load
 
-_CALIBRATION: Any = {"positions": 8192, "length": 512}
+_CALIBRATION = {"positions": 8192, "length": 512}
 _EMBEDDING = Int8(group=32)
 _LARGE = Int8()  # of layers that are raised in mixed precision
 
@@ -75,8 +74,7 @@ def compress(
         bits_per_weight: Max bits of a weight of the linear layers, on average. As far as this
             allows, the layers that gain most are raised to `Int8`.
         embeddings: Whether to quantize embedding and LM head, too.
-        text: Text to calibrate with and, in other documents, to compare the two models on: a file,
-            a folder or "stdlib".
+        text: Text to calibrate with and to compare on: a file, a folder or "stdlib".
         device: Where to compute.
     """
     source, directory = hub.model_path(model), Path(directory)
@@ -88,9 +86,8 @@ def compress(
         sequences = tokenize_text(text, tokenizer, decoder)
         calibration = sequences
         if method.calibrated or bits_per_weight is not None:
-            calibration = tokenize_text(
-                text, tokenizer, decoder, **_CALIBRATION, skip=len(sequences)
-            )
+            other = {**_CALIBRATION, "skip": len(sequences)}
+            calibration = tokenize_text(text, tokenizer, decoder, **other)
         original_TD = hidden_states(decoder, sequences)
         formats = _choose_formats(decoder, format, bits_per_weight, calibration)
         with log.progress("quantizing", decoder.config.layers) as progress:
