@@ -45,7 +45,7 @@ class PartialRun:
         if not (self.directory / _STATE).is_file():
             return None
         state = read_json(self.directory / _STATE)
-        if state["key"] == self.key:
+        if state.get("key") == self.key:
             log.logger(__name__).info("continuing after block %d", state["blocks"])
             return state
         shutil.rmtree(self.directory)
