@@ -166,6 +166,9 @@ def outcome(op: Op[..., Any], provider: str | None, args: list[Any]) -> Any:
         return error
 
 
+QUANTIZED = ("weight", "k", "v", "k_cache", "v_cache")  # whose integers are values, not indices
+
+
 def assert_sane(op: Op[..., Any], call: Strange) -> None:
     args = call.args(op)
     ours = outcome(op, "cpu" if call.preferred else None, args)
@@ -179,7 +182,7 @@ def assert_sane(op: Op[..., Any], call: Strange) -> None:
     if nothing or not all(map(finite, args)):
         return  # no values, or results of NaN inputs
     names = op.signature.parameters
-    args = [a if n == "weight" else widened(a) for n, a in zip(names, args, strict=True)]
+    args = [a if n in QUANTIZED else widened(a) for n, a in zip(names, args, strict=True)]
     theirs = outcome(op, "reference", args)
     assert not isinstance(theirs, Exception), f"the reference refuses: {theirs}"
     exact = list(map(doubled, args))
