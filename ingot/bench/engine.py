@@ -39,7 +39,6 @@ from ingot.nn.lora import LoraConfig
 from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.request import Request
-from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.speculate import SpeculateKind, create_proposer
 from ingot.workflows.decode_speed import BATCHES, DECODE_PROMPT, add_requests
@@ -241,14 +240,9 @@ def _speculation(
         sampling_params=SamplingParams(temperature=0.0),
     )
     config = config_for_memory(model.decoder)
-    runner = Runner(model.decoder, config)
+    runner, proposer = create_proposer(kind, model.decoder, config)
     baseline = Engine(model.decoder, scheduler_config=config)
-    speculative = Engine(
-        model.decoder,
-        scheduler_config=config,
-        runner=runner,
-        proposer=create_proposer(kind, runner),
-    )
+    speculative = Engine(model.decoder, scheduler_config=config, runner=runner, proposer=proposer)
 
     def run(engine: Engine) -> tuple[float, list[int]]:
         """Return the seconds of all tokens but the first, since prefill is the same in both."""

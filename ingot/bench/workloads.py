@@ -399,8 +399,8 @@ def _attention() -> Iterator[Workload]:
     for dtype in ("bf16", "fp32"):
         sdpa = _sdpa(32, queries=1, keys=512)
         yield Workload("attention", "decode 32 of 512", dtype, _decode(32, 512), sdpa)
-    shape, int8 = "decode 32 of 512 int8", _decode(32, 512, int8=True)
-    yield Workload("attention", shape, "bf16", int8, _sdpa(32, queries=1, keys=512))
+        int8 = _decode(32, 512, int8=True)
+        yield Workload("attention", "decode 32 of 512 int8", dtype, int8)
     for tokens, dtype in product((512, 2048), ("bf16", "fp32")):
         sdpa = _sdpa(1, queries=tokens, keys=tokens)
         yield Workload("attention", f"prefill {tokens}", dtype, _prefill(tokens), sdpa)

@@ -57,6 +57,7 @@ from ingot.serving.engine.sampler import OnLogits, SamplingState, sampling_tenso
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig, SchedulerOutput
 from ingot.serving.engine.speculate import (
+    NUM_SCRATCH_BLOCKS,
     DraftModelProposer,
     NgramProposer,
     Proposer,
@@ -449,7 +450,9 @@ class _RunnerCache:
                 max_num_batched_tokens=_MAX_STEP_TOKENS,
                 max_num_seqs=self.max_seqs,
             )
-            self._runners[decoder, size] = Runner(decoder, largest)
+            self._runners[decoder, size] = Runner(
+                decoder, largest, num_scratch_blocks=NUM_SCRATCH_BLOCKS
+            )
         return self._runners[decoder, size]
 
 

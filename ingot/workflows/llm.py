@@ -43,7 +43,6 @@ from ingot.serving.engine.detokenizer import StreamingDetokenizer
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.output import Logprob, Output
 from ingot.serving.engine.request import FinishReason, Request
-from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.engine.speculate import SpeculateKind, create_proposer
@@ -220,12 +219,12 @@ class LLM:
     def engine(self) -> Engine:
         """The engine; created by the first call that computes."""
         config = config_for_memory(self.decoder, self._kv_cache_bytes)
-        runner = Runner(self.decoder, config)
+        runner, proposer = create_proposer(self._speculate, self.decoder, config)
         return Engine(
             self.decoder,
             scheduler_config=config,
             tokenizer=self.tokenizer,
-            proposer=create_proposer(self._speculate, runner),
+            proposer=proposer,
             adapters=self._adapters,
             runner=runner,
         )

@@ -13,9 +13,9 @@ def test_decode_steps_and_speedups(cli: Run, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert [row["batch_size"] for row in found["decode"]] == [1, 8, 32]
-    assert len(found["options"]) == 4
+    assert len(found["options"]) == 5
     speedups = found["speedups"]
-    assert [speedup["name"] for speedup in speedups] == ["ngram", "prefix"]
+    assert [speedup["name"] for speedup in speedups] == ["ngram", "prefix", "int4"]
     assert all(speedup["same_tokens"] and speedup["ratio"] > 0 for speedup in speedups)
 
 

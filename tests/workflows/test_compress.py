@@ -212,5 +212,8 @@ def test_a_killed_run_continues_with_the_same_result(
     assert continued == (0 if last_file == "hidden-0.safetensors" else 1)
     for name in ("model.safetensors", "config.json"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
-    assert reports[0].sensitivities == reports[1].sensitivities
+    # In float32, by as many threads as the process has.
+    for one, other in zip(reports[0].sensitivities, reports[1].sensitivities, strict=True):
+        assert (one.layer, one.kind) == (other.layer, other.kind)
+        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-4)
     assert not (tmp_path / ".out.partial").exists()

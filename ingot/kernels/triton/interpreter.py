@@ -85,8 +85,8 @@ _WITHOUT_KERNELS = ("gated", "float32", "group_", "panels")  # samples of linear
 def all_samples() -> list[tuple[str, str, str]]:
     """Return (op, sample, dtype) for every sample of every op that the kernels support.
 
-    Those of linear layers do not compute LoRA terms yet, and those of quantized layers neither
-    gates nor groups of activations, nor read panels.
+    Those of linear layers do not compute LoRA terms yet, those of quantized layers neither gates
+    nor groups of activations, nor do they read panels; those of attention read no int8 KV cache.
     """
     import torch
 
@@ -99,6 +99,7 @@ def all_samples() -> list[tuple[str, str, str]]:
         for dtype in DTYPES
         for sample in triton_op.op.samples(TensorMaker(getattr(torch, dtype)))
         if not sample.name.endswith("lora")
+        and not (name in ("attention", "rope_and_cache") and "int8" in sample.name)
         and not (name == "linear_int8_dynamic" and sample.name.startswith(_WITHOUT_KERNELS))
     ]
 

@@ -38,7 +38,6 @@ from ingot.serving.engine.staging import StagingArray, StagingBuffer
 
 MAX_CAPTURED_TOKENS = 64  # in larger steps the kernels take longer than the Python code
 MAX_CAPTURES = 128
-_NUM_SCRATCH_BLOCKS = 16  # one for each request of the largest speculative step
 
 
 class _TokenInputs(NamedTuple):
@@ -76,7 +75,12 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Decoder, config: SchedulerConfig, *, kv_cache: KVCache | None = None
+        self,
+        decoder: Decoder,
+        config: SchedulerConfig,
+        *,
+        num_scratch_blocks: int = 0,
+        kv_cache: KVCache | None = None,
     ) -> None:
         self.decoder, self.config, self.size = decoder, config, config.block_size
         device, spec = decoder.device, decoder.kv_spec
@@ -86,7 +90,7 @@ class Runner:
                 hint="use kv_cache_dtype 'auto', or device 'cpu'",
             )
         self._device = device
-        num_blocks = config.num_blocks + _NUM_SCRATCH_BLOCKS
+        num_blocks = config.num_blocks + num_scratch_blocks
         self.kv_cache = kv_cache or KVCache(spec, num_blocks, self.size, device)
         self.scratch_blocks = range(config.num_blocks, num_blocks)
         """Blocks that the scheduler does not know, for keys and values of draft tokens."""

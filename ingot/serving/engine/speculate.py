@@ -33,6 +33,7 @@ from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
 
 SpeculateKind = Literal["ngram", "int4"]
 """Proposers that need nothing but the model."""
+NUM_SCRATCH_BLOCKS = 16  # of a QuantizedProposer: one for each request of its largest step
 _GROUP = 32  # channels that share a scale in the 4-bit copy
 
 
@@ -57,11 +58,14 @@ class Proposer(Protocol):
         ...
 
 
-def create_proposer(kind: SpeculateKind | None, runner: Runner) -> Proposer | None:
-    """Return the proposer for an engine with this runner; None without a kind."""
-    if kind is None:
-        return None
-    return NgramProposer() if kind == "ngram" else QuantizedProposer(runner)
+def create_proposer(
+    kind: SpeculateKind | None, decoder: Decoder, config: SchedulerConfig
+) -> tuple[Runner, Proposer | None]:
+    """Return the runner and the proposer of an engine; without a kind, None is the proposer."""
+    if kind == "int4":
+        runner = Runner(decoder, config, num_scratch_blocks=NUM_SCRATCH_BLOCKS)
+        return runner, QuantizedProposer(runner)
+    return Runner(decoder, config), NgramProposer() if kind == "ngram" else None
 
 
 class NgramProposer:
@@ -109,8 +113,8 @@ class QuantizedProposer:
 
     The copy reads the keys and values of the model itself, so it needs no KV cache and computes
     nothing twice. It writes those of its drafts after them, where the model overwrites them, and
-    into scratch blocks beyond the last block of the request. `draft_model` is a copy that exists
-    already.
+    into the runner's scratch blocks beyond the last block of the request. `draft_model` is a copy
+    that exists already.
 
     >>> from ingot.nn import preset
     >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
@@ -130,6 +134,7 @@ class QuantizedProposer:
         self.num_speculative_tokens = num_speculative_tokens
         decoder = draft_model or quantized_copy(runner.decoder)
         self.runner = Runner(decoder, runner.config, kv_cache=runner.kv_cache)
+        self._scratch_blocks = runner.scratch_blocks
         self.sampler = Sampler(decoder)
         self._states: dict[int, SamplingState] = {}
 
@@ -164,7 +169,7 @@ class QuantizedProposer:
 
     def _add_scratch_blocks(self, sequences: Sequence[TokenSequence]) -> list[tuple[int, ...]]:
         """Return the block tables, each continued by its share of the scratch blocks."""
-        blocks = self.runner.scratch_blocks
+        blocks = self._scratch_blocks
         share = len(blocks) // max(len(sequences), 1)
         return [
             (*sequence.block_table, *blocks[index * share : (index + 1) * share])

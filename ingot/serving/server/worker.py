@@ -158,7 +158,6 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     from ingot.interop import hf
     from ingot.interop.tokenizer import Tokenizer
     from ingot.serving.engine import engine as engines
-    from ingot.serving.engine.runner import Runner
     from ingot.serving.engine.speculate import create_proposer
 
     directory, device = Path(settings.directory), resolve(settings.device)
@@ -174,12 +173,12 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
         skip_broken=settings.skip_broken_adapters,
     )
     scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
-    runner = Runner(decoder, scheduler_config)
+    runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
     engine = engines.Engine(
         decoder,
         scheduler_config=scheduler_config,
         tokenizer=tokenizer,
-        proposer=create_proposer(settings.speculate, runner),
+        proposer=proposer,
         adapters=adapters,
         runner=runner,
     )

@@ -137,13 +137,13 @@ def test_a_draft_model_reads_what_is_new_and_goes_back_where_it_was_wrong(
     assert len(draft._free) == LIMITS.num_blocks
 
 
-@pytest.mark.parametrize("size", [1, 8, 128])
-def test_a_quantized_copy_on_the_same_cache_changes_no_bit(size: int) -> None:
+@pytest.mark.parametrize(("size", "scratch"), [(1, 16), (8, 16), (8, 0), (128, 16)])
+def test_a_quantized_copy_on_the_same_cache_changes_no_bit(size: int, scratch: int) -> None:
     config = SchedulerConfig(
         num_blocks=160 // size + 5, block_size=size, max_num_batched_tokens=32, max_num_seqs=6
     )
     wanted = text(Engine(BIG, scheduler_config=config), requests())
-    runner = Runner(BIG, config)
+    runner = Runner(BIG, config, num_scratch_blocks=scratch)
     proposer = QuantizedProposer(runner)
     engine = Engine(BIG, scheduler_config=config, runner=runner, proposer=proposer)
     assert text(engine, requests()) == wanted
@@ -160,7 +160,7 @@ def test_a_quantized_copy_drafts_up_to_the_end_of_the_context() -> None:
     request = Request(id=1, prompt=prompt, max_tokens=9, sampling_params=SamplingParams(logprobs=1))
     wanted = text(Engine(BIG, scheduler_config=config), [request])
     assert len(wanted[1]) == 9
-    runner = Runner(BIG, config)
+    runner = Runner(BIG, config, num_scratch_blocks=16)
     proposer = QuantizedProposer(runner, num_speculative_tokens=7)
     engine = Engine(BIG, scheduler_config=config, runner=runner, proposer=proposer)
     assert text(engine, [request]) == wanted
@@ -179,10 +179,9 @@ def test_a_quantized_copy_shares_what_it_does_not_quantize() -> None:
 
 
 def test_proposers_by_name() -> None:
-    runner = Runner(BIG, LIMITS)
-    assert create_proposer(None, runner) is None
-    assert isinstance(create_proposer("ngram", runner), NgramProposer)
-    drafts = create_proposer("int4", runner)
+    assert create_proposer(None, BIG, LIMITS)[1] is None
+    assert isinstance(create_proposer("ngram", BIG, LIMITS)[1], NgramProposer)
+    runner, drafts = create_proposer("int4", BIG, LIMITS)
     assert isinstance(drafts, QuantizedProposer)
     assert drafts.runner.kv_cache is runner.kv_cache
 
