@@ -93,7 +93,15 @@ def render_metrics() -> str:
     from ingot.serving.server.metrics import GAUGES, EngineCollector, Metrics
     from ingot.serving.server.wire import EngineReady
 
-    ready = EngineReady(model="", vocab_size=1, max_model_len=1, block_size=1, num_blocks=1)
+    ready = EngineReady(
+        model="",
+        vocab_size=1,
+        max_model_len=1,
+        block_size=1,
+        num_blocks=1,
+        kv_cache_dtype="int8",
+        kv_cache_bytes=960,
+    )
     stats = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
     metrics = Metrics()
     metrics.statuses[200] = 1

@@ -33,13 +33,14 @@ from ingot.compression.calibration import (
     squared_norm,
 )
 from ingot.compression.method import Method
-from ingot.compression.resume import PartialRun, run_key
+from ingot.compression.resume import PartialRun
 from ingot.compression.smoothing import Smoothing, folds
 from ingot.core.errors import ConfigError
 from ingot.core.log import Progress
 from ingot.nn import Decoder
 from ingot.nn.formats import QuantizedTensors, WeightFormat
-from ingot.nn.quantized import QuantizedModule, quantize_
+from ingot.nn.quantized import is_quantized, quantize_
+from ingot.nn.weights import hash_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +98,15 @@ def quantize(
     """
     if method.calibrated and not sequences:
         raise ConfigError("this method needs calibration data", hint="pass sequences of tokens")
-    if any(isinstance(module, QuantizedModule) for module in decoder.modules()):
+    if is_quantized(decoder):
         raise ConfigError("the model is quantized already", hint="use the original model")
     batches = list(embed(decoder, sequences))
     sensitivities: list[LayerSensitivity] = []
     partial, done = None, 0
     if resume_dir is not None:
-        partial = PartialRun(resume_dir, run_key(decoder, format, method, sequences))
+        partial = PartialRun(
+            resume_dir, hash_tensors(decoder.state_dict(), format, method, sequences)
+        )
         if state := partial.read_state():
             done = state["blocks"]
             sensitivities = [LayerSensitivity(**facts) for facts in state["sensitivities"]]

@@ -12,7 +12,6 @@ starts from the first block.
 # pyright: basic
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 
 from ingot.core import log
 from ingot.core.paths import write_atomic
-from ingot.nn import Decoder
 from ingot.nn.formats import QuantizedTensors, WeightFormat
 from ingot.nn.quantized import ChooseFormat, QuantizedModule, quantize_
 from ingot.nn.weights import SafetensorsDir, read_json, write_file
@@ -93,13 +91,3 @@ class PartialRun:
 def _allocate(format: WeightFormat, weight_ND: Tensor) -> QuantizedTensors:
     rows, channels = weight_ND.shape
     return format.empty(rows, channels, weight_ND.device)
-
-
-def run_key(decoder: Decoder, *settings: Any) -> str:
-    """Return a hash of the weights of a model and of settings, which are compared by `repr`."""
-    digest = hashlib.sha256(repr(settings).encode())
-    for name, parameter in decoder.named_parameters():
-        digest.update(name.encode())
-        data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        digest.update(memoryview(data))  # pyright: ignore
-    return digest.hexdigest()

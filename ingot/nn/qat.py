@@ -19,7 +19,6 @@ with the names `FakeQuantizer`, prepare and convert; there the forward simulates
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +32,7 @@ from ingot.nn.decoder import Decoder
 from ingot.nn.formats import Int4, Int8, LinearEpilogue, QuantizedTensors, WeightFormat
 from ingot.nn.linear import Linear
 from ingot.nn.mlp import SwiGLU
-from ingot.nn.quantized import QuantizedModule, arrange, quantize_
+from ingot.nn.quantized import arrange, is_quantized, quantized_copy
 from ingot.ops.epilogue import IDENTITY
 
 
@@ -149,7 +148,7 @@ def prepare_qat_(decoder: Decoder, format: WeightFormat) -> None:
     >>> type(model.blocks[0].attention.qkv.fake_quantizer).__name__
     'FakeQuantizer'
     """
-    if any(isinstance(module, QuantizedModule) for module in decoder.modules()):
+    if is_quantized(decoder):
         raise ConfigError("the model is quantized already", hint="train the original model")
     for module in decoder.blocks.modules():
         if isinstance(module, Linear):
@@ -160,6 +159,4 @@ def prepare_qat_(decoder: Decoder, format: WeightFormat) -> None:
 
 def convert_qat(decoder: Decoder, format: WeightFormat) -> Decoder:
     """Return a copy with quantized weights, which computes the same bits."""
-    copy = deepcopy(decoder)
-    quantize_(copy.blocks, lambda _: format)
-    return copy
+    return quantized_copy(decoder, lambda name: format if name.startswith("blocks.") else None)

@@ -12,7 +12,8 @@ Legend: N rows (output channels), D channels, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from copy import deepcopy
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from ingot.ops.codec import PANEL_ROWS, fits_panels, to_panels, to_rows
 from ingot.ops.epilogue import IDENTITY, SILU
 from ingot.ops.loss import CHUNK
 
+Model = TypeVar("Model", bound=nn.Module)
 ChooseFormat = Callable[[str], WeightFormat | None]
 """Returns the format of a module by its name; None leaves it as it is."""
 
@@ -246,6 +248,27 @@ def quantize_(model: nn.Module, choose: ChooseFormat, encode: Encode = round_to_
                 setattr(parent, attribute, kind.of(module, format, encode))  # pyright: ignore
             elif isinstance(module, QuantizedModule) and choose(name):
                 raise IngotError(f"{name} is quantized already", hint="use the original model")
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether a model has a quantized weight."""
+    return any(isinstance(module, QuantizedModule) for module in model.modules())
+
+
+def quantized_copy(model: Model, choose: ChooseFormat) -> Model:
+    """Return a copy with quantized layers: see `quantize_`. All other tensors are shared.
+
+    >>> from ingot.nn import Decoder, preset
+    >>> from ingot.nn.formats import Int8
+    >>> model = Decoder.from_config(preset("tiny"), seed=0)
+    >>> copied = quantized_copy(model, lambda name: Int8() if ".mlp." in name else None)
+    >>> is_quantized(copied), is_quantized(model), copied.norm.weight is model.norm.weight
+    (True, False, True)
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = deepcopy(model, shared)
+    quantize_(copied, choose)
+    return copied
 
 
 def _stack(gate: Linear, up: Linear, format: WeightFormat, encode: Encode) -> QuantizedLinear:

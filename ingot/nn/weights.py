@@ -14,6 +14,7 @@ are not safetensors (pickles) are never opened.
 # pyright: basic
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -187,6 +188,20 @@ def write(
     total = sum(tensor.nbytes for tensor in tensors.values())
     table = {"metadata": {"total_size": total}, "weight_map": index}
     write_atomic(directory / INDEX, json.dumps(table, indent=2, sort_keys=True) + "\n")
+
+
+def hash_tensors(tensors: Mapping[str, Tensor], *facts: object) -> str:
+    """Return the SHA-256 of tensors by name, and of facts by their `repr`.
+
+    >>> one = {"weight": torch.ones(2)}
+    >>> hash_tensors(one) == hash_tensors(one, "bf16")
+    False
+    """
+    digest = hashlib.sha256(repr(facts).encode())
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.arguments import fake_like
-from ingot.ops.check import check_cache_dtype
+from ingot.ops.check import check_keys_values
 from ingot.ops.codec import KV_SCALE_BYTES, dequantize_kv, quantize_kv
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
@@ -166,7 +166,7 @@ def _check(
     scale: float | None,
 ) -> None:
     paged = block_table is not None
-    check_cache_dtype("attention", q, k, v, paged)
+    check_keys_values("attention", q, k, v, paged)
     if q.dim() != 3 or k.dim() != 3 + paged:
         raise OpError(
             f"attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",

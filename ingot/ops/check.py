@@ -39,12 +39,12 @@ def check_same_shape(op: str, **tensors: Tensor) -> None:
         )
 
 
-def check_cache_dtype(op: str, q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
+def check_keys_values(op: str, q: Tensor, k: Tensor, v: Tensor, paged: bool) -> None:
     """Require that keys and values have the same shape, and the dtype of the queries, or int8 in a
     paged KV cache.
 
     >>> rows = Tensor([1.0]).char()
-    >>> check_cache_dtype("attention", Tensor([1.0]), rows, rows, paged=True)
+    >>> check_keys_values("attention", Tensor([1.0]), rows, rows, paged=True)
     """
     if not (paged and k.dtype == v.dtype == torch.int8):
         check_same_dtype(op, q=q, k=k, v=v)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ingot.core.errors import OpError
 from ingot.ops.arguments import accum_dtype, fake_like
-from ingot.ops.check import check_cache_dtype, check_same_dtype, check_same_shape, is_integral
+from ingot.ops.check import check_keys_values, check_same_dtype, check_same_shape, is_integral
 from ingot.ops.codec import KV_SCALE_BYTES, dequantize_kv, quantize_kv
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.inputs import SampleInput, TensorMaker
@@ -315,7 +315,7 @@ def _write_check(
     _check(q, positions, freqs, interleaved, scale)
     check_same_dtype("rope_and_cache", q=q, k=k, v=v)
     check_same_shape("rope_and_cache", k=k, v=v)
-    check_cache_dtype("rope_and_cache", q, k_cache, v_cache, paged=True)
+    check_keys_values("rope_and_cache", q, k_cache, v_cache, paged=True)
     if k.dim() != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
         raise OpError(
             f"rope_and_cache: q is {tuple(q.shape)}, k {tuple(k.shape)}",

@@ -63,7 +63,7 @@ from ingot.serving.engine.speculate import (
     Proposer,
     QuantizedProposer,
     TokenSequence,
-    quantized_copy,
+    int4_copy,
 )
 
 MAX_SCHEDULES = 10**6
@@ -393,9 +393,9 @@ class _RunnerCache:
         self.max_models_per_step = 1
         rank = max([adapter.rank for adapter in adapters.values()], default=1)
         self.adapters, self._pool = adapters, AdapterPool(decoder, len(adapters), rank)
-        self.quantized_copy: Decoder | None = None
+        self.int4_copy: Decoder | None = None
         with suppress(ConfigError):
-            self.quantized_copy = quantized_copy(decoder)
+            self.int4_copy = int4_copy(decoder)
         self._runners: dict[tuple[Decoder, int], Runner] = {}
         self._quantized: dict[int, QuantizedProposer] = {}
 
@@ -433,12 +433,12 @@ class _RunnerCache:
 
     def quantized_proposer(self, config: SchedulerConfig) -> Proposer | None:
         """Return a proposer with a 4-bit copy; None if the model cannot be quantized."""
-        if self.quantized_copy is None:
+        if self.int4_copy is None:
             return None
         size = config.block_size
         if size not in self._quantized:
             runner = self._runner(self.decoder, config)
-            self._quantized[size] = QuantizedProposer(runner, draft_model=self.quantized_copy)
+            self._quantized[size] = QuantizedProposer(runner, draft_model=self.int4_copy)
         return self._quantized[size]
 
     def _runner(self, decoder: Decoder, config: SchedulerConfig) -> Runner:

@@ -21,7 +21,6 @@ clipper and the spike detector work on the host. Nothing draws from the device's
 # pyright: basic
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -44,6 +43,7 @@ from ingot.data import Loader
 from ingot.nn import Decoder, DecoderConfig
 from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
+from ingot.nn.weights import hash_tensors
 from ingot.observe.metrics import MetricsLog
 from ingot.training.checkpoint import Checkpoint, Checkpoints
 from ingot.training.clip import Clipper
@@ -330,14 +330,12 @@ class Trainer:
     @cached_property
     def _base_hash(self) -> str | None:
         """SHA-256 of the frozen weights; None if all are trained."""
-        frozen = [p.detach() for p in self.model.parameters() if not p.requires_grad]
-        for module in self.model.modules():
+        frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        for name, module in self.model.named_modules():
             if isinstance(module, QuantizedModule):
-                frozen += [tensor for tensor in module.get() if tensor is not None]
-        digest = hashlib.sha256()
-        for weight in frozen:
-            digest.update(weight.cpu().flatten().view(torch.uint8).numpy())  # pyright: ignore
-        return digest.hexdigest() if frozen else None
+                fields = module.get()._asdict().items()
+                frozen |= {f"{name}.{field}": t for field, t in fields if t is not None}
+        return hash_tensors(frozen) if frozen else None
 
     def _write_description(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from ingot.core.device import detect
 from ingot.core.errors import ConfigError
 from ingot.data import PairDataset
 from ingot.nn import Decoder
+from ingot.nn.weights import hash_tensors
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.sampling_params import SamplingParams
@@ -118,13 +119,9 @@ def _score(engine: Engine, pairs: PairDataset, numbers: range, logprobs: list[li
 
 def _hash_model(model: Decoder) -> str:
     """Return a hash of the weights, the architecture and the processor."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():  # quantized weights are buffers
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
     cpu = detect().cpu
-    digest.update(f"{model.config} {model.device.type} {cpu.name} {cpu.isa}".encode())
-    return digest.hexdigest()
+    facts = model.config, model.device.type, cpu.name, cpu.isa
+    return hash_tensors(model.state_dict(), *facts)  # quantized weights are buffers
 
 
 def _read(path: Path, split: PairDataset) -> NDArray[np.float32] | None:

@@ -14,7 +14,6 @@ with any proposer.
 # pyright: basic
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -24,7 +23,7 @@ import torch
 from ingot.core.errors import ConfigError
 from ingot.nn import Decoder
 from ingot.nn.formats import Int4, Int8, WeightFormat
-from ingot.nn.quantized import QuantizedModule, quantize_
+from ingot.nn.quantized import is_quantized, quantized_copy
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampler import Sampler, SamplingState
@@ -132,7 +131,7 @@ class QuantizedProposer:
     ) -> None:
         _check_count("num_speculative_tokens", num_speculative_tokens)
         self.num_speculative_tokens = num_speculative_tokens
-        decoder = draft_model or quantized_copy(runner.decoder)
+        decoder = draft_model or int4_copy(runner.decoder)
         self.runner = Runner(decoder, runner.config, kv_cache=runner.kv_cache)
         self._scratch_blocks = runner.scratch_blocks
         self.sampler = Sampler(decoder)
@@ -186,37 +185,25 @@ class QuantizedProposer:
         return min(max_tokens, self.num_speculative_tokens, *rooms) if starts else 0
 
 
-def quantized_copy(decoder: Decoder) -> Decoder:
+def int4_copy(decoder: Decoder) -> Decoder:
     """Return a copy with linear layers in 4 bits and the LM head in 8; the rest is shared.
 
     >>> from ingot.nn import preset
-    >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
-    >>> copied = quantized_copy(decoder)
-    >>> copied.norm.weight is decoder.norm.weight, copied.has_quantized_head
-    (True, True)
+    >>> int4_copy(Decoder.from_config(preset("tiny"), seed=0)).has_quantized_head
+    True
     """
-    config = decoder.config
-    if any(isinstance(module, QuantizedModule) for module in decoder.modules()):
+    if is_quantized(decoder):
         raise ConfigError(
             "a quantized model has no faster 4-bit copy", hint="use speculate='ngram', or none"
         )
-    channels = {config.dim, config.ffn_dim, config.heads * config.head_dim}
-    if any(count % _GROUP for count in channels):
-        raise ConfigError(
-            f"the 4-bit copy of a model needs multiples of {_GROUP} channels, got {channels}",
-            hint="use speculate='ngram', or none",
-        )
-    head = "tok_embed" if config.tie_embeddings else "lm_head"
+    head = "tok_embed" if decoder.config.tie_embeddings else "lm_head"
 
     def choose(name: str) -> WeightFormat | None:
         if name.startswith("blocks."):
             return Int4(group=_GROUP)
         return Int8(group=_GROUP) if name == head else None
 
-    shared = {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())}
-    copied = copy.deepcopy(decoder, shared)
-    quantize_(copied, choose)
-    return copied
+    return quantized_copy(decoder, choose)
 
 
 def _draft_sampling_state(request: Request) -> SamplingState:

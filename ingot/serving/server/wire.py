@@ -74,8 +74,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Maximum number of tokens of a sequence."""
     block_size: int
     num_blocks: int
-    kv_cache_dtype: str = "bfloat16"
-    kv_cache_bytes: int = 0
+    kv_cache_dtype: str
+    kv_cache_bytes: int
     device: str = "cpu"
     adapters: list[LoadedAdapter] = []
     max_loras: int = 0

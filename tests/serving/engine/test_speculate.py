@@ -19,7 +19,7 @@ from ingot.serving.engine.speculate import (
     Proposer,
     QuantizedProposer,
     create_proposer,
-    quantized_copy,
+    int4_copy,
 )
 
 BIG = Decoder.from_config(preset("tiny"), seed=0)
@@ -168,14 +168,14 @@ def test_a_quantized_copy_drafts_up_to_the_end_of_the_context() -> None:
 
 
 def test_a_quantized_copy_shares_what_it_does_not_quantize() -> None:
-    copied = quantized_copy(BIG)
+    copied = int4_copy(BIG)
     own = {tensor.data_ptr() for tensor in BIG.parameters()}
     assert {tensor.data_ptr() for tensor in copied.parameters()} < own
     assert not BIG.has_quantized_head
     with pytest.raises(ConfigError, match="quantized model"):
-        quantized_copy(copied)
-    with pytest.raises(ConfigError, match="multiples of 32"):
-        quantized_copy(Decoder.from_config(replace(preset("tiny"), ffn_dim=48), seed=0))
+        int4_copy(copied)
+    with pytest.raises(ConfigError, match="not a multiple of the group size 32"):
+        int4_copy(Decoder.from_config(replace(preset("tiny"), ffn_dim=48), seed=0))
 
 
 def test_proposers_by_name() -> None:

@@ -32,7 +32,15 @@ TO_WORKER = [
 ]
 TO_CLIENT = [
     wire.Loading("weights"),
-    wire.EngineReady(model="m", vocab_size=9, max_model_len=8, block_size=4, num_blocks=2),
+    wire.EngineReady(
+        model="m",
+        vocab_size=9,
+        max_model_len=8,
+        block_size=4,
+        num_blocks=2,
+        kv_cache_dtype="int8",
+        kv_cache_bytes=960,
+    ),
     wire.StepOutputs(
         [
             Output(1, (5,), num_cached_tokens=0),
