@@ -38,8 +38,11 @@ inline FloatLanes to_float(IntLanes values) { return __builtin_convertvector(val
 inline FloatLanes broadcast_float(float value) { return value - FloatLanes{}; }
 inline IntLanes broadcast_int(int32_t value) { return value - IntLanes{}; }
 
-// acc[i] + the sum of four products w[4i + b] * x[b], of unsigned w and signed x.
+// acc[i] + the sum of four products w[4i + b] * x[4i + b], of unsigned w and signed x.
 #if defined(__AVX512VNNI__)
+inline IntLanes dot4(IntLanes acc, Bytes w, IntLanes x) {
+  return (IntLanes)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+}
 inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) {
   // As an intrinsic, GCC 12 broadcasts x to a register first: 1.5 instead of 2.2 products per ns.
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int8_t(*)[4])x));
@@ -54,21 +57,30 @@ inline __m256i dot4(__m256i acc, __m256i w, __m256i x) {
   __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
-inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) {
-  int32_t four;
-  std::memcpy(&four, x, 4);
-  __m256i parts[2][2], all = _mm256_set1_epi32(four);
+inline IntLanes dot4(IntLanes acc, Bytes w, IntLanes x) {
+  __m256i parts[3][2];
   std::memcpy(parts[0], &acc, sizeof acc), std::memcpy(parts[1], &w, sizeof w);
-  for (int i = 0; i < 2; i++) parts[0][i] = dot4(parts[0][i], parts[1][i], all);
+  std::memcpy(parts[2], &x, sizeof x);
+  for (int i = 0; i < 2; i++) parts[0][i] = dot4(parts[0][i], parts[1][i], parts[2][i]);
   std::memcpy(&acc, parts[0], sizeof acc);
   return acc;
 }
 #else
-inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) {
+inline IntLanes dot4(IntLanes acc, Bytes w, IntLanes x) {
+  typedef int8_t SignedBytes __attribute__((vector_size(CHUNK_BYTES)));
+  SignedBytes bytes = (SignedBytes)x;
   for (int i = 0; i < LANES; i++)
-    for (int b = 0; b < 4; b++) acc[i] += int32_t(w[4 * i + b]) * x[b];
+    for (int b = 0; b < 4; b++) acc[i] += int32_t(w[4 * i + b]) * bytes[4 * i + b];
   return acc;
 }
+#endif
+inline IntLanes load_word(const int8_t* x) {
+  int32_t word;
+  std::memcpy(&word, x, sizeof word);
+  return broadcast_int(word);
+}
+#if !defined(__AVX512VNNI__)
+inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) { return dot4(acc, w, load_word(x)); }
 #endif
 
 // ---- Formats: how the bytes of a weight become unsigned operands.
@@ -77,6 +89,7 @@ inline IntLanes dot4(IntLanes acc, Bytes w, const int8_t* x) {
 // channels.
 struct Int4 {
   static constexpr int PLANES = 2, ZERO = 8;
+  static constexpr bool MAY_HAVE_OFFSETS = true;
   static void unpack(Bytes raw, Bytes (&planes)[PLANES]) {
     planes[0] = raw & 15;
     planes[1] = raw >> 4;
@@ -85,6 +98,7 @@ struct Int4 {
 
 struct Int8 {
   static constexpr int PLANES = 1, ZERO = 128;
+  static constexpr bool MAY_HAVE_OFFSETS = false;
   static void unpack(Bytes raw, Bytes (&planes)[PLANES]) { planes[0] = raw ^ 0x80; }
 };
 
@@ -109,11 +123,14 @@ constexpr int ROW_BLOCK = 8;  // rows of x that are multiplied by a panel togeth
 // of a block of rows are interleaved: one pointer suffices to read those of all its rows.
 struct QuantizedRows {
   int64_t block;  // rows in a block
-  int64_t groups, group_words, words, padded_rows;
+  int64_t groups, group_words, words;
   int8_t* values;
-  float* scales;       // (groups, padded_rows), as the next two
+  float* scales;       // (blocks, groups, block), as the next two
   float* scaled_sums;  // of the values of a group
   int32_t* initial;    // of the sum of a group's products: what the format's zero adds
+
+  // Where the first group of a row is in these; the next ones are `block` apart.
+  int64_t first_group(int64_t row) const { return row / block * block * groups + row % block; }
 };
 
 // Store the int8 values of channels k, k + 1, ...: those of a plane in a word.
@@ -187,16 +204,15 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group, int32_t zero) {
   q.groups = (q.words + q.group_words - 1) / q.group_words;
   q.block = std::min<int64_t>(ROW_BLOCK, std::bit_ceil(uint64_t(x.rows)));
   // What is beyond the last row is multiplied, and not used; a subnormal scale would be slow.
-  int64_t rows = q.padded_rows = (x.rows + q.block - 1) / q.block * q.block;
+  int64_t rows = (x.rows + q.block - 1) / q.block * q.block;
   int64_t row_bytes = q.words * UNIT;
   q.values = scratch<Scratch::QUANTIZED_X, int8_t>(rows * row_bytes);
   q.scales = scratch<Scratch::QUANTIZED_X_SCALES, float>(2 * rows * q.groups);
   q.scaled_sums = q.scales + rows * q.groups;
   q.initial = scratch<Scratch::QUANTIZED_X_SUMS, int32_t>(rows * q.groups);
-  for (int64_t g = 0; g < 2 * q.groups; g++)
-    std::fill(q.scales + g * rows + x.rows, q.scales + (g + 1) * rows, 0.0f);
-  for (int64_t g = 0; g < q.groups; g++)
-    std::fill(q.initial + g * rows + x.rows, q.initial + (g + 1) * rows, 0);
+  for (int64_t r = x.rows; r < rows; r++)
+    for (int64_t g = 0, i = q.first_group(r); g < q.groups; g++, i += q.block)
+      q.scales[i] = q.scaled_sums[i] = 0, q.initial[i] = 0;
   int64_t width = q.group_words * UNIT;
   parallel_for(rows / q.block, 4 * q.block * x.width, [&](int64_t begin, int64_t end) {
     int8_t* block = scratch<Scratch::QUANTIZED_ROWS, int8_t>(q.block * row_bytes);
@@ -207,7 +223,7 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group, int32_t zero) {
         int8_t* values = block + (r - first) * row_bytes;
         std::memset(values + row_bytes - UNIT, 0, UNIT);
         quantize_row<Format>(x[r], x.width, width, values, scales, sums);
-        for (int64_t g = 0, i = r; g < q.groups; g++, i += rows) {
+        for (int64_t g = 0, i = q.first_group(r); g < q.groups; g++, i += q.block) {
           q.scales[i] = scales[g];
           q.scaled_sums[i] = scales[g] * float(sums[g]);
           q.initial[i] = int32_t(-uint32_t(zero) * uint32_t(sums[g]));  // without signed overflow
@@ -221,22 +237,30 @@ QuantizedRows quantize_rows(const Matrix<T>& x, int64_t group, int32_t zero) {
 
 // ---- The GEMM.
 
-// Scales of 16 rows of the weight for all groups, in float32, and what is added to scale * q: the
-// minimum, or the zero point times -scale.
-struct PanelScales {
+// Panels that are multiplied together. A product takes 5 cycles, and two begin in each: 16 sums, of 8
+// rows and 2 panels, keep both units busy (8 do not), and each word of x is loaded once for two.
+#if defined(__AVX512F__)
+constexpr int PANEL_BLOCK = 2;
+#else
+constexpr int PANEL_BLOCK = 1;
+#endif
+
+// 16 rows of the weight: their scales in float32 and what is added to scale * q (the minimum, or the
+// zero point times -scale), for all groups.
+struct Panel {
+  const uint8_t* bytes;
   const FloatLanes *scale, *offset;
 
-  PanelScales(const QuantizedWeight& w, int64_t groups, int64_t column) {
+  Panel(const QuantizedWeight& w, const uint8_t* bytes, int64_t column, int64_t groups,
+        FloatLanes* memory)
+      : bytes(bytes), scale(memory), offset(nullptr) {
     int64_t row = w.first_row + column, count = std::min<int64_t>(LANES, w.rows - column);
-    FloatLanes* scales = scratch<Scratch::QUANTIZED_SCALES, FloatLanes>(2 * groups);
-    FloatLanes* offsets = nullptr;
-    w.scale.load(groups, row, count, scales);
-    if (w.zero_point || w.minimum) {
-      offsets = scales + groups;
-      (w.minimum ? w.minimum : w.zero_point).load(groups, row, count, offsets);
-      for (int64_t g = 0; g < groups && w.zero_point; g++) offsets[g] *= -scales[g];
-    }
-    scale = scales, offset = offsets;
+    w.scale.load(groups, row, count, memory);
+    if (!w.zero_point && !w.minimum) return;
+    FloatLanes* offsets = memory + groups;
+    (w.minimum ? w.minimum : w.zero_point).load(groups, row, count, offsets);
+    for (int64_t g = 0; g < groups && w.zero_point; g++) offsets[g] *= -scale[g];
+    offset = offsets;
   }
 };
 
@@ -268,48 +292,89 @@ inline void pack_panel(const QuantizedWeight& w, int64_t column, uint8_t* to) {
   }
 }
 
-// The first R rows of a block of x times a panel.
-template <class Format, int R>
-[[gnu::noinline]] void multiply_panel(const uint8_t* panel, const PanelScales& scales,
-                                      const QuantizedRows& x, int64_t row, int64_t rows,
-                                      float (*out)[BLOCK_N]) {
+// The first R rows of a block of x times C panels.
+template <class Format, int R, int C, bool HAS_OFFSETS>
+[[gnu::noinline]] void multiply_panels(const Panel* panels, const QuantizedRows& x, int64_t row,
+                                       FloatLanes (&totals)[C][R]) {
   constexpr int64_t AHEAD = 64 * CHUNK_BYTES;  // the hardware alone prefetches too late
   const int8_t* operand = x.values + row * x.words * 4 * Format::PLANES;
   const int64_t stride = 4 * x.block;
-  const FloatLanes* offset = scales.offset;
-  FloatLanes totals[R] = {};
+  const uint8_t* bytes[C];
+  for (int c = 0; c < C; c++) bytes[c] = panels[c].bytes;
   int64_t at = 0;
-  for (int64_t g = 0, i = row; g < x.groups; g++, i += x.padded_rows) {
-    IntLanes sums[R];
-    for (int r = 0; r < R; r++) sums[r] = broadcast_int(x.initial[i + r]);
-    for (int64_t end = std::min((g + 1) * x.group_words, x.words); at < end; at++) {
-      Bytes raw, planes[Format::PLANES];
-      __builtin_prefetch(panel + AHEAD);
-      std::memcpy(&raw, panel, sizeof raw);
-      panel += CHUNK_BYTES;
-      Format::unpack(raw, planes);
+  // Unless these loops are unrolled, the sums are in memory.
+  for (int64_t g = 0, i = x.first_group(row); g < x.groups; g++, i += x.block) {
+    IntLanes sums[C][R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c++) sums[c][r] = broadcast_int(x.initial[i + r]);
+    const int64_t end = std::min((g + 1) * x.group_words, x.words);
+#pragma GCC unroll 4
+    for (; at < end; at++) {
+      Bytes planes[C][Format::PLANES];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c++) {
+        Bytes raw;
+        __builtin_prefetch(bytes[c] + AHEAD);
+        std::memcpy(&raw, bytes[c], sizeof raw);
+        bytes[c] += CHUNK_BYTES;
+        Format::unpack(raw, planes[c]);
+      }
+#pragma GCC unroll 2
       for (int p = 0; p < Format::PLANES; p++, operand += stride)
-        for (int r = 0; r < R; r++) sums[r] = dot4(sums[r], planes[p], operand + 4 * r);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          if (C == 1) {
+            sums[0][r] = dot4(sums[0][r], planes[0][p], operand + 4 * r);
+            continue;
+          }
+          IntLanes word = load_word(operand + 4 * r);
+#pragma GCC unroll 2
+          for (int c = 0; c < C; c++) sums[c][r] = dot4(sums[c][r], planes[c][p], word);
+        }
     }
-    FloatLanes scale = scales.scale[g];
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-      totals[r] = fma(to_float(sums[r]), scale * broadcast_float(x.scales[i + r]), totals[r]);
-    if (!offset) continue;
-    for (int r = 0; r < R; r++)
-      totals[r] = fma(offset[g], broadcast_float(x.scaled_sums[i + r]), totals[r]);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c++) {
+        FloatLanes scale = panels[c].scale[g] * broadcast_float(x.scales[i + r]);
+        FloatLanes total = fma(to_float(sums[c][r]), scale, totals[c][r]);
+        if (HAS_OFFSETS)
+          total = fma(panels[c].offset[g], broadcast_float(x.scaled_sums[i + r]), total);
+        totals[c][r] = total;
+      }
   }
-  for (int r = 0; r < std::min<int64_t>(R, rows); r++)
-    std::memcpy(out[r], &totals[r], sizeof totals[r]);
 }
 
+template <class Format, int R, int C>
+void multiply_block(const Panel* panels, int num_panels, const QuantizedRows& x, int64_t row,
+                    int64_t rows, float (*out)[BLOCK_N]) {
+  FloatLanes totals[C][R] = {};
+  if (Format::MAY_HAVE_OFFSETS && panels[0].offset)
+    multiply_panels<Format, R, C, Format::MAY_HAVE_OFFSETS>(panels, x, row, totals);
+  else
+    multiply_panels<Format, R, C, false>(panels, x, row, totals);
+  for (int r = 0; r < std::min<int64_t>(R, rows); r++)
+    for (int c = 0; c < num_panels; c++)
+      std::memcpy(out[r] + c * LANES, &totals[c][r], sizeof totals[c][r]);
+}
+
+// The first rows are multiplied by one panel at a time: it is read from memory, for which two are
+// slower. The others find the panels in a cache.
 template <class Format>
-void multiply_rows(const uint8_t* panel, const PanelScales& scales, const QuantizedRows& x,
-                   int64_t row, int64_t rows, float (*out)[BLOCK_N]) {
-  for (; rows > 4; row += ROW_BLOCK, rows -= ROW_BLOCK, out += ROW_BLOCK)
-    multiply_panel<Format, ROW_BLOCK>(panel, scales, x, row, rows, out);
-  if (rows > 2) multiply_panel<Format, 4>(panel, scales, x, row, rows, out);
-  else if (rows == 2) multiply_panel<Format, 2>(panel, scales, x, row, rows, out);
-  else if (rows == 1) multiply_panel<Format, 1>(panel, scales, x, row, rows, out);
+void multiply_rows(const Panel* panels, int num_panels, const QuantizedRows& x, int64_t row,
+                   int64_t rows, float (*out)[BLOCK_N]) {
+  for (int p = 0; row == 0 && p < num_panels; p++) {
+    auto to = reinterpret_cast<float(*)[BLOCK_N]>(&out[0][p * LANES]);
+    if (rows > 4) multiply_block<Format, ROW_BLOCK, 1>(panels + p, 1, x, row, rows, to);
+    else if (rows > 2) multiply_block<Format, 4, 1>(panels + p, 1, x, row, rows, to);
+    else if (rows == 2) multiply_block<Format, 2, 1>(panels + p, 1, x, row, rows, to);
+    else multiply_block<Format, 1, 1>(panels + p, 1, x, row, rows, to);
+  }
+  for (int64_t r = row == 0 ? ROW_BLOCK : 0; r < rows; r += ROW_BLOCK)
+    multiply_block<Format, ROW_BLOCK, PANEL_BLOCK>(panels, num_panels, x, row + r, rows - r,
+                                                   out + r);
 }
 
 // x W^T for each weight, in blocks of at most 32 rows by 256 columns, each passed to `epilogue`.
@@ -325,21 +390,26 @@ void quantized_gemm(const QuantizedRows& x, int64_t num_rows,
     uint8_t* memory = nullptr;
     if (!weights[0].bytes.is_panels)
       memory = scratch<Scratch::QUANTIZED_PANELS, uint8_t>(num_weights * PANELS * each);
+    FloatLanes* scales = scratch<Scratch::QUANTIZED_SCALES, FloatLanes>(4 * x.groups);
     for (int64_t g; queue.pop(g);) {
       auto compute = [&](int64_t row, int64_t rows, int p, AccTile& acc) {
         const QuantizedWeight& w = weights[p];
-        for (int64_t c = 0; c < groups[g].count; c += LANES) {
+        auto panel = [&](int64_t c, int i) {
           int64_t column = groups[g].begin + c;
-          auto out = reinterpret_cast<float(*)[BLOCK_N]>(&acc[0][c]);
-          PanelScales scales(w, x.groups, column);
-          const uint8_t* panel = w[column];
+          const uint8_t* bytes = w[column];
           if (memory) {
             // Packed for the first block of rows, between its products, and reused by the others.
             uint8_t* packed = memory + (p * PANELS + c / LANES) * each;
             if (row == 0) pack_panel(w, column, packed);
-            panel = packed;
+            bytes = packed;
           }
-          multiply_rows<Format>(panel, scales, x, row, rows, out);
+          return Panel(w, bytes, column, x.groups, scales + 2 * x.groups * i);
+        };
+        for (int64_t c = 0; c < groups[g].count; c += PANEL_BLOCK * LANES) {
+          bool full = PANEL_BLOCK > 1 && c + LANES < groups[g].count;
+          Panel first = panel(c, 0), panels[2] = {first, full ? panel(c + LANES, 1) : first};
+          auto out = reinterpret_cast<float(*)[BLOCK_N]>(&acc[0][c]);
+          multiply_rows<Format>(panels, full ? 2 : 1, x, row, rows, out);
         }
       };
       AccTile* acc = scratch<Scratch::GEMM_ACC, AccTile>(num_weights);
