@@ -41,7 +41,7 @@ class QatConfig:
     """Train the linear layers of a decoder's blocks as they are served in a quantized format.
 
     >>> QatConfig(format="int8", group=0).weight_format
-    Int8(group=None, scale_dtype=torch.bfloat16)
+    Int8()
     """
 
     format: Literal["int4", "int8"] = "int4"

@@ -127,10 +127,14 @@ def _choose_formats(
     weights = sum(weight.numel() for weight in decoder.blocks.parameters() if weight.dim() == 2)
     budget = int(bits_per_weight * weights / 8) - sum(small.values())
     least, most = (8 * sum(sizes.values()) / weights for sizes in (small, large))
-    if not least <= bits_per_weight or least >= most:
+    if least >= most:
         raise ConfigError(
-            f"bits_per_weight must be at least {least:.3f} with {format}, and less than "
-            f"{most:.3f}, got {bits_per_weight}",
+            f"bits_per_weight raises layers to {_LARGE}, but {format} has as many bits",
+            hint="use int4",
+        )
+    if not bits_per_weight >= least:  # not for NaN either
+        raise ConfigError(
+            f"bits_per_weight must be at least {least:.3f} with {format}, got {bits_per_weight}",
             hint="allow more bits, or use int4 with larger groups",
         )
     with log.progress("measuring errors", decoder.config.layers) as progress:
@@ -165,7 +169,7 @@ def _measure(
         figures.append(
             ModelFigures(
                 bytes=size,
-                bits_per_weight=_bits_per_weight(decoder, size),
+                bits_per_weight=measure_bits_per_weight(decoder, size),
                 perplexity=perplexity(decoder, hidden_TD, sequences),
                 tokens_per_s=speed,
             )
@@ -173,7 +177,7 @@ def _measure(
     return figures
 
 
-def _bits_per_weight(decoder: Decoder, num_bytes: int) -> float:
+def measure_bits_per_weight(decoder: Decoder, num_bytes: int) -> float:
     """Return the bits of a weight of the quantized layers in a directory of this size."""
     num_bytes -= sum(parameter.nbytes for parameter in decoder.parameters())
     layers = [module for module in decoder.modules() if isinstance(module, QuantizedModule)]

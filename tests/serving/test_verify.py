@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,10 +10,13 @@ import pytest
 import torch
 
 from ingot import ops
+from ingot.core.device import detect
 from ingot.core.errors import ConfigError
 from ingot.interop import peft
 from ingot.nn import Decoder, linear, preset
+from ingot.nn.formats import Int4, Int8, WeightFormat
 from ingot.nn.loss import sampled_logprobs
+from ingot.nn.quantized import quantize_
 from ingot.ops.codec import round_activations
 from ingot.serving import verify
 from ingot.serving.engine import runner
@@ -239,3 +245,36 @@ def test_a_reference_that_rounds_otherwise_is_found(
     monkeypatch.setattr("ingot.nn.attention.round_kv", other)
     found = verify.verify(int8_decoder(torch.bfloat16), schedules=2)
     assert not found.bitwise_equal
+
+
+FORMATS = [
+    Int8(),
+    Int8(group=32),
+    Int8(group=16, scale_dtype=torch.float16),
+    Int4(group=32),
+    Int4(group=32, zero_point=True),
+    Int4(group=32, minimum=True, scale_dtype=torch.float16),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_every_bit_of_quantized_models_is_equal_in_many_schedules(format: WeightFormat) -> None:
+    """With those of the other tiers, a thousand of each format on a CPU that has four tiers."""
+    decoder = Decoder.from_config(preset("tiny"), seed=4, dtype=torch.bfloat16)
+    quantize_(decoder, lambda _: format)
+    found = verify.verify(decoder, schedules=250, seed=1)
+    assert (found.difference, found.mismatches) == (None, 0)
+    assert found.distributions > 5_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("INGOT_ISA" in os.environ, reason="this run is already limited to a tier")
+@pytest.mark.parametrize("tier", detect().cpu.isa[1:])
+def test_every_bit_of_quantized_models_is_equal_on_the_other_tiers(tier: str) -> None:
+    names = ["-m", "slow", "-k", "quantized_models_is_equal_in_many", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names]
+    environment = {**os.environ, "INGOT_ISA": tier}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert f"{len(FORMATS)} passed" in done.stdout

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import fields
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -105,6 +106,23 @@ class WeightFormat(Protocol):
     def embedding(self, tokens: Tensor, tensors: QuantizedTensors, bf16: bool) -> Tensor:
         """Return the rows of these tokens, in bfloat16 or in float32."""
         ...
+
+
+def format_repr(format: Any) -> str:
+    """Return a format as it is constructed: its group size, and what is not a default.
+
+    >>> from ingot.nn.formats import Int4, Int8
+    >>> Int4(group=32, zero_point=True), Int8()
+    (Int4(group=32, zero_point=True), Int8())
+    """
+    values = {field.name: getattr(format, field.name) for field in fields(format)}
+    defaults = {field.name: field.default for field in fields(format)}
+    shown = [
+        f"{name}={value!r}"
+        for name, value in values.items()
+        if value != defaults[name] or (name == "group" and value)
+    ]
+    return f"{type(format).__name__}({', '.join(shown)})"
 
 
 def empty_groups(groups: int, rows: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:

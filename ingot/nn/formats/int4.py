@@ -24,11 +24,12 @@ from ingot.nn.formats.format import (
     check_channels,
     check_group,
     empty_groups,
+    format_repr,
 )
 from ingot.ops.codec import decode_int4, pack_int4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Int4:
     """4 bits in groups of 32, 64 or 128 channels.
 
@@ -46,6 +47,9 @@ class Int4:
     """Whether a group has a minimum instead of a zero."""
     scale_dtype: torch.dtype = torch.bfloat16
     """Dtype of scales, zero points and minima."""
+
+    def __repr__(self) -> str:
+        return format_repr(self)
 
     def __post_init__(self) -> None:
         check_group("int4", self.group)

@@ -16,6 +16,7 @@ from ingot.nn.formats.format import (
     check_channels,
     check_group,
     empty_groups,
+    format_repr,
 )
 from ingot.ops.codec import decode_int8
 
@@ -24,7 +25,7 @@ from ingot.ops.codec import decode_int8
 X_GROUP = 32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Int8:
     """8 bits with a scale per row, or in groups of 16, 32, 64 or 128 channels.
 
@@ -37,6 +38,9 @@ class Int8:
     """Channels that share a scale; None for all channels of a row."""
     scale_dtype: torch.dtype = torch.bfloat16
     """Dtype of the scales."""
+
+    def __repr__(self) -> str:
+        return format_repr(self)
 
     def __post_init__(self) -> None:
         if self.group is not None:
