@@ -51,7 +51,7 @@ struct Shrink {
                            const std::optional<Tensor>& given)
       : sizes(x.sizes().begin(), x.sizes().end()),
         rank(check_a(x, a, scale)),
-        index(given, rows(x), a.size(0)) {
+        index(given, x, a.size(0)) {
     sizes.back() = rank;
   }
 

@@ -56,12 +56,14 @@ void expand(float* const* to, const float* const* h, int64_t rows, const Matrix<
 struct AdapterIndex {
   std::optional<Integers> index;
 
-  AdapterIndex(const std::optional<Tensor>& given, int64_t rows, int64_t adapters) {
+  AdapterIndex(const std::optional<Tensor>& given, const Tensor& x, int64_t adapters) {
     check(adapters > 0, "there must be at least one adapter");
     if (!given) return;
+    check(given->dim() == x.dim() - 1, "the adapter index must have one entry per row");
+    for (int64_t d = 0; d < given->dim(); d++)
+      check(given->size(d) == x.size(d), "the adapter index must have one entry per row");
     index.emplace(*given);
-    check(index->count == rows, "the adapter index must have one entry per row");
-    for (int64_t i = 0; i < rows; i++)
+    for (int64_t i = 0; i < index->count; i++)
       check((*index)[i] >= -1 && (*index)[i] < adapters, "adapter index out of range");
   }
   int64_t operator[](int64_t row) const { return index ? (*index)[row] : 0; }
@@ -78,7 +80,7 @@ class LoraTerm {
                              int64_t part = 0, bool stacked = false)
       : h_(check_h(h, x)), b_(check_b(b, x, stacked ? parts * out_features : out_features)),
         rank_(b.size(1)), first_(part * rank_), first_column_(stacked ? part * out_features : 0),
-        index_(index, h_.count, b.size(0)) {
+        index_(index, x, b.size(0)) {
     check(h_.width == parts * rank_, "lora_h must have one column per rank of lora_b");
   }
 

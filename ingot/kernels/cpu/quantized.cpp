@@ -23,6 +23,7 @@ constexpr int64_t MAX_DEPTH = 131072;  // a dot product of int8 vectors fits int
 inline int64_t group_size(const QuantizedArgs& args, int64_t depth) {
   int64_t group = args.x_group;
   if (args.scale.dim() > 1) {
+    check(group == 0, "x_group needs a scale per row");
     int64_t groups = args.scale.size(1);
     check(groups > 0 && depth % groups == 0, "scale must have one entry per group");
     group = depth / groups;
@@ -56,6 +57,9 @@ Tensor run_quantized(const QuantizedArgs& args) {
   if (args.zero_point) zero_point = GroupValues(*args.zero_point, weight.rows, groups);
   if (args.minimum) minimum = GroupValues(*args.minimum, weight.rows, groups);
   check(!args.zero_point || !args.minimum, "zero_point and minimum exclude each other");
+  for (const std::optional<Tensor>& offset : {args.zero_point, args.minimum})
+    check(!offset || offset->scalar_type() == args.scale.scalar_type(),
+          "zero_point and minimum must have the dtype of scale");
 
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = width;
