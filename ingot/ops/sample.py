@@ -238,7 +238,10 @@ def apply_penalties(
     check=_check,
     fake=_logprobs_fake,
     samples=_logprobs_samples,
-    tolerance=Tolerance(),
+    tolerance=Tolerance(
+        backward=6.0,
+        reason="where few tokens are kept, the gradient is a difference of nearly equal numbers",
+    ),
     cost=_logprobs_cost,
     row_args=("logits", "temperature", "top_k", "top_p", "min_p"),
 )

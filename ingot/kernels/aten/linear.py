@@ -92,10 +92,12 @@ def gated_linear(
     lora_index: Tensor | None,
 ) -> Tensor:
     """Run two GEMMs, an activation and a multiplication."""
-    gate_h, up_h = (None, None) if lora_h is None else lora_h.chunk(2, dim=-1)
-    gate = _add_lora(F.linear(x, gate_weight), gate_h, gate_lora_b, lora_index)
-    up = _add_lora(F.linear(x, up_weight), up_h, up_lora_b, lora_index)
-    return apply_activation(gate, activation) * up
+    gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
+    if lora_h is not None:  # in float32 up to the result: three roundings more exceed the bound
+        gate_h, up_h = lora_h.chunk(2, dim=-1)
+        gate = add_lora(gate.to(lora_h.dtype), gate_h, gate_lora_b, lora_index)
+        up = add_lora(up.to(lora_h.dtype), up_h, up_lora_b, lora_index)
+    return (apply_activation(gate, activation) * up).to(x.dtype)
 
 
 def _supports_grouped(x: Tensor, weight: Tensor, *_: object) -> bool:
