@@ -1,12 +1,12 @@
 """How far are the quantized models of ingot and of llama.cpp from the original?
 
     python benchmarks/install_peers.py llamacpp
-    python benchmarks/quality.py MODEL DIRECTORY QUANTIZED ...
+    python benchmarks/quality.py MODEL QUANTIZED ...
 
 QUANTIZED are directories of `ingot compress MODEL`. llama.cpp's own quantizer, without an
-importance matrix, writes MODEL in three of its types to DIRECTORY. Prints perplexity, the KL
-divergence to the original in nats, and the fraction of tokens with the same most likely successor,
-over 4,096 tokens of Python's standard library that `ingot compress` does not calibrate with.
+importance matrix, writes MODEL in three of its types. Prints perplexity, the KL divergence to the
+original in nats, and the fraction of tokens with the same most likely successor, over 4,096 tokens
+of Python's standard library that `ingot compress` does not calibrate with.
 
 Bits are those of a weight of the linear layers in the file. The files of llama.cpp are read with
 weights in bfloat16, and activations are not rounded, as llama.cpp would; ours are computed as they
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from torch import Tensor
@@ -42,13 +43,12 @@ for name in sys.argv[3:]:
     params = lib.llama_model_quantize_default_params()
     params.ftype = getattr(lib, "LLAMA_FTYPE_MOSTLY_" + name)
     target = directory / (name + ".gguf")
-    if not target.exists():
-        paths = str(source).encode(), str(target).encode()
-        assert lib.llama_model_quantize(*paths, ctypes.byref(params)) == 0
+    paths = str(source).encode(), str(target).encode()
+    assert lib.llama_model_quantize(*paths, ctypes.byref(params)) == 0
 """
 
 
-def main(model: Path, directory: Path, quantized: list[Path]) -> None:
+def main(model: Path, quantized: list[Path]) -> None:
     """Print the table."""
     original = hf.load(model)
     text = {"positions": _POSITIONS, "skip": _SKIPPED}
@@ -67,22 +67,21 @@ def main(model: Path, directory: Path, quantized: list[Path]) -> None:
         decoder = hf.load(path)
         bits = measure_bits_per_weight(decoder, hf.describe(path).bytes)
         show(path.name, bits, decoder, hidden_states(decoder, sequences))
-    for name, file in _quantize_by_llamacpp(model, directory).items():
-        target = directory / name
-        if not target.exists():
-            gguf.convert(file, target, keep_quantized=False)
-        decoder = hf.load(target)
-        show(f"llama.cpp {name}", _gguf_bits(file), decoder, hidden_states(decoder, sequences))
+    with tempfile.TemporaryDirectory() as directory:
+        for file in _quantize_by_llamacpp(model, Path(directory)):
+            gguf.convert(file, file.with_suffix(""), keep_quantized=False)
+            decoder = hf.load(file.with_suffix(""))
+            hidden_TD = hidden_states(decoder, sequences)
+            show(f"llama.cpp {file.stem}", _gguf_bits(file), decoder, hidden_TD)
 
 
-def _quantize_by_llamacpp(model: Path, directory: Path) -> dict[str, Path]:
-    directory.mkdir(parents=True, exist_ok=True)
+def _quantize_by_llamacpp(model: Path, directory: Path) -> list[Path]:
     environment = Environment("llamacpp", peers_folder() / "llamacpp.txt")
     if reason := environment.unavailable_reason():
         sys.exit(f"llama.cpp: {reason}")
-    command = [environment.python, "-c", _QUANTIZE, model.resolve(), directory.resolve(), *_TYPES]
+    command = [environment.python, "-c", _QUANTIZE, model.resolve(), directory, *_TYPES]
     subprocess.run(command, cwd=peers_folder().parent, check=True, capture_output=True)
-    return {name: directory / f"{name}.gguf" for name in _TYPES}
+    return [directory / f"{name}.gguf" for name in _TYPES]
 
 
 def _gguf_bits(path: Path) -> float:
@@ -93,4 +92,4 @@ def _gguf_bits(path: Path) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), [Path(argument) for argument in sys.argv[3:]])
+    main(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])

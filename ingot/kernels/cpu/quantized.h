@@ -361,20 +361,27 @@ void multiply_block(const Panel* panels, int num_panels, const QuantizedRows& x,
 }
 
 // The first rows are multiplied by one panel at a time: it is read from memory, for which two are
-// slower. The others find the panels in a cache.
+// slower. So are the last, up to four. The others find the panels in a cache.
 template <class Format>
 void multiply_rows(const Panel* panels, int num_panels, const QuantizedRows& x, int64_t row,
                    int64_t rows, float (*out)[BLOCK_N]) {
-  for (int p = 0; row == 0 && p < num_panels; p++) {
-    auto to = reinterpret_cast<float(*)[BLOCK_N]>(&out[0][p * LANES]);
-    if (rows > 4) multiply_block<Format, ROW_BLOCK, 1>(panels + p, 1, x, row, rows, to);
-    else if (rows > 2) multiply_block<Format, 4, 1>(panels + p, 1, x, row, rows, to);
-    else if (rows == 2) multiply_block<Format, 2, 1>(panels + p, 1, x, row, rows, to);
-    else multiply_block<Format, 1, 1>(panels + p, 1, x, row, rows, to);
-  }
-  for (int64_t r = row == 0 ? ROW_BLOCK : 0; r < rows; r += ROW_BLOCK)
+  int64_t r = 0;
+  auto multiply_each = [&] {
+    int64_t left = rows - r;
+    for (int p = 0; p < num_panels; p++) {
+      auto to = reinterpret_cast<float(*)[BLOCK_N]>(&out[r][p * LANES]);
+      if (left > 4) multiply_block<Format, ROW_BLOCK, 1>(panels + p, 1, x, row + r, left, to);
+      else if (left > 2) multiply_block<Format, 4, 1>(panels + p, 1, x, row + r, left, to);
+      else if (left == 2) multiply_block<Format, 2, 1>(panels + p, 1, x, row + r, left, to);
+      else multiply_block<Format, 1, 1>(panels + p, 1, x, row + r, left, to);
+    }
+    r += ROW_BLOCK;
+  };
+  if (row == 0) multiply_each();
+  for (; rows - r > 4; r += ROW_BLOCK)
     multiply_block<Format, ROW_BLOCK, PANEL_BLOCK>(panels, num_panels, x, row + r, rows - r,
                                                    out + r);
+  if (r < rows) multiply_each();
 }
 
 // x W^T for each weight, in blocks of at most 32 rows by 256 columns, each passed to `epilogue`.

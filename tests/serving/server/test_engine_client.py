@@ -16,17 +16,9 @@ from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.server import wire
 from ingot.serving.server.engine_client import EngineClient
+from tests.serving.server.messages import READY
 
 STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1))
-READY = wire.EngineReady(
-    model="m",
-    vocab_size=9,
-    max_model_len=8,
-    block_size=4,
-    num_blocks=2,
-    kv_cache_dtype="int8",
-    kv_cache_bytes=960,
-)
 
 
 @dataclass(eq=False)

@@ -9,16 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from ingot.serving.engine.output import EngineStats
 from ingot.serving.server.metrics import EngineCollector, Histogram, Metrics
 from ingot.serving.server.wire import EngineReady
+from tests.serving.server.messages import READY
 
-READY = EngineReady(
-    model="m",
-    vocab_size=9,
-    max_model_len=8,
-    block_size=4,
-    num_blocks=20,
-    kv_cache_dtype="int8",
-    kv_cache_bytes=960,
-)
 STATS = EngineStats(
     **{**dict.fromkeys(EngineStats.__struct_fields__, 3), "num_blocks": 20, "num_used_blocks": 5}
 )

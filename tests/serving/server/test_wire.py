@@ -15,6 +15,7 @@ from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.server import wire
 from ingot.serving.server.wire import MAX_FRAME, Frames, WireError, frame
+from tests.serving.server.messages import READY
 
 STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 3))
 TO_WORKER = [
@@ -32,15 +33,7 @@ TO_WORKER = [
 ]
 TO_CLIENT = [
     wire.Loading("weights"),
-    wire.EngineReady(
-        model="m",
-        vocab_size=9,
-        max_model_len=8,
-        block_size=4,
-        num_blocks=2,
-        kv_cache_dtype="int8",
-        kv_cache_bytes=960,
-    ),
+    READY,
     wire.StepOutputs(
         [
             Output(1, (5,), num_cached_tokens=0),
