@@ -14,6 +14,7 @@ from ingot.cli.generate import SamplingOptions, TextStreamer, check_max_tokens, 
 from ingot.core.errors import IngotError
 from ingot.core.log import stderr
 from ingot.interop.chat import ChatError, Message
+from ingot.serving.engine.speculate import SpeculateKind
 
 if TYPE_CHECKING:
     from ingot.workflows.llm import LLM
@@ -26,6 +27,7 @@ def chat(
     max_tokens: int = 512,
     device: str = "auto",
     adapter: Path | None = None,
+    speculate: SpeculateKind | None = None,
 ) -> None:
     """Chat with a model in the terminal; each line is a message.
 
@@ -42,10 +44,12 @@ def chat(
         max_tokens: The most tokens of an answer.
         device: Where to compute: auto, cpu, cuda, cuda:1.
         adapter: PEFT directory of a LoRA adapter of the model.
+        speculate: Speculative decoding: ngram (for quotes, edits and code), or int4 (a 4-bit copy
+            of the model drafts). The answer is the same.
     """
     check_max_tokens(max_tokens)
     params = sampling.params()
-    llm = load(model, device, adapter)
+    llm = load(model, device, adapter, speculate=speculate)
     if llm.tokenizer.chat_template is None:
         raise ChatError(
             f"{model}: the model has no chat template",

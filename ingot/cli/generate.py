@@ -17,6 +17,7 @@ from ingot.cli import escape_markup
 from ingot.core.errors import ConfigError
 from ingot.core.log import stderr
 from ingot.serving.engine.sampling_params import SamplingParams
+from ingot.serving.engine.speculate import SpeculateKind
 
 # Not inside a function: modules imported with a verb are skipped by the garbage collector, which
 # otherwise delays the exit of the process by a second.
@@ -83,6 +84,7 @@ def generate(
     device: str = "auto",
     adapter: Path | None = None,
     kv_cache_dtype: Literal["auto", "int8"] = "auto",
+    speculate: SpeculateKind | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Generate text from a prompt.
@@ -101,11 +103,13 @@ def generate(
         device: Where to compute: auto, cpu, cuda, cuda:1.
         adapter: PEFT directory of a LoRA adapter of the model.
         kv_cache_dtype: Dtype of cached keys and values; int8 takes half the memory.
+        speculate: Speculative decoding: ngram (for quotes, edits and code), or int4 (a 4-bit copy
+            of the model drafts). The text is the same.
         json: Print JSON at the end instead of the text as it is generated.
     """
     check_max_tokens(max_tokens)
     params = sampling.params()
-    llm = load(model, device, adapter, kv_cache_dtype)
+    llm = load(model, device, adapter, kv_cache_dtype, speculate)
     streamer = TextStreamer(llm, params, max_tokens)
     ids = llm.tokenizer.encode(prompt)
     llm.reserve(len(ids) + max_tokens)
@@ -130,6 +134,7 @@ def load(
     device: str = "auto",
     adapter: Path | None = None,
     kv_cache_dtype: Literal["auto", "int8"] = "auto",
+    speculate: SpeculateKind | None = None,
 ) -> LLM:
     """Load a model, perhaps with an adapter, and compile its kernels; show a status line
     meanwhile."""
@@ -139,6 +144,7 @@ def load(
             model,
             device=device,
             kv_cache_dtype=kv_cache_dtype,
+            speculate=speculate,
             adapters=adapters,
             on_status=status.update,
         )

@@ -86,10 +86,12 @@ def collect_inputs(block: nn.Module, module: nn.Module, batches: Sequence[Batch]
 
     def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x_TD = inputs[0].float()
-        own = LayerInputs(x_TD.T @ x_TD, x_TD.abs().amax(0))
-        if total:
-            own = LayerInputs(total[0][0] + own[0], torch.maximum(total[0][1], own[1]))
-        total[:] = [own]
+        if not total:
+            channels = x_TD.shape[1]
+            total.append(LayerInputs(x_TD.new_zeros(channels, channels), x_TD.new_zeros(channels)))
+        sum_DD, max_D = total[0]
+        sum_DD.addmm_(x_TD.T, x_TD)
+        torch.maximum(max_D, x_TD.abs().amax(0), out=max_D)
         raise _Stop
 
     handle = module.register_forward_pre_hook(collect)
@@ -102,7 +104,7 @@ def collect_inputs(block: nn.Module, module: nn.Module, batches: Sequence[Batch]
     finally:
         handle.remove()
     sum_DD, max_D = total[0]
-    return LayerInputs(sum_DD / sum(len(x_TD) for x_TD, _ in batches), max_D)
+    return LayerInputs(sum_DD.div_(sum(len(x_TD) for x_TD, _ in batches)), max_D)
 
 
 def squared_norm(weight_ND: Tensor, hessian_DD: Tensor) -> float:

@@ -78,7 +78,8 @@ def _inverse_factor(hessian_DD: Tensor, damping: float) -> Tensor:
     diagonal_D = hessian_DD.diagonal()
     mean = float(diagonal_D.mean()) or 1.0
     for factor in (1, 10, 100):
-        damped_DD = hessian_DD + factor * damping * mean * torch.eye(len(hessian_DD))
+        damped_DD = hessian_DD.clone()
+        damped_DD.diagonal().add_(factor * damping * mean)
         lower_DD, info = torch.linalg.cholesky_ex(damped_DD)
         if int(info) == 0:
             inverse_DD = torch.cholesky_inverse(lower_DD)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ingot.nn.formats import Grid, QuantizedTensors, WeightFormat
 
 _SHRINKS = [1 - step / 50 for step in range(1, 16)]
+_CHUNK = 1 << 17  # weights
 
 
 class Method(Protocol):
@@ -69,6 +70,16 @@ def search_grid(
     >>> search_grid(Int4(), weight).scale_NG.abs().sum() < Int4().grid(weight).scale_NG.abs().sum()
     tensor(True)
     """
+    if importance_D is not None:
+        importance_D = importance_D.contiguous()  # the diagonal of a matrix: 10 ns to read a value
+    # In chunks: a temporary of the whole weight would be mapped and unmapped in each operation.
+    chunks = weight_ND.split(max(1, _CHUNK // weight_ND.shape[1]))
+    grids = [_search_rows(format, chunk_ND.float(), importance_D) for chunk_ND in chunks]
+    scales, zeros = ([getattr(grid, name) for grid in grids] for name in ("scale_NG", "zero_NG"))
+    return grids[0]._replace(scale_NG=torch.cat(scales), zero_NG=torch.cat(zeros))
+
+
+def _search_rows(format: WeightFormat, weight_ND: Tensor, importance_D: Tensor | None) -> Grid:
     best = format.grid(weight_ND)
     least_NG = _error(best, weight_ND, importance_D)
     for shrink in _SHRINKS:
@@ -83,7 +94,7 @@ def search_grid(
 
 
 def _error(grid: Grid, weight_ND: Tensor, importance_D: Tensor | None) -> Tensor:
-    error_ND = (grid.decode(grid.round(weight_ND)) - weight_ND).square_()
+    error_ND = grid.decode(grid.round(weight_ND)).sub_(weight_ND).square_()
     if importance_D is not None:
         error_ND *= importance_D
     return error_ND.unflatten(1, (grid.scale_NG.shape[1], -1)).sum(-1)

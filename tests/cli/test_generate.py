@@ -46,6 +46,16 @@ def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
+def test_speculation_does_not_change_the_text(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts: set[str] = set()
+    for kind in (None, "ngram", "int4"):
+        generate(str(tiny), "ab ab ab", max_tokens=24, speculate=kind, json=True)
+        texts.add(json.loads(capsys.readouterr().out)["text"])
+    assert len(texts) == 1
+
+
 def test_an_adapter_changes_the_text(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

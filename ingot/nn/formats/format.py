@@ -44,13 +44,14 @@ class Grid(NamedTuple):
         >>> grid.round(torch.tensor([[-0.6, 9.0]]))
         tensor([[ 7., 15.]])
         """
-        scale_NG = torch.where(self.scale_NG == 0, 1, self.scale_NG)
-        q_NGC = self._groups(weight_ND.float()) / scale_NG[..., None] + self.zero_NG[..., None]
-        return q_NGC.round_().clamp_(self.low, self.high).flatten(1)
+        divisor_NG = torch.where(self.scale_NG == 0, 1, self.scale_NG)
+        q_NGC = self._groups(weight_ND.float()) / divisor_NG[..., None]
+        q_NGC.add_(self.zero_NG[..., None]).round_().clamp_(self.low, self.high)
+        return q_NGC.flatten(1)
 
     def decode(self, q_ND: Tensor) -> Tensor:
         """Return the values of integers, (N, D), in float32."""
-        values_NGC = (self._groups(q_ND) - self.zero_NG[..., None]) * self.scale_NG[..., None]
+        values_NGC = (self._groups(q_ND) - self.zero_NG[..., None]).mul_(self.scale_NG[..., None])
         return values_NGC.flatten(1)
 
     def _groups(self, values_ND: Tensor) -> Tensor:
