@@ -126,6 +126,33 @@ def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, *_: object) -
     _check_head(hidden, weight)
 
 
+def _check_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise OpError(
+            f"loss: label_smoothing must be from 0 to 1, got {label_smoothing}",
+            hint="0.1 is usual; 0 for none",
+        )
+
+
+def _check_loss(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, *_: object
+) -> None:
+    _check(logits, targets)
+    _check_smoothing(label_smoothing)
+
+
+def _check_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    *_: object,
+) -> None:
+    _check_linear(hidden, weight, targets)
+    _check_smoothing(label_smoothing)
+
+
 def _check_head(hidden: Tensor, weight: Tensor) -> None:
     check_same_dtype("loss", hidden=hidden, weight=weight)
     if not (hidden.dim() == 2 and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]):
@@ -175,7 +202,7 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @op(
-    check=_check,
+    check=_check_loss,
     fake=_fake,
     samples=_loss_samples,
     tolerance=Tolerance(),
@@ -276,7 +303,7 @@ def linear_token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Te
 
 
 @op(
-    check=_check_linear,
+    check=_check_linear_loss,
     fake=_linear_fake,
     samples=_linear_loss_samples,
     tolerance=Tolerance(),
@@ -326,7 +353,7 @@ def _fwd_bwd_cost(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any
 
 
 @op(
-    check=_check_linear,
+    check=_check_linear_loss,
     fake=_fwd_bwd_fake,
     samples=_fwd_bwd_samples,
     tolerance=Tolerance(

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot import ops
+from ingot.core.errors import OpError
 from ingot.ops.loss import CHUNK
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -35,6 +38,19 @@ def test_loss_equals_torch_cross_entropy() -> None:
         with ops.prefer("reference"):
             ours = ops.cross_entropy(logits, TARGETS, label_smoothing=smoothing)
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("smoothing", [-1.0, 1.5, math.nan])
+def test_smoothing_out_of_range_is_refused(dtype: torch.dtype, smoothing: float) -> None:
+    hidden, weight = HIDDEN.to(dtype), WEIGHT.to(dtype)
+    for call, rows in (
+        (ops.cross_entropy, (hidden,)),
+        (ops.linear_cross_entropy, (hidden, weight)),
+        (ops.linear_cross_entropy_fwd_bwd, (hidden, weight)),
+    ):
+        with pytest.raises((OpError, RuntimeError), match="label_smoothing must be from 0 to 1"):
+            call(*rows, TARGETS, -100, smoothing)
 
 
 def test_z_loss_adds_the_squared_normalizer() -> None:

@@ -387,6 +387,7 @@ Tensors linear_loss_backward(const NeedsGrad& needs_grad, const Tensors& grads,
 }
 
 Loss cross_entropy_loss(double label_smoothing, double z_loss) {
+  check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing must be from 0 to 1");
   return {.label_smoothing = label_smoothing, .z_loss = z_loss};
 }
 
@@ -422,8 +423,8 @@ Tensors linear_token_logprobs_backward(NeedsGrad needs_grad, Tensors grads, cons
 Tensors linear_cross_entropy_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& hidden,
                                       const Tensor& weight, const Tensor& targets,
                                       int64_t ignore_index, double label_smoothing, double z_loss) {
-  Loss loss{.label_smoothing = label_smoothing, .z_loss = z_loss};
-  return linear_loss_backward(needs_grad, grads, hidden, weight, targets, ignore_index, loss);
+  return linear_loss_backward(needs_grad, grads, hidden, weight, targets, ignore_index,
+                              cross_entropy_loss(label_smoothing, z_loss));
 }
 
 }  // namespace ingot::kernels
