@@ -44,13 +44,13 @@ def test_loss_equals_torch_cross_entropy() -> None:
 @pytest.mark.parametrize("smoothing", [-1.0, 1.5, math.nan])
 def test_smoothing_out_of_range_is_refused(dtype: torch.dtype, smoothing: float) -> None:
     hidden, weight = HIDDEN.to(dtype), WEIGHT.to(dtype)
-    for call, rows in (
-        (ops.cross_entropy, (hidden,)),
-        (ops.linear_cross_entropy, (hidden, weight)),
-        (ops.linear_cross_entropy_fwd_bwd, (hidden, weight)),
+    for loss in (
+        lambda: ops.cross_entropy(hidden, TARGETS, -100, smoothing),
+        lambda: ops.linear_cross_entropy(hidden, weight, TARGETS, -100, smoothing),
+        lambda: ops.linear_cross_entropy_fwd_bwd(hidden, weight, TARGETS, -100, smoothing),
     ):
         with pytest.raises((OpError, RuntimeError), match="label_smoothing must be from 0 to 1"):
-            call(*rows, TARGETS, -100, smoothing)
+            loss()
 
 
 def test_z_loss_adds_the_squared_normalizer() -> None:
