@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ import ingot as package
 from ingot.cli.generate import GenerationResult, SamplingOptions, generate
 from ingot.core.errors import IngotError
 from ingot.interop import hf
+from ingot.serving.engine.speculate import NgramProposer, QuantizedProposer
 from tests import adapters
 
 COMMAND = str(Path(sys.executable).parent / "ingot")
@@ -47,13 +49,22 @@ def test_json_is_alone(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_speculation_does_not_change_the_text(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    used: list[type] = []
+    for proposer in (NgramProposer, QuantizedProposer):
+
+        def propose(self: Any, *args: Any, original: Any = proposer.propose) -> Any:
+            used.append(type(self))
+            return original(self, *args)
+
+        monkeypatch.setattr(proposer, "propose", propose)
     texts: set[str] = set()
     for kind in (None, "ngram", "int4"):
         generate(str(tiny), "ab ab ab", max_tokens=24, speculate=kind, json=True)
         texts.add(json.loads(capsys.readouterr().out)["text"])
     assert len(texts) == 1
+    assert set(used) == {NgramProposer, QuantizedProposer}
 
 
 def test_an_adapter_changes_the_text(

@@ -361,7 +361,8 @@ void multiply_block(const Panel* panels, int num_panels, const QuantizedRows& x,
 }
 
 // The first rows are multiplied by one panel at a time: it is read from memory, for which two are
-// slower. So are the last, up to four. The others find the panels in a cache.
+// slower. So are the last four or fewer, for which smaller kernels do less work. The others find the
+// panels in a cache.
 template <class Format>
 void multiply_rows(const Panel* panels, int num_panels, const QuantizedRows& x, int64_t row,
                    int64_t rows, float (*out)[BLOCK_N]) {
