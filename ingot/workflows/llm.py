@@ -45,7 +45,7 @@ from ingot.serving.engine.output import Logprob, Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
-from ingot.serving.engine.speculate import SpeculateKind, create_proposer
+from ingot.serving.engine.speculate import SpeculateKind, create_proposer, int4_copy
 
 Prompt = str | Sequence[int]
 """Text, or the ids of its tokens."""
@@ -197,6 +197,10 @@ class LLM:
         )
         self._kv_cache_bytes = kv_cache_bytes
         self._speculate: SpeculateKind | None = speculate
+        self._draft_model: Decoder | None = None
+        if speculate == "int4":
+            on_status("quantizing a copy to 4 bits, for speculative decoding")
+            self._draft_model = int4_copy(self.decoder)
         self._ids = itertools.count()
         self._outputs: dict[int, list[Output]] = {}  # by request, not yet fetched by its stream
 
@@ -219,7 +223,9 @@ class LLM:
     def engine(self) -> Engine:
         """The engine; created by the first call that computes."""
         config = config_for_memory(self.decoder, self._kv_cache_bytes)
-        runner, proposer = create_proposer(self._speculate, self.decoder, config)
+        runner, proposer = create_proposer(
+            self._speculate, self.decoder, config, draft_model=self._draft_model
+        )
         return Engine(
             self.decoder,
             scheduler_config=config,

@@ -321,6 +321,20 @@ def test_speculation_changes_nothing(directory: Path, llm: LLM, kind: Any) -> No
     assert [c.text for c in drafted] == [c.text for c in llm.generate(prompts, max_tokens=20)]
 
 
+def test_the_4_bit_copy_is_a_part_of_loading(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[str] = []
+    llm = LLM(directory, speculate="int4", on_status=statuses.append)
+    assert "4 bits" in statuses[-1]
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("quantized again, by the first request")
+
+    monkeypatch.setattr("ingot.serving.engine.speculate.quantized_copy", fail)
+    assert llm.generate("a", max_tokens=1).token_ids
+
+
 def test_the_device_and_the_dtype_are_settings(directory: Path) -> None:
     llm = LLM(directory, device="cpu", dtype=torch.bfloat16)
     assert {p.dtype for p in llm.decoder.parameters()} == {torch.bfloat16}

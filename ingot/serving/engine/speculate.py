@@ -58,12 +58,19 @@ class Proposer(Protocol):
 
 
 def create_proposer(
-    kind: SpeculateKind | None, decoder: Decoder, config: SchedulerConfig
+    kind: SpeculateKind | None,
+    decoder: Decoder,
+    config: SchedulerConfig,
+    *,
+    draft_model: Decoder | None = None,
 ) -> tuple[Runner, Proposer | None]:
-    """Return the runner and the proposer of an engine; without a kind, None is the proposer."""
+    """Return the runner and the proposer of an engine; without a kind, None is the proposer.
+
+    `draft_model` is the 4-bit copy, if it exists already.
+    """
     if kind == "int4":
         runner = Runner(decoder, config, num_scratch_blocks=NUM_SCRATCH_BLOCKS)
-        return runner, QuantizedProposer(runner)
+        return runner, QuantizedProposer(runner, draft_model=draft_model)
     return Runner(decoder, config), NgramProposer() if kind == "ngram" else None
 
 
