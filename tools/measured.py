@@ -67,13 +67,13 @@ def render(records: list[Record]) -> str:
 
 
 def render_compare(path: Path) -> str:
-    """Return the systems of the last run, for each model and task."""
-    return _runs(path, ("model", "batch_size", "input_len", "output_len"), _render_task)
+    """Return the systems of the last run, for each instruction set, model and task."""
+    return _runs(path, ("isa", "model", "batch_size", "input_len", "output_len"), _render_task)
 
 
 def render_train(path: Path) -> str:
-    """Return the systems of the last run, for each model and batch size."""
-    return _runs(path, ("model", "batch_size", "seq_len"), _render_steps)
+    """Return the systems of the last run, for each instruction set, model and batch size."""
+    return _runs(path, ("isa", "model", "batch_size", "seq_len"), _render_steps)
 
 
 def _runs(path: Path, task: tuple[str, ...], render: Callable[[list[_Line]], str]) -> str:

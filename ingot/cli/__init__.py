@@ -11,6 +11,7 @@ import errno
 import gc
 import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,8 @@ Command: TypeAlias = Callable[..., Any] | dict[str, Callable[..., Any]]
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `ingot` with these arguments (default: those of the process); always exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Clean up as after Ctrl-C: processes of other systems, temporary directories.
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
         status = _run(arguments)
         sys.stdout.flush()  # here, where a closed pipe can be handled
@@ -79,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _exit_on_sigterm(*_: object) -> None:
+    sys.exit(143)
 
 
 def _run(arguments: list[str]) -> int:

@@ -27,6 +27,30 @@ def test_python_m_runs_the_same_command() -> None:
     assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("ingot ")
 
 
+def test_sigterm_cleans_up() -> None:
+    code = """
+import tempfile, time
+from pathlib import Path
+from ingot import cli
+
+def wait():
+    with tempfile.TemporaryDirectory() as directory:
+        print(directory, flush=True)
+        time.sleep(60)
+
+cli.load_command = lambda verb: wait
+cli.main(["wait"])
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        directory = Path(process.stdout.readline().strip())
+        assert directory.is_dir()
+        process.terminate()
+        assert process.wait(timeout=30) == 143
+    assert not directory.exists()
+
+
 def test_version(cli: Run) -> None:
     assert cli("--version").stdout == f"ingot {package.__version__}\n"
 

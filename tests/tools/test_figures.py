@@ -18,7 +18,10 @@ def test_a_stale_readme_is_noticed() -> None:
     assert text != figures.updated(text)
 
 
-def test_the_plot_has_a_panel_for_each_batch_size(tmp_path: Path) -> None:
-    figures.draw(figures.generation(), tmp_path / "generation.svg")
+def test_the_plot_has_a_panel_for_each_comparison(tmp_path: Path) -> None:
+    results = figures.generation()
+    figures.draw(results, tmp_path / "generation.svg")
     image = (tmp_path / "generation.svg").read_text()
-    assert "batch 1" in image or "<svg" in image
+    panels = sum(len(batches) for batches in results.values())
+    assert panels >= 3
+    assert image.count('<g id="axes_') == panels

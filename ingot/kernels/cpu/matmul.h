@@ -103,10 +103,13 @@ inline void reduce_sums(const Floats (&values)[M][N], float (&out)[M][N]) {
 #if defined(__AVX512F__)
 // 16 sums at once, with the additions of reduce_sum() in the same order: a GEMM of 576 to 1536
 // channels is 3 to 12 % faster than with one sum at a time.
-inline void reduce_sums(const Floats (&values)[4][4], float (&out)[4][4]) {
+template <int M, int N>
+  requires(M * N == 16)
+inline void reduce_sums(const Floats (&values)[M][N], float (&out)[M][N]) {
   __m512 eights[8], fours[4], twos[2];  // vectors of the remaining terms of several sums
   for (int i = 0; i < 8; i++) {
-    auto a = (__m512)values[2 * i % 4][i / 2], b = (__m512)values[2 * i % 4 + 1][i / 2];
+    int j = 8 * (i % 2) + i / 2, k = j + 4;
+    auto a = (__m512)values[j / N][j % N], b = (__m512)values[k / N][k % N];
     eights[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
   }
   for (int i = 0; i < 4; i++) {
@@ -141,24 +144,117 @@ inline void dot_tile(const T* const (&x)[M], const T* const (&w)[N], int64_t wid
   reduce_sums(total, out);
 }
 
+template <int M, int N>
+inline void store_tile(const float (&tile)[M][N], int64_t row, int64_t rows, int64_t column,
+                       int64_t columns, AccTile& acc) {
+  if (row + M <= rows && column + N <= columns) {
+    for (int m = 0; m < M; m++) std::memcpy(&acc[row + m][column], tile[m], sizeof tile[m]);
+    return;
+  }
+  for (int m = 0; m < std::min<int64_t>(M, rows - row); m++)
+    for (int n = 0; n < std::min<int64_t>(N, columns - column); n++)
+      acc[row + m][column + n] = tile[m][n];
+}
+
 template <int M, class T>
-[[gnu::noinline]] void dot_block(const Matrix<T>& x, const Matrix<T>& w, int64_t row, int64_t rows,
-                                 AccTile& acc) {
+[[gnu::noinline]] void dot_block(const Matrix<T>& x, const Matrix<T>& w, AccTile& acc) {
   constexpr int N = 4;
   for (int64_t c = 0; c < w.rows; c += N) {
     const T* b[N];  // rows beyond the end repeat the last one; their results are discarded
     for (int n = 0; n < N; n++) b[n] = w[std::min<int64_t>(c + n, w.rows - 1)];
-    for (int64_t r = 0; r < rows; r += M) {
+    for (int64_t r = 0; r < x.rows; r += M) {
       const T* a[M];
-      for (int m = 0; m < M; m++) a[m] = x[row + std::min<int64_t>(r + m, rows - 1)];
+      for (int m = 0; m < M; m++) a[m] = x[std::min<int64_t>(r + m, x.rows - 1)];
       float out[M][N];
       dot_tile(a, b, x.width, out);
-      for (int m = 0; m < std::min<int64_t>(M, rows - r); m++)
-        for (int n = 0; n < std::min<int64_t>(N, w.rows - c); n++)
-          acc[r + m][c + n] = out[m][n];
+      store_tile(out, r, x.rows, c, w.rows, acc);
     }
   }
 }
+
+#if !defined(__AVX512BF16__)
+// ---- Without instructions for bf16, a third of the instructions of dot_tile() convert operands.
+// With many rows, dot_block_widened() converts each once; its additions have the same order.
+//
+// A panel of R rows in float32 is (step, row, EvenOdd), where a step is one DotOperand.
+constexpr int64_t WIDE_STEP = 2 * WIDTH;
+inline int64_t padded_width(int64_t width) {
+  return (width + WIDE_STEP - 1) / WIDE_STEP * WIDE_STEP;
+}
+
+template <int R>
+inline void widen_panel(const Matrix<bf16>& from, int64_t row, float* to) {
+  const bf16* rows[R];  // rows beyond the end repeat the last one; their results are discarded
+  for (int r = 0; r < R; r++) rows[r] = from[std::min<int64_t>(row + r, from.rows - 1)];
+  auto step = [&](int64_t at, auto... tail) {
+    for (int r = 0; r < R; r++, to += WIDE_STEP) {
+      EvenOdd values = load_operand(rows[r] + at, tail...);
+      store(to, values.even);
+      store(to + WIDTH, values.odd);
+    }
+  };
+  int64_t at = 0;
+  for (; at + WIDE_STEP <= from.width; at += WIDE_STEP) step(at);
+  if (at < from.width) step(at, from.width - at);
+}
+
+// Multiply a panel of M rows of x by one of N rows of W. A block along k begins with the totals of
+// the one before and ends by storing them; the last one reduces them to `out`.
+template <int M, int N>
+inline void dot_panels(const float* a, const float* b, int64_t steps, bool first, bool last,
+                       Floats (&totals)[M][N], float (&out)[M][N]) {
+  Floats total[M][N];  // in registers: copying all of it would put it on the stack
+  for (int i = 0; i < M * N; i++) total[i / N][i % N] = Floats{};
+  if (!first)
+    for (int i = 0; i < M * N; i++) total[i / N][i % N] = totals[i / N][i % N];
+  for (; steps > 0; steps--, a += M * WIDE_STEP, b += N * WIDE_STEP)
+    for (int half = 0; half < WIDE_STEP; half += WIDTH) {
+      Floats left[M];
+      for (int m = 0; m < M; m++) left[m] = load(a + m * WIDE_STEP + half);
+      for (int m = 0; m < M; m++) __builtin_prefetch(a + (m + 4 * M) * WIDE_STEP + half);  // L2
+      for (int n = 0; n < N; n++) {
+        Floats right = load(b + n * WIDE_STEP + half);
+#if defined(__AVX2__)
+        asm("" : "+v"(right));  // otherwise GCC 12 loads it again for each row
+#endif
+        for (int m = 0; m < M; m++) total[m][n] = fma(left[m], right, total[m][n]);
+      }
+    }
+  if (last) return reduce_sums(total, out);
+  for (int i = 0; i < M * N; i++) totals[i / N][i % N] = total[i / N][i % N];
+}
+
+[[gnu::noinline]] inline void dot_block_widened(const Matrix<bf16>& x, const Matrix<bf16>& w,
+                                                AccTile& acc) {
+  constexpr int M = 2, N = WIDTH == 16 ? 8 : 4;
+  constexpr int64_t MAX_DEPTH = 576;  // channels of a block: the panel of W stays in L1
+  int64_t blocks = (x.width + MAX_DEPTH - 1) / MAX_DEPTH;
+  int64_t depth = padded_width((x.width + blocks - 1) / blocks);
+  int64_t panels = (x.rows + M - 1) / M;
+  float* b = scratch<Scratch::GEMM_PACKED_X, float>(N * depth + BLOCK_M * padded_width(x.width));
+  float* a = b + N * depth;  // (block, panel, step, row, EvenOdd), so that it is read in order
+  for (int64_t k = 0; k < x.width; k += depth) {
+    Matrix<bf16> part = x.slice_columns(k, std::min(depth, x.width - k));
+    int64_t width = padded_width(part.width);
+    for (int64_t p = 0; p < panels; p++)
+      widen_panel<M>(part, p * M, a + (k * panels + p * width) * M);
+  }
+  Floats totals[BLOCK_M / M][M][N];
+  for (int64_t c = 0; c < w.rows; c += N)
+    for (int64_t k = 0; k < x.width; k += depth) {
+      Matrix<bf16> part = w.slice_columns(k, std::min(depth, x.width - k));
+      widen_panel<N>(part, c, b);
+      int64_t width = padded_width(part.width);
+      bool last = k + depth >= x.width;
+      for (int64_t p = 0; p < panels; p++) {
+        float out[M][N];
+        dot_panels(a + (k * panels + p * width) * M, b, width / WIDE_STEP, k == 0, last, totals[p],
+                   out);
+        if (last) store_tile(out, p * M, x.rows, c, w.rows, acc);
+      }
+    }
+}
+#endif
 
 // For each block of a column range, call compute(row, rows, weight, acc) and then the epilogue.
 template <int NUM_WEIGHTS, class Compute>
@@ -186,8 +282,14 @@ class PackedB {
   }
   void multiply(const Matrix<T>& x, int64_t row, int64_t rows, AccTile& acc) const {
     constexpr int M = WIDTH == 16 ? 4 : 2;  // as many accumulators as registers hold
-    if (rows == 1) dot_block<1>(x, w_, row, rows, acc);
-    else dot_block<M>(x, w_, row, rows, acc);
+    Matrix<T> block = x.slice_rows(row, rows);
+    if (rows == 1) return dot_block<1>(block, w_, acc);
+#if !defined(__AVX512BF16__)
+    // With fewer rows it is slower, and with more channels the rows of x do not fit into L2.
+    if constexpr (std::is_same_v<T, bf16>)
+      if (rows >= 12 && x.width > 0 && x.width <= 3072) return dot_block_widened(block, w_, acc);
+#endif
+    dot_block<M>(block, w_, acc);
   }
 
  private:
