@@ -390,6 +390,16 @@ def test_rows_do_not_depend_on_the_batch_on_many_schedules(op: Op[..., Any], exp
     explore(schedules, lambda schedule: assert_batch_invariant(op, schedule), 200)
 
 
+@pytest.mark.parametrize("rows", [2, 11, 12, 13, 33, 64])
+@pytest.mark.parametrize("channels", [1, 33, 576, 577, 1536, 3072, 3073])
+def test_rows_of_a_gemm_do_not_depend_on_how_it_is_blocked(rows: int, channels: int) -> None:
+    make = TensorMaker(torch.bfloat16, seed=rows * channels)
+    x, weight = make(rows, channels), make(37, channels)
+    y = ops.linear(x, weight)
+    assert torch.equal(y, torch.cat([ops.linear(row, weight) for row in x.split(1)]))
+    torch.testing.assert_close(y.float(), x.float() @ weight.float().T, rtol=1e-2, atol=1e-3)
+
+
 def test_every_op_with_rows_and_a_kernel_has_arguments_here() -> None:
     for op in OPS:
         assert set(op.signature.parameters) <= set(ARGUMENTS[op.family]), op
