@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ingot.core.errors import IngotError
 from ingot.nn import BatchLayout, Decoder
 from ingot.nn.linear import Linear
 from ingot.nn.mlp import SwiGLU
@@ -51,6 +52,8 @@ class LayerInputs(NamedTuple):
     """Mean of x x^T."""
     max_D: Tensor
     """Largest magnitude of each channel."""
+    drift_DD: Tensor | None = None
+    """Mean of (o - x) x^T, where o are the inputs in the original model."""
 
 
 def embed(decoder: Decoder, sequences: Sequence[Sequence[int]]) -> Iterator[Batch]:
@@ -80,18 +83,35 @@ def linear_layers(block: nn.Module) -> list[LinearLayer]:
     return layers
 
 
-def collect_inputs(block: nn.Module, module: nn.Module, batches: Sequence[Batch]) -> LayerInputs:
-    """Run a block up to a module of it, and return the statistics of the module's inputs."""
+def collect_inputs(
+    block: nn.Module,
+    module: nn.Module,
+    batches: Sequence[Batch],
+    originals: Sequence[Tensor] | None = None,
+) -> LayerInputs:
+    """Run a block up to a module of it, and return the statistics of the module's inputs.
+
+    Args:
+        block: The block.
+        module: The module of it whose inputs to collect.
+        batches: Inputs of the block.
+        originals: For each batch, inputs that the module has in the original model.
+    """
     total: list[LayerInputs] = []
+    expected = iter(originals or ())
 
     def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x_TD = inputs[0].float()
         if not total:
             channels = x_TD.shape[1]
-            total.append(LayerInputs(x_TD.new_zeros(channels, channels), x_TD.new_zeros(channels)))
-        sum_DD, max_D = total[0]
+            hessian_DD = x_TD.new_zeros(channels, channels)
+            drift_DD = torch.zeros_like(hessian_DD) if originals else None
+            total.append(LayerInputs(hessian_DD, x_TD.new_zeros(channels), drift_DD))
+        sum_DD, max_D, drift_DD = total[0]
         sum_DD.addmm_(x_TD.T, x_TD)
         torch.maximum(max_D, x_TD.abs().amax(0), out=max_D)
+        if drift_DD is not None:
+            drift_DD.addmm_((next(expected) - x_TD).T, x_TD)
         raise _Stop
 
     handle = module.register_forward_pre_hook(collect)
@@ -103,8 +123,33 @@ def collect_inputs(block: nn.Module, module: nn.Module, batches: Sequence[Batch]
                 continue
     finally:
         handle.remove()
-    sum_DD, max_D = total[0]
-    return LayerInputs(sum_DD.div_(sum(len(x_TD) for x_TD, _ in batches)), max_D)
+    sum_DD, max_D, drift_DD = total[0]
+    tokens = sum(len(x_TD) for x_TD, _ in batches)
+    if drift_DD is not None:
+        drift_DD /= tokens
+    return LayerInputs(sum_DD.div_(tokens), max_D, drift_DD)
+
+
+def damped_cholesky(hessian_DD: Tensor, damping: float) -> Tensor:
+    """Return the lower Cholesky factor of H plus a multiple of its mean diagonal.
+
+    The damping grows until there is a factor.
+
+    >>> damped_cholesky(torch.ones(2, 2), 3.0).round(decimals=2)
+    tensor([[2.0000, 0.0000],
+            [0.5000, 1.9400]])
+    """
+    mean = float(hessian_DD.diagonal().mean()) or 1.0
+    for factor in (1, 10, 100):
+        damped_DD = hessian_DD.clone()
+        damped_DD.diagonal().add_(factor * damping * mean)
+        lower_DD, info = torch.linalg.cholesky_ex(damped_DD)
+        if int(info) == 0:
+            return lower_DD
+    raise IngotError(
+        "the inputs of a layer are not finite",
+        hint="calibrate with other data, or use --method rtn",
+    )
 
 
 def squared_norm(weight_ND: Tensor, hessian_DD: Tensor) -> float:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ingot.compression.calibration import damped_cholesky
 from ingot.compression.method import search_grid
-from ingot.core.errors import IngotError
 from ingot.nn.formats import QuantizedTensors, WeightFormat
 
 _BLOCK = 128  # channels whose errors are applied to the rest together
@@ -74,19 +74,11 @@ class GPTQ:
 
 
 def _inverse_factor(hessian_DD: Tensor, damping: float) -> Tensor:
-    """Return the upper Cholesky factor of the inverse; the damping grows until there is one."""
-    diagonal_D = hessian_DD.diagonal()
-    mean = float(diagonal_D.mean()) or 1.0
-    for factor in (1, 10, 100):
-        damped_DD = hessian_DD.clone()
-        damped_DD.diagonal().add_(factor * damping * mean)
-        lower_DD, info = torch.linalg.cholesky_ex(damped_DD)
-        if int(info) == 0:
-            inverse_DD = torch.cholesky_inverse(lower_DD)
-            upper_DD, info = torch.linalg.cholesky_ex(inverse_DD, upper=True)
-            if int(info) == 0:
-                return upper_DD
-    raise IngotError(
-        "gptq: the inputs of a layer are not finite, or all are equal",
-        hint="calibrate with other data, or use --method rtn",
-    )
+    """Return the upper Cholesky factor of the inverse: U with U^T U = H^-1.
+
+    With rows and columns in reverse order, the factor of H is upper triangular: H = R R^T. So U is
+    the inverse of R.
+    """
+    upper_DD = damped_cholesky(hessian_DD.flip(0, 1), damping).flip(0, 1)
+    identity_DD = torch.eye(len(upper_DD), device=upper_DD.device)
+    return torch.linalg.solve_triangular(upper_DD, identity_DD, upper=True)

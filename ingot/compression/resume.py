@@ -1,7 +1,7 @@
 """Continue a run of `quantize` after its last complete block.
 
     block-3.safetensors      tensors of a quantized block
-    hidden-3.safetensors     hidden states after it: inputs of the next block
+    hidden-3.safetensors     hidden states after it, of the quantized and of the original model
     state.json               number of complete blocks, their sensitivities, and the key of the run
 
 Every file is replaced atomically and `state.json` last, so that it is always true of the other
