@@ -103,6 +103,24 @@ def test_panels_do_not_change_bits(rows: int, gated: bool) -> None:
         assert torch.equal(function(to_panels(rows_of_weight), to_panels(scale)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("offset", [None, "zero_point", "minimum"])
+def test_one_row_has_the_bits_of_a_batch(dtype: torch.dtype, offset: str | None) -> None:
+    """One row has its own kernels for scales of 16 bits, but not for the last 8 of 40 columns."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 160, generator=random)
+    scale, other = (torch.rand(5, 40, generator=random).to(dtype).T for _ in range(2))
+    packed = torch.randint(0, 256, (40, 80), generator=random, dtype=torch.uint8)
+    weight = torch.randint(-128, 128, (40, 160), generator=random, dtype=torch.int8)
+    offsets: Any = {offset: other} if offset else {}
+    batch = ops.linear_int4_dynamic(x, packed, scale, **offsets)
+    int8_batch = ops.linear_int8_dynamic(x, weight, scale)
+    for row in range(len(x)):
+        one = x[row : row + 1]
+        assert torch.equal(ops.linear_int4_dynamic(one, packed, scale, **offsets)[0], batch[row])
+        assert torch.equal(ops.linear_int8_dynamic(one, weight, scale)[0], int8_batch[row])
+
+
 X, SCALE = torch.ones(2, 64), torch.ones(3)
 WEIGHT, PACKED = torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 32, dtype=torch.uint8)
 PANELS = to_panels(torch.ones(16, 64, dtype=torch.int8))

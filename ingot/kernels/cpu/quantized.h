@@ -292,6 +292,71 @@ inline void pack_panel(const QuantizedWeight& w, int64_t column, uint8_t* to) {
   }
 }
 
+enum class Offset { NONE, ZERO_POINT, MINIMUM };
+
+// The only row of x times a panel. Reading is the limit: the hardware alone would prefetch too late,
+// and scales of 16 bits are converted where they are used.
+template <class Format, bool IS_BF16, Offset OFFSET>
+[[gnu::noinline]] FloatLanes multiply_row(const uint8_t* bytes, GroupLanes scale, GroupLanes offset,
+                                          const QuantizedRows& x) {
+  constexpr int64_t AHEAD = 64 * CHUNK_BYTES, GROUPS_AHEAD = 24;
+  auto load = [](GroupLanes& lanes) {
+    HalfLanes values;
+    __builtin_prefetch(lanes.first + GROUPS_AHEAD * LANES);
+    std::memcpy(&values, lanes.first, sizeof values);
+    lanes.first += lanes.stride;
+    return IS_BF16 ? widen_bf16(values) : widen_half(values);
+  };
+  const int8_t* operand = x.values;
+  FloatLanes total{};
+  int64_t at = 0;
+  for (int64_t g = 0; g < x.groups; g++) {
+    IntLanes sum = broadcast_int(x.initial[g]), odd{};
+    const int64_t end = std::min((g + 1) * x.group_words, x.words);
+#pragma GCC unroll 4
+    for (; at < end; at++, bytes += CHUNK_BYTES, operand += 4 * Format::PLANES) {
+      Bytes raw, planes[Format::PLANES];
+      __builtin_prefetch(bytes + AHEAD);
+      std::memcpy(&raw, bytes, sizeof raw);
+      if (Format::PLANES == 2) {  // odd channels times 16: an operation less, and two chains
+        sum = dot4(sum, raw & 15, operand);
+        odd = dot4(odd, raw & 0xf0, operand + 4);
+      } else {
+        Format::unpack(raw, planes);
+        sum = dot4(sum, planes[0], operand);
+      }
+    }
+    if (Format::PLANES == 2) sum += odd >> 4;
+    FloatLanes w_scale = load(scale);
+    total = fma(to_float(sum), w_scale * broadcast_float(x.scales[g]), total);
+    if (OFFSET == Offset::NONE) continue;
+    FloatLanes added = load(offset);
+    if (OFFSET == Offset::ZERO_POINT) added *= -w_scale;
+    total = fma(added, broadcast_float(x.scaled_sums[g]), total);
+  }
+  return total;
+}
+
+// Whether `multiply_row` has a kernel for a panel; if so, its results are in `out`.
+template <class Format>
+bool multiply_row(const QuantizedWeight& w, int64_t column, const uint8_t* bytes,
+                  const QuantizedRows& x, float* out) {
+  bool is_bf16 = w.scale.type() == ScalarType::BFloat16;
+  if (w.rows - column < LANES || !(is_bf16 || w.scale.type() == ScalarType::Half)) return false;
+  auto run = [&]<Offset OFFSET>(const GroupValues& offset) {
+    int64_t row = w.first_row + column;
+    GroupLanes scales = w.scale.lanes(row), offsets = offset ? offset.lanes(row) : scales;
+    FloatLanes total = is_bf16 ? multiply_row<Format, true, OFFSET>(bytes, scales, offsets, x)
+                               : multiply_row<Format, false, OFFSET>(bytes, scales, offsets, x);
+    std::memcpy(out, &total, sizeof total);
+  };
+  if constexpr (Format::MAY_HAVE_OFFSETS) {
+    if (w.zero_point) return run.template operator()<Offset::ZERO_POINT>(w.zero_point), true;
+    if (w.minimum) return run.template operator()<Offset::MINIMUM>(w.minimum), true;
+  }
+  return run.template operator()<Offset::NONE>({}), true;
+}
+
 // The first R rows of a block of x times C panels.
 template <class Format, int R, int C, bool HAS_OFFSETS>
 [[gnu::noinline]] void multiply_panels(const Panel* panels, const QuantizedRows& x, int64_t row,
@@ -402,18 +467,21 @@ void quantized_gemm(const QuantizedRows& x, int64_t num_rows,
     for (int64_t g; queue.pop(g);) {
       auto compute = [&](int64_t row, int64_t rows, int p, AccTile& acc) {
         const QuantizedWeight& w = weights[p];
-        auto panel = [&](int64_t c, int i) {
+        auto panel_bytes = [&](int64_t c) {
           int64_t column = groups[g].begin + c;
-          const uint8_t* bytes = w[column];
-          if (memory) {
-            // Packed for the first block of rows, between its products, and reused by the others.
-            uint8_t* packed = memory + (p * PANELS + c / LANES) * each;
-            if (row == 0) pack_panel(w, column, packed);
-            bytes = packed;
-          }
-          return Panel(w, bytes, column, x.groups, scales + 2 * x.groups * i);
+          if (!memory) return w[column];
+          // Packed for the first block of rows, between its products, and reused by the others.
+          uint8_t* packed = memory + (p * PANELS + c / LANES) * each;
+          if (row == 0) pack_panel(w, column, packed);
+          return static_cast<const uint8_t*>(packed);
         };
-        for (int64_t c = 0; c < groups[g].count; c += PANEL_BLOCK * LANES) {
+        auto panel = [&](int64_t c, int i) {
+          return Panel(w, panel_bytes(c), groups[g].begin + c, x.groups, scales + 2 * x.groups * i);
+        };
+        int64_t c = 0;
+        for (; num_rows == 1 && c < groups[g].count; c += LANES)
+          if (!multiply_row<Format>(w, groups[g].begin + c, panel_bytes(c), x, &acc[0][c])) break;
+        for (; c < groups[g].count; c += PANEL_BLOCK * LANES) {
           bool full = PANEL_BLOCK > 1 && c + LANES < groups[g].count;
           Panel first = panel(c, 0), panels[2] = {first, full ? panel(c + LANES, 1) : first};
           auto out = reinterpret_cast<float(*)[BLOCK_N]>(&acc[0][c]);

@@ -46,6 +46,28 @@ inline float half_to_float(uint16_t half) {
   return bit_cast<float>(bit_cast<uint32_t>(value) | sign);
 }
 
+typedef uint16_t HalfLanes __attribute__((vector_size(2 * LANES)));
+
+// 16 values in float32.
+inline FloatLanes widen_bf16(HalfLanes values) {
+  return (FloatLanes)(__builtin_convertvector(values, IntLanes) << 16);
+}
+inline FloatLanes widen_half(HalfLanes values) {
+#if defined(__AVX512F__)
+  return (FloatLanes)_mm512_cvtph_ps((__m256i)values);
+#else
+  FloatLanes floats;
+  for (int i = 0; i < LANES; i++) floats[i] = half_to_float(values[i]);
+  return floats;
+#endif
+}
+
+// The values of 16 rows where they are: a vector for each group, `stride` elements apart.
+struct GroupLanes {
+  const uint16_t* first;
+  int64_t stride;
+};
+
 // A float per group and row of the weight (a scale, say), of any floating dtype; the values of
 // adjacent rows are adjacent.
 class GroupValues {
@@ -83,7 +105,6 @@ class GroupValues {
 
   // The values of up to 16 rows in float32, (groups, 16), padded with zeros.
   [[gnu::noinline]] void load(int64_t groups, int64_t row, int64_t count, FloatLanes* to) const {
-    typedef uint16_t HalfLanes __attribute__((vector_size(2 * LANES)));
     auto convert_each = [&](auto convert) {
       for (int64_t g = 0; g < groups; g++) {
         const char* from = first_ + offset(g, row);
@@ -98,20 +119,14 @@ class GroupValues {
     if (type_ == ScalarType::Float)
       convert_each([](const char* from) { return read<FloatLanes>(from); });
     else if (type_ == ScalarType::BFloat16)
-      convert_each([](const char* from) {
-        return (FloatLanes)(__builtin_convertvector(read<HalfLanes>(from), IntLanes) << 16);
-      });
+      convert_each([](const char* from) { return widen_bf16(read<HalfLanes>(from)); });
     else
-      convert_each([](const char* from) {
-        HalfLanes halves = read<HalfLanes>(from);
-#if defined(__AVX512F__)
-        return (FloatLanes)_mm512_cvtph_ps((__m256i)halves);
-#else
-        FloatLanes floats;
-        for (int i = 0; i < LANES; i++) floats[i] = half_to_float(halves[i]);
-        return floats;
-#endif
-      });
+      convert_each([](const char* from) { return widen_half(read<HalfLanes>(from)); });
+  }
+
+  ScalarType type() const { return type_; }
+  GroupLanes lanes(int64_t row) const {  // of a dtype of 16 bits
+    return {reinterpret_cast<const uint16_t*>(first_ + offset(0, row)), stride_};
   }
 
  private:
