@@ -126,19 +126,19 @@ def add_lora(y: Tensor, h: Tensor | None, b: Tensor | None, index: Tensor | None
     if h is None or b is None:
         return y
     # One matmul for all adapters: a row of h is placed in the columns of its own adapter.
-    is_own = adapter_mask(h[..., 0], index, len(b))
+    is_own = adapter_mask(h, index, len(b))
     placed = (h.unsqueeze(-2) * is_own.unsqueeze(-1)).flatten(-2)
     return y + (placed @ b.flatten(0, 1).to(h.dtype)).to(y.dtype)
 
 
-def adapter_mask(rows: Tensor, index: Tensor | None, adapters: int) -> Tensor:
+def adapter_mask(x: Tensor, index: Tensor | None, adapters: int) -> Tensor:
     """Return which adapter each row has, (rows, adapters): all the first one without an index.
 
-    >>> adapter_mask(torch.zeros(3), torch.tensor([1, -1, 0]), 2).int().tolist()
+    >>> adapter_mask(torch.zeros(3, 8), torch.tensor([1, -1, 0]), 2).int().tolist()
     [[0, 1], [0, 0], [1, 0]]
     """
     if index is None:
-        index = torch.zeros_like(rows, dtype=torch.int32)
+        index = torch.zeros(x.shape[:-1], dtype=torch.int32, device=x.device)
     return index.unsqueeze(-1) == torch.arange(adapters, device=index.device)
 
 

@@ -96,5 +96,5 @@ def lora_shrink(x: Tensor, a: Tensor, scale: Tensor, index: Tensor | None = None
             [0.0000]])
     """
     every = (x @ a.flatten(0, 1).T).unflatten(-1, a.shape[:2]) * scale.unsqueeze(-1)
-    is_own = adapter_mask(x[..., 0], index, len(a))
+    is_own = adapter_mask(x, index, len(a))
     return (every * is_own.unsqueeze(-1)).sum(-2)

@@ -101,6 +101,14 @@ def test_rank_padded_with_zeros_has_the_same_bits(dtype: torch.dtype) -> None:
     assert torch.equal(own, ops.linear(x, weight, lora_h=h, lora_b=padded(b)))
 
 
+@pytest.mark.parametrize(("channels", "rank"), [(0, 3), (4, 0), (0, 0)])
+def test_without_channels_or_ranks_the_term_is_zero(channels: int, rank: int) -> None:
+    x, a, scale = torch.ones(5, channels), torch.ones(1, rank, channels), torch.ones(1)
+    h = ops.lora_shrink.reference(x, a, scale)
+    assert torch.equal(h, torch.zeros(5, rank))
+    assert torch.equal(ops.lora_shrink(x, a, scale), h)
+
+
 def test_frozen_weight_has_no_gradient_and_the_adapter_has() -> None:
     x = torch.randn(6, 16).bfloat16().requires_grad_()
     weight = torch.randn(8, 16).bfloat16()
