@@ -4,10 +4,11 @@ In the quantized model, a layer has inputs x that differ from the inputs o that 
 original model. The weight whose output W' x is closest to the original output W o, over calibration
 data, is
 
-    W' = W + W C H^-1,    C = mean of (o - x) x^T,    H = mean of x x^T,
+    W' = W + W C H^-1,    C = mean of (o - x) x^T,    H = mean of x x^T.
 
-and this is the weight that calibrated methods round. On SmolLM2 in int4, it reduces the KL
-divergence to the original by a sixth.
+Calibrated methods round a weight halfway between W and W': C is estimated from few tokens, and its
+error adds up over the layers. For SmolLM2 in int4 by GPTQ, the KL divergence to the original is
+0.096 without the correction, 0.081 with all of it and 0.064 with half.
 
 Legend: T tokens, N rows (output channels), D channels.
 
@@ -30,6 +31,7 @@ from ingot.compression.calibration import (
     linear_layers,
 )
 
+_STRENGTH = 0.5
 _DAMPING = 0.01  # added to the diagonal of H, relative to its mean
 
 
@@ -59,10 +61,10 @@ def run_original(block: nn.Module, batches: Sequence[Batch]) -> OriginalRun:
 
 
 def correct(weight_ND: Tensor, inputs: LayerInputs) -> Tensor:
-    """Return the weight whose outputs are closest to those of the original model.
+    """Return a weight whose outputs are closer to those of the original model.
 
     >>> weight, x = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    >>> drift = torch.tensor([[0.5, 0.0], [0.0, 0.0]])  # the first channel was 1.5, not 1
+    >>> drift = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # the first channel was 2, not 1
     >>> correct(weight, LayerInputs(x.T @ x / 2, x.abs().amax(0), drift)).round(decimals=1)
     tensor([[1.5000, 0.0000]])
     """
@@ -70,4 +72,5 @@ def correct(weight_ND: Tensor, inputs: LayerInputs) -> Tensor:
         return weight_ND
     lower_DD = damped_cholesky(inputs.hessian_DD, _DAMPING)
     weight_ND = weight_ND.float()
-    return weight_ND + torch.cholesky_solve((weight_ND @ inputs.drift_DD).T, lower_DD).T
+    difference_ND = torch.cholesky_solve((weight_ND @ inputs.drift_DD).T, lower_DD).T
+    return weight_ND + _STRENGTH * difference_ND
