@@ -10,6 +10,7 @@ writes float32 log-probabilities of the whole vocabulary, one row for each token
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def main(model: str, dtype: str, ids_file: str, out_file: str, version_file: str
         matrix[row - 1, flat.token_ids[begin:end]] = flat.logprobs[begin:end]
     np.save(out_file, matrix)
     Path(version_file).write_text(vllm.__version__)
+    engine.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # vLLM 0.32 aborts at times when the interpreter ends ("terminate called")
