@@ -71,6 +71,5 @@ def correct(weight_ND: Tensor, inputs: LayerInputs) -> Tensor:
     if inputs.drift_DD is None:
         return weight_ND
     lower_DD = damped_cholesky(inputs.hessian_DD, _DAMPING)
-    weight_ND = weight_ND.float()
     difference_ND = torch.cholesky_solve((weight_ND @ inputs.drift_DD).T, lower_DD).T
     return weight_ND + _STRENGTH * difference_ND

@@ -148,6 +148,7 @@ PANELS = to_panels(torch.ones(16, 64, dtype=torch.int8))
         ("linear_int4", (X, PACKED, torch.ones(3, 4)), "scale is (3, 4)"),
         ("linear_int4", (X, PACKED, torch.ones(3, 0)), "scale is (3, 0)"),
         ("linear_int4", (X, PACKED, SCALE), "scale is (3,)"),
+        ("linear_int4_dynamic", (X, PACKED, SCALE), "scale is (3,)"),
         ("linear_int4", (X, PACKED, torch.ones(3, 1), torch.ones(3, 2)), "zero_point (3, 2)"),
     ],
 )

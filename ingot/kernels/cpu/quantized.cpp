@@ -109,6 +109,7 @@ Tensor linear_int4_dynamic(const Tensor& x, const Tensor& weight, const Tensor& 
                            int64_t activation, const std::optional<Tensor>& residual, bool gated,
                            const std::optional<Tensor>& lora_h, const std::optional<Tensor>& lora_b,
                            const std::optional<Tensor>& lora_index, bool to_float32) {
+  check(scale.dim() > 1, "int4 weights have a scale per row and group");
   return dispatch_quantized<Int4>({x, weight, scale, zero_point, minimum, bias, activation,
                                    residual, 0, gated, lora_h, lora_b, lora_index, to_float32});
 }

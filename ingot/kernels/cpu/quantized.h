@@ -20,6 +20,7 @@
 namespace ingot {
 
 constexpr int CHUNK_BYTES = 64;  // of a vector
+constexpr int64_t AHEAD = 64 * CHUNK_BYTES;  // to prefetch: the hardware alone does it too late
 
 typedef uint8_t Bytes __attribute__((vector_size(CHUNK_BYTES)));
 
@@ -294,12 +295,12 @@ inline void pack_panel(const QuantizedWeight& w, int64_t column, uint8_t* to) {
 
 enum class Offset { NONE, ZERO_POINT, MINIMUM };
 
-// The only row of x times a panel. Reading is the limit: the hardware alone would prefetch too late,
-// and scales of 16 bits are converted where they are used.
+// The only row of x times a panel. Reading is the limit, so scales of 16 bits are prefetched, too, and
+// converted where they are used.
 template <class Format, bool IS_BF16, Offset OFFSET>
 [[gnu::noinline]] FloatLanes multiply_row(const uint8_t* bytes, GroupLanes scale, GroupLanes offset,
                                           const QuantizedRows& x) {
-  constexpr int64_t AHEAD = 64 * CHUNK_BYTES, GROUPS_AHEAD = 24;
+  constexpr int64_t GROUPS_AHEAD = 24;
   auto load = [](GroupLanes& lanes) {
     HalfLanes values;
     __builtin_prefetch(lanes.first + GROUPS_AHEAD * LANES);
@@ -361,7 +362,6 @@ bool multiply_row(const QuantizedWeight& w, int64_t column, const uint8_t* bytes
 template <class Format, int R, int C, bool HAS_OFFSETS>
 [[gnu::noinline]] void multiply_panels(const Panel* panels, const QuantizedRows& x, int64_t row,
                                        FloatLanes (&totals)[C][R]) {
-  constexpr int64_t AHEAD = 64 * CHUNK_BYTES;  // the hardware alone prefetches too late
   const int8_t* operand = x.values + row * x.words * 4 * Format::PLANES;
   const int64_t stride = 4 * x.block;
   const uint8_t* bytes[C];
