@@ -112,7 +112,6 @@ def generate(
     llm = load(model, device, adapter, kv_cache_dtype, speculate)
     streamer = TextStreamer(llm, params, max_tokens)
     ids = llm.tokenizer.encode(prompt)
-    llm.reserve(len(ids) + max_tokens)
     if json:
         result = streamer.run(ids, quiet=True)
         print(json_format.dumps(as_json(result, ids), indent=2))  # noqa: T201

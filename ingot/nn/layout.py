@@ -111,6 +111,10 @@ def _has_kv_cache(module: nn.Module) -> TypeGuard[CachedLayer]:
 class KVCache:
     """Paged memory for keys and values of all layers, in one allocation.
 
+    The layers of a block are adjacent, so that the memory in use grows with the blocks in use: with
+    the blocks of a layer adjacent, the first token would commit a huge page per layer, for its keys
+    and for its values (120 MB in SmolLM2, and 50 ms to clear them).
+
     >>> spec = KVSpec(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32)
     >>> KVCache(spec, num_blocks=3, block_size=16).k[1].shape
     torch.Size([3, 16, 1, 4])
@@ -130,10 +134,10 @@ class KVCache:
                 hint="allocate at least one block of one token",
             )
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
-        shape = (spec.layers, 2, num_blocks, block_size, spec.kv_heads, spec.row_size)
+        shape = (num_blocks, spec.layers, 2, block_size, spec.kv_heads, spec.row_size)
         self.memory = _zeros(shape, spec.dtype, torch.device(device or "cpu"))
-        self.k = [layer[0] for layer in self.memory]
-        self.v = [layer[1] for layer in self.memory]
+        self.k = list(self.memory[:, :, 0].unbind(1))
+        self.v = list(self.memory[:, :, 1].unbind(1))
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -44,7 +44,6 @@ from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.output import Logprob, Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.engine.speculate import SpeculateKind, create_proposer, int4_copy
 
 Prompt = str | Sequence[int]
@@ -208,16 +207,6 @@ class LLM:
     def max_seq_len(self) -> int:
         """Tokens that fit into the model's context: prompt and completion together."""
         return self.decoder.config.max_seq_len
-
-    def reserve(self, num_tokens: int) -> None:
-        """Limit the KV cache to `num_tokens` tokens, before the first call that computes.
-
-        For a process that generates once: the memory of a large cache costs 50 ms at its first use,
-        because Linux clears a huge page in each layer.
-        """
-        block_size = SchedulerConfig(num_blocks=1).block_size
-        num_blocks = -(-min(num_tokens, self.max_seq_len) // block_size)
-        self._kv_cache_bytes = num_blocks * block_size * self.decoder.kv_spec.bytes_per_token
 
     @cached_property
     def engine(self) -> Engine:

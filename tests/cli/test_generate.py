@@ -225,7 +225,6 @@ def memory(kind):
     return 1024 * int(next(line for line in lines if line.startswith(kind)).split()[1])
 before, start = memory("VmRSS"), time.perf_counter()
 model = ingot.LLM(sys.argv[1])
-model.reserve(64)
 ids = model.tokenizer.encode("Once upon a time there was a model that was loaded")
 next(model.stream(ids, max_tokens=16))
 seconds = time.perf_counter() - start
