@@ -130,6 +130,18 @@ def collect_inputs(
     return LayerInputs(sum_DD.div_(tokens), max_D, drift_DD)
 
 
+def damp(hessian_DD: Tensor, damping: float) -> Tensor:
+    """Return H plus a multiple of its mean diagonal.
+
+    >>> damp(torch.ones(2, 2), 3.0)
+    tensor([[4., 1.],
+            [1., 4.]])
+    """
+    damped_DD = hessian_DD.clone()
+    damped_DD.diagonal().add_(damping * (float(hessian_DD.diagonal().mean()) or 1.0))
+    return damped_DD
+
+
 def damped_cholesky(hessian_DD: Tensor, damping: float) -> Tensor:
     """Return the lower Cholesky factor of H plus a multiple of its mean diagonal.
 
@@ -139,11 +151,8 @@ def damped_cholesky(hessian_DD: Tensor, damping: float) -> Tensor:
     tensor([[2.0000, 0.0000],
             [0.5000, 1.9400]])
     """
-    mean = float(hessian_DD.diagonal().mean()) or 1.0
     for factor in (1, 10, 100):
-        damped_DD = hessian_DD.clone()
-        damped_DD.diagonal().add_(factor * damping * mean)
-        lower_DD, info = torch.linalg.cholesky_ex(damped_DD)
+        lower_DD, info = torch.linalg.cholesky_ex(damp(hessian_DD, factor * damping))
         if int(info) == 0:
             return lower_DD
     raise IngotError(

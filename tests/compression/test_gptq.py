@@ -33,12 +33,13 @@ def test_the_error_of_the_outputs_is_less_than_by_rounding(
     assert error(GPTQ()) < 0.5 * error(RoundToNearest())
 
 
-def test_without_correlations_there_is_nothing_to_compensate() -> None:
+def test_without_correlations_only_the_scales_are_better() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     one = GPTQ().encode(Int4(), weight, torch.eye(64))
     other = RoundToNearest().encode(Int4(), weight, None)
-    assert torch.equal(one.weight, other.weight)
-    assert torch.equal(one.scale, other.scale)
+    errors = [float((Int4().decode(t) - weight).square().sum()) for t in (one, other)]
+    assert 0.9 < errors[0] / errors[1] <= 1
+    torch.testing.assert_close(one.scale, other.scale, rtol=0.1, atol=0)
 
 
 def test_channels_without_inputs_do_no_harm() -> None:
