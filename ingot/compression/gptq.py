@@ -25,7 +25,6 @@ from ingot.compression.method import search_grid
 from ingot.nn.formats import QuantizedTensors, WeightFormat
 
 _BLOCK = 128  # channels whose errors are applied to the rest together
-_SWEEPS = 4  # of coordinate descent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,7 @@ class GPTQ:
             weight_DN[end:].addmm_(factor_DD[begin:end, end:].T, error_BN, alpha=-1)
         q_ND = q_DN[order_D.argsort()].T
         damped_DD = damp(hessian_DD, self.damping)
-        for _ in range(_SWEEPS):
-            grid, q_ND = descend(weight_ND.float(), damped_DD, grid, q_ND, format.scale_dtype)
+        grid, q_ND = descend(weight_ND.float(), damped_DD, grid, q_ND, format.scale_dtype)
         return format.pack(q_ND, grid)
 
 

