@@ -1,7 +1,12 @@
-"""ingot itself: the engine that `ingot serve` runs."""
+"""ingot itself: the engine that `ingot serve` runs.
+
+Like llama.cpp, it has a KV cache for the requests of one batch. By default it would have a part of
+the machine's memory, and keep the keys and values of earlier batches as prefix cache.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 
@@ -15,13 +20,20 @@ def load(model: Path) -> LoadedModel:
     from ingot.serving.engine.engine import Engine
     from ingot.serving.engine.request import Request
     from ingot.serving.engine.sampling_params import SamplingParams
+    from ingot.serving.engine.scheduler import SchedulerConfig
 
     decoder = ingot.LLM(model).decoder
     dtype = str(read_format(model) or decoder.dtype).removeprefix("torch.")
-    engine, greedy = Engine(decoder), SamplingParams(temperature=0.0)
+    greedy = SamplingParams(temperature=0.0)
+
+    @cache
+    def engine_for(sequences: int, length: int) -> Engine:
+        blocks = -(-length // SchedulerConfig(num_blocks=1).block_size)
+        return Engine(decoder, scheduler_config=SchedulerConfig(num_blocks=sequences * blocks))
 
     def generate(prompts: Prompts, output_len: int) -> tuple[float, list[list[int]]]:
         start, first = perf_counter(), 0.0
+        engine = engine_for(len(prompts), len(prompts[0]) + output_len)
         tokens: list[list[int]] = [[] for _ in prompts]
         for id, prompt in enumerate(prompts):
             engine.add_request(
