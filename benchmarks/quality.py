@@ -54,12 +54,12 @@ def main(model: Path, quantized: list[Path]) -> None:
     text = {"positions": _POSITIONS, "skip": _SKIPPED}
     sequences = tokenize_text("stdlib", Tokenizer.load(model), original, **text)
     original_TD = hidden_states(original, sequences)
-    print(f"{'':24} bits  perplexity      KL  KL p99   top-1")  # noqa: T201
+    print(f"{'':24} bits  perplexity       KL   KL p99   top-1")  # noqa: T201
 
     def show(name: str, bits: float, decoder: Decoder, hidden_TD: Tensor) -> None:
         drift = measure_drift(original, original_TD, decoder, hidden_TD)
-        text = f"{perplexity(decoder, hidden_TD, sequences):11.3f} {drift.kl_mean:7.4f}"
-        text += f" {drift.kl_p99:7.3f}  {drift.argmax_agreement:6.1%}"
+        text = f"{perplexity(decoder, hidden_TD, sequences):11.3f} {drift.kl_mean:8.2g}"
+        text += f" {drift.kl_p99:8.2g}  {drift.argmax_agreement:6.1%}"
         print(f"{name:24} {bits:4.2f} {text}", flush=True)  # noqa: T201
 
     show("original", 16, original, original_TD)
