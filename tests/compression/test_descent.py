@@ -88,10 +88,10 @@ def test_groups_of_zeros_stay_zero() -> None:
 def test_gptq_ends_with_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = make_layer(0, 16, 128)
 
-    def relative_error() -> float:
+    def squared_error() -> float:
         decoded = Int4().decode(gptq.GPTQ().encode(Int4(), weight, hessian))
         return squared_norm(weight - decoded, hessian)
 
-    swept = relative_error()
+    swept = squared_error()
     monkeypatch.setattr(descent, "_SWEEPS", 0)
-    assert swept < 0.95 * relative_error()
+    assert swept < 0.95 * squared_error()
