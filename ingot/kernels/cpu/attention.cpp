@@ -16,14 +16,14 @@
 
 namespace ingot::kernels {
 
-// Rows of a work item, and of one that is small.
-constexpr int64_t MAX_ROWS = 64, SMALL_ROWS = 16;
+// Rows of a work item that is small.
+constexpr int64_t SMALL_ROWS = 16;
 
 // Work items, and their distribution to tasks.
 class WorkSplit {
  public:
-  WorkSplit(const Shape& shape, const std::vector<Sequence>& sequences)
-      : shape_(shape), sequences_(sequences) {}
+  WorkSplit(const Shape& shape, const std::vector<Sequence>& sequences, int64_t max_rows)
+      : shape_(shape), sequences_(sequences), max_rows_(max_rows) {}
 
   bool all_small(const std::vector<WorkItem>& items) const {
     return std::all_of(items.begin(), items.end(),
@@ -32,7 +32,7 @@ class WorkSplit {
 
   std::vector<WorkItem> split() const {
     std::vector<WorkItem> items;
-    int64_t max_queries = std::max<int64_t>(1, MAX_ROWS / shape_.group);
+    int64_t max_queries = std::max<int64_t>(1, max_rows_ / shape_.group);
     for (int64_t s = 0; s < int64_t(sequences_.size()); s++) {
       const Sequence& seq = sequences_[s];
       // A decode step processes all heads of a sequence together: they are adjacent in memory.
@@ -76,6 +76,7 @@ class WorkSplit {
 
   const Shape& shape_;
   const std::vector<Sequence>& sequences_;
+  int64_t max_rows_;
 };
 
 template <class T>
@@ -86,7 +87,7 @@ class Attention {
   Attention(const Attention&) = delete;
 
   void run() const {
-    WorkSplit work(in_.shape, in_.sequences);
+    WorkSplit work(in_.shape, in_.sequences, ChunkKernel<T>::MAX_ROWS);
     std::vector<WorkItem> items = work.split();
     int64_t threads = num_threads(), chunks = 0;
     for (const WorkItem& item : items) chunks += item.chunks();
@@ -114,7 +115,7 @@ class Attention {
     if (item.chunks() == 0)
       for (int64_t h = 0; h < item.heads; h++) clear(memory + h * size, count);
     float* parts = memory + item.heads * size;
-    const T* queries = kernel_.pack_queries(item, item.head, item.heads);
+    const auto* queries = kernel_.pack_queries(item, item.head, item.heads);
     for (int64_t c = 0; c < item.chunks(); c++) {
       KVChunk next;
       if (c + 1 < item.chunks()) in_.locate(item, c + 1, next);

@@ -3,13 +3,55 @@
 
 #include "attention_amx_decode.h"
 #include "attention_amx_prefill.h"
-#include "attention_vector.h"
+#include "attention_vector_decode.h"
+#include "attention_vector_prefill.h"
 
 namespace ingot::kernels {
+
+// float32 on all tiers, bf16 on all but AMX.
+template <class T>
+class VectorChunkKernel {
+ public:
+  static constexpr int64_t MAX_ROWS = 192;  // of a work item
+
+  explicit VectorChunkKernel(const AttentionInputs<T>& in) : in_(in), prefill_(in), decode_(in) {}
+
+  const float* pack_queries(const WorkItem& item, int64_t head, int64_t heads) const {
+    int64_t count = in_.num_rows(item), size = prefill_.packed_size(count);
+    if (count <= VECTOR_DECODE_ROWS) return nullptr;
+    float* to = scratch<Scratch::ATTENTION_PACKED_QUERIES, float>(heads * size);
+    for (int64_t h = 0; h < heads; h++) prefill_.pack_queries(item, head + h, to + h * size);
+    return to;
+  }
+
+  // One state per head goes to `parts`.
+  [[gnu::noinline]] void run(const WorkItem& item, int64_t head, int64_t heads,
+                             const KVChunk& chunk, const float* queries, float* parts,
+                             const KVChunk& next) const {
+    int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
+    if (count <= VECTOR_DECODE_ROWS) return decode_.run(item, head, heads, chunk, parts, next);
+    for (int64_t h = 0; h < heads; h++)
+      prefill_.run(item, head + h, chunk, queries + h * prefill_.packed_size(count),
+                   SoftmaxState(parts + h * size, count), next);
+  }
+
+  void store_row(const float* acc, Floats scale, T* to) const {
+    for_each_vector(in_.shape.width, [&](int64_t at, auto... tail) {
+      store(to + at, load(acc + at, tail...) * scale, tail...);
+    });
+  }
+
+ private:
+  const AttentionInputs<T>& in_;
+  VectorPrefillKernel<T> prefill_;
+  VectorDecodeKernel<T> decode_;
+};
 
 #if defined(__AMX_BF16__)
 class AmxChunkKernel {
  public:
+  static constexpr int64_t MAX_ROWS = 64;
+
   explicit AmxChunkKernel(const AttentionInputs<bf16>& in) : in_(in), prefill_(in), decode_(in) {}
 
   const bf16* pack_queries(const WorkItem& item, int64_t head, int64_t heads) const {

@@ -1,0 +1,114 @@
+// One chunk of attention for few rows, in vectors.
+#pragma once
+
+#include "attention_vector.h"
+
+namespace ingot::kernels {
+
+template <class T>
+class VectorDecodeKernel : VectorChunkBase<T> {
+  using Base = VectorChunkBase<T>;
+  using Base::in_, Base::LINE, Base::prefetch;
+  using typename Base::HeadRows;
+  template <int N>
+  using Count = std::integral_constant<int, N>;
+
+ public:
+  using Base::Base;
+
+  // One state per head goes to `parts`.
+  void run(const WorkItem& item, int64_t head, int64_t heads, const KVChunk& chunk, float* parts,
+           const KVChunk& next) const {
+    int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
+    float* s = scratch<Scratch::ATTENTION_SCORES, float>(count * CHUNK);
+    for (int64_t h = 0; h < heads; h++) {
+      SoftmaxState part(parts + h * size, count);
+      HeadRows k = this->find_keys(chunk, head + h), v = this->find_values(chunk, head + h);
+      compute_scores(item, head + h, k, chunk.keys, s, next);
+      this->softmax(item, 0, count, chunk, s, part);
+      accumulate_values(item, head + h, v, chunk.keys, s, part.acc, next);
+    }
+  }
+
+ private:
+  // S = Q K^T. Keys are transposed so that a vector holds 16 keys and no sum crosses its lanes:
+  // with 64 channels such sums would cost more than the matmul. Scores of the last vectors may be
+  // those of no key; they are masked.
+  void compute_scores(const WorkItem& item, int64_t head, const HeadRows& rows, int64_t keys,
+                      float* s, const KVChunk& next) const {
+    float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(in_.shape.width * CHUNK);
+    this->template transpose_keys<CHUNK>(head, rows, keys, k, next);
+    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto count) {
+      constexpr int R = count;
+      const T* q[R];
+      for (int i = 0; i < R; i++) q[i] = in_.query(item, head, row + i);
+      for (int64_t key = 0; key < keys; key += VECTORS * WIDTH) {
+        Floats total[R][VECTORS] = {};
+        for (int64_t at = 0; at < in_.shape.width; at++)
+          accumulate_outer(total, [&](int i) { return widen(q[i][at]); },
+                           [&](int j) { return load(k + at * CHUNK + key + j * WIDTH); });
+        for (int i = 0; i < R; i++)
+          for (int j = 0; j < VECTORS; j++)
+            store(s + (row + i) * CHUNK + key + j * WIDTH, total[i][j]);
+      }
+    });
+  }
+
+  // O = P V.
+  void accumulate_values(const WorkItem& item, int64_t head, const HeadRows& rows, int64_t keys,
+                         const float* p, float* out, const KVChunk& next) const {
+    int64_t width = in_.shape.width;
+    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto count) {
+      auto add = [&](int64_t at, auto vectors, auto... tail) {
+        auto prefetch_values = [&](int64_t key) {
+          for (int64_t line = at; row == 0 && line < at + vectors * WIDTH; line += LINE)
+            prefetch(in_.v, next.v, next.keys, key, head, line);
+        };
+        float* to = out + row * in_.shape.padded() + at;
+        add_values<count, vectors>(rows, keys, at, p + row * CHUNK, to, prefetch_values, tail...);
+      };
+      int64_t at = 0;
+      for (; at + VECTORS * WIDTH <= width; at += VECTORS * WIDTH) add(at, Count<VECTORS>());
+      for (; at + WIDTH <= width; at += WIDTH) add(at, Count<1>());
+      if (at < width) add(at, Count<1>(), width - at);
+    });
+  }
+
+  template <int R, int V, class Prefetch, class... Tail>
+  void add_values(const HeadRows& rows, int64_t keys, int64_t at, const float* probs, float* to,
+                  const Prefetch& prefetch_values, Tail... tail) const {
+    Floats total[R][V] = {};
+    for (int64_t key = 0; key < keys; key++) {
+      const T* v = rows[key] + at;
+      prefetch_values(key);
+      accumulate_outer(total, [&](int i) { return probs[i * CHUNK + key]; },
+                       [&](int j) { return load(v + j * WIDTH, tail...); });
+    }
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < V; j++) store(to + i * in_.shape.padded() + j * WIDTH, total[i][j]);
+  }
+
+  // As many accumulators as registers hold.
+  static constexpr int ROWS = WIDTH == 16 ? 4 : 2, VECTORS = 4;
+
+  // body(row, number of rows) for blocks of R rows, and for the last, which may have fewer.
+  template <int R, class Body>
+  static void for_each_block(int64_t count, const Body& body, int64_t row = 0) {
+    for (; row + R <= count; row += R) body(row, Count<R>());
+    if constexpr (R > 1)
+      if (row < count) for_each_block<R - 1>(count, body, row);
+  }
+
+  // Sizes are constants: otherwise the accumulators would be in memory.
+  template <int R, int V, class Scalar, class Vector>
+  static void accumulate_outer(Floats (&total)[R][V], const Scalar& scalar, const Vector& vector) {
+    Floats factors[R];
+    for (int i = 0; i < R; i++) factors[i] = broadcast(scalar(i));
+    for (int j = 0; j < V; j++) {
+      Floats values = vector(j);
+      for (int i = 0; i < R; i++) total[i][j] = fma(values, factors[i], total[i][j]);
+    }
+  }
+};
+
+}  // namespace ingot::kernels
