@@ -177,50 +177,60 @@ template <int M, class T>
   }
 }
 
-#if !defined(__AVX512BF16__)
-// ---- Without instructions for bf16, a third of the instructions of dot_tile() convert operands.
-// With many rows, dot_block_widened() converts each once; its additions have the same order.
+// ---- Packed dot products: many rows of float32, or of bf16 without instructions for it.
 //
-// A panel of R rows in float32 is (step, row, EvenOdd), where a step is one DotOperand.
-constexpr int64_t WIDE_STEP = 2 * WIDTH;
+// dot_block_packed() copies the operands in the order in which they are read, in float32: otherwise a
+// third of the instructions would convert bf16, and rows of a few KB evict each other from L1. The
+// additions are those of dot_tile(), in the same order.
+//
+// A panel of R rows is (step, row, element): a step is one DotOperand, of bf16 its even elements and
+// then its odd ones.
+template <class T>
+constexpr int64_t PACKED_STEP = 4 * WIDTH / sizeof(T);
+
+template <class T>
 inline int64_t padded_width(int64_t width) {
-  return (width + WIDE_STEP - 1) / WIDE_STEP * WIDE_STEP;
+  return (width + PACKED_STEP<T> - 1) / PACKED_STEP<T> * PACKED_STEP<T>;
 }
 
-template <int R>
-inline void widen_panel(const Matrix<bf16>& from, int64_t row, float* to) {
-  const bf16* rows[R];  // rows beyond the end repeat the last one; their results are discarded
+inline void store_operand(float* to, Floats values) { store(to, values); }
+inline void store_operand(float* to, const EvenOdd& values) {
+  store(to, values.even);
+  store(to + WIDTH, values.odd);
+}
+
+template <int R, class T>
+inline void pack_panel(const Matrix<T>& from, int64_t row, float* to) {
+  constexpr int64_t STEP = PACKED_STEP<T>;
+  const T* rows[R];  // rows beyond the end repeat the last one; their results are discarded
   for (int r = 0; r < R; r++) rows[r] = from[std::min<int64_t>(row + r, from.rows - 1)];
   auto step = [&](int64_t at, auto... tail) {
-    for (int r = 0; r < R; r++, to += WIDE_STEP) {
-      EvenOdd values = load_operand(rows[r] + at, tail...);
-      store(to, values.even);
-      store(to + WIDTH, values.odd);
-    }
+    for (int r = 0; r < R; r++, to += STEP) store_operand(to, load_operand(rows[r] + at, tail...));
   };
   int64_t at = 0;
-  for (; at + WIDE_STEP <= from.width; at += WIDE_STEP) step(at);
+  for (; at + STEP <= from.width; at += STEP) step(at);
   if (at < from.width) step(at, from.width - at);
 }
 
 // Multiply a panel of M rows of x by one of N rows of W. A block along k begins with the totals of
 // the one before and ends by storing them; the last one reduces them to `out`. `next` is a part of W
 // to prefetch meanwhile.
-template <int M, int N>
-inline void dot_panels(const float* a, const float* b, int64_t steps, const bf16* next, bool first,
+template <int M, int N, class T>
+inline void dot_panels(const float* a, const float* b, int64_t steps, const T* next, bool first,
                        bool last, Floats (&totals)[M][N], float (&out)[M][N]) {
+  constexpr int64_t STEP = PACKED_STEP<T>;
   Floats total[M][N];  // in registers: copying all of it would put it on the stack
   for (int i = 0; i < M * N; i++) total[i / N][i % N] = Floats{};
   if (!first)
     for (int i = 0; i < M * N; i++) total[i / N][i % N] = totals[i / N][i % N];
-  for (; steps > 0; steps--, a += M * WIDE_STEP, b += N * WIDE_STEP, next += WIDE_STEP) {
+  for (; steps > 0; steps--, a += M * STEP, b += N * STEP, next += STEP) {
     __builtin_prefetch(next);
-    for (int half = 0; half < WIDE_STEP; half += WIDTH) {
+    for (int at = 0; at < STEP; at += WIDTH) {
       Floats left[M];
-      for (int m = 0; m < M; m++) left[m] = load(a + m * WIDE_STEP + half);
-      for (int m = 0; m < M; m++) __builtin_prefetch(a + (m + 4 * M) * WIDE_STEP + half);  // L2
+      for (int m = 0; m < M; m++) left[m] = load(a + m * STEP + at);
+      for (int m = 0; m < M; m++) __builtin_prefetch(a + (m + 4 * M) * STEP + at);  // L2
       for (int n = 0; n < N; n++) {
-        Floats right = load(b + n * WIDE_STEP + half);
+        Floats right = load(b + n * STEP + at);
 #if defined(__AVX2__)
         asm("" : "+v"(right));  // otherwise GCC 12 loads it again for each row
 #endif
@@ -232,38 +242,37 @@ inline void dot_panels(const float* a, const float* b, int64_t steps, const bf16
   for (int i = 0; i < M * N; i++) totals[i / N][i % N] = total[i / N][i % N];
 }
 
-[[gnu::noinline]] inline void dot_block_widened(const Matrix<bf16>& x, const Matrix<bf16>& w,
-                                                AccTile& acc) {
+template <class T>
+[[gnu::noinline]] void dot_block_packed(const Matrix<T>& x, const Matrix<T>& w, AccTile& acc) {
   constexpr int M = 2, N = WIDTH == 16 ? 8 : 4;
   constexpr int64_t MAX_DEPTH = 576;  // channels of a block: the panel of W stays in L1
   int64_t blocks = (x.width + MAX_DEPTH - 1) / MAX_DEPTH;
-  int64_t depth = padded_width((x.width + blocks - 1) / blocks);
+  int64_t depth = padded_width<T>((x.width + blocks - 1) / blocks);
   int64_t panels = (x.rows + M - 1) / M;
-  float* b = scratch<Scratch::GEMM_PACKED_X, float>(N * depth + BLOCK_M * padded_width(x.width));
-  float* a = b + N * depth;  // (block, panel, step, row, EvenOdd), so that it is read in order
+  float* b = scratch<Scratch::GEMM_PACKED_X, float>(N * depth + BLOCK_M * padded_width<T>(x.width));
+  float* a = b + N * depth;  // (block, panel, step, row, element), so that it is read in order
   for (int64_t k = 0; k < x.width; k += depth) {
-    Matrix<bf16> part = x.slice_columns(k, std::min(depth, x.width - k));
-    int64_t width = padded_width(part.width);
+    Matrix<T> part = x.slice_columns(k, std::min(depth, x.width - k));
+    int64_t width = padded_width<T>(part.width);
     for (int64_t p = 0; p < panels; p++)
-      widen_panel<M>(part, p * M, a + (k * panels + p * width) * M);
+      pack_panel<M>(part, p * M, a + (k * panels + p * width) * M);
   }
   Floats totals[BLOCK_M / M][M][N];
   for (int64_t c = 0; c < w.rows; c += N)
     for (int64_t k = 0; k < x.width; k += depth) {
-      Matrix<bf16> part = w.slice_columns(k, std::min(depth, x.width - k));
-      widen_panel<N>(part, c, b);
-      int64_t width = padded_width(part.width);
+      Matrix<T> part = w.slice_columns(k, std::min(depth, x.width - k));
+      pack_panel<N>(part, c, b);
+      int64_t width = padded_width<T>(part.width);
       bool last = k + depth >= x.width;
-      const bf16* next = last ? w[c + N] : w[c] + k + depth;  // the next block
+      const T* next = last ? w[c + N] : w[c] + k + depth;  // the next block
       for (int64_t p = 0; p < panels; p++) {
         float out[M][N];
-        dot_panels(a + (k * panels + p * width) * M, b, width / WIDE_STEP,
+        dot_panels(a + (k * panels + p * width) * M, b, width / PACKED_STEP<T>,
                    next + p % N * w.stride, k == 0, last, totals[p], out);
         if (last) store_tile(out, p * M, x.rows, c, w.rows, acc);
       }
     }
 }
-#endif
 
 // For each block of a column range, call compute(row, rows, weight, acc) and then the epilogue.
 template <int NUM_WEIGHTS, class Compute>
@@ -293,11 +302,14 @@ class PackedB {
     constexpr int M = WIDTH == 16 ? 4 : 2;  // as many accumulators as registers hold
     Matrix<T> block = x.slice_rows(row, rows);
     if (rows == 1) return dot_block<1>(block, w_, acc);
-#if !defined(__AVX512BF16__)
-    // With fewer rows it is slower, and with more channels the rows of x do not fit into L2.
-    if constexpr (std::is_same_v<T, bf16>)
-      if (rows >= 12 && x.width > 0 && x.width <= 3072) return dot_block_widened(block, w_, acc);
+#if defined(__AVX512BF16__)
+    constexpr bool pack = std::is_same_v<T, float>;
+#else
+    constexpr bool pack = true;
 #endif
+    // With fewer rows it is slower, and with more channels the rows of x do not fit into L2.
+    if constexpr (pack)
+      if (rows >= 12 && x.width > 0 && x.width <= 3072) return dot_block_packed(block, w_, acc);
     dot_block<M>(block, w_, acc);
   }
 
