@@ -7,10 +7,10 @@
 **Implementations.** The op as a user calls it, dispatched to the best provider; the other providers
 that support the call, without the dispatcher, which favours them by a few microseconds; `compile`,
 which is `torch.compile` of the op's reference in the dtype of the arguments. Attention is compared
-with `sdpa` instead: one call of `scaled_dot_product_attention` on keys that were laid out for it in
-advance; there is nothing to compile. All run under `torch.inference_mode()`, interleaved (see
-`ingot.bench.timing`), on arguments larger than the caches (see `ingot.bench.workloads`). On a GPU
-calls are queued and timed with events.
+with `sdpa` alone: one call of `scaled_dot_product_attention` on keys that were laid out for it in
+advance; the other providers store all scores, 9 GB for the longest prompts. All run under
+`torch.inference_mode()`, interleaved (see `ingot.bench.timing`), on arguments larger than the
+caches (see `ingot.bench.workloads`). On a GPU calls are queued and timed with events.
 
 **Roofline.** The minimum time of a call is its bytes over the bandwidth or its FLOPs over the
 matmul peak, whichever is longer; both are given by the op record's cost. `roofline_fraction` is
@@ -148,14 +148,15 @@ def implementations(
     walk = cycle(zip(args, complete, others, strict=True))
     selected = op.select(*args[0])
     yield selected.name, lambda: op(*next(walk)[0])
-    for provider in op.providers.values():
-        if provider is not selected and provider.supports(*complete[0]):
-            yield provider.name, lambda forward=provider.forward: forward(*next(walk)[1])
     if workload.sdpa:
         causal = workload.shape.startswith("prefill")
         sdpa = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
         yield "sdpa", lambda: sdpa(*next(walk)[2])
-    elif compiled := compile_reference(op, args[0]):
+        return
+    for provider in op.providers.values():
+        if provider is not selected and provider.supports(*complete[0]):
+            yield provider.name, lambda forward=provider.forward: forward(*next(walk)[1])
+    if compiled := compile_reference(op, args[0]):
         yield "compile", lambda: compiled(*next(walk)[2])
 
 

@@ -43,6 +43,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int64": torch.int64}
 VOCAB_SIZE = 32000
 # Query heads, key-value heads, channels of a head.
 HEADS = (12, 4, 64)
+_PREFILL_HEADS = (HEADS, (9, 3, 64), (32, 8, 128))
 BLOCK_SIZE = 16
 # (out, in) of qkv, gate and up, down, vocabulary; then gate or up and vocabulary of SmolLM2-135M.
 PROJECTIONS = ((1280, 768), (4096, 768), (768, 2048), (32000, 768), (1728, 576), (49152, 576))
@@ -396,14 +397,18 @@ def _grouped(rows: int, weights: int) -> MakeArgs:
 
 
 def _attention() -> Iterator[Workload]:
+    for sequences, dtype in product((32, 8, 1), ("bf16", "fp32")):
+        context = {32: 512, 8: 4096, 1: 16384}[sequences]
+        make_args, sdpa = _decode(sequences, context), _sdpa(HEADS, sequences, 1, context)
+        name = f"decode {sequences} of {context}"
+        yield Workload("attention", name, dtype, make_args, sdpa)
     for dtype in ("bf16", "fp32"):
-        sdpa = _sdpa(32, queries=1, keys=512)
-        yield Workload("attention", "decode 32 of 512", dtype, _decode(32, 512), sdpa)
-        int8 = _decode(32, 512, int8=True)
-        yield Workload("attention", "decode 32 of 512 int8", dtype, int8)
-    for tokens, dtype in product((512, 2048), ("bf16", "fp32")):
-        sdpa = _sdpa(1, queries=tokens, keys=tokens)
-        yield Workload("attention", f"prefill {tokens}", dtype, _prefill(tokens), sdpa)
+        yield Workload("attention", "decode 32 of 512 int8", dtype, _decode(32, 512, int8=True))
+    for tokens, heads, dtype in product((512, 2048, 8192), _PREFILL_HEADS, ("bf16", "fp32")):
+        query_heads, kv_heads, width = heads
+        name = f"prefill {tokens}, {query_heads}/{kv_heads} x {width}"
+        sdpa = _sdpa(heads, sequences=1, queries=tokens, keys=tokens)
+        yield Workload("attention", name, dtype, _prefill(heads, tokens), sdpa)
 
 
 def _decode(sequences: int, context: int, int8: bool = False) -> MakeArgs:
@@ -425,16 +430,16 @@ def _decode(sequences: int, context: int, int8: bool = False) -> MakeArgs:
     return make_args
 
 
-def _prefill(tokens: int) -> MakeArgs:
-    heads, kv_heads, width = HEADS
+def _prefill(of: tuple[int, int, int], tokens: int) -> MakeArgs:
+    heads, kv_heads, width = of
     starts = torch.tensor([0, tokens], dtype=torch.int32)
     kv = (tokens, kv_heads, width)
     return lambda new: (new(tokens, heads, width), new(*kv), new(*kv), starts)
 
 
-def _sdpa(sequences: int, queries: int, keys: int) -> MakeArgs:
+def _sdpa(of: tuple[int, int, int], sequences: int, queries: int, keys: int) -> MakeArgs:
     """Contiguous by head and of equal length, unlike the keys of a server."""
-    heads, kv_heads, width = HEADS
+    heads, kv_heads, width = of
     kv = (sequences, kv_heads, keys, width)
     return floats((sequences, heads, queries, width), kv, kv)
 
