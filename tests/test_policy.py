@@ -90,6 +90,7 @@ def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
     headers |= {"torch_abi", "torch_shim", "kv_cache"}
     headers |= {f"attention_{part}" for part in ("common", "kernel", "vector", "backward")}
     headers |= {f"attention_{part}" for part in ("amx", "amx_decode", "amx_prefill")}
+    headers |= {f"attention_vector_{part}" for part in ("decode", "prefill")}
     builders = {"build", "replay"}
     # How Triton kernels are declared and launched, and what they share.
     shared = {"kernel", "launch", "provider", "target", "autotune", "config_store", "defaults"}
