@@ -20,10 +20,11 @@ namespace ingot::kernels {
 constexpr int64_t SMALL_ROWS = 16;
 
 // Work items, and their distribution to tasks.
+template <class Kernel>
 class WorkSplit {
  public:
-  WorkSplit(const Shape& shape, const std::vector<Sequence>& sequences, int64_t max_rows)
-      : shape_(shape), sequences_(sequences), max_rows_(max_rows) {}
+  WorkSplit(const Shape& shape, const std::vector<Sequence>& sequences)
+      : shape_(shape), sequences_(sequences) {}
 
   bool all_small(const std::vector<WorkItem>& items) const {
     return std::all_of(items.begin(), items.end(),
@@ -32,11 +33,12 @@ class WorkSplit {
 
   std::vector<WorkItem> split() const {
     std::vector<WorkItem> items;
-    int64_t max_queries = std::max<int64_t>(1, max_rows_ / shape_.group);
     for (int64_t s = 0; s < int64_t(sequences_.size()); s++) {
       const Sequence& seq = sequences_[s];
       // A decode step processes all heads of a sequence together: they are adjacent in memory.
-      bool small = seq.queries * shape_.group <= SMALL_ROWS;
+      int64_t rows = seq.queries * shape_.group;
+      int64_t max_queries = std::max<int64_t>(1, Kernel::max_rows(rows) / shape_.group);
+      bool small = rows <= SMALL_ROWS;
       bool together = small && int64_t(sequences_.size()) >= 2 * num_threads();
       int64_t heads = together ? shape_.kv_heads : 1;
       for (int64_t head = 0; head < shape_.kv_heads; head += heads)
@@ -76,7 +78,6 @@ class WorkSplit {
 
   const Shape& shape_;
   const std::vector<Sequence>& sequences_;
-  int64_t max_rows_;
 };
 
 template <class T>
@@ -87,7 +88,7 @@ class Attention {
   Attention(const Attention&) = delete;
 
   void run() const {
-    WorkSplit work(in_.shape, in_.sequences, ChunkKernel<T>::MAX_ROWS);
+    WorkSplit<ChunkKernel<T>> work(in_.shape, in_.sequences);
     std::vector<WorkItem> items = work.split();
     int64_t threads = num_threads(), chunks = 0;
     for (const WorkItem& item : items) chunks += item.chunks();

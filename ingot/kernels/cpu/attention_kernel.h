@@ -12,7 +12,10 @@ namespace ingot::kernels {
 template <class T>
 class VectorChunkKernel {
  public:
-  static constexpr int64_t MAX_ROWS = 192;  // of a work item
+  // Rows of a work item. The keys are packed for each item: in a long sequence, half as often.
+  static constexpr int64_t max_rows(int64_t rows_of_sequence) {
+    return rows_of_sequence < 16 * 384 ? 192 : 384;
+  }
 
   explicit VectorChunkKernel(const AttentionInputs<T>& in) : in_(in), prefill_(in), decode_(in) {}
 
@@ -50,7 +53,7 @@ class VectorChunkKernel {
 #if defined(__AMX_BF16__)
 class AmxChunkKernel {
  public:
-  static constexpr int64_t MAX_ROWS = 64;
+  static constexpr int64_t max_rows(int64_t) { return 64; }
 
   explicit AmxChunkKernel(const AttentionInputs<bf16>& in) : in_(in), prefill_(in), decode_(in) {}
 
