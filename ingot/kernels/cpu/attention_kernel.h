@@ -20,8 +20,7 @@ class VectorChunkKernel {
   explicit VectorChunkKernel(const AttentionInputs<T>& in) : in_(in), prefill_(in), decode_(in) {}
 
   const float* pack_queries(const WorkItem& item, int64_t head, int64_t heads) const {
-    int64_t count = in_.num_rows(item), size = prefill_.packed_size(count);
-    if (count <= VECTOR_DECODE_ROWS) return nullptr;
+    int64_t size = prefill_.packed_size(in_.num_rows(item));
     float* to = scratch<Scratch::ATTENTION_PACKED_QUERIES, float>(heads * size);
     for (int64_t h = 0; h < heads; h++) prefill_.pack_queries(item, head + h, to + h * size);
     return to;
@@ -32,7 +31,8 @@ class VectorChunkKernel {
                              const KVChunk& chunk, const float* queries, float* parts,
                              const KVChunk& next) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
-    if (count <= VECTOR_DECODE_ROWS) return decode_.run(item, head, heads, chunk, parts, next);
+    if (count <= VECTOR_DECODE_ROWS)
+      return decode_.run(item, head, heads, chunk, queries, parts, next);
     for (int64_t h = 0; h < heads; h++)
       prefill_.run(item, head + h, chunk, queries + h * prefill_.packed_size(count),
                    SoftmaxState(parts + h * size, count), next);

@@ -6,7 +6,7 @@
 namespace ingot::kernels {
 
 // Work items with at most this many rows use the decode kernel.
-constexpr int VECTOR_DECODE_ROWS = 16;
+constexpr int VECTOR_DECODE_ROWS = 8;
 
 template <class T>
 class VectorChunkBase {

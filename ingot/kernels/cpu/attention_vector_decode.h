@@ -16,15 +16,15 @@ class VectorDecodeKernel : VectorChunkBase<T> {
  public:
   using Base::Base;
 
-  // One state per head goes to `parts`.
-  void run(const WorkItem& item, int64_t head, int64_t heads, const KVChunk& chunk, float* parts,
-           const KVChunk& next) const {
+  // One state per head goes to `parts`. The queries are those of VectorPrefillKernel.
+  void run(const WorkItem& item, int64_t head, int64_t heads, const KVChunk& chunk,
+           const float* queries, float* parts, const KVChunk& next) const {
     int64_t count = in_.num_rows(item), size = SoftmaxState::size(count, in_.shape);
     float* s = scratch<Scratch::ATTENTION_SCORES, float>(count * CHUNK);
     for (int64_t h = 0; h < heads; h++) {
       SoftmaxState part(parts + h * size, count);
       HeadRows k = this->find_keys(chunk, head + h), v = this->find_values(chunk, head + h);
-      compute_scores(item, head + h, k, chunk.keys, s, next);
+      compute_scores(queries + h * count * in_.shape.width, count, head + h, k, chunk.keys, s, next);
       this->softmax(item, 0, count, chunk, s, part);
       accumulate_values(item, head + h, v, chunk.keys, s, part.acc, next);
     }
@@ -34,18 +34,67 @@ class VectorDecodeKernel : VectorChunkBase<T> {
   // S = Q K^T. Keys are transposed so that a vector holds 16 keys and no sum crosses its lanes:
   // with 64 channels such sums would cost more than the matmul. Scores of the last vectors may be
   // those of no key; they are masked.
-  void compute_scores(const WorkItem& item, int64_t head, const HeadRows& rows, int64_t keys,
-                      float* s, const KVChunk& next) const {
-    float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(in_.shape.width * CHUNK);
+#if defined(__AVX512F__)
+  void compute_scores(const float* queries, int64_t count, int64_t head, const HeadRows& rows,
+                      int64_t keys, float* s, const KVChunk& next) const {
+    int64_t row = 0, width = in_.shape.width;
+    for (; row + 8 <= count; row += 8)
+      score_rows<8>(queries + row * width, head, rows, keys, s + row * CHUNK, next);
+    for_each_block<4>(count, [&](int64_t row, auto number) {
+      score_rows<number>(queries + row * width, head, rows, keys, s + row * CHUNK, next);
+    }, row);
+  }
+
+  // For R rows, with the keys transposed in registers.
+  template <int R>
+  [[gnu::noinline]] void score_rows(const float* q, int64_t head, const HeadRows& rows,
+                                    int64_t keys, float* s, const KVChunk& next) const {
+    int64_t width = in_.shape.width;
+    for (int64_t key = 0; key < keys; key += WIDTH) {
+      Floats total[R] = {};
+      auto add = [&](Floats k, int64_t channel) {
+        for (int r = 0; r < R; r++)
+          total[r] = fma(k, broadcast(q[r * width + channel]), total[r]);
+      };
+      int64_t at = 0;
+      for (; at + LINE <= width; at += LINE) {
+        __m512i tile[WIDTH];  // one cache line of each key
+        for (int i = 0; i < WIDTH; i++) {
+          tile[i] = _mm512_loadu_si512(rows[key + i] + at);
+          prefetch(in_.k, next.k, next.keys, key + i, head, at);
+        }
+        interleave(tile);
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {  // a word of each key: one channel in float32, two in bf16
+          if constexpr (sizeof(T) == 4) {
+            add((Floats)tile[i], at + i);
+          } else {
+            add((Floats)_mm512_slli_epi32(tile[i], 16), at + 2 * i);
+            add((Floats)_mm512_and_si512(tile[i], _mm512_set1_epi32(0xffff0000)), at + 2 * i + 1);
+          }
+        }
+      }
+      for (; at < width; at++) {
+        Floats k;
+        for (int i = 0; i < WIDTH; i++) k[i] = widen(rows[key + i][at]);
+        add(k, at);
+      }
+      for (int r = 0; r < R; r++) store(s + r * CHUNK + key, total[r]);
+    }
+  }
+#else
+  void compute_scores(const float* queries, int64_t count, int64_t head, const HeadRows& rows,
+                      int64_t keys, float* s, const KVChunk& next) const {
+    int64_t width = in_.shape.width;
+    float* k = scratch<Scratch::ATTENTION_TRANSPOSED_KEYS, float>(width * CHUNK);
     this->template transpose_keys<CHUNK>(head, rows, keys, k, next);
-    for_each_block<ROWS>(in_.num_rows(item), [&](int64_t row, auto count) {
-      constexpr int R = count;
-      const T* q[R];
-      for (int i = 0; i < R; i++) q[i] = in_.query(item, head, row + i);
+    for_each_block<ROWS>(count, [&](int64_t row, auto number) {
+      constexpr int R = number;
+      const float* q = queries + row * width;
       for (int64_t key = 0; key < keys; key += VECTORS * WIDTH) {
         Floats total[R][VECTORS] = {};
-        for (int64_t at = 0; at < in_.shape.width; at++)
-          accumulate_outer(total, [&](int i) { return widen(q[i][at]); },
+        for (int64_t at = 0; at < width; at++)
+          accumulate_outer(total, [&](int i) { return q[i * width + at]; },
                            [&](int j) { return load(k + at * CHUNK + key + j * WIDTH); });
         for (int i = 0; i < R; i++)
           for (int j = 0; j < VECTORS; j++)
@@ -53,6 +102,7 @@ class VectorDecodeKernel : VectorChunkBase<T> {
       }
     });
   }
+#endif
 
   // O = P V.
   void accumulate_values(const WorkItem& item, int64_t head, const HeadRows& rows, int64_t keys,
