@@ -54,8 +54,8 @@ class VectorChunkBase {
     }
   }
 
-  // As softmax_row(). One loop for all maxima and one for all exponentials: rows overlap, which hides
-  // the latency of reductions.
+  // As softmax_row(). One loop for all maxima and one for all exponentials: rows overlap, and the
+  // latency of reductions is hidden.
   void softmax_unmasked(float* s, int64_t begin, int64_t end, SoftmaxState part) const {
     const Floats scale = broadcast(in_.shape.scale);
     const float* scores = s;

@@ -24,7 +24,8 @@ class VectorDecodeKernel : VectorChunkBase<T> {
     for (int64_t h = 0; h < heads; h++) {
       SoftmaxState part(parts + h * size, count);
       HeadRows k = this->find_keys(chunk, head + h), v = this->find_values(chunk, head + h);
-      compute_scores(queries + h * count * in_.shape.width, count, head + h, k, chunk.keys, s, next);
+      const float* q = queries + h * count * in_.shape.width;
+      compute_scores(q, count, head + h, k, chunk.keys, s, next);
       this->softmax(item, 0, count, chunk, s, part);
       accumulate_values(item, head + h, v, chunk.keys, s, part.acc, next);
     }
@@ -65,7 +66,7 @@ class VectorDecodeKernel : VectorChunkBase<T> {
         }
         interleave(tile);
 #pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) {  // a word of each key: one channel in float32, two in bf16
+        for (int i = 0; i < WIDTH; i++) {  // a word of each key: two channels in bf16
           if constexpr (sizeof(T) == 4) {
             add((Floats)tile[i], at + i);
           } else {

@@ -1,8 +1,8 @@
 // One chunk of attention for many rows, in vectors.
 //
-// Both matmuls are computed in blocks of ROWS rows and VECTORS vectors, whose sums stay in registers.
-// Their right operands, the keys and the values of a chunk in float32, are stored in panels of as
-// many columns, which stay in L1 while all rows are computed.
+// Both matmuls are computed in tiles of ROWS rows and VECTORS vectors, with sums in registers. The
+// keys and the values of a chunk are packed in float32, in panels of as many columns as a tile has,
+// and each panel stays in L1 while BLOCK rows are computed.
 #pragma once
 
 #include "attention_vector.h"
