@@ -11,7 +11,7 @@ and by GPTQ, in nats per token; and the gap recovered,
 
     (float model quantized - QAT) / (float model quantized - float model)
 
-for the float models that were trained as long. Runs that are in DIRECTORY already are not repeated.
+for the float models that were trained as long. Runs that are in DIRECTORY already are continued.
 """
 
 # pyright: basic
@@ -68,7 +68,7 @@ def _losses(name: str, model: Path, data: Datasets, format: WeightFormat) -> dic
 
 def _train(recipe: Recipe, run_dir: Path) -> Path:
     if not (run_dir / "model").exists():
-        ingot.train(recipe, run_dir=run_dir)
+        ingot.train(recipe, run_dir=run_dir, resume=run_dir.exists())
     return run_dir / "model"
 
 

@@ -49,6 +49,7 @@ class AttentionBackward {
 
   void run() const {
     parallel_for_dynamic(sequences_.size() * shape_.kv_heads, [&](TaskQueue& queue) {
+      FlushSubnormals flush;  // probabilities and their gradients
       [[maybe_unused]] typename PackedB<T>::TileState tile_state;
       for (int64_t task; queue.pop(task);)
         run_head(sequences_[task / shape_.kv_heads], task % shape_.kv_heads);
