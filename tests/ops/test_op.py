@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,15 +41,22 @@ RECORD: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def made_up() -> Iterator[Op[..., Any]]:
-    """Yield an op that is in the registry while this file runs; torch keeps its name."""
+@cache
+def declare_made_up() -> Op[..., Any]:
+    """Declare an op, once in a process: torch keeps its name."""
 
     @op(**RECORD)
     def made_up_double(x: Tensor) -> Tensor:
         return 2 * x
 
-    yield made_up_double
+    return made_up_double
+
+
+@pytest.fixture
+def made_up() -> Iterator[Op[..., Any]]:
+    """Yield an op that is in the registry during a test."""
+    REGISTRY["made_up_double"] = declare_made_up()
+    yield REGISTRY["made_up_double"]
     del REGISTRY["made_up_double"]
 
 
