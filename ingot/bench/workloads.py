@@ -397,8 +397,8 @@ def _grouped(rows: int, weights: int) -> MakeArgs:
 
 
 def _attention() -> Iterator[Workload]:
-    for sequences, dtype in product((32, 8, 1), ("bf16", "fp32")):
-        context = {32: 512, 8: 4096, 1: 16384}[sequences]
+    decodes = ((32, 512), (8, 4096), (1, 16384))
+    for (sequences, context), dtype in product(decodes, ("bf16", "fp32")):
         make_args, sdpa = _decode(sequences, context), _sdpa(HEADS, sequences, 1, context)
         name = f"decode {sequences} of {context}"
         yield Workload("attention", name, dtype, make_args, sdpa)
