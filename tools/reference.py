@@ -44,6 +44,9 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "The GPUs that torch may use; named in the error when none is visible.",
     "HIP_VISIBLE_DEVICES": "The same for AMD GPUs.",
     "ROCR_VISIBLE_DEVICES": "The same for AMD GPUs.",
+    "WORLD_SIZE": "The number of ranks of a training run; torchrun and `--ranks` set it.",
+    "TORCHELASTIC_RESTART_COUNT": "How often torchrun has started a training run again; above 0, "
+    "it continues from its newest checkpoint.",
     "COLUMNS": "The width of tables when the output is not a terminal.",
     "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",
     "OPENAI_API_KEY": "The key that `ingot compare` sends to a server, if it is set.",

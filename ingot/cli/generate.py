@@ -188,7 +188,7 @@ class TextStreamer:
 def print_stats(result: GenerationResult) -> None:
     """End the line of the text and print its timing to stderr."""
     print(flush=True)  # noqa: T201
-    stderr().print(f"[dim]{result}[/]", highlight=False)
+    stderr().print(f"[dim]{result}[/]", highlight=False, soft_wrap=True)
 
 
 def as_json(result: GenerationResult, prompt: list[int]) -> dict[str, Any]:

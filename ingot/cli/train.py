@@ -29,6 +29,8 @@ def train(
     run: Path | None = None,
     resume: tyro.conf.FlagCreatePairsOff[bool] = False,
     export: Path | None = None,
+    ranks: int = 1,
+    max_restarts: int = 0,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Train the model of a recipe. A run killed at any point resumes bit for bit with `--resume`.
@@ -39,7 +41,8 @@ def train(
 
     Examples: `ingot train recipes/xor.toml`, `ingot train recipes/digits.toml steps=100
     optimizer.lr=3e-3`, `ingot train recipes/digits.toml --resume` for its newest run,
-    `ingot train recipes/stdlib-10m.toml --export model`.
+    `ingot train recipes/stdlib-10m.toml --export model`,
+    `ingot train recipes/stdlib-10m.toml grad_accum_steps=4 --ranks 4`.
 
     Args:
         recipe: A TOML file.
@@ -47,6 +50,10 @@ def train(
         run: The directory of the run; by default a new one in ingot's data directory.
         resume: Continue the run in `--run`, or the newest one of this name.
         export: Do not train; write the model of that run to this directory.
+        ranks: Number of processes on this machine that train together; torchrun starts them on
+            several machines.
+        max_restarts: How often ranks are started again after one has failed, from the newest
+            checkpoint.
         json: Print the result as JSON.
     """
     from ingot.training.recipe import Recipe
@@ -56,13 +63,33 @@ def train(
     if export is not None:
         _print(workflow.export(parsed, export, run_dir=run), json)
         return
+    if ranks > 1:
+        from ingot.workflows.launch import launch
+
+        parsed.check_ranks(ranks)
+        place = _find_run_dir(parsed.name, run, resume)
+        flags = [*(["--resume"] if resume else []), *(["--json"] if json else [])]
+        arguments = ["train", str(recipe), *overrides, "--run", str(place), *flags]
+        launch(ranks, arguments, place, max_restarts=max_restarts)
+        return
     peak_flops = _peak_flops(parsed)
     training = workflow.TrainingRun(parsed, run_dir=run, resume=resume, peak_flops=peak_flops)
     with _stop_on_signals(training):
         result = training.train()
     if not result.finished:
         raise KeyboardInterrupt  # the checkpoint is written; the exit status says "interrupted"
-    _print(result, json)
+    if training.ranks.is_main:
+        _print(result, json)
+
+
+def _find_run_dir(name: str, run: Path | None, resume: bool) -> Path:
+    """Return the directory that all ranks are given."""
+    from ingot.core import paths
+    from ingot.workflows.train import find_run
+
+    if resume:
+        return find_run(name, run)
+    return paths.create_run_dir(name) if run is None else run
 
 
 def _peak_flops(recipe: Recipe) -> float | None:

@@ -11,6 +11,7 @@ import tyro
 from ingot.cli import escape_markup
 from ingot.core import lineage, log
 from ingot.core.device import detect, resolve
+from ingot.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +20,17 @@ if TYPE_CHECKING:
 
 
 def verify(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL|RECIPE")],
+    overrides: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]")
+    ] = (),
     schedules: int = 1000,
     seed: int = 0,
     adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     device: str = "auto",
     kv_cache_dtype: Literal["auto", "int8"] = "auto",
+    ranks: str | None = None,
+    steps: int = 10,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Serve a model under random schedules and compare every bit of every log-probability with
@@ -35,26 +41,51 @@ def verify(
     With adapters, requests of the base model and of all adapters are mixed in one batch, and each
     is compared with the training path of its own adapter.
 
+    With `--ranks`, a recipe is trained for a few steps on each number of ranks, and every bit of
+    losses, gradient norms, weights and optimizer state is compared.
+
     Examples: `ingot verify smollm2`, `ingot verify smollm2 --schedules 50` for a quick check,
     `ingot verify smollm2 --adapter pirate=runs/pirate --adapter formal=runs/formal`,
-    `ingot verify smollm2 --json` for scripts.
+    `ingot verify smollm2 --json` for scripts,
+    `ingot verify recipes/stdlib-10m.toml grad_accum_steps=4 --ranks 1,2,4`.
 
     Args:
-        model: A model directory, or ORG/NAME on the Hugging Face hub.
+        model: A model directory, ORG/NAME on the Hugging Face hub, or with `--ranks` a recipe.
+        overrides: Values that replace those of the recipe: dotted.key=value.
         schedules: Number of random schedules.
         seed: Seed of the texts and the schedules.
         adapter: NAME=DIRECTORY of a LoRA adapter as PEFT saves it; may be repeated.
         device: Where to compute: auto, cpu, cuda, cuda:1. The certificate is valid for this kind of
             processor.
         kv_cache_dtype: Dtype of cached keys and values; int8 also rounds them in the reference.
+        ranks: Numbers of ranks to train a recipe on, separated by commas.
+        steps: Number of training steps with `--ranks`.
         json: Print JSON instead of text.
     """
+    if ranks is not None:
+        _verify_ranks(model, overrides, ranks, steps, json)
+        return
+    if overrides:
+        raise ConfigError("overrides: apply to a recipe only", hint="give --ranks, or remove them")
+    place = resolve(device)  # before a model is downloaded
+    _verify_model(model, adapter, place, kv_cache_dtype, schedules, seed, json)
+
+
+def _verify_model(
+    model: str,
+    adapter: tuple[str, ...],
+    place: torch.device,
+    kv_cache_dtype: Literal["auto", "int8"],
+    schedules: int,
+    seed: int,
+    json: bool,
+) -> None:
     from ingot.cli.generate import load
     from ingot.interop import hub, peft
     from ingot.serving import verify as serving
     from ingot.serving.engine.adapters import parse_adapters
 
-    place, named = resolve(device), parse_adapters(adapter)  # before a model is downloaded
+    named = parse_adapters(adapter)
     directory = hub.model_path(model)
     decoder = load(directory, str(place), kv_cache_dtype=kv_cache_dtype).decoder
     adapters = {name: peft.load(path, decoder) for name, path in named.items()}
@@ -75,6 +106,31 @@ def verify(
     else:
         _print_lines(certificate)
     if not certificate.bitwise_equal:
+        raise SystemExit(1)
+
+
+def _verify_ranks(
+    recipe: str, overrides: tuple[str, ...], ranks: str, steps: int, json: bool
+) -> None:
+    from ingot.workflows.verify_ranks import verify_ranks
+
+    try:
+        sizes = [int(size) for size in ranks.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"ranks: must be numbers separated by commas, got '{ranks}'", hint="give --ranks 1,2,4"
+        ) from None
+    certificate = verify_ranks(recipe, overrides, ranks=sizes, steps=steps)
+    equal = certificate.difference is None
+    if json:
+        print(json_format.dumps(dataclasses.asdict(certificate), indent=2))  # noqa: T201
+    else:
+        log.stdout().print(
+            f"{len(certificate.losses)} steps and {certificate.tensors} tensors on {ranks} ranks: "
+            + ("bitwise equal" if equal else f"different, first {certificate.difference}"),
+            highlight=False,
+        )
+    if not equal:
         raise SystemExit(1)
 
 

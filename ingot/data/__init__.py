@@ -43,8 +43,8 @@ A document's last token has no target: it is -100, which losses ignore. In each 
 with the last tokens is shorter than the others, wherever it occurs.
 
 `sample` counts the samples that all ranks together have taken. A step of w ranks with b samples
-each takes b * w of them, rank r those at sample + r, sample + r + w, ...: so a run can be resumed
-with any number of ranks, and with any division of the same global batch.
+each takes b * w of them, rank r the b that begin at sample + r * b: so a run can be resumed with
+any number of ranks, and with any division of the same global batch.
 
 `Loader` takes any object that has `len()` and `batch(indices)` (the protocol `Dataset`).
 """

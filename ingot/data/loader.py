@@ -3,8 +3,10 @@
 The order of all samples of all epochs is a function of the seed (`ingot.data.permutation`), so
 where a run is in its data is one number, that of the samples taken by all ranks together:
 
-    rank r of w takes the samples at  sample + r, sample + r + w, ...  of the order,
-    `batch_size` of them in a step, and then sample += batch_size * w
+    rank r of w takes c batches that follow one another, beginning at  sample + r * c * batch_size,
+    and then sample += w * c * batch_size
+
+with c = `consecutive`. So w ranks together take the batches that one rank would take alone.
 
 Nothing else decides the next batch: a loader with the same seed at the same sample returns the same
 bits, whatever ranks, batch sizes and interruptions there were before.
@@ -62,6 +64,7 @@ class Loader(Generic[B]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        consecutive: int = 1,
     ) -> None:
         if not (len(samples) > 0 and 0 < batch_size <= MAX_SAMPLE and 0 <= seed < 1 << 64):
             raise ConfigError(
@@ -69,15 +72,15 @@ class Loader(Generic[B]):
                 f"{len(samples)} samples, batch_size {batch_size} and seed {seed}",
                 hint="change the value that is out of range",
             )
-        if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
+        if not (0 <= rank < world_size <= MAX_WORLD_SIZE and consecutive > 0):
             raise ConfigError(
-                f"rank: must be below world_size, which is at most {MAX_WORLD_SIZE:,}, "
-                f"got {rank} and {world_size}",
+                f"rank: must be below world_size, which is at most {MAX_WORLD_SIZE:,}, and "
+                f"consecutive above 0, got {rank}, {world_size} and {consecutive}",
                 hint="give a rank from 0 to world_size - 1",
             )
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
-        self._rank, self._world_size = rank, world_size
-        self._sample = 0
+        self._rank, self._world_size, self._consecutive = rank, world_size, consecutive
+        self._start, self._taken = 0, 0
         self._coming: deque[Future[B]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingot-data")
         self.wait_seconds = 0.0
@@ -88,8 +91,8 @@ class Loader(Generic[B]):
 
     def __next__(self) -> B:
         while len(self._coming) <= PREFETCH:
-            place = self._sample + len(self._coming) * self._step
-            self._coming.append(self._thread.submit(self.batch_at, place))
+            sample = self._position(self._taken + len(self._coming))
+            self._coming.append(self._thread.submit(self.batch_at, sample))
         start = time.perf_counter()
         try:
             # It stays at the head while we wait: an interrupted wait loses no batch.
@@ -100,18 +103,31 @@ class Loader(Generic[B]):
         finally:
             self.wait_seconds += time.perf_counter() - start
         self._coming.popleft()
-        self._sample += self._step
+        self._taken += 1
         return found
 
     def batch_at(self, sample: int) -> B:
-        """Return this rank's batch at a sample, without moving the loader."""
-        _check(sample + self._step)
-        first, stop = sample + self._rank, sample + self._step
-        indices = shuffled_indices(first, stop, self._world_size, len(self._samples), self._seed)
+        """Return the batch that begins at this sample, without moving the loader."""
+        stop = sample + self._batch_size
+        _check(stop)
+        indices = shuffled_indices(sample, stop, 1, len(self._samples), self._seed)
         return self._samples.batch(indices.tolist())
 
+    def _position(self, number: int) -> int:
+        """Return the sample at which this rank's batch of this number begins."""
+        group, within = divmod(number, self._consecutive)
+        batches = (group * self._world_size + self._rank) * self._consecutive + within
+        return self._start + batches * self._batch_size
+
+    @property
+    def _sample(self) -> int:
+        return self._start + self._taken * self._batch_size * self._world_size
+
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the batches handed out; prefetched ones do not count."""
+        """Return the position after the batches handed out; prefetched ones do not count.
+
+        With several ranks, it is a position after as many batches of each.
+        """
         return {"sample": self._sample, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -127,11 +143,7 @@ class Loader(Generic[B]):
         """Continue at this sample of the order."""
         _check(sample)
         self._forget()
-        self._sample = sample
-
-    @property
-    def _step(self) -> int:
-        return self._batch_size * self._world_size
+        self._start, self._taken = sample, 0
 
     def _forget(self) -> None:
         for future in self._coming:

@@ -9,6 +9,13 @@ A checkpoint is written to a temporary directory and renamed when it is complete
 lose data that it has acknowledged: the reader compares the hashes first and skips corrupt
 checkpoints.
 
+With several ranks, each writes the rows that it stores, in a file of its own, and the main rank
+renames the directory when all have written theirs:
+
+        rank-00002-of-00004.safetensors    tensors as `part/name`, or rows: `part/name[8:16]`
+
+A reader gets whole tensors, so a run continues on any number of ranks.
+
 Writing is asynchronous: `save` copies the tensors to host memory and returns, and a thread writes
 the copies while training continues. The next call raises a failure. When a new checkpoint is
 complete, all but the latest few and the best are deleted.
@@ -24,7 +31,8 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +43,14 @@ from torch import Tensor, nn
 
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
-from ingot.core.paths import atomic_directory
-from ingot.nn.weights import SafetensorsDir, WeightsError, read_json, write
+from ingot.core.paths import atomic_directory, write_atomic
+from ingot.nn.weights import INDEX, SafetensorsDir, WeightsError, read_json, write, write_file
+from ingot.parallel.ranks import Ranks
 
 NAME = "checkpoint.json"
 FORMAT = 1
 _NAME_PATTERN = re.compile(r"step-(\d{8,12})")
+_ROWS_PATTERN = re.compile(r"(.+)\[(\d{1,12}):(\d{1,12})\]")
 _CHUNK = 2**22
 
 
@@ -58,15 +68,24 @@ class Checkpoint:
     """JSON values saved with the tensors."""
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Read the tensors of a part into host memory."""
+        """Read the tensors of a part into host memory; rows of several ranks are joined."""
         weights = SafetensorsDir(self.path)
-        found = {
-            name: torch.empty(entry.shape, dtype=entry.dtype)
-            for name, entry in weights.entries.items()
-            if name.startswith(f"{part}/")
-        }
-        weights.read(found)
-        return {name.removeprefix(f"{part}/"): tensor for name, tensor in found.items()}
+        own = {n: entry for n, entry in weights.entries.items() if n.startswith(f"{part}/")}
+        whole: dict[str, Tensor] = {}
+        into: dict[str, Tensor] = {}
+        for base, slices in _group_rows(own).items():
+            first = own[slices[0][0]]
+            length = sum(own[name].shape[0] for name, rows in slices if rows != _ALL)
+            covered = sorted((rows.start, rows.stop) for _, rows in slices if rows != _ALL)
+            if [0, *(stop for _, stop in covered)] != [*(start for start, _ in covered), length]:
+                raise CheckpointError(
+                    f"{self.path}: rows of '{base}' are missing", hint="use an older checkpoint"
+                )
+            shape = (length, *first.shape[1:]) if covered else first.shape
+            whole[base.removeprefix(f"{part}/")] = tensor = torch.empty(shape, dtype=first.dtype)
+            into |= {n: tensor if rows == _ALL else tensor[rows] for n, rows in slices}
+        weights.read(into)
+        return whole
 
     @torch.no_grad()
     def load_into(self, model: nn.Module) -> None:
@@ -79,8 +98,30 @@ class Checkpoint:
             model.get_buffer(name).copy_(buffer)
 
 
+_ALL = slice(0, 0)
+
+
+def name_rows(name: str, rows: slice) -> str:
+    """Return the name of some rows of a tensor.
+
+    >>> name_rows("weight|exp_avg", slice(8, 16))
+    'weight|exp_avg[8:16]'
+    """
+    return f"{name}[{rows.start}:{rows.stop}]"
+
+
+def _group_rows(names: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
+    """Return the names of each tensor's slices and their rows, `_ALL` if it is whole."""
+    found: dict[str, list[tuple[str, slice]]] = {}
+    for name in names:
+        match = _ROWS_PATTERN.fullmatch(name)
+        base, rows = (match[1], slice(int(match[2]), int(match[3]))) if match else (name, _ALL)
+        found.setdefault(base, []).append((name, rows))
+    return found
+
+
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, on one of its ranks.
 
     >>> import tempfile
     >>> kept = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
@@ -93,8 +134,11 @@ class Checkpoints:
     ['step-00000002', 'step-00000003']
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, ranks: Ranks | None = None) -> None:
         self.directory, self._keep = directory, keep
+        self._ranks = Ranks() if ranks is None else ranks
+        # The same on all ranks, and unlike that of a run which was killed here before.
+        self._token = int(self._ranks.gather([secrets.randbits(48)])[0][0])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ingot-checkpoint")
         self._writing: Future[None] | None = None
 
@@ -150,12 +194,41 @@ class Checkpoints:
 
     def _write(self, step: int, staged: dict[str, Tensor], text: str) -> None:
         path = self.directory / f"step-{step:08}"
+        if self._ranks.size > 1:
+            self._write_rank(path, staged, text)
+            return
         size = sum(tensor.nbytes for tensor in staged.values())
         with atomic_directory(path, size) as temporary:
             write(temporary, staged)
             files = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
             content = json.dumps({**json.loads(text), "files": files}, indent=1)
             (temporary / NAME).write_text(content + "\n")
+        self._prune()
+
+    def _write_rank(self, path: Path, staged: dict[str, Tensor], text: str) -> None:
+        """Write the tensors of this rank; the main rank completes the checkpoint."""
+        rank, size = self._ranks.rank, self._ranks.size
+        temporary = path.parent / f".{path.name}.{self._token:012x}.tmp"
+        temporary.mkdir(parents=True, exist_ok=True)
+        file = temporary / f"rank-{rank:05}-of-{size:05}.safetensors"
+        if staged:
+            write_file(file, staged)
+        digest = _sha256(file) if staged else None
+        written = {"file": file.name, "sha256": digest, "tensors": list(staged)}
+        write_atomic(temporary / f"rank-{rank:05}.json", json.dumps(written))
+        if not self._ranks.is_main:
+            return
+        parts = [_await_json(temporary / f"rank-{other:05}.json") for other in range(size)]
+        index = {tensor: part["file"] for part in parts for tensor in part["tensors"]}
+        table = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
+        write_atomic(temporary / INDEX, table + "\n")
+        files = {part["file"]: part["sha256"] for part in parts if part["tensors"]}
+        files[INDEX] = _sha256(temporary / INDEX)
+        for other in range(size):
+            (temporary / f"rank-{other:05}.json").unlink()
+        content = json.dumps({**json.loads(text), "files": files}, indent=1)
+        write_atomic(temporary / NAME, content + "\n")
+        temporary.replace(path)
         self._prune()
 
     def _prune(self) -> None:
@@ -194,6 +267,13 @@ def _read(path: Path, step: int) -> Checkpoint:
         if _sha256(path / name) != digest:
             raise CheckpointError(f"{path / name}: hash mismatch", hint="use another checkpoint")
     return Checkpoint(path, step, metadata)
+
+
+def _await_json(path: Path) -> dict[str, Any]:
+    """Read a file that another rank writes; if that fails, this rank is stopped as well."""
+    while not path.exists():
+        time.sleep(0.01)
+    return read_json(path)
 
 
 def _loss(path: Path) -> float | None:

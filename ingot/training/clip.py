@@ -27,8 +27,12 @@ import torch
 from torch import Tensor
 
 from ingot.core.config import check_bounds
+from ingot.parallel.ranks import Ranks
 
 _MAX_NORM = (1e-9, 1e9)
+_ALONE = Ranks()
+# A row's squared norm has up to 38 bits, so 2^24 rows do not overflow 63.
+_UNIT_BITS = 38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,18 +166,37 @@ def _clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / norm) if norm else 1.0
 
 
-def grad_norms(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of each tensor, in float32.
+def grad_norms(tensors: list[Tensor], ranks: Ranks = _ALONE) -> Tensor:
+    """Return the norm of each tensor, in float32; `ranks` have different rows of them.
+
+    The bits do not depend on how the rows are divided, nor on the number of threads: the squared
+    norms of rows are summed as integers, in a unit that the largest determines.
 
     >>> grad_norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
     tensor([5., 0.])
     """
-    return torch.stack([_norm(tensor) for tensor in tensors])
+    squares = [_row_norms(tensor).double().square() for tensor in tensors]
+    largest = ranks.max(torch.stack([_largest(rows) for rows in squares]))
+    exponents = torch.frexp(largest).exponent
+    integers = [
+        torch.ldexp(rows.nan_to_num(0.0, posinf=0.0), _UNIT_BITS - exponent).round().long().sum()
+        for rows, exponent in zip(squares, exponents, strict=True)
+    ]
+    sums = torch.ldexp(ranks.sum_integers(torch.stack(integers)).double(), exponents - _UNIT_BITS)
+    return torch.where(largest.isfinite(), sums, math.inf).sqrt().float()
 
 
-def _norm(x: Tensor) -> Tensor:
-    """Return the norm in float32; other dtypes are converted a few megabytes at a time."""
-    if x.dtype == torch.float32:
-        return torch.linalg.vector_norm(x)
-    parts = [torch.linalg.vector_norm(part.float()) for part in x.flatten().split(2**20)]
-    return torch.linalg.vector_norm(torch.stack(parts))
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest value, or infinity if one is not a number."""
+    return rows.amax().nan_to_num(math.inf, posinf=math.inf) if len(rows) else rows.new_zeros(())
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    """Return the norms of the rows in float32; other dtypes are converted a few rows at a time."""
+    if x.dim() < 2:
+        return x.reshape(-1).float().abs()
+    rows = x.flatten(1)
+    if x.dtype == torch.float32 or not x.numel():
+        return torch.linalg.vector_norm(rows.float(), dim=1)
+    parts = rows.split(max(1, 2**20 // rows.shape[1]))
+    return torch.cat([torch.linalg.vector_norm(part.float(), dim=1) for part in parts])

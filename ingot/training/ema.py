@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.ops.adamw import join
+from ingot.parallel.shard import local
 
 _CHUNK = 2**20  # elements
 
@@ -63,7 +64,8 @@ class EMA:
     @contextmanager
     def applied_to(self, model: nn.Module) -> Generator[None]:
         """Give the model the averaged weights for the block, in its own dtype."""
-        replaced = {n: p for n, p in model.named_parameters() if n in self.weights}
+        named = model.named_parameters()
+        replaced = {n: local(p) for n, p in named if n in self.weights}
         saved = {name: parameter.detach().clone() for name, parameter in replaced.items()}
         try:
             with torch.no_grad():

@@ -16,6 +16,7 @@ from torch import nn
 from ingot.core.paths import atomic_file
 from ingot.data import TokenBatch
 from ingot.nn.loss import token_logprobs
+from ingot.parallel.ranks import Ranks
 from ingot.training.objective import Batch, CrossEntropy, Objective
 
 LOGPROBS = "validation.safetensors"
@@ -56,10 +57,12 @@ def evaluate(
     batch_size: int,
     max_batches: int,
     objective: Objective | None = None,
+    ranks: Ranks | None = None,
 ) -> EvalResult:
     """Return the loss and accuracy of the first `max_batches` batches of a dataset.
 
-    The batches are computed on the model's device; the sums are read once, at the end.
+    The batches are computed on the model's device, divided among the ranks; the sums are read once,
+    at the end, and added in the order of the batches.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -70,29 +73,54 @@ def evaluate(
     """
     objective = CrossEntropy() if objective is None else objective
     device = next(model.parameters()).device
-    sums: dict[str, torch.Tensor] = {}
-    count = 0
+    ranks = Ranks() if ranks is None else ranks
+    sums: dict[str, list[torch.Tensor]] = {}
+    counts: list[float] = []
     model.eval()
-    with torch.inference_mode():
-        for batch in iterate_batches(dataset, batch_size, max_batches):
-            count += objective.num_targets(batch)
+    with torch.no_grad():
+        for batch, counted in _own_batches(dataset, batch_size, max_batches, ranks):
+            counts.append(objective.num_targets(batch) * counted)
             for name, value in objective.metric_sums(model, batch.to(device)).items():
-                sums[name] = sums[name] + value if name in sums else value
+                sums.setdefault(name, []).append(value * counted)
     model.train()
-    totals = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
-    means = {name: total / max(count, 1) for name, total in totals.items()}
+    count = sum(map(sum, ranks.gather(counts)))
+    means = {name: _total(values, ranks) / max(count, 1) for name, values in sums.items()}
     return EvalResult(loss=means.pop("loss"), accuracy=means.pop("accuracy", None), others=means)
 
 
-def save_logprobs(model: nn.Module, dataset: Any, directory: Path, max_samples: int = 8) -> None:
+def _own_batches(
+    dataset: Any, batch_size: int, max_batches: int, ranks: Ranks
+) -> Iterator[tuple[Batch, bool]]:
+    """Yield every batch of this rank, and whether it counts: all ranks have as many.
+
+    Ranks whose weights are sharded compute each batch at the same time.
+    """
+    number = min(max_batches, -(-len(dataset) // batch_size))
+    for first in range(0, number, ranks.size):
+        index = first + ranks.rank
+        start = min(index, number - 1) * batch_size
+        batch = dataset.batch(range(start, min(start + batch_size, len(dataset))))
+        yield batch, index < number
+
+
+def _total(values: list[torch.Tensor], ranks: Ranks) -> float:
+    """Return the sum over the batches of all ranks, in their order."""
+    by_rank = ranks.gather(torch.stack(values).tolist())
+    return sum(value for at_once in zip(*by_rank, strict=True) for value in at_once)
+
+
+def save_logprobs(
+    model: nn.Module, dataset: Any, directory: Path, max_samples: int = 8, *, write: bool = True
+) -> None:
     """Write the log-probabilities of the first samples of text, sample by sample.
 
-    A server of the same model returns the same numbers, bitwise.
+    A server of the same model returns the same numbers, bitwise. Ranks whose weights are sharded
+    compute them together, and one of them writes.
     """
     device = next(model.parameters()).device
     model.eval()
     tensors: dict[str, torch.Tensor] = {}
-    with torch.inference_mode():
+    with torch.no_grad():
         for index, host_batch in enumerate(iterate_batches(dataset, 1, max_samples)):
             assert isinstance(host_batch, TokenBatch)
             batch = host_batch.to(device)
@@ -102,5 +130,6 @@ def save_logprobs(model: nn.Module, dataset: Any, directory: Path, max_samples: 
             tensors[f"{index}.targets"] = host_batch.targets
             tensors[f"{index}.logprobs"] = logprobs.cpu()
     model.train()
-    with atomic_file(directory / LOGPROBS) as temporary:
-        save_file(tensors, temporary)
+    if write:
+        with atomic_file(directory / LOGPROBS) as temporary:
+            save_file(tensors, temporary)

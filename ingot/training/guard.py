@@ -115,9 +115,12 @@ class SpikeDetector:
         self._bad, self._seen = deque(state["bad"]), int(state["seen"])
 
 
-def dump_bad_batch(directory: Path, *, step: int, reason: str, sample_ids: Sequence[int]) -> Path:
-    """Write the sample ids of a bad batch; returns the file."""
-    path = directory / "bad_batches" / f"step-{step:08}.json"
+def bad_batch_path(directory: Path, step: int) -> Path:
+    """Return the file with the sample ids of the bad batch of this step."""
+    return directory / "bad_batches" / f"step-{step:08}.json"
+
+
+def dump_bad_batch(path: Path, *, step: int, reason: str, sample_ids: Sequence[int]) -> None:
+    """Write the sample ids of a bad batch."""
     content = {"step": step, "reason": reason, "sample_ids": [int(i) for i in sample_ids]}
     write_atomic(path, json.dumps(content) + "\n")
-    return path

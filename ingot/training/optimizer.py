@@ -50,6 +50,8 @@ class _Base:
 
     hidden_matrices_only: ClassVar[bool] = False
     """Whether it takes the hidden matrices and leaves the rest to AdamW (`adamw_lr`)."""
+    elementwise: ClassVar[bool] = False
+    """Whether the update of an element depends on that element alone, so rows can be sharded."""
     updates_split_weights: ClassVar[bool] = False
     """Whether it can update bfloat16 weights with their low bits (`MasterWeights.low_bits`)."""
     undecayed_options: ClassVar[dict[str, Any]] = {"weight_decay": 0.0}
@@ -79,6 +81,7 @@ class AdamWConfig(_Base):
     (0.9, 0.95)
     """
 
+    elementwise = True
     updates_split_weights = True
 
     kind: Literal["adamw"] = "adamw"
@@ -111,6 +114,8 @@ class AdamWConfig(_Base):
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(_Base):
     """SGD with momentum (torch's); weight decay is added to the gradient."""
+
+    elementwise = True
 
     kind: Literal["sgd"] = "sgd"
     lr: float = 0.1
@@ -163,6 +168,8 @@ class MuonConfig(_Base):
 @dataclass(frozen=True, kw_only=True)
 class LionConfig(_Base):
     """Lion (Chen et al. 2023): see `ingot.training.lion`."""
+
+    elementwise = True
 
     kind: Literal["lion"] = "lion"
     lr: float = 1e-4

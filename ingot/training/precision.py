@@ -14,7 +14,8 @@ itself, and the lower 16 bits are stored separately (see `ingot.ops.adamw`). Tha
 memory and loses no bit; the model's weight is rounded to nearest, ties away from 0. Other
 optimizers have whole master weights, and so has fp16, whose bits are not a prefix of float32's.
 
-Gradients of several micro-batches are accumulated in float32; those of one keep their dtype.
+Gradients of several micro-batches are summed in float32, in an order that does not depend on the
+number of ranks (`ingot.training.gradients`); those of one keep their dtype.
 
 In fp16 the loss is multiplied by a scale before the backward: 2^16 at first, halved when a gradient
 overflows (that step is skipped), doubled after 2000 steps without overflow (Micikevicius et al.
@@ -32,6 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from ingot.ops.adamw import split as halves
+from ingot.parallel.shard import ShardedModel, local
+from ingot.training.gradients import GradientSum
 
 _INITIAL_SCALE = 2.0**16
 _MIN_SCALE = 2.0**-14
@@ -55,13 +58,13 @@ class MasterWeights:
     """The weights that the optimizer updates, and their gradients, on the model's device.
 
     Converts the model. `weights` are its parameters themselves in float32, and with `split` in
-    bfloat16: then `low_bits` has the low 16 bits of each master weight. `grads` are those of all
-    backwards since they were cleared, by the same names.
+    bfloat16: then `low_bits` has the low 16 bits of each master weight. `gradients` sums those of
+    the backwards, by the same names.
 
     >>> model = nn.Linear(2, 1)
     >>> master_weights = MasterWeights(model, Precision.BF16)
     >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-    >>> master_weights.grads["weight"], model.weight.grad
+    >>> master_weights.gradients.total()["weight"], model.weight.grad
     (tensor([[1., 1.]], dtype=torch.bfloat16), None)
     """
 
@@ -71,7 +74,7 @@ class MasterWeights:
         self._scales, self._good = precision is Precision.FP16, 0
         self.weights: dict[str, Tensor] = dict(parameters)
         self.low_bits: dict[str, Tensor] = {}
-        self.grads: dict[str, Tensor] = {}
+        self.gradients = GradientSum()
         self._pairs: list[tuple[Tensor, Tensor]] = []
         if split and precision is Precision.BF16:
             self._split(parameters)
@@ -92,8 +95,21 @@ class MasterWeights:
         """Take a parameter's gradient as soon as the backward has computed it."""
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
-        so_far = self.grads.get(name)
-        self.grads[name] = grad if so_far is None else so_far.float().add_(grad)
+        self.gradients.add(name, grad)
+
+    def shard(self, sharded: ShardedModel) -> None:
+        """Keep the rows of each weight that this rank stores of a model that was sharded."""
+        pairs = {id(master): parameter for parameter, master in self._pairs}
+        self._pairs = []
+        for name, weight in self.weights.items():
+            rows, parameter = sharded.rows(name), local(sharded.model.get_parameter(name)).detach()
+            if id(weight) in pairs:
+                self.weights[name] = weight[rows].clone()
+                self._pairs.append((parameter, self.weights[name]))
+            else:
+                self.weights[name] = parameter
+            if name in self.low_bits:
+                self.low_bits[name] = self.low_bits[name][rows].clone()
 
     def copy_to_model(self) -> None:
         """Copy the master weights to the model, in its dtype."""

@@ -50,7 +50,9 @@ from ingot.nn import (
 )
 from ingot.nn.qat import QatConfig
 from ingot.nn.recompute import RecomputePolicy
+from ingot.parallel.config import ParallelConfig
 from ingot.training import clip, optimizer
+from ingot.training.gradients import default_shards
 from ingot.training.guard import SpikeGuardConfig
 from ingot.training.mixup import MixupConfig
 from ingot.training.objective import (
@@ -304,6 +306,8 @@ class Recipe:
     """Mixing of the images of a batch."""
     ema_decay: float = 0.0
     """Decay of an EMA of the weights, which is then evaluated and exported; 0 for none."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the run is divided among ranks, if there are several."""
     recompute: RecomputePolicy = "none"
     """Activation recomputation of decoders: "none", "selective" or "full"."""
     eval_every: int = 0
@@ -325,6 +329,12 @@ class Recipe:
             raise ConfigError(
                 "global_batch_size: must be a multiple of grad_accum_steps, "
                 f"got {self.global_batch_size} and {self.grad_accum_steps}",
+                hint="change one of the two",
+            )
+        if self.grad_accum_steps % self.batch_shards:
+            raise ConfigError(
+                f"parallel.batch_shards: must divide grad_accum_steps, {self.grad_accum_steps}, "
+                f"got {self.batch_shards}",
                 hint="change one of the two",
             )
         self._set_objective()
@@ -349,6 +359,34 @@ class Recipe:
             )
         if self.model is not None:
             self.check_model(self.model)
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts of the global batch whose gradients are summed pairwise."""
+        return self.parallel.batch_shards or default_shards(self.grad_accum_steps)
+
+    def check_ranks(self, size: int) -> None:
+        """Raise a `ConfigError` unless the run can be divided among this number of ranks."""
+        if size == 1:
+            return
+        if self.batch_shards % size:
+            raise ConfigError(
+                f"{size} ranks: must divide the shards of the global batch, {self.batch_shards}",
+                hint=f"set grad_accum_steps to a multiple of {size}, and for more than 8 ranks "
+                "parallel.batch_shards: then the run has the same bits on fewer ranks, too",
+            )
+        if not self.optimizer.elementwise:
+            raise ConfigError(
+                f"optimizer.kind: '{self.optimizer.kind}' needs whole matrices, which are sharded "
+                "on several ranks",
+                hint="use adamw, lion or sgd, or one rank",
+            )
+        single = {"adapter": self.adapter, "qat": self.qat, "mixup": self.mixup}
+        single["objective.kind=dpo"] = isinstance(self.objective, DPOConfig)
+        single["precision=fp16"] = self.precision is Precision.FP16
+        for name, used in single.items():
+            if used:
+                raise ConfigError(f"{name}: runs on one rank only", hint="remove --ranks")
 
     def _set_objective(self) -> None:
         """Fill in the default objective, so that it is saved with the run."""
@@ -392,7 +430,8 @@ class Recipe:
         """Return this recipe with the fields that may change on resume taken from another."""
         free = ("steps", "grad_accum_steps", "keep_checkpoints", "checkpoint_every", "eval_every")
         free = (*free, "recompute", "device")
-        return replace(self, **{name: getattr(other, name) for name in free})
+        parallel = replace(self.parallel, dp=other.parallel.dp)
+        return replace(self, parallel=parallel, **{name: getattr(other, name) for name in free})
 
 
 def build_model(recipe: Recipe) -> nn.Module:

@@ -9,6 +9,10 @@ of the micro-batches' means would not.
 `forward_backward` and `optimizer_step` are separate calls, because the trainer decides between them
 whether the update is applied (`ingot.training.guard`).
 
+With several ranks, each computes its own micro-batches of the global batch; the statistics and the
+update are those of the whole, with the same bits on any number of ranks
+(`ingot.training.gradients`).
+
 On an accelerator a step reads one small tensor back: the losses of the micro-batches and the norm
 of each gradient. Everything else the host needs is computed from these numbers.
 """
@@ -25,6 +29,8 @@ from torch import Tensor, nn
 
 from ingot.data import TokenBatch
 from ingot.nn import dropout
+from ingot.parallel.ranks import Ranks
+from ingot.parallel.shard import ShardedModel
 from ingot.training.clip import Clipper, grad_norms
 from ingot.training.objective import Batch, Objective
 from ingot.training.optimizer import Optimizers
@@ -52,6 +58,15 @@ class StepStats:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True)
+class _Size:
+    """Size of a micro-batch, and how many rows of the global batch precede it."""
+
+    num_targets: int
+    num_rows: int
+    first_row: int
+
+
 class TrainStepHooks:
     """Callbacks of `TrainStep`, all empty. Subclass it to time or to trace a step.
 
@@ -72,6 +87,9 @@ class TrainStepHooks:
 
 class TrainStep:
     """Training steps of one model, on the device of its parameters; `seed` is that of dropout.
+
+    `shard_batches` is the number of micro-batches of a shard, see `ingot.training.gradients`; a
+    call has a multiple of it, as many on each of the `ranks` that `sharded` is on.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -104,12 +122,19 @@ class TrainStep:
         hooks: TrainStepHooks | None = None,
         *,
         seed: int = 0,
+        sharded: ShardedModel | None = None,
+        ranks: Ranks | None = None,
+        shard_batches: int = 1,
     ) -> None:
+        self._ranks, self._sharded = Ranks() if ranks is None else ranks, sharded
+        self._shard_batches = shard_batches
         self.model, self.master_weights, self.optimizers = model, master_weights, optimizers
         self.clipper, self.objective, self._seed = clipper, objective, seed
         self.hooks = TrainStepHooks() if hooks is None else hooks
         self._device = next(model.parameters()).device
         self._norms = torch.empty(0)
+        self.grads: dict[str, Tensor] = {}
+        """Gradients of the global batch, by the names of the weights."""
 
     def forward_backward(self, micro_batches: Sequence[Batch], step: int) -> StepStats:
         """Compute the gradients of a global batch; gradients of an earlier call are dropped.
@@ -117,33 +142,70 @@ class TrainStep:
         The micro-batches are on the host, as the loader returns them.
         """
         masters = self.master_weights
-        masters.grads.clear()
+        self.clear_grads()
         self.model.train()
-        count, rows = sum(map(self.objective.num_targets, micro_batches)), 0
+        sizes = self._exchange_sizes(micro_batches)
+        count = sum(size.num_targets for size in sizes)
         grad_output = masters.loss_scale / max(count, 1)
         sums: dict[str, list[Tensor]] = {"loss": []}
-        for index, micro_batch in enumerate(micro_batches):
-            dropout.set_step(self.model, seed=self._seed, step=step, row=rows)
-            on_device = micro_batch.to(self._device)
+        for own, micro_batch in enumerate(micro_batches):
+            index = self._global_index(own)
+            last = own % self._shard_batches == self._shard_batches - 1
+            if self._sharded:
+                self._sharded.set_sync(last)
+            dropout.set_step(self.model, seed=self._seed, step=step, row=sizes[index].first_row)
             output = self.objective.losses(
-                self.model, on_device, step=step, index=index, grad_output=grad_output
+                self.model,
+                micro_batch.to(self._device),
+                step=step,
+                index=index,
+                grad_output=grad_output,
             )
-            self.hooks.after_forward(index)
+            self.hooks.after_forward(own)
             loss_sum = output.losses.sum()
             for name, value in {"loss": loss_sum.detach(), **output.metric_sums}.items():
                 sums.setdefault(name, []).append(value)
             (loss_sum * grad_output).backward()
-            self.hooks.after_backward(index)
-            rows += num_rows(micro_batch)
+            self.hooks.after_backward(own)
+            if last:
+                masters.gradients.end_shard()
+        self.grads = masters.gradients.total()
         means = self._read_back(sums, max(count, 1))
         norm = float(self._norms.double().square().sum().sqrt()) / masters.loss_scale
         return StepStats(
             loss=means.pop("loss"),
             grad_norm=norm,
             num_targets=count,
-            num_rows=rows,
+            num_rows=sum(size.num_rows for size in sizes),
             metrics=means,
         )
+
+    def _global_index(self, own: int, rank: int | None = None) -> int:
+        """Return the index in the global batch of a micro-batch of this rank, or of another."""
+        shard, within = divmod(own, self._shard_batches)
+        rank = self._ranks.rank if rank is None else rank
+        return (shard * self._ranks.size + rank) * self._shard_batches + within
+
+    def _in_global_order(self, by_rank: list[list[float]]) -> list[float]:
+        """Return values of micro-batches, given by rank, in the order of the global batch."""
+        values = {
+            self._global_index(own, rank): value
+            for rank, values in enumerate(by_rank)
+            for own, value in enumerate(values)
+        }
+        return [values[index] for index in range(len(values))]
+
+    def _exchange_sizes(self, micro_batches: Sequence[Batch]) -> list[_Size]:
+        """Return the sizes of all micro-batches of the global batch."""
+        targets = self._ranks.gather([self.objective.num_targets(b) for b in micro_batches])
+        rows = self._ranks.gather([num_rows(batch) for batch in micro_batches])
+        sizes: list[_Size] = []
+        first = 0
+        both = zip(self._in_global_order(targets), self._in_global_order(rows), strict=True)
+        for num_targets, count in both:
+            sizes.append(_Size(int(num_targets), int(count), first))
+            first += int(count)
+        return sizes
 
     def _read_back(self, sums: dict[str, list[Tensor]], count: int) -> dict[str, float]:
         """Copy the sums of all micro-batches and the gradient norms to the host, in one copy;
@@ -153,7 +215,16 @@ class TrainStep:
         numbers = torch.cat([torch.stack([v.to(dtype) for v in values]), norms.to(dtype)]).cpu()
         self._norms = numbers[len(values) :].to(norms.dtype)
         remaining = iter(numbers.tolist())
-        return {name: sum(next(remaining) for _ in some) / count for name, some in sums.items()}
+        own = {name: [next(remaining) for _ in some] for name, some in sums.items()}
+        return {
+            name: sum(self._in_global_order(self._ranks.gather(some))) / count
+            for name, some in own.items()
+        }
+
+    def clear_grads(self) -> None:
+        """Free the gradients."""
+        self.master_weights.gradients.clear()
+        self.grads = {}
 
     def optimizer_step(self, lr_factor: float) -> float:
         """Update the weights and free the gradients; `lr_factor` scales the learning rate.
@@ -163,7 +234,7 @@ class TrainStep:
         scale = self.master_weights.loss_scale
         factors = self.clipper.factors(self._norms / scale)
         by_name = dict(zip(self.master_weights.weights, (factors / scale).tolist(), strict=True))
-        self.optimizers.step(self.master_weights.grads, by_name, lr_factor)
+        self.optimizers.step(self.grads, by_name, lr_factor)
         self.master_weights.copy_to_model()
         self.hooks.after_optimizer_step()
         return float(factors.min())
@@ -171,8 +242,13 @@ class TrainStep:
     def _grad_norms(self) -> Tensor:
         """Return the norm of each weight's gradient, still scaled; 0 for weights without one."""
         zero = torch.zeros((), device=self._device)
-        grads = self.master_weights.grads
-        return grad_norms([grads.get(name, zero) for name in self.master_weights.weights])
+        names = self.master_weights.weights
+        return grad_norms([self.grads.get(name, zero) for name in names], self._ranks_of_rows)
+
+    @property
+    def _ranks_of_rows(self) -> Ranks:
+        """The ranks that have different rows of the weights."""
+        return self._sharded.replica if self._sharded else Ranks()
 
 
 def num_rows(batch: Batch) -> int:

@@ -45,11 +45,13 @@ from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
 from ingot.nn.weights import hash_tensors
 from ingot.observe.metrics import MetricsLog
-from ingot.training.checkpoint import Checkpoint, Checkpoints
+from ingot.parallel.ranks import Ranks
+from ingot.parallel.shard import ShardedModel
+from ingot.training.checkpoint import Checkpoint, Checkpoints, name_rows
 from ingot.training.clip import Clipper
 from ingot.training.ema import EMA
 from ingot.training.evaluate import EvalResult, evaluate, save_logprobs
-from ingot.training.guard import Diverged, SpikeDetector, dump_bad_batch
+from ingot.training.guard import Diverged, SpikeDetector, bad_batch_path, dump_bad_batch
 from ingot.training.objective import Batch
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
@@ -74,7 +76,8 @@ class Trainer:
 
     `model` is the model of `recipe.init_from`, if that is given; `datasets` is the data of the
     recipe, if it is loaded already. `peak_flops` is the machine's peak in FLOP/s, if it is known,
-    for the utilization that is logged.
+    for the utilization that is logged. `ranks` are the processes that compute the run together; the
+    main one writes its files.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class Trainer:
         model: nn.Module | None = None,
         peak_flops: float | None = None,
         datasets: Datasets | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = Ranks() if ranks is None else ranks
         self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
         self.device = resolve(recipe.device)
         self.datasets = load_datasets(recipe.data) if datasets is None else datasets
@@ -97,11 +102,24 @@ class Trainer:
             prepare_qat_(self.model, recipe.qat.weight_format)  # pyright: ignore
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
+        self.sharded: ShardedModel | None = None
+        if self.ranks.size > 1:
+            replicas = recipe.parallel.dp
+            self.sharded = ShardedModel(self.model, self.ranks, replicas, masters.gradients.add)
+            masters.shard(self.sharded)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
         clipper = Clipper(recipe.clip, len(masters.weights))
         self.objective = build_objective(recipe)
         self.train_step = TrainStep(
-            self.model, masters, optimizers, clipper, self.objective, seed=recipe.seed
+            self.model,
+            masters,
+            optimizers,
+            clipper,
+            self.objective,
+            seed=recipe.seed,
+            sharded=self.sharded,
+            ranks=self.ranks,
+            shard_batches=recipe.grad_accum_steps // recipe.batch_shards,
         )
         self.ema: EMA | None = None
         if recipe.ema_decay:
@@ -109,15 +127,28 @@ class Trainer:
         self.spike_detector = SpikeDetector(recipe.guard)
         self._micro_batch_size = recipe.global_batch_size // recipe.grad_accum_steps
         self.loader: Loader[Batch] = Loader(
-            self.datasets.train, batch_size=self._micro_batch_size, seed=recipe.seed
+            self.datasets.train,
+            batch_size=self._micro_batch_size,
+            seed=recipe.seed,
+            rank=self.ranks.rank,
+            world_size=self.ranks.size,
+            consecutive=recipe.grad_accum_steps // recipe.batch_shards,
         )
-        self.checkpoints = Checkpoints(directory / "checkpoints", recipe.keep_checkpoints)
+        place = directory / "checkpoints"
+        self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)
         self.step = 0
         self._stop = False
         self._metrics_lines = 0
         self._saved_step: int | None = None
 
     def _check(self) -> None:
+        self.recipe.check_ranks(self.ranks.size)
+        if self.ranks.size > 1 and any(True for _ in self.model.buffers()):
+            raise ConfigError(
+                "model: has buffers that training changes, such as running means, which differ "
+                "between ranks",
+                hint="train it on one rank",
+            )
         model_config: Any = self.model.config
         self.recipe.check_model(model_config)
         vocab_size = self.datasets.vocab_size
@@ -141,7 +172,10 @@ class Trainer:
                 hint="resume with the run's own recipe, or start a new run",
             )
         checkpoint = self.checkpoints.latest()
-        self.checkpoints.quarantine_after(checkpoint.step if checkpoint else -1)
+        self.ranks.barrier()  # others may still be reading
+        if self.ranks.is_main:
+            self.checkpoints.quarantine_after(checkpoint.step if checkpoint else -1)
+        self.ranks.barrier()
         if checkpoint is None:
             return False
         if checkpoint.metadata["data"] != self.datasets.fingerprint:
@@ -171,15 +205,17 @@ class Trainer:
 
         `on_metrics` is called with every line of metrics.
         """
-        self._write_description()
         self._on_metrics = on_metrics
-        self._metrics = MetricsLog(self.directory, self._metrics_lines)
+        self._metrics = None
+        if self.ranks.is_main:
+            self._write_description()
+            self._metrics = MetricsLog(self.directory, self._metrics_lines)
         recipe, result = self.recipe, None
         if recipe.guard.policy == "rollback" and self.step == 0:
             self._save(None)
         with log.progress(recipe.name, recipe.steps - self.step) as bar:
             console = _ConsoleLogger(self)
-            while self.step < recipe.steps and not self._stop:
+            while self.step < recipe.steps and not self._stopping():
                 before = self.step
                 metrics = self._run_step()
                 console.log(metrics, bar)
@@ -199,8 +235,19 @@ class Trainer:
         self.checkpoints.wait()
         if isinstance(recipe.data, TextData | RowData):
             with self.ema_weights():
-                save_logprobs(self.model, self.datasets.validation, self.directory)
+                main = self.ranks.is_main
+                save_logprobs(self.model, self.datasets.validation, self.directory, write=main)
+                self._reshard()
         return result
+
+    def _stopping(self) -> bool:
+        """Return whether `stop` was called, on any rank: all have to do the same steps."""
+        self._stop = any(flag for (flag,) in self.ranks.gather([float(self._stop)]))
+        return self._stop
+
+    def _reshard(self) -> None:
+        if self.sharded:
+            self.sharded.reshard()
 
     def ema_weights(self) -> Any:
         """Return a context in which the model has the EMA of its weights, if there is one."""
@@ -211,7 +258,8 @@ class Trainer:
 
     def _run_step(self) -> dict[str, Any]:
         start, waited = time.perf_counter(), self.loader.wait_seconds
-        micro_batches = [next(self.loader) for _ in range(self.recipe.grad_accum_steps)]
+        count = self.recipe.grad_accum_steps // self.ranks.size
+        micro_batches = [next(self.loader) for _ in range(count)]
         stats = self.train_step.forward_backward(micro_batches, self.step)
         lr_factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
         metrics: dict[str, Any] = {
@@ -229,15 +277,16 @@ class Trainer:
             if self.ema:
                 self.ema.update(self.step)
             self.step += 1
-        self.master_weights.grads.clear()
+        self.train_step.clear_grads()
         metrics["seconds"] = time.perf_counter() - start
         metrics["data_seconds"] = self.loader.wait_seconds - waited
         self._record(metrics)
         return metrics
 
     def _record(self, metrics: dict[str, Any]) -> None:
-        self._metrics.add(metrics)
-        self._on_metrics(metrics)
+        if self._metrics is not None:
+            self._metrics.add(metrics)
+            self._on_metrics(metrics)
 
     def _reason_to_skip(self, stats: StepStats, micro_batches: list[Batch]) -> str | None:
         """Return why the update must be skipped, after applying the guard's policy; else None."""
@@ -250,8 +299,11 @@ class Trainer:
         if reason is None:
             return None
         number = self.step + 1
-        sample_ids = [i for micro_batch in micro_batches for i in micro_batch.sample_ids]
-        path = dump_bad_batch(self.directory, step=number, reason=reason, sample_ids=sample_ids)
+        own = [float(i) for micro_batch in micro_batches for i in micro_batch.sample_ids]
+        sample_ids = [int(i) for of_rank in self.ranks.gather(own) for i in of_rank]
+        path = bad_batch_path(self.directory, number)
+        if self.ranks.is_main:
+            dump_bad_batch(path, step=number, reason=reason, sample_ids=sample_ids)
         self._handle_bad_batch(number, reason, path)
         return reason
 
@@ -264,7 +316,7 @@ class Trainer:
                 hint="lower optimizer.lr, raise schedule.warmup_steps, inspect the samples, or "
                 "skip them: --resume guard.policy=skip",
             )
-        checkpoint = self.checkpoints.latest() if policy == "rollback" else None
+        checkpoint = self._latest_checkpoint() if policy == "rollback" else None
         if checkpoint is None:
             self.step += 1
             log.logger(__name__).warning("step %d skipped: %s (%s)", number, reason, path)
@@ -274,6 +326,11 @@ class Trainer:
             "step %d: %s; rolled back to step %d", number, reason, checkpoint.step
         )
 
+    def _latest_checkpoint(self) -> Checkpoint | None:
+        self.checkpoints.wait()
+        self.ranks.barrier()  # the main rank completes it
+        return self.checkpoints.latest()
+
     def _evaluate(self) -> EvalResult:
         with self.ema_weights():
             result = evaluate(
@@ -282,7 +339,9 @@ class Trainer:
                 batch_size=self._micro_batch_size,
                 max_batches=self.recipe.eval_batches,
                 objective=self.objective,
+                ranks=self.ranks,
             )
+            self._reshard()
         self._record({"step": self.step, **result.metrics()})
         log.logger(__name__).info("step %d: %s", self.step, _format_metrics(result.metrics()))
         return result
@@ -296,11 +355,27 @@ class Trainer:
             "base": self._base_hash,
             "loader": self.loader.state_dict(),
             "spike_detector": self.spike_detector.state_dict(),
-            "metrics_lines": self._metrics.lines,
+            "metrics_lines": self._metrics.lines if self._metrics else 0,
         }
         self.checkpoints.save(self.step, self._tensors(), metadata, result.loss if result else None)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return what this rank saves: its rows, and from the main rank what all have."""
+        parts = self._state()
+        if self.sharded is None:
+            return parts
+        rows: dict[str, dict[str, Tensor]] = {}
+        for part, tensors in parts.items():
+            for name, tensor in tensors.items():
+                if self.sharded.has_rows(name, tensor):
+                    if self.ranks.rank < self.sharded.replica.size:  # of the first replica
+                        key = name_rows(name, self.sharded.rows(name))
+                        rows.setdefault(part, {})[key] = tensor
+                elif self.ranks.is_main:
+                    rows.setdefault(part, {})[name] = tensor
+        return rows
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
         return {
             "weights": self.master_weights.state_dict(),
             "buffers": self._buffers(),
@@ -317,13 +392,22 @@ class Trainer:
         return {n: b for n, b in self.model.named_buffers() if not n.startswith(frozen)}
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        self.master_weights.load_state_dict(checkpoint.tensors("weights"))
+        def read(part: str) -> dict[str, Tensor]:
+            found, sharded = checkpoint.tensors(part), self.sharded
+            if sharded is None:
+                return found
+            return {
+                name: tensor[sharded.rows(name)] if sharded.has_rows(name, tensor) else tensor
+                for name, tensor in found.items()
+            }
+
+        self.master_weights.load_state_dict(read("weights"))
         for name, buffer in checkpoint.tensors("buffers").items():
             self.model.get_buffer(name).copy_(buffer)
-        self.train_step.optimizers.load_state_dict(checkpoint.tensors("optimizer"))
+        self.train_step.optimizers.load_state_dict(read("optimizer"))
         self.train_step.clipper.load_state_dict(checkpoint.tensors("clipper"))
         if self.ema:
-            self.ema.load_state_dict(checkpoint.tensors("ema"))
+            self.ema.load_state_dict(read("ema"))
         torch.set_rng_state(checkpoint.tensors("rng")["torch"])
         self.step = self._saved_step = checkpoint.step
 
@@ -346,6 +430,7 @@ class Trainer:
             "cpu": cpu.name,
             "isa": cpu.isa,
             "cores": cpu.cores,
+            "ranks": self.ranks.size,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -15,6 +15,7 @@ at its newest checkpoint.
 # pyright: basic
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,7 +34,9 @@ from ingot.nn.qat import convert_qat
 from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
+from ingot.parallel.ranks import Ranks, connect
 from ingot.training.checkpoint import Checkpoint, Checkpoints
+from ingot.training.evaluate import EvalResult
 from ingot.training.objective import DPOConfig
 from ingot.training.recipe import Datasets, Recipe, build_model
 from ingot.training.trainer import Trainer
@@ -42,6 +45,7 @@ from ingot.workflows.reference import add_reference
 
 MODEL = "model"
 RECIPE = "recipe.toml"
+LOGS = "ranks"  # output of the other ranks
 _GENERATION_CONFIG = "generation_config.json"  # the tokens that end a turn
 _LOG = log.logger(__name__)
 
@@ -99,17 +103,25 @@ class TrainingRun:
         peak_flops: float | None = None,
     ) -> None:
         self.recipe = _read_recipe(recipe, overrides)
-        self.directory = find_run(self.recipe.name, run_dir) if resume else None
-        if self.directory is None:
-            self.directory = _create_directory(self.recipe.name, run_dir)
+        self.ranks = connect()
+        resume = resume or _is_restarted(run_dir)
+        self.directory = self._find_directory(run_dir, resume)
         try:
-            self.trainer = _build_trainer(self.recipe, self.directory, peak_flops)
+            self.trainer = _build_trainer(self.recipe, self.directory, peak_flops, self.ranks)
         except BaseException:
             with suppress(OSError):
                 self.directory.rmdir()  # still empty: nothing was trained
             raise
         if resume and self.trainer.resume():
             _LOG.info("resuming from step %d", self.trainer.step)
+
+    def _find_directory(self, run_dir: Path | None, resume: bool) -> Path:
+        """Return the directory of the run, which the main rank chooses."""
+        found = Path()
+        if self.ranks.is_main:
+            name = self.recipe.name
+            found = find_run(name, run_dir) if resume else _create_directory(name, run_dir)
+        return Path(self.ranks.share(str(found)))
 
     def stop(self) -> None:
         """Stop after the current step, with a checkpoint. May be called from a signal handler."""
@@ -118,8 +130,12 @@ class TrainingRun:
     def train(self, on_metrics: OnMetrics = lambda metrics: None) -> TrainResult:
         """Train to the end of the recipe or until `stop`, and export a finished decoder."""
         _LOG.info("the run is in %s", self.directory)
+        if self.ranks.is_main:
+            return self._train(on_metrics)
+        return self._result(self.trainer.run(), None)
+
+    def _train(self, on_metrics: OnMetrics) -> TrainResult:
         trainer, directory = self.trainer, self.directory
-        assert directory is not None
         with _reporting(directory) as outcome:
             with TensorBoardLogger(directory, trainer.step) as board:
 
@@ -130,20 +146,24 @@ class TrainingRun:
                 score = trainer.run(log_metrics)
             if score is None:
                 outcome.append("stopped")
-                return TrainResult(run_dir=directory, steps=trainer.step, finished=False)
+                return self._result(None, None)
+            path = directory / MODEL
+            if path.exists():  # of the finished run that this one continues
+                shutil.rmtree(path)
             with trainer.ema_weights():
-                path = directory / MODEL
-                if path.exists():  # of the finished run that this one continues
-                    shutil.rmtree(path)
-                exported = _write_model(
-                    trainer.model, self.recipe, trainer.datasets, trainer.step, path
-                )
+                model = trainer.model
+                if self.ranks.size > 1:  # it has only some of the rows
+                    model, _ = _load_model(self.recipe, directory)
+                exported = _write_model(model, self.recipe, trainer.datasets, trainer.step, path)
+        return self._result(score, path if exported else None)
+
+    def _result(self, score: EvalResult | None, model_dir: Path | None) -> TrainResult:
         return TrainResult(
-            run_dir=directory,
-            steps=trainer.step,
-            finished=True,
-            metrics=score.metrics(),
-            model_dir=path if exported else None,
+            run_dir=self.directory,
+            steps=self.trainer.step,
+            finished=score is not None,
+            metrics=score.metrics() if score else {},
+            model_dir=model_dir,
         )
 
 
@@ -161,11 +181,8 @@ def export(
     """
     directory = find_run(_read_recipe(recipe, overrides).name, run_dir)
     own = config.load(Recipe, directory / RECIPE)
-    model = hf.load(own.init_from) if own.init_from else build_model(own)
-    if own.adapter and isinstance(model, Decoder):
-        model.add_lora(own.adapter, own.seed)
-    model.to(own.precision.dtype)
-    checkpoint, datasets = _load_checkpoint(model, directory, own), load_datasets(own)
+    model, checkpoint = _load_model(own, directory)
+    datasets = load_datasets(own)
     if checkpoint.metadata["data"] != datasets.fingerprint:
         raise IngotError(
             f"{directory}: the data has changed since the run was started",
@@ -209,10 +226,18 @@ def _read_recipe(recipe: Path | str | Recipe, overrides: Sequence[str]) -> Recip
     return config.load(Recipe, recipe, overrides)
 
 
+def _is_restarted(run_dir: Path | None) -> bool:
+    """Return whether torchrun has started this process again, after a rank had failed."""
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return count > 0 and run_dir is not None and (run_dir / RECIPE).is_file()
+
+
 def _create_directory(name: str, run_dir: Path | None) -> Path:
     if run_dir is None:
         return paths.create_run_dir(name)
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if run_dir.exists() and not (
+        run_dir.is_dir() and all(path.name == LOGS for path in run_dir.iterdir())
+    ):
         raise IngotError(
             f"{run_dir}: not an empty directory",
             hint="continue the run with --resume, or name a directory that does not exist yet",
@@ -220,9 +245,17 @@ def _create_directory(name: str, run_dir: Path | None) -> Path:
     return run_dir
 
 
-def _build_trainer(recipe: Recipe, directory: Path, peak_flops: float | None) -> Trainer:
+def _build_trainer(
+    recipe: Recipe, directory: Path, peak_flops: float | None, ranks: Ranks
+) -> Trainer:
     model = None if recipe.init_from is None else hf.load(recipe.init_from)
-    trainer = Trainer(recipe, directory, model, peak_flops, load_datasets(recipe))
+    if ranks.is_main:
+        datasets = load_datasets(recipe)
+        ranks.barrier()
+    else:
+        ranks.barrier()  # the main rank tokenizes the text, if that was not done before
+        datasets = load_datasets(recipe)
+    trainer = Trainer(recipe, directory, model, peak_flops, datasets, ranks)
     if isinstance(recipe.objective, DPOConfig):  # before a checkpoint is loaded
         add_reference(trainer.model, trainer.datasets)
     if isinstance(
@@ -264,6 +297,15 @@ def _to_peft(model: Decoder, recipe: Recipe) -> peft.Adapter:
     assert recipe.adapter is not None
     base = None if recipe.init_from is None else str(recipe.init_from)
     return peft.from_weights(model.lora_weights(), recipe.adapter, model, base)
+
+
+def _load_model(recipe: Recipe, directory: Path) -> tuple[nn.Module, Checkpoint]:
+    """Return the model of a run at its newest checkpoint, and the checkpoint."""
+    model = hf.load(recipe.init_from) if recipe.init_from else build_model(recipe)
+    if recipe.adapter and isinstance(model, Decoder):
+        model.add_lora(recipe.adapter, recipe.seed)
+    model.to(recipe.precision.dtype)
+    return model, _load_checkpoint(model, directory, recipe)
 
 
 def _load_checkpoint(model: nn.Module, directory: Path, recipe: Recipe) -> Checkpoint:

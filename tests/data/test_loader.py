@@ -41,17 +41,19 @@ def test_an_epoch_has_every_sample_once(count: int, batch_size: int, seed: int) 
 
 
 PIECES = st.lists(
-    st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=6
+    st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3)),
+    min_size=1,
+    max_size=6,
 )
 
 
 @given(count=st.integers(1, 30), seed=SEEDS, pieces=PIECES)
 def test_a_run_in_several_parts_takes_the_same_samples(
-    count: int, seed: int, pieces: list[tuple[int, int, int]]
+    count: int, seed: int, pieces: list[tuple[int, int, int, int]]
 ) -> None:
-    """Each part with its own batch size, world size and steps, resumed from the last state."""
+    """Each part with its own batch size, ranks and steps, resumed from the last state."""
     state, found = {"sample": 0, "seed": seed}, []
-    for batch_size, world_size, steps in pieces:
+    for batch_size, world_size, consecutive, steps in pieces:
         ranks = [
             Loader(
                 Numbers(count),
@@ -59,15 +61,15 @@ def test_a_run_in_several_parts_takes_the_same_samples(
                 seed=state["seed"],
                 rank=rank,
                 world_size=world_size,
+                consecutive=consecutive,
             )
             for rank in range(world_size)
         ]
         for rank in ranks:
             rank.seek(state["sample"])
         for _ in range(steps):
-            of_ranks = [next(rank) for rank in ranks]
-            # Rank r has every w-th: together again in the order of the whole.
-            found += [sample for row in zip(*of_ranks, strict=True) for sample in row]
+            for rank in ranks:
+                found += [sample for _ in range(consecutive) for sample in next(rank)]
         states = [rank.state_dict() for rank in ranks]
         assert all(other == states[0] for other in states)
         state = states[0]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError
 from ingot.training.clip import AdaGCConfig, ClipNormConfig, Clipper, ZClipConfig, grad_norms
@@ -26,6 +28,50 @@ def total(x: torch.Tensor) -> float:
 def test_norms_of_half_precision_do_not_overflow() -> None:
     large = torch.full((2, 2), 6e4, dtype=torch.float16)
     assert grad_norms([large]).tolist() == pytest.approx([2 * 6e4], rel=1e-3)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(0, 40),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_norms_do_not_depend_on_how_rows_are_divided(
+    parts: list[int], channels: int, dtype: torch.dtype
+) -> None:
+    """Real ranks divide them in tests/parallel; here rows change their neighbours."""
+    shape = (sum(parts), channels) if channels else (sum(parts),)
+    whole = (torch.randn(shape, generator=torch.Generator().manual_seed(channels)) * 7).to(dtype)
+    wanted = grad_norms([whole])
+    assert wanted.item() == pytest.approx(total(whole), rel=1e-6)
+    moved = torch.cat(whole.split(parts)[::-1])
+    assert torch.equal(grad_norms([moved]), wanted)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(3,), (3, 4)])
+def test_a_norm_that_is_not_finite_is_infinite(value: float, shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    x.view(-1)[1] = value
+    assert grad_norms([x, torch.ones(4)]).tolist() == [math.inf, 2.0]
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-10, 1.0, 1e10, 1e18])
+def test_norms_of_very_different_rows(scale: float) -> None:
+    rows = torch.logspace(0, -12, 100)[:, None] * torch.ones(100, 33) * scale
+    assert grad_norms([rows]).item() == pytest.approx(total(rows), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 100_003), (7, 50_001), (50_001, 7), (200_000,)])
+def test_norms_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
+    x, threads = torch.randn(shape, generator=torch.Generator().manual_seed(0)), []
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            threads.append(grad_norms([x]).item())
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(threads)) == 1
 
 
 def test_kind_none_does_not_clip() -> None:

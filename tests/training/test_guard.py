@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.training.guard import SpikeDetector, SpikeGuardConfig, dump_bad_batch
+from ingot.training.guard import SpikeDetector, SpikeGuardConfig, bad_batch_path, dump_bad_batch
 
 
 def calm(watch: SpikeDetector, steps: int = 50, level: float = 4.0) -> None:
@@ -85,7 +85,8 @@ def test_a_saved_state_resumes() -> None:
 
 
 def test_the_offending_samples_are_saved(tmp_path: Path) -> None:
-    path = dump_bad_batch(tmp_path, step=7, reason="a loss of nan", sample_ids=[3, 1])
+    path = bad_batch_path(tmp_path, 7)
+    dump_bad_batch(path, step=7, reason="a loss of nan", sample_ids=[3, 1])
     assert json.loads(path.read_text()) == {
         "step": 7,
         "reason": "a loss of nan",

@@ -56,9 +56,9 @@ def test_micro_batches_of_different_sizes_equal_the_whole_batch(dropout: float) 
     a, b = parts.forward_backward(pieces, 5), whole.forward_backward([joined(pieces)], 5)
     assert (a.num_targets, a.num_rows) == (b.num_targets, b.num_rows) == (61, 64)
     assert a.loss == pytest.approx(b.loss, rel=1e-6)
-    assert parts.master_weights.grads.keys() == parts.master_weights.weights.keys()
-    for name, grad in parts.master_weights.grads.items():
-        torch.testing.assert_close(grad, whole.master_weights.grads[name], rtol=1e-4, atol=1e-6)
+    assert parts.grads.keys() == parts.master_weights.weights.keys()
+    for name, grad in parts.grads.items():
+        torch.testing.assert_close(grad, whole.grads[name], rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_are_those_of_the_mean_loss() -> None:
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_mean_loss() -> None:
     total = sum(float(p.grad.double().square().sum()) for p in wanted.parameters())  # pyright: ignore
     assert found.grad_norm == pytest.approx(total**0.5, rel=1e-4)
     for name, p in wanted.named_parameters():
-        torch.testing.assert_close(step.master_weights.grads[name], p.grad)
+        torch.testing.assert_close(step.grads[name], p.grad)
 
 
 @pytest.mark.parametrize("precision", list(Precision))
@@ -90,7 +90,7 @@ def test_an_update_is_the_clipped_gradient(precision: Precision) -> None:
         for n, w in step.master_weights.weights.items()
     )
     assert moved**0.5 == pytest.approx(0.5 * 0.5 * 0.1, rel=1e-2)
-    assert not step.master_weights.grads
+    assert not step.grads
     for parameter, (name, master) in zip(
         step.model.parameters(), step.master_weights.weights.items(), strict=True
     ):

@@ -1,0 +1,1 @@
+"""Training on several ranks: functions that are applied to a model."""

@@ -1,0 +1,32 @@
+"""How a run is divided among ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ingot.core.config import check_bounds
+from ingot.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a run is divided among ranks; their number is that of the processes started.
+
+    >>> ParallelConfig(dp=2).batch_shards
+    """
+
+    dp: int = 1
+    """Replicas of the model; the ranks of a replica shard its weights (FSDP)."""
+    batch_shards: int | None = None
+    """Parts of the global batch whose gradients are summed pairwise, a power of two. Any number of
+    ranks that divides it computes the same bits. By default the largest up to 8 that divides
+    `grad_accum_steps`."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, dp=(1, 2**20))
+        shards = 1 if self.batch_shards is None else self.batch_shards
+        if shards < 1 or shards & (shards - 1):
+            raise ConfigError(
+                f"parallel.batch_shards: must be a power of two, got {shards}",
+                hint="give 1, 2, 4 or a larger one",
+            )

@@ -1,0 +1,139 @@
+"""The processes of a distributed run, and sums whose bits do not depend on their number.
+
+Floating-point sums depend on their order, and a library's all-reduce has an order for each number
+of ranks. Here a sum over the ranks is a binary tree over their indices:
+
+    ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
+
+If a rank holds the sum of a subtree already, the result has the same bits. So the number of ranks
+is a power of two.
+
+A reduce-scatter is an all-to-all and a local sum in this order: as many bytes as a ring sends. An
+all-reduce is this and an all-gather.
+"""
+
+# pyright: basic, reportPrivateImportUsage=false
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ingot.core.errors import ConfigError
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group; `Ranks()` is a single process, without a group.
+
+    >>> ranks = Ranks()
+    >>> ranks.gather([1.0, 2.0]), ranks.is_main
+    ([[1.0, 2.0]], True)
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes the files of the run."""
+        return self.rank == 0
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of all ranks, by rank; each rank has to pass as many."""
+        own = torch.tensor(values, dtype=torch.float64)
+        if self.size == 1:
+            return [own.tolist()]
+        found = own.new_empty(self.size * len(own))
+        dist.all_gather_single(found, own, group=self.group)
+        return found.view(self.size, -1).tolist()
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the largest value of all ranks, by element."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def sum_integers(self, values: Tensor) -> Tensor:
+        """Return the sum of the values of all ranks, by element; integers have no order."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def share(self, text: str) -> str:
+        """Return the text of the main rank."""
+        if self.size == 1:
+            return text
+        length = int(self.gather([len(text.encode())])[0][0])
+        content = torch.zeros(length, dtype=torch.uint8)
+        if self.is_main:
+            content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        dist.broadcast(content, 0, group=self.group)
+        return bytes(content.tolist()).decode()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+
+def connect() -> Ranks:
+    """Join the process group that torchrun started this process for; `Ranks()` without torchrun."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Ranks()
+    if size & (size - 1):
+        raise ConfigError(
+            f"ranks: must be a power of two, got {size}", hint="start 2, 4, 8 or more ranks"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    return Ranks(dist.get_rank(), size, dist.group.WORLD)
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the parts, pairwise; their number is a power of two.
+
+    >>> tree_sum([torch.tensor(1e8), torch.tensor(-1e8), torch.tensor(1.0), torch.tensor(2.0)])
+    tensor(3.)
+    """
+    sums = list(parts)
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def reduce_scatter(output: Tensor, values: Tensor, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of the sum over the ranks to `output`."""
+    received = torch.empty_like(values)
+    dist.all_to_all_single(received, values.contiguous(), group=group)
+    output.copy_(tree_sum(received.chunk(group.size())).view_as(output))
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace a vector by its sum over the ranks."""
+    size = group.size()
+    if size == 1:
+        return
+    part = -(-values.numel() // size)
+    padded = torch.nn.functional.pad(values, (0, part * size - values.numel()))
+    own = values.new_empty(part)
+    reduce_scatter(own, padded, group)
+    dist.all_gather_single(padded, own, group=group)
+    values.copy_(padded[: values.numel()])

@@ -1,0 +1,138 @@
+"""Fully sharded data parallelism with torch's FSDP2, with the bits of a single process.
+
+Each rank stores a part of the rows of every weight. FSDP2 gathers the weights of a block before the
+block is computed and frees them afterwards; the gradients of a block are summed over the ranks as
+soon as its backward has computed them, and each rank keeps those of its rows. With several
+replicas, the ranks of a replica shard the weights among themselves, and the sums are then added
+over the replicas (HSDP).
+
+The sums are those of `ingot.parallel.ranks`, in float32: `set_custom_reduce_scatter` replaces the
+library's own, and `set_all_reduce_hook` sees the result before FSDP2 rounds it to the dtype of the
+weight. Rank r is rank r % s of replica r // s, with s ranks of a replica.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from ingot.core.errors import ConfigError
+from ingot.parallel import ranks as collectives
+from ingot.parallel.ranks import Ranks
+
+OnGrad = Callable[[str, Tensor], None]
+
+
+class _OrderedReduceScatter(ReduceScatter):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        collectives.reduce_scatter(output_tensor, input_tensor, group)
+
+
+class ShardedModel:
+    """A model whose weights are sharded over ranks; `on_grad` takes the gradients of its rows.
+
+    `replicas` ranks store the same rows. The module itself is changed: its parameters become
+    DTensors of the same names.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, replicas: int, on_grad: OnGrad) -> None:
+        if ranks.size % replicas:
+            raise ConfigError(
+                f"parallel.dp: must divide the number of ranks, {ranks.size}, got {replicas}",
+                hint="change one of the two",
+            )
+        self.model: Any = model
+        self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
+        shape = (replicas, ranks.size // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "fsdp"))
+        group = mesh["fsdp"].get_group()
+        self.replica = Ranks(ranks.rank % shape[1], shape[1], group)
+        """The ranks that store the weights together."""
+        self._on_grad = on_grad
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for module in (*getattr(model, "blocks", ()), model):
+            fully_shard(module, mesh=mesh["fsdp"], mp_policy=policy)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_grad)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._install(module, mesh)
+
+    def _install(self, module: Any, mesh: DeviceMesh) -> None:
+        replicas = mesh["dp"].get_group()
+        group = module._get_fsdp_state()._fsdp_param_groups[0]
+        parameters = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+        def take(reduced: Tensor) -> None:
+            collectives.all_reduce(reduced, replicas)
+            self._split(parameters, reduced)
+
+        module.set_custom_reduce_scatter(_OrderedReduceScatter())
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_all_reduce_hook(take)
+
+    def _split(self, parameters: list[Tensor], reduced: Tensor) -> None:
+        """Take the gradients of a block from the flat vector that FSDP2 has reduced."""
+        begin = 0
+        for parameter in parameters:
+            name, own = self._names[id(parameter)], local(parameter)
+            rows = self._rows[name]
+            self._on_grad(name, reduced[begin : begin + own.numel()].view(own.shape))
+            begin += -(-rows // self.replica.size) * (parameter.numel() // rows)
+        assert begin == reduced.numel(), "every weight of a block has a gradient"
+
+    def has_rows(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor has the rows of a weight: `weight`, or `weight|moment`."""
+        return tensor.dim() > 0 and name.partition("|")[0] in self._rows
+
+    def rows(self, name: str) -> slice:
+        """Return which rows of a weight, or of its optimizer state, this rank stores."""
+        name = name.partition("|")[0]
+        part = -(-self._rows[name] // self.replica.size)
+        begin = min(part * self.replica.rank, self._rows[name])
+        return slice(begin, min(begin + part, self._rows[name]))
+
+    def set_sync(self, sync: bool) -> None:
+        """Set whether the next backward sums the gradients over the ranks, or only adds its own."""
+        self.model.set_requires_gradient_sync(sync)
+
+    def reshard(self) -> None:
+        """Free gathered weights, so that the next forward gathers updated ones."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _drop_grad(parameter: Tensor) -> None:
+    parameter.grad = None  # taken already, before it was rounded
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the rows that this rank stores of a tensor; the tensor itself if it is not sharded.
+
+    >>> local(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

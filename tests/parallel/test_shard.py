@@ -1,0 +1,136 @@
+"""Runs on several ranks have the bits of a run in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ingot.nn import MoEConfig
+from ingot.nn.config import Activation, NormKind
+from ingot.parallel import ranks as collectives
+from ingot.parallel.config import ParallelConfig
+from ingot.parallel.ranks import Ranks
+from ingot.training import clip, optimizer
+from ingot.training.precision import Precision
+from ingot.training.recipe import Recipe
+from ingot.training.trainer import Trainer
+from tests.parallel.processes import run_ranks
+from tests.training import runs
+
+GPT2 = replace(
+    runs.TINY,
+    rope=None,
+    norm=NormKind.LAYER,
+    activation=Activation.GELU_TANH,
+    kv_heads=2,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+)
+MOE = replace(runs.TINY, moe=MoEConfig(num_experts=4, top_k=2, ffn_dim=48), tie_embeddings=False)
+# Clipping at a norm that every step exceeds, so that the norm decides all bits that follow.
+CLIP = clip.ClipNormConfig(max_norm=0.05)
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "dense-bf16": {"precision": Precision.BF16},
+    "gpt2": {"model": GPT2, "global_batch_size": 8, "grad_accum_steps": 8},
+    "moe": {"model": MOE, "precision": Precision.BF16},
+    "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
+    "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
+}
+STOP = 5
+
+
+def recipe_of(case: str, dp: int, directory: Path) -> Recipe:
+    """A run with dropout, EMA, clipping, evaluations and checkpoints."""
+    parallel = ParallelConfig(dp=dp, batch_shards=4)
+    options = {"grad_accum_steps": 4, "clip": CLIP, "parallel": parallel, **CASES[case]}
+    return runs.text(directory, steps=8, eval_every=3, **options)
+
+
+# What ranks do one after another, as starting them takes longer than all of it.
+JOBS: dict[int, list[dict[str, Any]]] = {
+    1: [{"name": "one", "cases": list(CASES)}],
+    4: [
+        {"name": "4-fsdp", "cases": list(CASES)},
+        {"name": "4-hsdp", "cases": ["gpt2", "moe"], "dp": 2},
+        {"name": "changed", "cases": ["moe"], "stop": True},
+        {"name": "wrong", "cases": ["dense"], "wrong_order": True},
+    ],
+    2: [
+        {"name": "2-fsdp", "cases": ["gpt2"]},
+        {"name": "2-dp", "cases": ["dense-bf16"], "dp": 2},
+        {"name": "changed", "cases": ["moe"], "dp": 2, "resume": True},
+    ],
+}
+
+
+def train_all(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
+    for job in JOBS[ranks.size]:
+        for case in job["cases"]:
+            train(ranks, job, case, directory)
+
+
+def train(ranks: Ranks, job: dict[str, Any], case: str, directory: Path) -> None:
+    """Train a case; "stop" stops it after a step, "resume" continues it."""
+    recipe = recipe_of(case, job.get("dp", 1), directory)
+    trainer = Trainer(recipe, directory / job["name"] / case, ranks=ranks)
+    if job.get("resume"):
+        assert trainer.resume()
+
+    def on_metrics(metrics: dict[str, Any]) -> None:
+        if job.get("stop") and metrics["step"] == STOP:
+            trainer.stop()  # on the main rank alone: the others have to hear of it
+
+    before = collectives.tree_sum
+    if job.get("wrong_order"):
+        collectives.tree_sum = _sum_in_turn
+    assert (trainer.run(on_metrics) is None) is bool(job.get("stop"))
+    collectives.tree_sum = before
+
+
+def _sum_in_turn(parts: Any) -> torch.Tensor:
+    total, *rest = parts
+    for part in rest:
+        total = total + part
+    return total
+
+
+def saved(directory: Path, case: str) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint."""
+    trainer = Trainer(recipe_of(case, 1, directory.parent), directory / case)
+    checkpoint = trainer.checkpoints.latest()
+    assert checkpoint is not None
+    assert checkpoint.step == trainer.recipe.steps
+    return {
+        f"{part}/{name}": tensor
+        for part in ("weights", "optimizer", "ema", "clipper")
+        for name, tensor in checkpoint.tensors(part).items()
+    }
+
+
+def differences(one: Path, other: Path, case: str) -> list[str]:
+    """What of two runs is not equal, bit for bit."""
+    wanted, found = saved(one, case), saved(other, case)
+    assert wanted.keys() == found.keys()
+    tensors = [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])]
+    same_curve = runs.curve(one / case) == runs.curve(other / case)
+    return tensors if same_curve else ["curve", *tensors]
+
+
+def test_runs_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    """One test, as the runs are compared with each other: see `JOBS`."""
+    train_all(Ranks(), {}, tmp_path)
+    for size in (4, 2):
+        run_ranks(size, f"{__name__}:train_all", {}, tmp_path)
+    compared = {
+        (job["name"], case): differences(tmp_path / "one", tmp_path / job["name"], case)
+        for job in (*JOBS[4], *JOBS[2])
+        for case in job["cases"]
+    }
+    assert compared.pop(("wrong", "dense"))  # another order of summation is noticed
+    assert compared == {key: [] for key in compared}
+    assert len(compared) == 11
