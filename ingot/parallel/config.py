@@ -22,8 +22,11 @@ class ParallelConfig:
     ranks that divides it computes the same bits. By default the largest up to 8 that divides
     `grad_accum_steps`."""
 
+    timeout_s: float = 600.0
+    """Seconds after which a rank that does not answer ends the run, or restarts it."""
+
     def __post_init__(self) -> None:
-        check_bounds(self, dp=(1, 2**20))
+        check_bounds(self, dp=(1, 2**20), timeout_s=(1.0, 1e6))
         shards = 1 if self.batch_shards is None else self.batch_shards
         if shards < 1 or shards & (shards - 1):
             raise ConfigError(

@@ -16,7 +16,10 @@ all-reduce is this and an all-gather.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from ingot.core.errors import ConfigError
 
-_TIMEOUT = timedelta(minutes=10)
+_HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,45 @@ class Ranks:
             dist.barrier(group=self.group)
 
 
-def connect() -> Ranks:
-    """Join the process group that torchrun started this process for; `Ranks()` without torchrun."""
+class Heartbeat:
+    """Tells the other ranks once a second that this process is running, and asks which are not."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._stop = threading.Event()
+        threading.Thread(target=self._beat, name="ingot-heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def silent_ranks(self, seconds: float) -> list[int]:
+        """Return the ranks whose last heartbeat is older than this; rank 0 has them all."""
+        beats = [f"heartbeat/{rank}" for rank in range(self._size)]
+        try:
+            before = self._store.multi_get(beats)
+            time.sleep(seconds)
+            after = self._store.multi_get(beats)
+        except (RuntimeError, dist.DistError):
+            return [0]
+        return [rank for rank in range(self._size) if before[rank] == after[rank]]
+
+    def _beat(self) -> None:
+        count = 0
+        with suppress(RuntimeError):  # the store is gone: the run is over
+            while not self._stop.wait(_HEARTBEAT_S):
+                count += 1
+                self._store.set(f"heartbeat/{self._rank}", str(count))
+
+
+_heartbeat: Heartbeat | None = None
+
+
+def connect(timeout_s: float = 600.0) -> Ranks:
+    """Join the process group that torchrun started this process for; `Ranks()` without torchrun.
+
+    A collective that has not finished after `timeout_s` is an error.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()
@@ -96,15 +136,27 @@ def connect() -> Ranks:
         raise ConfigError(
             f"ranks: must be a power of two, got {size}", hint="start 2, 4, 8 or more ranks"
         )
+    global _heartbeat
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        options = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
+        dist.init_process_group("gloo", **options)
+        _heartbeat = Heartbeat(store, rank, size)
     return Ranks(dist.get_rank(), size, dist.group.WORLD)
 
 
 def disconnect() -> None:
     """Leave the process group, if there is one."""
+    if _heartbeat is not None:
+        _heartbeat.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def name_silent_ranks() -> list[int]:
+    """Return the ranks that do not answer; for the message after a collective has failed."""
+    return [] if _heartbeat is None else _heartbeat.silent_ranks(3 * _HEARTBEAT_S)
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:

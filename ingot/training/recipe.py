@@ -430,7 +430,8 @@ class Recipe:
         """Return this recipe with the fields that may change on resume taken from another."""
         free = ("steps", "grad_accum_steps", "keep_checkpoints", "checkpoint_every", "eval_every")
         free = (*free, "recompute", "device")
-        parallel = replace(self.parallel, dp=other.parallel.dp)
+        layout = {"dp": other.parallel.dp, "timeout_s": other.parallel.timeout_s}
+        parallel = replace(self.parallel, **layout)
         return replace(self, parallel=parallel, **{name: getattr(other, name) for name in free})
 
 

@@ -34,7 +34,7 @@ from ingot.nn.qat import convert_qat
 from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
-from ingot.parallel.ranks import Ranks, connect
+from ingot.parallel.ranks import Ranks, connect, name_silent_ranks
 from ingot.training.checkpoint import Checkpoint, Checkpoints
 from ingot.training.evaluate import EvalResult
 from ingot.training.objective import DPOConfig
@@ -103,7 +103,7 @@ class TrainingRun:
         peak_flops: float | None = None,
     ) -> None:
         self.recipe = _read_recipe(recipe, overrides)
-        self.ranks = connect()
+        self.ranks = connect(self.recipe.parallel.timeout_s)
         resume = resume or _is_restarted(run_dir)
         self.directory = self._find_directory(run_dir, resume)
         try:
@@ -130,9 +130,10 @@ class TrainingRun:
     def train(self, on_metrics: OnMetrics = lambda metrics: None) -> TrainResult:
         """Train to the end of the recipe or until `stop`, and export a finished decoder."""
         _LOG.info("the run is in %s", self.directory)
-        if self.ranks.is_main:
-            return self._train(on_metrics)
-        return self._result(self.trainer.run(), None)
+        with _naming_silent_ranks(self.ranks):
+            if self.ranks.is_main:
+                return self._train(on_metrics)
+            return self._result(self.trainer.run(), None)
 
     def _train(self, on_metrics: OnMetrics) -> TrainResult:
         trainer, directory = self.trainer, self.directory
@@ -323,6 +324,22 @@ def _load_checkpoint(model: nn.Module, directory: Path, recipe: Recipe) -> Check
         f"{directory}: no complete checkpoint yet",
         hint=f"wait for the first: there is one every {recipe.checkpoint_every} steps",
     )
+
+
+@contextmanager
+def _naming_silent_ranks(ranks: Ranks) -> Generator[None]:
+    """Say which ranks do not answer, if a collective has failed or timed out."""
+    try:
+        yield
+    except RuntimeError as error:
+        silent = name_silent_ranks() if ranks.size > 1 else []
+        if not silent:
+            raise
+        names = ", ".join(map(str, silent))
+        raise IngotError(
+            f"rank {names}: does not answer ({error})"[:300],
+            hint="its process is stopped, killed or unreachable; continue with --resume",
+        ) from error
 
 
 @contextmanager

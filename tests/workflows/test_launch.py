@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from ingot.core import config
+from ingot.parallel.config import ParallelConfig
 from ingot.training.trainer import Trainer
 from tests.training import runs
 
@@ -26,15 +28,15 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def start(recipe: Path, run: Path, *options: str) -> subprocess.Popen[str]:
+def start(recipe: Path, run: Path, *options: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """`ingot train`, whose messages go to a file next to the run."""
     command = [sys.executable, "-m", "ingot", "train", str(recipe), "--run", str(run)]
-    return subprocess.Popen([*command, "--ranks", "2", *options], stderr=subprocess.PIPE, text=True)
+    with log_of(run).open("a") as log:
+        return subprocess.Popen([*command, "--ranks", str(ranks), *options], stderr=log, text=True)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Its exit status and what it printed to stderr."""
-    error = process.communicate(timeout=120)[1]
-    return process.returncode, error
+def log_of(run: Path) -> Path:
+    return run.with_name("log.txt")
 
 
 def ranks_of(run: Path) -> list[int]:
@@ -54,7 +56,17 @@ def wait_for(run: Path, checkpoints: int, process: subprocess.Popen[str]) -> Non
     end = time.monotonic() + 120
     while len(list((run / "checkpoints").glob("step-*"))) < checkpoints:
         assert time.monotonic() < end
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, log_of(run).read_text()
+        time.sleep(0.02)
+
+
+def wait_for_progress(run: Path, process: subprocess.Popen[str]) -> None:
+    """Wait for a checkpoint that is not there yet."""
+    known = set((run / "checkpoints").glob("step-*"))
+    end = time.monotonic() + 180
+    while not set((run / "checkpoints").glob("step-*")) - known:
+        assert time.monotonic() < end
+        assert process.poll() is None, log_of(run).read_text()
         time.sleep(0.02)
 
 
@@ -73,7 +85,7 @@ def test_a_killed_rank_is_started_again_and_the_run_has_the_same_bits(
     process = start(recipe, run, "--max-restarts", "1")
     wait_for(run, 2, process)
     os.kill(ranks_of(run)[-1], signal.SIGKILL)
-    assert finish(process)[0] == 0
+    assert process.wait(180) == 0
     assert (run / "model" / "config.json").is_file()
     assert not ranks_of(run)
     assert_whole_run(recipe, run, tmp_path / "whole")
@@ -84,8 +96,8 @@ def test_a_run_that_lost_a_rank_says_how_to_continue(recipe: Path, tmp_path: Pat
     process = start(recipe, run)
     wait_for(run, 1, process)
     os.kill(ranks_of(run)[0], signal.SIGKILL)
-    status, error = finish(process)
-    assert status == 2
+    assert process.wait(180) == 2
+    error = log_of(run).read_text()
     assert "rank 0 of 2 exited with status -9" in error
     assert "--resume" in error
     assert not ranks_of(run)
@@ -96,6 +108,49 @@ def test_an_interrupted_run_writes_a_checkpoint_and_continues(recipe: Path, tmp_
     process = start(recipe, run)
     wait_for(run, 1, process)
     process.send_signal(signal.SIGINT)
-    assert finish(process)[0] == 130
-    assert finish(start(recipe, run, "--resume"))[0] == 0
+    assert process.wait(180) == 130
+    assert start(recipe, run, "--resume").wait(180) == 0
     assert_whole_run(recipe, run, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_the_run_continues(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(recipe, run, "--max-restarts", "1", "parallel.timeout_s=5")
+    wait_for(run, 2, process)
+    os.kill(ranks_of(run)[1], signal.SIGSTOP)
+    assert process.wait(180) == 0
+    assert "rank 1: does not answer" in log_of(run).read_text()
+    assert_whole_run(recipe, run, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_twenty_killed_and_five_hanging_ranks_change_no_bit(tmp_path: Path) -> None:
+    """On four ranks; after some of the failures the run continues on two, and then on four."""
+    path, run, random = tmp_path / "recipe.toml", tmp_path / "run", Random(0)
+    options = {"steps": 400, "grad_accum_steps": 4, "checkpoint_every": 2, "eval_every": 0}
+    parallel = ParallelConfig(timeout_s=5.0)
+    config.save(runs.text(tmp_path, parallel=parallel, **options), path)
+    signals = [signal.SIGKILL] * 20 + [signal.SIGSTOP] * 5
+    random.shuffle(signals)
+    process, seconds = None, []
+    for index in range(0, len(signals), 5):
+        ranks = (4, 2)[index // 5 % 2]
+        more = [*(["--resume"] if index else []), "--max-restarts", "5"]
+        process = start(path, run, *more, ranks=ranks)
+        for number in signals[index : index + 5]:
+            wait_for_progress(run, process)
+            time.sleep(random.random())
+            begin = time.monotonic()
+            os.kill(random.choice(ranks_of(run)), number)
+            wait_for_progress(run, process)
+            seconds.append((number.name, time.monotonic() - begin))
+        if index + 5 < len(signals):
+            process.send_signal(signal.SIGINT)
+            assert process.wait(180) == 130
+    assert process is not None
+    assert process.wait(180) == 0
+    assert not ranks_of(run)
+    assert not list((run / "checkpoints").glob(".*"))
+    print(seconds)  # noqa: T201
+    assert_whole_run(path, run, tmp_path / "whole")
