@@ -109,10 +109,7 @@ class ShardedModel:
 
     def rows(self, name: str) -> slice:
         """Return which rows of a weight, or of its optimizer state, this rank stores."""
-        name = name.partition("|")[0]
-        part = -(-self._rows[name] // self.replica.size)
-        begin = min(part * self.replica.rank, self._rows[name])
-        return slice(begin, min(begin + part, self._rows[name]))
+        return row_slice(self._rows[name.partition("|")[0]], self.replica.rank, self.replica.size)
 
     def set_sync(self, sync: bool) -> None:
         """Set whether the next backward sums the gradients over the ranks, or only adds its own."""
@@ -123,6 +120,17 @@ class ShardedModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def row_slice(rows: int, rank: int, size: int) -> slice:
+    """Return which rows FSDP2 gives to a rank: equal parts, the last may have fewer or none.
+
+    >>> [row_slice(10, rank, 4) for rank in range(4)]
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 9, None), slice(9, 10, None)]
+    """
+    part = -(-rows // size)
+    begin = min(part * rank, rows)
+    return slice(begin, min(begin + part, rows))
 
 
 def _drop_grad(parameter: Tensor) -> None:

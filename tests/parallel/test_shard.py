@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ingot.nn import MoEConfig
+from ingot.nn import Decoder, MoEConfig
 from ingot.nn.config import Activation, NormKind
 from ingot.parallel import ranks as collectives
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.ranks import Ranks
+from ingot.parallel.shard import ShardedModel, local, row_slice
 from ingot.training import clip, optimizer
 from ingot.training.precision import Precision
 from ingot.training.recipe import Recipe
@@ -134,3 +141,50 @@ def test_runs_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     assert compared.pop(("wrong", "dense"))  # another order of summation is noticed
     assert compared == {key: [] for key in compared}
     assert len(compared) == 11
+
+
+LLAMA_70B = replace(
+    runs.TINY,
+    vocab_size=128_256,
+    dim=8192,
+    layers=80,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    ffn_dim=28_672,
+    tie_embeddings=False,
+)
+
+
+@pytest.mark.parametrize("dp", [1, 16])
+def test_1024_ranks_store_every_row_of_70_billion_weights_once(dp: int) -> None:
+    """The real code on a process group of torch without processes, and weights without memory."""
+    size, whole = 1024, {}
+    for rank in (0, 65, 1023):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            model = Decoder.on_meta(LLAMA_70B, torch.bfloat16)
+            whole = {name: p.shape for name, p in model.named_parameters()}
+            ranks = Ranks(rank, size, dist.group.WORLD)
+            sharded = ShardedModel(model, ranks, dp, lambda name, grad: None)
+        finally:
+            dist.destroy_process_group()
+        own = {name: local(p) for name, p in model.named_parameters()}
+        assert own.keys() == whole.keys()
+        for name, shape in whole.items():
+            rows = sharded.rows(name)
+            assert own[name].shape == (rows.stop - rows.start, *shape[1:])
+        number = sum(tensor.numel() for tensor in own.values())
+        assert number <= 1.01 * 70.55e9 / (size // dp)
+    assert sum(math.prod(shape) for shape in whole.values()) == pytest.approx(70.55e9, rel=1e-3)
+
+
+@given(st.integers(1, 5000), st.integers(0, 10))
+def test_the_rows_of_all_ranks_are_the_whole(rows: int, levels: int) -> None:
+    """`rows` divides as torch's `chunk`, with ranks that have none at the end."""
+    size = 2**levels
+    parts = [row_slice(rows, rank, size) for rank in range(size)]
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, rows)
+    chunks = torch.arange(rows).chunk(size)
+    assert [p.stop - p.start for p in parts if p.stop > p.start] == [len(c) for c in chunks]
