@@ -210,6 +210,7 @@ def _elementwise() -> Iterator[Workload]:
             "rms_norm": (hidden, channels),
             "layer_norm": (hidden, channels, channels),
             "add_rms_norm": (hidden, hidden, channels),
+            "square_sum": (hidden,),
             "add_layer_norm": (hidden, hidden, channels, channels),
         }.items():
             yield Workload(op, _text(*hidden), dtype, floats(*shapes))

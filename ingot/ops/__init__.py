@@ -26,7 +26,7 @@ from ingot.ops.loss import (
     linear_token_logprobs,
     token_logprobs,
 )
-from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from ingot.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, square_sum
 from ingot.ops.quantized import (
     linear_int4,
     linear_int4_dynamic,
@@ -98,6 +98,7 @@ __all__ = [
     "sampling_logprobs",
     "silu",
     "softmax",
+    "square_sum",
     "swiglu",
     "token_logprobs",
 ]

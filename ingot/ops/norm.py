@@ -8,6 +8,8 @@ by Ba et al. 2016 and Zhang & Sennrich 2019.
 A transformer block adds its branch to the residual stream, and the next block normalizes the sum.
 The `add_` forms do both in one pass over memory and return the normalized sum and the sum itself,
 which is the new residual stream.
+
+`square_sum` is the squared Euclidean norm of each row, of which gradient norms are made.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.arguments import fake_like
+from ingot.ops.arguments import accum_dtype, fake_like
 from ingot.ops.check import check_same_dtype, check_same_shape
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
@@ -112,6 +114,25 @@ def _add_layer_cost(
     return Cost(bytes=4 * x.nbytes + vectors, flops=8 * x.numel())
 
 
+def _square_sum_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    for name, x in _shapes(make):
+        yield SampleInput(name, (x,))
+
+
+def _check_square_sum(x: Tensor) -> None:
+    check_same_dtype("square_sum", x=x)
+    if not x.dim():
+        raise OpError("square_sum: x has no dimension", hint="pass x.view(1)")
+
+
+def _fake_square_sum(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=accum_dtype(x.dtype))
+
+
+def _square_sum_cost(x: Tensor) -> Cost:
+    return Cost(bytes=x.nbytes + 4 * x.shape[:-1].numel(), flops=2 * x.numel())
+
+
 def _twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return fake_like(x), fake_like(x)
 
@@ -193,3 +214,20 @@ def add_layer_norm(
     """
     total = x + residual
     return layer_norm.reference(total, weight, bias, eps), total
+
+
+@op(
+    check=_check_square_sum,
+    fake=_fake_square_sum,
+    samples=_square_sum_samples,
+    tolerance=Tolerance(),
+    cost=_square_sum_cost,
+    row_args=("x",),
+)
+def square_sum(x: Tensor) -> Tensor:
+    """Return the sum of the squares of each row, in float32.
+
+    >>> square_sum(torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
+    tensor([25.,  1.])
+    """
+    return x.to(accum_dtype(x.dtype)).square().sum(-1)

@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ingot import ops
 from ingot.core.config import check_bounds
 from ingot.parallel.ranks import Ranks
 
@@ -175,14 +176,14 @@ def grad_norms(tensors: list[Tensor], ranks: Ranks = _ALONE) -> Tensor:
     >>> grad_norms([torch.tensor([3.0, 4.0]), torch.zeros(2)])
     tensor([5., 0.])
     """
-    squares = [_row_norms(tensor).double().square() for tensor in tensors]
+    squares = [_row_squares(tensor).double() for tensor in tensors]
     largest = ranks.max(torch.stack([_largest(rows) for rows in squares]))
-    exponents = torch.frexp(largest).exponent
+    units = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - _UNIT_BITS)
     integers = [
-        torch.ldexp(rows.nan_to_num(0.0, posinf=0.0), _UNIT_BITS - exponent).round().long().sum()
-        for rows, exponent in zip(squares, exponents, strict=True)
+        (rows.nan_to_num(0.0, posinf=0.0) / unit).long().sum()
+        for rows, unit in zip(squares, units, strict=True)
     ]
-    sums = torch.ldexp(ranks.sum_integers(torch.stack(integers)).double(), exponents - _UNIT_BITS)
+    sums = ranks.sum_integers(torch.stack(integers)).double() * units
     return torch.where(largest.isfinite(), sums, math.inf).sqrt().float()
 
 
@@ -191,12 +192,6 @@ def _largest(rows: Tensor) -> Tensor:
     return rows.amax().nan_to_num(math.inf, posinf=math.inf) if len(rows) else rows.new_zeros(())
 
 
-def _row_norms(x: Tensor) -> Tensor:
-    """Return the norms of the rows in float32; other dtypes are converted a few rows at a time."""
-    if x.dim() < 2:
-        return x.reshape(-1).float().abs()
-    rows = x.flatten(1)
-    if x.dtype == torch.float32 or not x.numel():
-        return torch.linalg.vector_norm(rows.float(), dim=1)
-    parts = rows.split(max(1, 2**20 // rows.shape[1]))
-    return torch.cat([torch.linalg.vector_norm(part.float(), dim=1) for part in parts])
+def _row_squares(x: Tensor) -> Tensor:
+    """Return the squared norms of the rows in float32; a vector has rows of one element."""
+    return ops.square_sum(x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1))

@@ -27,3 +27,14 @@ def test_add_forms_return_the_new_residual() -> None:
         y, total = fused(X, 2 * X, weight)
         assert torch.equal(total, X + 2 * X)
         assert torch.equal(y, alone(total, weight, eps=1e-6 if alone is ops.rms_norm else 1e-5))
+
+
+def test_square_sum_is_the_squared_norm_in_float32() -> None:
+    found = ops.square_sum(X.bfloat16())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.sqrt(), X.bfloat16().float().norm(dim=-1))
+
+
+def test_square_sum_of_rows_without_channels_is_zero() -> None:
+    assert ops.square_sum(torch.zeros(3, 0)).tolist() == [0.0, 0.0, 0.0]
+    assert ops.square_sum(torch.zeros(0, 4)).tolist() == []

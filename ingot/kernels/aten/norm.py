@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ingot import ops
 from ingot.kernels.aten import aten
+from ingot.ops.arguments import accum_dtype
 from ingot.ops.gradient import Backward, differentiate
 from ingot.ops.record import Op
 
@@ -18,6 +20,12 @@ from ingot.ops.record import Op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Make one fused call."""
     return F.rms_norm(x, weight.shape, weight, eps).contiguous()
+
+
+@aten(ops.square_sum)
+def square_sum(x: Tensor) -> Tensor:
+    """Square the norm, which is computed without a temporary."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accum_dtype(x.dtype)).square()
 
 
 def _layer_backward(op: Op[..., Any], forward: Callable[..., Any]) -> Backward:

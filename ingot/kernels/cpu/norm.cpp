@@ -320,9 +320,30 @@ Tensors add_layer_norm_backward(NeedsGrad needs_grad, Tensors grads, const Tenso
   return select_gradients(Norm::LAYER, needs_grad, grads, {x, weight, residual, bias, eps});
 }
 
+// The order of a row's sum depends on its width alone.
+Tensor square_sum(const Tensor& x) {
+  return dispatch_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Rows<T> rows(x);
+    Tensor y = allocate({x.sizes().data(), size_t(x.dim() - 1)}, ScalarType::Float);
+    float* sums = data<float>(y);
+    parallel_for(rows.count, rows.width, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        const T* from = rows[row];
+        sums[row] = reduce_sum(sum_row(rows.width, [&](Floats acc, int64_t at, auto... tail) {
+          Floats values = load(from + at, tail...);
+          return fma(values, values, acc);
+        }));
+      }
+    });
+    return y;
+  });
+}
+
 }  // namespace ingot::kernels
 
 REGISTER_OP(rms_norm)
+REGISTER_OP(square_sum)
 REGISTER_OP(layer_norm)
 REGISTER_OP(add_rms_norm)
 REGISTER_OP(add_layer_norm)
