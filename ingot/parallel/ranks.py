@@ -91,7 +91,7 @@ class Ranks:
 
 
 class Heartbeat:
-    """Tells the other ranks once a second that this process is running, and asks which are not."""
+    """Reports once a second that this process is running, and finds the ranks that do not."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
