@@ -143,6 +143,11 @@ class Trainer:
 
     def _check(self) -> None:
         self.recipe.check_ranks(self.ranks.size)
+        if self.ranks.size > 1 and self.device.type != "cpu":
+            raise ConfigError(
+                f"device: several ranks train on the CPU, got '{self.device}'",
+                hint="set device=cpu, or train on one rank",
+            )
         if self.ranks.size > 1 and any(True for _ in self.model.buffers()):
             raise ConfigError(
                 "model: has buffers that training changes, such as running means, which differ "

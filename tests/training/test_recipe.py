@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from ingot.core import config
 from ingot.core.errors import ConfigError, UnknownName
 from ingot.nn import DecoderConfig, preset
+from ingot.parallel.config import ParallelConfig
+from ingot.training import optimizer
+from ingot.training.precision import Precision
 from ingot.training.recipe import Recipe, TextData, build_model, load_datasets
 from tests.training import runs
 
@@ -84,3 +88,36 @@ def test_the_cache_directory_depends_on_the_data() -> None:
     }
     assert len(places) == 8
     assert TextData(source="a", seq_len=7).dataset_dir == TextData(source="a").dataset_dir
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ({}, 2, "2 ranks: must divide the shards of the global batch, 1"),
+        ({"grad_accum_steps": 4}, 8, "8 ranks: must divide the shards of the global batch, 4"),
+        ({"optimizer": optimizer.MuonConfig()}, 2, "'muon' needs whole matrices"),
+        ({"precision": Precision.FP16}, 2, "precision=fp16: runs on one rank only"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_an_error(
+    tmp_path: Path, options: dict[str, Any], ranks: int, message: str
+) -> None:
+    known = {"grad_accum_steps": 2} if "must divide" not in message else {}
+    recipe = runs.text(tmp_path, **{**known, **options})
+    recipe.check_ranks(1)
+    with pytest.raises(ConfigError, match=message):
+        recipe.check_ranks(ranks)
+
+
+def test_shards_divide_the_micro_batches(tmp_path: Path) -> None:
+    assert runs.text(tmp_path, global_batch_size=12, grad_accum_steps=12).batch_shards == 4
+    with pytest.raises(ConfigError, match="batch_shards: must divide grad_accum_steps"):
+        runs.text(tmp_path, grad_accum_steps=2, parallel=ParallelConfig(batch_shards=4))
+
+
+def test_the_layout_may_change_on_resume_and_the_order_of_sums_may_not(tmp_path: Path) -> None:
+    first = runs.text(tmp_path, grad_accum_steps=4)
+    moved = replace(first, parallel=ParallelConfig(dp=2, timeout_s=5.0))
+    other = replace(first, parallel=ParallelConfig(batch_shards=2))
+    assert first.with_resumable_fields(moved) == moved
+    assert first.with_resumable_fields(other) != other
