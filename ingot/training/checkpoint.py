@@ -77,7 +77,11 @@ class Checkpoint:
             first = own[slices[0][0]]
             length = sum(own[name].shape[0] for name, rows in slices if rows != _ALL)
             covered = sorted((rows.start, rows.stop) for _, rows in slices if rows != _ALL)
-            if [0, *(stop for _, stop in covered)] != [*(start for start, _ in covered), length]:
+            whole_too = covered and len(covered) < len(slices)
+            if whole_too or [0, *(stop for _, stop in covered)] != [
+                *(start for start, _ in covered),
+                length,
+            ]:
                 raise CheckpointError(
                     f"{self.path}: rows of '{base}' are missing", hint="use an older checkpoint"
                 )

@@ -365,7 +365,7 @@ class Trainer:
         self.checkpoints.save(self.step, self._tensors(), metadata, result.loss if result else None)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return what this rank saves: its rows, and from the main rank what all have."""
+        """Return what this rank saves: its rows, in the first replica, and what all ranks have."""
         parts = self._state()
         if self.sharded is None:
             return parts
@@ -373,7 +373,7 @@ class Trainer:
         for part, tensors in parts.items():
             for name, tensor in tensors.items():
                 if self.sharded.has_rows(name, tensor):
-                    if self.ranks.rank < self.sharded.replica.size:  # of the first replica
+                    if len(tensor) and self.ranks.rank < self.sharded.replica.size:
                         key = name_rows(name, self.sharded.rows(name))
                         rows.setdefault(part, {})[key] = tensor
                 elif self.ranks.is_main:

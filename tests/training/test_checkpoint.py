@@ -13,7 +13,7 @@ import torch
 
 from ingot.core.errors import IngotError
 from ingot.training import checkpoint as module
-from ingot.training.checkpoint import NAME, Checkpoints
+from ingot.training.checkpoint import NAME, CheckpointError, Checkpoints
 
 
 def save(kept: Checkpoints, step: int, loss: float | None = None) -> None:
@@ -154,3 +154,38 @@ def test_another_format_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "step-00000001" / NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
     assert kept.latest() is None
+
+
+def saved_rows(directory: Path, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    kept = Checkpoints(directory, keep=1)
+    kept.save(1, {"weights": parts}, {})
+    latest = kept.latest()
+    assert latest is not None
+    return latest.tensors("weights")
+
+
+def test_rows_of_several_ranks_are_joined_in_their_order(tmp_path: Path) -> None:
+    w = torch.arange(12.0).view(6, 2)
+    parts = {"w[4:6]": w[4:], "w[0:1]": w[:1], "w[1:4]": w[1:4], "w[6:6]": w[6:], "step": w[0, 1]}
+    found = saved_rows(tmp_path, parts)
+    assert found.keys() == {"w", "step"}
+    assert torch.equal(found["w"], w)
+    assert found["step"].shape == ()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("w[0:1]", "w"),
+        ("w[0:1]", "w[3:5]"),
+        ("w[0:2]", "w[1:3]"),
+        ("w[1:2]", "w[2:4]"),
+        ("w[0:1]", "w[1:9999999999]"),
+    ],
+)
+def test_rows_that_are_missing_or_claimed_twice_are_an_error(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    parts = {names[0]: torch.ones(1, 2), names[1]: torch.ones(2, 2)}
+    with pytest.raises(CheckpointError, match="rows of 'weights/w' are missing"):
+        saved_rows(tmp_path, parts)
