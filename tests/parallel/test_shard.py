@@ -21,6 +21,7 @@ from ingot.parallel.config import ParallelConfig
 from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel, local, row_slice
 from ingot.training import clip, optimizer
+from ingot.training.checkpoint import Checkpoints
 from ingot.training.precision import Precision
 from ingot.training.recipe import Recipe
 from ingot.training.trainer import Trainer
@@ -49,23 +50,27 @@ CASES: dict[str, dict[str, Any]] = {
     "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
     "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
 }
-STOP = 5
 
 
-def recipe_of(case: str, dp: int, directory: Path) -> Recipe:
+Jobs = dict[int, list[dict[str, Any]]]
+
+
+def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
     """A run with dropout, EMA, clipping, evaluations and checkpoints."""
-    parallel = ParallelConfig(dp=dp, batch_shards=4)
-    options = {"grad_accum_steps": 4, "clip": CLIP, "parallel": parallel, **CASES[case]}
-    return runs.text(directory, steps=8, eval_every=3, **options)
+    shards = job.get("shards", 4)
+    parallel = ParallelConfig(dp=job.get("dp", 1), batch_shards=shards)
+    options = {"grad_accum_steps": shards, "clip": CLIP, **CASES[case], "parallel": parallel}
+    options.setdefault("global_batch_size", shards)
+    return runs.text(directory, steps=job.get("steps", 8), eval_every=3, **options)
 
 
 # What ranks do one after another, as starting them takes longer than all of it.
-JOBS: dict[int, list[dict[str, Any]]] = {
+JOBS: Jobs = {
     1: [{"name": "one", "cases": list(CASES)}],
     4: [
         {"name": "4-fsdp", "cases": list(CASES)},
         {"name": "4-hsdp", "cases": ["gpt2", "moe"], "dp": 2},
-        {"name": "changed", "cases": ["moe"], "stop": True},
+        {"name": "changed", "cases": ["moe"], "stop": 5},
         {"name": "wrong", "cases": ["dense"], "wrong_order": True},
     ],
     2: [
@@ -77,20 +82,20 @@ JOBS: dict[int, list[dict[str, Any]]] = {
 
 
 def train_all(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
-    for job in JOBS[ranks.size]:
+    for job in options["jobs"]:
         for case in job["cases"]:
             train(ranks, job, case, directory)
 
 
 def train(ranks: Ranks, job: dict[str, Any], case: str, directory: Path) -> None:
     """Train a case; "stop" stops it after a step, "resume" continues it."""
-    recipe = recipe_of(case, job.get("dp", 1), directory)
+    recipe = recipe_of(case, job, directory)
     trainer = Trainer(recipe, directory / job["name"] / case, ranks=ranks)
     if job.get("resume"):
         assert trainer.resume()
 
     def on_metrics(metrics: dict[str, Any]) -> None:
-        if job.get("stop") and metrics["step"] == STOP:
+        if metrics["step"] == job.get("stop"):
             trainer.stop()  # on the main rank alone: the others have to hear of it
 
     before = collectives.tree_sum
@@ -107,12 +112,10 @@ def _sum_in_turn(parts: Any) -> torch.Tensor:
     return total
 
 
-def saved(directory: Path, case: str) -> dict[str, torch.Tensor]:
+def saved(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of the last checkpoint."""
-    trainer = Trainer(recipe_of(case, 1, directory.parent), directory / case)
-    checkpoint = trainer.checkpoints.latest()
+    checkpoint = Checkpoints(directory / "checkpoints", keep=1).latest()
     assert checkpoint is not None
-    assert checkpoint.step == trainer.recipe.steps
     return {
         f"{part}/{name}": tensor
         for part in ("weights", "optimizer", "ema", "clipper")
@@ -120,28 +123,53 @@ def saved(directory: Path, case: str) -> dict[str, torch.Tensor]:
     }
 
 
-def differences(one: Path, other: Path, case: str) -> list[str]:
+def differences(one: Path, other: Path) -> list[str]:
     """What of two runs is not equal, bit for bit."""
-    wanted, found = saved(one, case), saved(other, case)
+    wanted, found = saved(one), saved(other)
     assert wanted.keys() == found.keys()
     tensors = [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])]
-    same_curve = runs.curve(one / case) == runs.curve(other / case)
+    same_curve = runs.curve(one) == runs.curve(other)
     return tensors if same_curve else ["curve", *tensors]
+
+
+def compare(jobs: Jobs, directory: Path) -> dict[tuple[str, str], list[str]]:
+    """Run the jobs; return how each case of each run differs from that of one process."""
+    train_all(Ranks(), {"jobs": jobs[1]}, directory)
+    for size in (size for size in jobs if size > 1):
+        run_ranks(size, f"{__name__}:train_all", {"jobs": jobs[size]}, directory)
+    return {
+        (job["name"], case): differences(directory / "one" / case, directory / job["name"] / case)
+        for size, of_size in jobs.items()
+        for job in of_size
+        for case in job["cases"]
+        if size > 1
+    }
 
 
 def test_runs_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     """One test, as the runs are compared with each other: see `JOBS`."""
-    train_all(Ranks(), {}, tmp_path)
-    for size in (4, 2):
-        run_ranks(size, f"{__name__}:train_all", {}, tmp_path)
-    compared = {
-        (job["name"], case): differences(tmp_path / "one", tmp_path / job["name"], case)
-        for job in (*JOBS[4], *JOBS[2])
-        for case in job["cases"]
-    }
+    compared = compare(JOBS, tmp_path)
     assert compared.pop(("wrong", "dense"))  # another order of summation is noticed
     assert compared == {key: [] for key in compared}
     assert len(compared) == 11
+
+
+@pytest.mark.slow
+def test_thirty_steps_on_one_to_eight_ranks(tmp_path: Path) -> None:
+    """FSDP, HSDP and DDP; and runs that are divided differently after half of their steps."""
+    cases = ["dense", "gpt2", "moe"]
+    shared = {"cases": cases, "shards": 8, "steps": 30}
+    jobs: Jobs = {
+        1: [{"name": "one", **shared}],
+        8: [{"name": f"8-{dp}", "dp": dp, **shared} for dp in (1, 2, 4, 8)]
+        + [{"name": f"changed-{size}", "stop": 15, **shared} for size in (2, 4)],
+        4: [{"name": f"4-{dp}", "dp": dp, **shared} for dp in (1, 2)]
+        + [{"name": "changed-4", "dp": 2, "resume": True, **shared}],
+        2: [{"name": "2-1", **shared}, {"name": "changed-2", "resume": True, **shared}],
+    }
+    compared = compare(jobs, tmp_path)
+    assert compared == {key: [] for key in compared}
+    assert len(compared) == 9 * len(cases)
 
 
 LLAMA_70B = replace(
