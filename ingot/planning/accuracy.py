@@ -41,14 +41,14 @@ class Errors:
     count: int
 
     def __str__(self) -> str:
-        return f"{100 * self.median:.1f} / {100 * self.p90:.0f}"
+        return f"{100 * self.median:.1f} / {100 * self.p90:.1f}"
 
 
 def summarize(logs: Floats, weights: Floats | None = None) -> Errors:
     """Return median and 90th percentile of the errors.
 
     >>> print(summarize(np.log(np.array([1.0, 1.1, 0.8]))))
-    10.0 / 20
+    10.0 / 20.0
     """
     errors = np.abs(np.exp(logs) - 1)
     if weights is None:

@@ -216,8 +216,10 @@ def step_time(work: Work, c: Constants) -> StepTime:
     tp = work.tp / c.nvlink * (1 - work.tp_overlap * (1 - c.tp_exposed))
     cp = _exposed(_slower(work.cp_nvlink, work.cp_network, c), attention, c.overlap)
     ep = c.all_to_all * _slower(work.ep_nvlink / _ALL_TO_ALL, work.ep_network, c)
-    fsdp = _exposed(_slower(work.fsdp_nvlink, work.fsdp_network, c), compute + tp, c.overlap)
-    busy = compute + tp + cp + ep + fsdp
+    # Not `compute`: attention would hide cp and fsdp at the same time.
+    visible = compute + tp + cp + ep
+    fsdp = _exposed(_slower(work.fsdp_nvlink, work.fsdp_network, c), visible, c.overlap)
+    busy = visible + fsdp
     floor = c.moe_launch * work.launch
     launch = work.moe_share * ((busy**4 + floor**4) ** 0.25 - busy)
     layer = busy + launch

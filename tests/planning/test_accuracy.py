@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def test_one_own_run_removes_the_error_of_a_system(runs: list[MeasuredRun]) -> N
     after = after_one_own_run(runs, logs)
     assert summarize(after.logs, after.weights).p90 < 0.02 < summarize(logs).p90
     assert after.weights.sum() == pytest.approx(len(runs), rel=0.05)
+    systems = Counter((r.source, r.gpu, r.workload.precision, r.is_moe) for r in runs)
+    assert len(after.logs) == sum(n * (n - 1) for n in systems.values())
     dense = np.array([not run.is_moe for run in runs])
     assert after.of(dense)[1].sum() == pytest.approx(dense.sum(), rel=0.05)
 

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from ingot.planning.cost import (
     PARTS,
@@ -49,6 +49,13 @@ def test_longer_sequences_cost_more_per_token(plan: ParallelPlan, work: Training
     assert seconds(plan, double) > seconds(plan, work)
 
 
+# Attention once hid the communication of cp and of fsdp at the same time.
+@example(
+    ParallelPlan(
+        fsdp=2, tp=8, cp=2, recompute="attention", software=Software(sequence_parallel=False)
+    ),
+    TrainingWorkload(model=SHAPES["gpt3-175b"], seq_len=2048, global_batch_size=1024),
+)
 @given(plans, workloads)
 def test_recomputation_is_never_faster(plan: ParallelPlan, work: TrainingWorkload) -> None:
     least, most = (seconds(replace(plan, recompute=how), work) for how in ("none", "full"))

@@ -111,3 +111,17 @@ def test_all_gpus_together_hold_at_least_the_model(ep: int) -> None:
     work = TrainingWorkload(model=model, seq_len=4096, global_batch_size=256)
     memory = predict_memory(work, ParallelPlan(fsdp=256, ep=ep))
     assert memory.optimizer * 256 == pytest.approx(8 * model.params)
+
+
+def test_zero_1_shards_the_optimizer_only() -> None:
+    plain, sharded = (
+        predict_memory(WORK, ParallelPlan(dp=8, software=Software(zero=zero))) for zero in (0, 1)
+    )
+    assert sharded.optimizer == pytest.approx(plain.optimizer / 8)
+    assert (sharded.weights, sharded.gradients) == (plain.weights, plain.gradients)
+
+
+def test_a_pipeline_stage_keeps_its_weights_gathered() -> None:
+    alone, staged = (predict_memory(WORK, ParallelPlan(fsdp=8, pp=pp)) for pp in (1, 4))
+    assert staged.gradients > alone.gradients
+    assert staged.optimizer < alone.optimizer
