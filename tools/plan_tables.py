@@ -31,6 +31,7 @@ from ingot.planning.accuracy import (
     memory_errors,
     nested_leave_one_out,
     rankings,
+    resample,
     summarize,
 )
 from ingot.planning.cost import Constants
@@ -191,6 +192,17 @@ def interval_table() -> str:
     )
 
 
+def resampling_table() -> str:
+    """Return how far the errors depend on which sources were published."""
+    runs, logs, _ = published()
+    rows: list[list[str]] = []
+    for kind, is_moe in (("dense", False), ("mixture of experts", True)):
+        mask = np.array([run.is_moe is is_moe for run in runs])
+        ranges = resample([run for run in runs if run.is_moe is is_moe], logs[mask])
+        rows.append([kind, *(f"{100 * low:.1f} to {100 * high:.1f}" for low, high in ranges)])
+    return _table(("runs", "median", "90th percentile"), rows)
+
+
 def constants_table() -> str:
     """Return the fitted constants, and their range when each source is left out."""
     runs, _, fitted = published()
@@ -251,6 +263,7 @@ def nested_table() -> str:
 
 TABLES = {
     "errors": error_table,
+    "resampling": resampling_table,
     "sources": source_table,
     "rankings": lambda: ranking_table(RUNS),
     "memory": memory_table,

@@ -151,7 +151,8 @@ def _lines(report: PlanReport, tokens: float, price: float | None) -> list[tuple
         lines.append(("for example", f"{left.describe()}: {use.total / GIB:.0f} GiB"))
     if report.own_runs:
         change = report.fitted.constants.speed
-        basis = f"{report.own_runs} own runs, which change predicted step times by {change:.2f}x"
+        runs = "own run" if report.own_runs == 1 else "own runs"
+        basis = f"{report.own_runs} {runs}: predicted step times are multiplied by {change:.2f}"
     else:
         basis = "published runs; --calibrate with a run of your own narrows the range"
     return [*lines, ("based on", basis)]

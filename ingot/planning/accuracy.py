@@ -59,6 +59,26 @@ def summarize(logs: Floats, weights: Floats | None = None) -> Errors:
     return Errors(float(median), float(p90), len(errors))
 
 
+def resample(
+    runs: Sequence[MeasuredRun], logs: Floats, count: int = 400
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the range of median and 90th percentile that chance in the choice of sources gives.
+
+    As many sources as there are are sampled with replacement; the ranges hold 90 % of the samples.
+    Runs of a source are not independent, so that runs themselves cannot be sampled.
+    """
+    sources = np.array([run.source for run in runs])
+    groups: list[Floats] = [logs[sources == name] for name in dict.fromkeys(sources.tolist())]
+    generator = np.random.default_rng(0)
+    found = list[tuple[float, float]]()
+    for _ in range(count):
+        chosen = generator.integers(len(groups), size=len(groups))
+        errors = summarize(np.concatenate([groups[at] for at in chosen]))
+        found.append((errors.median, errors.p90))
+    (low, low_p90), (high, high_p90) = np.percentile(np.array(found), [5, 95], axis=0).tolist()
+    return (low, high), (low_p90, high_p90)
+
+
 def select(work: Work, mask: npt.NDArray[np.bool_]) -> Work:
     """Return the stacked work of some of the runs."""
     return Work(**{field.name: getattr(work, field.name)[mask] for field in fields(Work)})

@@ -16,6 +16,7 @@ from ingot.planning.accuracy import (
     memory_errors,
     nested_leave_one_out,
     rankings,
+    resample,
     select,
     spreads,
     summarize,
@@ -79,6 +80,16 @@ def test_one_own_run_removes_the_error_of_a_system(runs: list[MeasuredRun]) -> N
     assert len(after.logs) == sum(n * (n - 1) for n in systems.values())
     dense = np.array([not run.is_moe for run in runs])
     assert after.of(dense)[1].sum() == pytest.approx(dense.sum(), rel=0.05)
+
+
+def test_sources_are_resampled_as_a_whole(runs: list[MeasuredRun]) -> None:
+    """If all runs of a source have the same error, the range is that of single sources."""
+    names = list(dict.fromkeys(run.source for run in runs))
+    logs = np.log1p(np.array([0.01 * names.index(run.source) for run in runs]))
+    (low, high), (low_p90, high_p90) = resample(runs, logs, count=100)
+    assert low < summarize(logs).median < high
+    assert low_p90 <= summarize(logs).p90 <= high_p90
+    assert high - low > 0.02
 
 
 def test_spreads_between_and_within_sources(runs: list[MeasuredRun]) -> None:
