@@ -92,9 +92,7 @@ def error_table() -> str:
         "dense, fp8 and fp4": [not run.is_moe and not _is_bf16(run) for run in runs],
     }
     for low, high in ((1, 16), (17, 128), (129, 1024), (1025, 10**6)):
-        name = (
-            f"dense, {low:,} to {high:,} GPUs" if high < 10**6 else f"dense, more than {low - 1:,}"
-        )
+        name = f"{low:,} to {high:,} GPUs" if high < 10**6 else f"more than {low - 1:,} GPUs"
         kinds[f"dense, {name}"] = [not run.is_moe and low <= run.plan.gpus <= high for run in runs]
     for gpu in dict.fromkeys(run.gpu for run in runs):
         kinds[f"dense, {gpu}"] = [not run.is_moe and run.gpu == gpu for run in runs]

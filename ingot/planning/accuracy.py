@@ -72,7 +72,7 @@ def resample(
     generator = np.random.default_rng(0)
     found = list[tuple[float, float]]()
     for _ in range(count):
-        chosen = generator.integers(len(groups), size=len(groups))
+        chosen: list[int] = generator.integers(len(groups), size=len(groups)).tolist()
         errors = summarize(np.concatenate([groups[at] for at in chosen]))
         found.append((errors.median, errors.p90))
     (low, low_p90), (high, high_p90) = np.percentile(np.array(found), [5, 95], axis=0).tolist()

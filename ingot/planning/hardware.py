@@ -10,13 +10,10 @@ scales all of them, so only their ratios matter.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from ingot.core import config
 from ingot.core.errors import ConfigError, UnknownName
 
 
@@ -151,17 +148,9 @@ def find_accelerator(name: str) -> Accelerator:
     """
     if name in ACCELERATORS:
         return ACCELERATORS[name]
-    path = Path(name)
-    if path.suffix != ".toml":
+    if not name.endswith(".toml"):
         raise UnknownName("GPU", name, ACCELERATORS)
-    try:
-        table: dict[str, Any] = tomllib.loads(path.read_text())
-        return msgspec.convert(table, Accelerator)
-    except (OSError, ValueError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(
-            f"{path}: does not describe a GPU: {error}"[:300],
-            hint="give the fields of `ingot.planning.hardware.Accelerator`",
-        ) from error
+    return config.load(Accelerator, Path(name))
 
 
 @dataclass(frozen=True, kw_only=True)

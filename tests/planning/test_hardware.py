@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from ingot.core.errors import ConfigError, UnknownName
+from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.planning.hardware import ACCELERATORS, Accelerator, Cluster, find_accelerator
 
 H100 = ACCELERATORS["h100"]
@@ -36,11 +36,19 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
     assert find_accelerator(str(path)).memory_gib == 64.0
 
 
-@pytest.mark.parametrize("text", ["bf16_tflops = 1.0", "not toml", 'bf16_tflops = "fast"'])
-def test_a_file_that_describes_none_is_an_error(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf16_tflops = 1.0", "missing attention_tflops"),
+        ("not toml", "is not TOML"),
+        ('bf16_tflops = "fast"', "bf16_tflops"),
+        ("bf16_tflop = 1.0", "did you mean 'bf16_tflops'"),
+    ],
+)
+def test_a_file_that_describes_none_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="does not describe a GPU"):
+    with pytest.raises(IngotError, match=message):
         find_accelerator(str(path))
 
 
