@@ -173,21 +173,32 @@ def memory_table() -> str:
 
 
 def interval_table() -> str:
-    """Return the intervals, and how many runs of unseen sources were in them."""
+    """Return the intervals, and the share of runs inside: of unseen sources, and of blind runs."""
     runs, logs, fitted = published()
+    blind = read_runs(BLIND)
+    ratios = np.exp(-log_errors(blind, load_fitted().constants))
     rows: list[list[str]] = []
     for kind, is_moe in (("dense", False), ("mixture of experts", True)):
         mask = np.array([run.is_moe is is_moe for run in runs])
         some = [run for run in runs if run.is_moe is is_moe]
-        covered = f"{coverage(some, logs[mask]):.0%}"
-        for is_calibrated in (False, True):
-            low, high = fitted.interval(is_moe=is_moe, is_calibrated=is_calibrated)
-            name = f"{kind}, after one own run" if is_calibrated else kind
-            cells = [f"{low - 1:+.0%} to {high - 1:+.0%}", "" if is_calibrated else covered]
-            rows.append([name, *cells])
-    return _table(
-        ("interval of 80 %", "measured over predicted", "coverage of other sources"), rows
+        low, high = fitted.interval(is_moe=is_moe, is_calibrated=False)
+        own = ratios[[run.is_moe is is_moe for run in blind]]
+        shares = (*coverage(some, logs[mask]), np.mean((low <= own) & (own <= high)))
+        rows.append([kind, _range(low, high), *(f"{share:.0%}" for share in shares)])
+        low, high = fitted.interval(is_moe=is_moe, is_calibrated=True)
+        rows.append([f"{kind}, after one own run", _range(low, high), "", "", ""])
+    headings = (
+        "interval of 80 %",
+        "measured over predicted",
+        "runs",
+        "mean of sources",
+        "blind runs",
     )
+    return _table(headings, rows)
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low - 1:+.0%} to {high - 1:+.0%}"
 
 
 def resampling_table() -> str:

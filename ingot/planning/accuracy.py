@@ -6,7 +6,7 @@ Every function here that needs predictions takes log errors, log(predicted / mea
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
@@ -217,15 +217,29 @@ def after_one_own_run(runs: Sequence[MeasuredRun], logs: Floats) -> OwnRunErrors
 
 
 def fit_model(runs: Sequence[MeasuredRun], constants: Constants, logs: Floats) -> FittedModel:
-    """Return the fitted model with spreads and intervals from the log errors of `leave_one_out`."""
+    """Return the fitted model with spreads and intervals from the log errors of `leave_one_out`.
+
+    Each source has the same weight in an interval: a user's system is a new source.
+    """
     after = after_one_own_run(runs, logs)
     intervals, found = dict[str, tuple[float, float]](), dict[str, tuple[float, float]]()
     for kind, is_moe in (("dense", False), ("moe", True)):
         own = np.array([run.is_moe is is_moe for run in runs])
+        weights = _equal_sources([run for run in runs if run.is_moe is is_moe])
+        each = np.zeros(len(runs))
+        each[own] = weights
         found[kind] = spreads([run for run in runs if run.is_moe is is_moe], logs[own])
-        intervals[kind] = _interval(logs[own], np.ones(len(logs[own])))
-        intervals[f"{kind} calibrated"] = _interval(*after.of(own))
+        intervals[kind] = _interval(logs[own], weights)
+        intervals[f"{kind} calibrated"] = _interval(
+            after.logs, after.weights * each[after.predicted]
+        )
     return FittedModel(constants=constants, spreads=found, intervals=intervals)
+
+
+def _equal_sources(runs: Sequence[MeasuredRun]) -> Floats:
+    """Return the weight of each run if all sources have the weight 1."""
+    counts = Counter(run.source for run in runs)
+    return np.array([1 / counts[run.source] for run in runs])
 
 
 def _interval(logs: Floats, weights: Floats) -> tuple[float, float]:
@@ -236,15 +250,19 @@ def _interval(logs: Floats, weights: Floats) -> tuple[float, float]:
     return float(np.exp(low)), float(np.exp(high))
 
 
-def coverage(runs: Sequence[MeasuredRun], logs: Floats) -> float:
-    """Return the share of runs inside the interval that the other sources give them."""
-    inside = list[bool]()
-    for source in dict.fromkeys(run.source for run in runs):
-        own = np.array([run.source == source for run in runs])
-        low, high = _interval(logs[~own], np.ones(len(logs[~own])))
-        ratio = np.exp(-logs[own])
-        inside += ((low <= ratio) & (ratio <= high)).tolist()
-    return float(np.mean(inside))
+def coverage(runs: Sequence[MeasuredRun], logs: Floats) -> tuple[float, float]:
+    """Return the share of runs inside the interval that the other sources give them.
+
+    The first is the share of all runs, the second the mean of the shares of sources.
+    """
+    sources, weights = np.array([run.source for run in runs]), _equal_sources(runs)
+    ratios = np.exp(-logs)
+    inside = np.zeros(len(runs))
+    for source in dict.fromkeys(sources.tolist()):
+        own = sources == source
+        low, high = _interval(logs[~own], weights[~own])
+        inside[own] = (low <= ratios[own]) & (ratios[own] <= high)
+    return float(inside.mean()), float((inside * weights).sum() / weights.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
