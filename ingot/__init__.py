@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ingot.workflows.compress import compress as compress
     from ingot.workflows.evaluate import evaluate as evaluate
     from ingot.workflows.llm import LLM as LLM
+    from ingot.workflows.plan import plan as plan
     from ingot.workflows.serve import serve as serve
     from ingot.workflows.train import train as train
 
@@ -38,6 +39,7 @@ _NAMES = {
     "compare": "ingot.workflows.compare",
     "compress": "ingot.workflows.compress",
     "evaluate": "ingot.workflows.evaluate",
+    "plan": "ingot.workflows.plan",
     "serve": "ingot.workflows.serve",
     "train": "ingot.workflows.train",
 }

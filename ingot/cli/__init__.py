@@ -41,6 +41,7 @@ SUMMARIES = {
     "keys": "create API keys for the server",
     "merge": "merge a LoRA adapter into its base model",
     "ops": "list the ops: providers, batch invariance, tolerance, cost",
+    "plan": "rank the parallel layouts of a training run on a GPU cluster",
     "pull": "download a model from the Hugging Face hub",
     "runs": "list and compare training runs",
     "serve": "serve a model with an OpenAI-compatible API",
@@ -137,9 +138,12 @@ def _print_help() -> None:
 
     verbs = new_grid((f"  {verb}", summary) for verb, summary in SUMMARIES.items())
     console = stdout()
-    console.print("[bold]ingot VERB[/]: train, serve and verify one model with the same kernels")
     console.print(verbs)
-    console.print("`ingot VERB --help` lists the options of a verb, with examples", highlight=False)
+    # One line, so that all verbs and it fit a screen of 24 lines.
+    console.print(
+        "[bold]ingot VERB[/]: one model, one set of kernels; `ingot VERB --help` lists the options",
+        highlight=False,
+    )
 
 
 def escape_markup(text: str) -> str:

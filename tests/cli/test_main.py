@@ -85,6 +85,10 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "keys": ("create", "alice"),
         "merge": ("adapter", "to"),
         "compress": ("directory", "to"),
+        "plan": (
+            *("model", "--gpu", "h100", "--gpus", "8"),
+            *("--seq-len", "1", "--global-batch-size", "8"),
+        ),
         "pull": ("org/name",),
         "serve": ("directory",),
         "train": ("recipe",),
