@@ -58,7 +58,7 @@ def plan(
         calibrate: Measured runs of your system: a CSV file, or a directory of training runs.
         json: Print JSON instead of a table.
         html: Write a page with plots of a step's time and of scaling to this file.
-        apply: Write the keys of the first plan into this recipe.
+        apply: Write the first plan that `ingot train` can run into this recipe.
     """
     from ingot.workflows.plan import plan as workflow
 
@@ -82,7 +82,7 @@ def plan(
 def _apply(report: PlanReport, recipe: Path) -> None:
     from ingot.workflows.plan import apply
 
-    keys = apply(report.first, recipe)
+    keys = apply(report, recipe)
     log.logger(__name__).info("wrote %s to %s", json_format.dumps(keys), recipe)
 
 

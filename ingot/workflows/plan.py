@@ -27,8 +27,6 @@ from ingot.planning.workload import (
     shape_from_decoder,
 )
 
-DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-"""Keys of a recipe's [parallel] table."""
 _SKIPPED_STEPS = 3
 """First steps of a run that are not measured: they compile and allocate."""
 
@@ -157,52 +155,70 @@ def read_own_runs(place: Path, gpu: str) -> list[MeasuredRun]:
 def _own_run(history: Any, gpu: str) -> MeasuredRun:
     """Build the measured run of a run directory from its recipe and its metrics."""
     path, recipe = history.directory, history.recipe
-    degrees = {name: int(recipe.get("parallel", {}).get(name, 1)) for name in DEGREES}
-    plan_gpus = int(np.prod([value for name, value in degrees.items() if name != "ep"]))
+    ranks = int(history.environment.get("ranks", 1))
+    dp = int(recipe.get("parallel", {}).get("dp", 1))
     seconds = history.curve("seconds").values[_SKIPPED_STEPS:]
     if not len(seconds):
         raise DataError(
             f"{path}: has no step after the first {_SKIPPED_STEPS}", hint="train it for longer"
         )
     batch = int(recipe["global_batch_size"])
-    data_ranks = degrees["dp"] * degrees["fsdp"]
     row: dict[str, Any] = {
         **asdict(shape_from_decoder(_table(recipe, "model", path))),
-        **degrees,
+        "dp": dp,
+        "fsdp": ranks // dp,
         "id": path.name,
         "source": "own",
         "gpu": gpu,
-        "gpus": plan_gpus,
+        "gpus": ranks,
         "seq_len": _table(recipe, "data", path).get("seq_len", 0),
         "global_batch_size": batch,
-        "micro_batch_size": batch // data_ranks // int(recipe.get("grad_accum_steps", 1)),
+        "micro_batch_size": batch // int(recipe.get("grad_accum_steps", 1)),
         "recompute": recipe.get("recompute", "none"),
         "step_s": float(np.median(seconds)),
     }
     return parse_run(row, str(path))
 
 
-def apply(estimate: PlanEstimate, recipe: Path) -> dict[str, Any]:
-    """Write the keys of a plan into a recipe, whose other lines stay as they are; return them."""
+def apply(report: PlanReport, recipe: Path) -> dict[str, Any]:
+    """Write the first plan that `ingot train` can run into a recipe; return its keys.
+
+    The other lines of the recipe stay as they are. The trainer shards weights over ranks: it has no
+    tensor, pipeline, context or expert parallelism.
+    """
     table = _read_recipe(recipe)
-    keys = recipe_keys(estimate)
-    if table.get("global_batch_size") not in (None, estimate.workload.global_batch_size):
+    runnable = [estimate for estimate in report.result.estimates if _is_runnable(estimate)]
+    if not runnable:
+        raise ConfigError(
+            "no plan that fits shards weights only, and `ingot train` has no tensor, pipeline, "
+            "context or expert parallelism",
+            hint="use more GPUs, a power of two",
+        )
+    keys = recipe_keys(runnable[0])
+    if table.get("global_batch_size") not in (None, report.workload.global_batch_size):
         raise ConfigError(
             f"{recipe}: global_batch_size is {table['global_batch_size']}, but the plan is for "
-            f"{estimate.workload.global_batch_size}",
+            f"{report.workload.global_batch_size}",
             hint=f"run with --global-batch-size {table['global_batch_size']}",
         )
     write_atomic(recipe, set_keys(recipe.read_text(), keys))
     return keys
 
 
+def _is_runnable(estimate: PlanEstimate) -> bool:
+    chosen, ranks = estimate.plan, estimate.plan.gpus
+    shards_only = chosen.tp == chosen.pp == chosen.cp == chosen.ep == 1
+    is_power = not ranks & (ranks - 1)
+    return shards_only and is_power and chosen.recompute in ("none", "selective", "full")
+
+
 def recipe_keys(estimate: PlanEstimate) -> dict[str, Any]:
-    """Return the keys of a recipe that a plan decides."""
+    """Return the keys of a recipe that a plan decides; each rank has some of the micro-batches."""
     chosen = estimate.plan
     return {
-        "grad_accum_steps": chosen.micro_batches(estimate.workload),
+        "grad_accum_steps": chosen.micro_batches(estimate.workload) * chosen.gpus,
         "recompute": chosen.recompute,
-        "parallel": {name: getattr(chosen, name) for name in DEGREES},
+        "parallel": {"dp": chosen.dp, "batch_shards": chosen.gpus},
     }
 
 

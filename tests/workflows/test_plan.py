@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ingot.core import config
 from ingot.core.errors import ConfigError, DataError, UnknownName
 from ingot.planning.workload import SHAPES
-from ingot.workflows.plan import apply, plan, read_own_runs, read_shape, recipe_keys, set_keys
+from ingot.training.recipe import Recipe
+from ingot.workflows.plan import apply, plan, read_own_runs, read_shape, set_keys
 from tests.planning.conftest import DATA
 
 RECIPE = Path(__file__).parents[2] / "recipes/gpt2-124m.toml"
@@ -59,7 +61,8 @@ def run_directory(parent: Path, seconds: list[float]) -> Path:
     """What `ingot train` leaves: recipe and metrics."""
     directory = parent / "20261101-120000-gpt2"
     directory.mkdir()
-    (directory / "recipe.toml").write_text(RECIPE.read_text() + "\n[parallel]\nfsdp = 2\n")
+    (directory / "recipe.toml").write_text(RECIPE.read_text())
+    (directory / "environment.json").write_text(json.dumps({"ranks": 2}))
     lines = [{"step": at + 1, "seconds": value} for at, value in enumerate(seconds)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory
@@ -71,7 +74,7 @@ def test_own_runs_of_ingot_are_measured_after_their_first_steps(tmp_path: Path) 
     assert run.step_s == 0.5
     assert (run.plan.gpus, run.plan.fsdp, run.plan.recompute) == (2, 2, "full")
     assert (run.workload.seq_len, run.workload.global_batch_size) == (1024, 4)
-    assert run.plan.micro_batch_size == 2
+    assert run.plan.micro_batch_size == 4
 
 
 def test_a_place_without_runs_is_an_error(tmp_path: Path) -> None:
@@ -85,15 +88,18 @@ def test_the_keys_of_a_plan_go_into_a_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.read_text())
     report = plan(str(recipe), gpu="a100", gpus=4, seq_len=1024, global_batch_size=4)
-    keys = apply(report.first, recipe)
+    keys = apply(report, recipe)
     table = tomllib.loads(recipe.read_text())
     before = tomllib.loads(RECIPE.read_text())
-    assert {name: table[name] for name in keys} == keys == recipe_keys(report.first)
+    assert {name: table[name] for name in keys} == keys
+    loaded = config.load(Recipe, recipe)
+    loaded.check_ranks(4)
+    assert loaded.batch_shards == 4
     assert {name: v for name, v in table.items() if name not in keys} == {
         name: v for name, v in before.items() if name not in keys
     }
     assert recipe.read_text().startswith(RECIPE.read_text().splitlines()[0])
-    apply(report.first, recipe)
+    apply(report, recipe)
     assert tomllib.loads(recipe.read_text()) == table
 
 
@@ -102,7 +108,16 @@ def test_a_recipe_with_another_batch_is_not_changed(tmp_path: Path) -> None:
     recipe.write_text(RECIPE.read_text())
     report = plan(str(recipe), gpu="a100", gpus=4, seq_len=1024, global_batch_size=8)
     with pytest.raises(ConfigError, match="global_batch_size is 4"):
-        apply(report.first, recipe)
+        apply(report, recipe)
+    assert recipe.read_text() == RECIPE.read_text()
+
+
+def test_a_plan_that_the_trainer_cannot_run_is_not_applied(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.read_text())
+    asked = {"gpu": "a100", "gpus": 12, "seq_len": 1024, "global_batch_size": 12}
+    with pytest.raises(ConfigError, match="no plan that fits shards weights only"):
+        apply(plan(str(recipe), **asked), recipe)  # pyright: ignore
     assert recipe.read_text() == RECIPE.read_text()
 
 
