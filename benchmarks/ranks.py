@@ -10,8 +10,8 @@ times training steps of GPT-2 124M in bfloat16 on the ranks, interleaved:
                and torch's fused AdamW
 
 Each rank computes one sequence of 256 tokens. Prints the p50 of the steps of the slowest rank, the
-ratio of each system's time to ingot's (p50 of the rounds), and the peak memory of a rank, which
-belongs to a system only if it runs alone.
+ratio of each system's time to ingot's (p50 of the rounds), and the peak memory of a rank after two
+steps, which belongs to a system only if it runs alone.
 """
 
 # pyright: basic
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from ingot.bench.gpt2_baseline import GPT2
-from ingot.bench.train_worker import batch
+from ingot.bench.train_worker import WARMUP_STEPS, _reset_peak, _status, _trim, batch
 from ingot.data import TokenBatch
 from ingot.nn import Decoder, preset
 from ingot.parallel.ranks import Ranks, connect, disconnect
@@ -50,7 +50,7 @@ def ingot(ranks: Ranks, ordered: bool = True) -> Callable[[int], float]:
     """Return a function that runs a step and returns its loss."""
     model = Decoder.from_config(CONFIG, seed=0)
     masters = MasterWeights(model, Precision.BF16, split=True)
-    sharded = ShardedModel(model, ranks, 1, masters.gradients.add)
+    sharded = ShardedModel(model, ranks, 1, masters.gradients.add, torch.bfloat16)
     masters.shard(sharded)
     if not ordered:
         for module in model.modules():
@@ -106,15 +106,18 @@ def main(names: list[str], rounds: int) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.size))
     steps = {name: SYSTEMS[name](ranks) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 2):
+    for number in range(rounds + WARMUP_STEPS):
         for name, run in steps.items():
             ranks.barrier()
             start = perf_counter()
             run(number)
             seconds = max(s for (s,) in ranks.gather([perf_counter() - start]))
-            if number >= 2:
+            if number >= WARMUP_STEPS:
                 times[name].append(seconds)
-    peak = max(p for (p,) in ranks.gather([_peak_bytes() / 1e9]))
+        if number == WARMUP_STEPS - 1:
+            _trim()
+            _reset_peak()
+    peak = max(p for (p,) in ranks.gather([_status("VmHWM") / 1e9]))
     if ranks.is_main:
         for name, found in times.items():
             ratio = statistics.median(a / b for a, b in zip(found, times[names[0]], strict=True))
@@ -126,15 +129,9 @@ def main(names: list[str], rounds: int) -> None:
     disconnect()
 
 
-def _peak_bytes() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("systems", nargs="*", default=list(SYSTEMS), choices=[*SYSTEMS, []])
+    parser.add_argument("systems", nargs="*", help=", ".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     main(args.systems or list(SYSTEMS), args.rounds)

@@ -30,6 +30,7 @@ from torch import Tensor
 from ingot.core.errors import ConfigError
 
 _HEARTBEAT_S = 1.0
+_SUMMED = 2**18  # elements
 
 
 @dataclass(frozen=True)
@@ -171,11 +172,21 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     return sums[0]
 
 
-def reduce_scatter(output: Tensor, values: Tensor, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of the sum over the ranks to `output`."""
-    received = torch.empty_like(values)
-    dist.all_to_all_single(received, values.contiguous(), group=group)
-    output.copy_(tree_sum(received.chunk(group.size())).view_as(output))
+def reduce_scatter(
+    output: Tensor, values: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> None:
+    """Write this rank's part of the sum over the ranks to `output`, which has the values' dtype.
+
+    `dtype` is the one in which they are sent, if they can be represented in it.
+    """
+    sent = values.to(dtype or values.dtype).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    parts, total = received.chunk(group.size()), output.view(-1)
+    # A few megabytes at a time: temporaries stay in the cache.
+    for begin in range(0, len(total), _SUMMED):
+        end = begin + _SUMMED
+        total[begin:end] = tree_sum([part[begin:end].to(values.dtype) for part in parts])
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:

@@ -33,6 +33,9 @@ OnGrad = Callable[[str, Tensor], None]
 
 
 class _OrderedReduceScatter(ReduceScatter):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -44,17 +47,25 @@ class _OrderedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        collectives.reduce_scatter(output_tensor, input_tensor, group)
+        collectives.reduce_scatter(output_tensor, input_tensor, group, self._dtype)
 
 
 class ShardedModel:
     """A model whose weights are sharded over ranks; `on_grad` takes the gradients of its rows.
 
-    `replicas` ranks store the same rows. The module itself is changed: its parameters become
-    DTensors of the same names.
+    `replicas` ranks store the same rows. `grad_dtype` is the dtype of what a rank adds to a sum: a
+    gradient of one backward has that of the weights, and is sent in it. The module itself is
+    changed: its parameters become DTensors of the same names.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, replicas: int, on_grad: OnGrad) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        replicas: int,
+        on_grad: OnGrad,
+        grad_dtype: torch.dtype = torch.float32,
+    ) -> None:
         if ranks.size % replicas:
             raise ConfigError(
                 f"parallel.dp: must divide the number of ranks, {ranks.size}, got {replicas}",
@@ -67,7 +78,7 @@ class ShardedModel:
         group = mesh["fsdp"].get_group()
         self.replica = Ranks(ranks.rank % shape[1], shape[1], group)
         """The ranks that store the weights together."""
-        self._on_grad = on_grad
+        self._on_grad, self._grad_dtype = on_grad, grad_dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for module in (*getattr(model, "blocks", ()), model):
             fully_shard(module, mesh=mesh["fsdp"], mp_policy=policy)
@@ -88,7 +99,7 @@ class ShardedModel:
             collectives.all_reduce(reduced, replicas)
             self._split(parameters, reduced)
 
-        module.set_custom_reduce_scatter(_OrderedReduceScatter())
+        module.set_custom_reduce_scatter(_OrderedReduceScatter(self._grad_dtype))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_all_reduce_hook(take)

@@ -102,10 +102,12 @@ class Trainer:
             prepare_qat_(self.model, recipe.qat.weight_format)  # pyright: ignore
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
+        shard_batches = recipe.grad_accum_steps // recipe.batch_shards
         self.sharded: ShardedModel | None = None
         if self.ranks.size > 1:
-            replicas = recipe.parallel.dp
-            self.sharded = ShardedModel(self.model, self.ranks, replicas, masters.gradients.add)
+            dtype = recipe.precision.dtype if shard_batches == 1 else torch.float32
+            where = (self.ranks, recipe.parallel.dp, masters.gradients.add)
+            self.sharded = ShardedModel(self.model, *where, grad_dtype=dtype)
             masters.shard(self.sharded)
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
         clipper = Clipper(recipe.clip, len(masters.weights))
@@ -119,7 +121,7 @@ class Trainer:
             seed=recipe.seed,
             sharded=self.sharded,
             ranks=self.ranks,
-            shard_batches=recipe.grad_accum_steps // recipe.batch_shards,
+            shard_batches=shard_batches,
         )
         self.ema: EMA | None = None
         if recipe.ema_decay:
@@ -132,7 +134,7 @@ class Trainer:
             seed=recipe.seed,
             rank=self.ranks.rank,
             world_size=self.ranks.size,
-            consecutive=recipe.grad_accum_steps // recipe.batch_shards,
+            consecutive=shard_batches,
         )
         place = directory / "checkpoints"
         self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)

@@ -32,6 +32,10 @@ def check_sums(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
     own = torch.empty(37)
     reduce_scatter(own, given[rank], group)
     assert torch.equal(own, wanted[37 * rank : 37 * (rank + 1)])
+    halves = given[rank].bfloat16().float()
+    reduce_scatter(own, halves, group, torch.bfloat16)
+    a, b, c, d = (part.bfloat16().float() for part in given)
+    assert torch.equal(own, ((a + b) + (c + d))[37 * rank : 37 * (rank + 1)])
     for length in (1, 3, 37, 148):  # also lengths that the ranks do not divide
         whole = given[rank][:length].clone()
         all_reduce(whole, group)
