@@ -1,5 +1,6 @@
 """Normalization with `torch.nn.functional`."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
