@@ -103,12 +103,7 @@ class Trainer:
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         shard_batches = recipe.grad_accum_steps // recipe.batch_shards
-        self.sharded: ShardedModel | None = None
-        if self.ranks.size > 1:
-            dtype = recipe.precision.dtype if shard_batches == 1 else torch.float32
-            where = (self.ranks, recipe.parallel.dp, masters.gradients.add)
-            self.sharded = ShardedModel(self.model, *where, grad_dtype=dtype)
-            masters.shard(self.sharded)
+        self.sharded = self._shard(shard_batches) if self.ranks.size > 1 else None
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
         clipper = Clipper(recipe.clip, len(masters.weights))
         self.objective = build_objective(recipe)
@@ -142,6 +137,15 @@ class Trainer:
         self._stop = False
         self._metrics_lines = 0
         self._saved_step: int | None = None
+
+    def _shard(self, shard_batches: int) -> ShardedModel:
+        """Shard the model and its master weights over the ranks."""
+        masters, replicas = self.master_weights, self.recipe.parallel.dp
+        dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
+        add = masters.gradients.add
+        sharded = ShardedModel(self.model, self.ranks, replicas, add, grad_dtype=dtype)
+        masters.shard(sharded)
+        return sharded
 
     def _check(self) -> None:
         self.recipe.check_ranks(self.ranks.size)

@@ -78,7 +78,8 @@ SELECTIONS = (
 
 PRIORITY = """
         WITHOUT_KERNELS = (
-            'lora_shrink', 'linear_int4_dynamic', 'embedding_int4', 'embedding_int8'
+            'lora_shrink', 'linear_int4_dynamic', 'embedding_int4', 'embedding_int8',
+            'square_sum'
         )
         for op in ops.registry().values():
             names = list(op.providers)
