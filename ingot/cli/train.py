@@ -63,11 +63,12 @@ def train(
     if export is not None:
         _print(workflow.export(parsed, export, run_dir=run), json)
         return
-    if ranks > 1:
+    if ranks != 1:
         from ingot.workflows.launch import launch
+        from ingot.workflows.train import choose_directory
 
         parsed.check_ranks(ranks)
-        place = _find_run_dir(parsed.name, run, resume)
+        place = choose_directory(parsed.name, run, resume)
         flags = [*(["--resume"] if resume else []), *(["--json"] if json else [])]
         arguments = ["train", str(recipe), *overrides, "--run", str(place), *flags]
         launch(ranks, arguments, place, max_restarts=max_restarts)
@@ -80,16 +81,6 @@ def train(
         raise KeyboardInterrupt  # the checkpoint is written; the exit status says "interrupted"
     if training.ranks.is_main:
         _print(result, json)
-
-
-def _find_run_dir(name: str, run: Path | None, resume: bool) -> Path:
-    """Return the directory that all ranks are given."""
-    from ingot.core import paths
-    from ingot.workflows.train import find_run
-
-    if resume:
-        return find_run(name, run)
-    return paths.create_run_dir(name) if run is None else run
 
 
 def _peak_flops(recipe: Recipe) -> float | None:

@@ -74,7 +74,7 @@ class ArrayDataset:
                 f"fraction: neither split may be empty, got {fraction} of {len(self)} samples",
                 hint="give a fraction between 0 and 1 that selects at least one sample",
             )
-        rows = torch.from_numpy(shuffled_indices(0, len(self), 1, len(self), _SPLIT))  # pyright: ignore
+        rows = torch.from_numpy(shuffled_indices(0, len(self), len(self), _SPLIT))  # pyright: ignore
         kept, out = rows[held:].sort().values, rows[:held].sort().values
         return ArrayDataset(self.x[kept], self.y[kept]), ArrayDataset(self.x[out], self.y[out])
 

@@ -110,7 +110,7 @@ class Loader(Generic[B]):
         """Return the batch that begins at this sample, without moving the loader."""
         stop = sample + self._batch_size
         _check(stop)
-        indices = shuffled_indices(sample, stop, 1, len(self._samples), self._seed)
+        indices = shuffled_indices(sample, stop, len(self._samples), self._seed)
         return self._samples.batch(indices.tolist())
 
     def _position(self, number: int) -> int:

@@ -63,13 +63,13 @@ class Permutation:
         return (left << self._half) | right
 
 
-def shuffled_indices(start: int, stop: int, step: int, n: int, seed: int) -> Indices:
+def shuffled_indices(start: int, stop: int, n: int, seed: int) -> Indices:
     """Return the samples at these positions of an endless order of epochs of n samples each.
 
-    >>> shuffled_indices(0, 20, 2, 10, seed=0)
+    >>> shuffled_indices(0, 20, 10, seed=0)[::2]
     array([7, 2, 4, 1, 8, 5, 6, 0, 1, 3])
     """
-    positions = np.arange(start, stop, step, dtype=np.int64)
+    positions = np.arange(start, stop, dtype=np.int64)
     epochs, within = positions // n, positions % n
     samples = np.empty_like(positions)
     for epoch in np.unique(epochs):

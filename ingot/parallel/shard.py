@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from ingot.core.errors import ConfigError
@@ -32,12 +32,9 @@ from ingot.parallel.ranks import Ranks
 OnGrad = Callable[[str, Tensor], None]
 
 
-class _OrderedReduceScatter(ReduceScatter):
+class _OrderedReduceScatter(DefaultReduceScatter):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -369,6 +369,8 @@ class Recipe:
         """Raise a `ConfigError` unless the run can be divided among this number of ranks."""
         if size == 1:
             return
+        if size < 1:
+            raise ConfigError(f"ranks: must be at least 1, got {size}", hint="give --ranks 2")
         if self.batch_shards % size:
             raise ConfigError(
                 f"{size} ranks: must divide the shards of the global batch, {self.batch_shards}",

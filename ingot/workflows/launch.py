@@ -38,6 +38,8 @@ def launch(
 
     With `quiet`, the output of rank 0 is in a file, too.
     """
+    if max_restarts < 0:
+        raise IngotError(f"max_restarts: must be at least 0, got {max_restarts}", hint="give 3")
     threads = max(1, detect().cpu.cores // ranks)
     settings = {
         "OMP_NUM_THREADS": str(threads),

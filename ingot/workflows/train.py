@@ -117,10 +117,8 @@ class TrainingRun:
 
     def _find_directory(self, run_dir: Path | None, resume: bool) -> Path:
         """Return the directory of the run, which the main rank chooses."""
-        found = Path()
-        if self.ranks.is_main:
-            name = self.recipe.name
-            found = find_run(name, run_dir) if resume else _create_directory(name, run_dir)
+        main = self.ranks.is_main
+        found = choose_directory(self.recipe.name, run_dir, resume) if main else Path()
         return Path(self.ranks.share(str(found)))
 
     def stop(self) -> None:
@@ -197,6 +195,11 @@ def export(
     return TrainResult(
         run_dir=directory, steps=checkpoint.step, finished=False, model_dir=model_dir
     )
+
+
+def choose_directory(name: str, run_dir: Path | None, resume: bool) -> Path:
+    """Return the directory of a run to continue, or that of a new one."""
+    return find_run(name, run_dir) if resume else _create_directory(name, run_dir)
 
 
 def find_run(name: str, run_dir: Path | None = None) -> Path:

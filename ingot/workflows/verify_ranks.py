@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from ingot.core import config
+from ingot.core import config, log
 from ingot.core.errors import ConfigError, IngotError
 from ingot.observe import metrics
 from ingot.training.checkpoint import Checkpoint, Checkpoints
 from ingot.training.recipe import Recipe
 from ingot.workflows.launch import launch
 
+_LOG = log.logger(__name__)
 _PARTS = ("weights", "optimizer", "ema", "clipper")
 _COMPARED = ("step", "loss", "grad_norm", "clip_factor", "validation_loss")
 
@@ -54,6 +55,7 @@ def verify_ranks(
         runs: list[Path] = []
         for size in ranks:
             runs.append(Path(directory) / str(size))
+            _LOG.info("training %d steps on %d ranks", steps, size)
             arguments = ["train", str(recipe), *options, "--run", str(runs[-1])]
             launch(size, arguments, runs[-1], quiet=True)
         curves = [_curve(run) for run in runs]

@@ -93,6 +93,8 @@ def test_the_cache_directory_depends_on_the_data() -> None:
 @pytest.mark.parametrize(
     ("options", "ranks", "message"),
     [
+        ({}, 0, "ranks: must be at least 1"),
+        ({}, -4, "ranks: must be at least 1"),
         ({}, 2, "2 ranks: must divide the shards of the global batch, 1"),
         ({"grad_accum_steps": 4}, 8, "8 ranks: must divide the shards of the global batch, 4"),
         ({"optimizer": optimizer.MuonConfig()}, 2, "'muon' needs whole matrices"),
