@@ -17,6 +17,10 @@ class ParallelConfig:
 
     dp: int = 1
     """Replicas of the model; the ranks of a replica shard its weights (FSDP)."""
+    pp: int = 1
+    """Stages of the pipeline, each with a part of the layers."""
+    tp: int = 1
+    """Ranks that compute each matrix multiplication together."""
     batch_shards: int | None = None
     """Parts of the global batch whose gradients are summed pairwise, a power of two. Any number of
     ranks that divides it computes the same bits. By default the largest up to 8 that divides
@@ -26,7 +30,7 @@ class ParallelConfig:
     """Seconds after which a rank that does not answer ends the run, or restarts it."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, dp=(1, 2**20), timeout_s=(1.0, 1e6))
+        check_bounds(self, dp=(1, 2**20), pp=(1, 2**10), tp=(1, 2**10), timeout_s=(1.0, 1e6))
         shards = 1 if self.batch_shards is None else self.batch_shards
         if shards < 1 or shards & (shards - 1):
             raise ConfigError(

@@ -8,7 +8,7 @@ over the replicas (HSDP).
 
 The sums are those of `ingot.parallel.ranks`, in float32: `set_custom_reduce_scatter` replaces the
 library's own, and `set_all_reduce_hook` sees the result before FSDP2 rounds it to the dtype of the
-weight. Rank r is rank r % s of replica r // s, with s ranks of a replica.
+weight.
 """
 
 # pyright: basic
@@ -20,14 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from ingot.core.errors import ConfigError
 from ingot.parallel import ranks as collectives
-from ingot.parallel.ranks import Ranks
+from ingot.parallel.mesh import Mesh
 
 OnGrad = Callable[[str, Tensor], None]
 
@@ -50,45 +48,37 @@ class _OrderedReduceScatter(DefaultReduceScatter):
 class ShardedModel:
     """A model whose weights are sharded over ranks; `on_grad` takes the gradients of its rows.
 
-    `replicas` ranks store the same rows. `grad_dtype` is the dtype of what a rank adds to a sum: a
-    gradient of one backward has that of the weights, and is sent in it. The module itself is
-    changed: its parameters become DTensors of the same names.
+    The ranks of `fsdp` store different rows, those of `dp` the same. `grad_dtype` is the dtype of
+    what a rank adds to a sum: a gradient of one backward has that of the weights, and is sent in
+    it. The module itself is changed: its parameters become DTensors of the same names.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        ranks: Ranks,
-        replicas: int,
+        mesh: Mesh,
         on_grad: OnGrad,
         grad_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if ranks.size % replicas:
-            raise ConfigError(
-                f"parallel.dp: must divide the number of ranks, {ranks.size}, got {replicas}",
-                hint="change one of the two",
-            )
+        assert mesh.device_mesh is not None
         self.model: Any = model
+        self.mesh = mesh
         self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
-        shape = (replicas, ranks.size // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "fsdp"))
-        group = mesh["fsdp"].get_group()
-        self.replica = Ranks(ranks.rank % shape[1], shape[1], group)
-        """The ranks that store the weights together."""
         self._on_grad, self._grad_dtype = on_grad, grad_dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for module in (*getattr(model, "blocks", ()), model):
-            fully_shard(module, mesh=mesh["fsdp"], mp_policy=policy)
+            fully_shard(module, mesh=mesh.device_mesh["fsdp"], mp_policy=policy)
         self._names = {id(p): name for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_grad)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                self._install(module, mesh)
+                self._install(module)
 
-    def _install(self, module: Any, mesh: DeviceMesh) -> None:
-        replicas = mesh["dp"].get_group()
+    def _install(self, module: Any) -> None:
+        replicas = self.mesh.dp.group
+        assert replicas is not None
         group = module._get_fsdp_state()._fsdp_param_groups[0]
         parameters = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
 
@@ -108,8 +98,13 @@ class ShardedModel:
             name, own = self._names[id(parameter)], local(parameter)
             rows = self._rows[name]
             self._on_grad(name, reduced[begin : begin + own.numel()].view(own.shape))
-            begin += -(-rows // self.replica.size) * (parameter.numel() // rows)
+            begin += -(-rows // self.mesh.fsdp.size) * (parameter.numel() // rows)
         assert begin == reduced.numel(), "every weight of a block has a gradient"
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's rows are those that are saved, and counted in norms."""
+        return self.mesh.dp.is_main
 
     def has_rows(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor has the rows of a weight: `weight`, or `weight|moment`."""
@@ -117,7 +112,9 @@ class ShardedModel:
 
     def rows(self, name: str) -> slice:
         """Return which rows of a weight, or of its optimizer state, this rank stores."""
-        return row_slice(self._rows[name.partition("|")[0]], self.replica.rank, self.replica.size)
+        return row_slice(
+            self._rows[name.partition("|")[0]], self.mesh.fsdp.rank, self.mesh.fsdp.size
+        )
 
     def set_sync(self, sync: bool) -> None:
         """Set whether the next backward sums the gradients over the ranks, or only adds its own."""

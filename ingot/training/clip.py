@@ -168,7 +168,7 @@ def _clip_factor(norm: float, max_norm: float) -> float:
 
 
 def grad_norms(tensors: list[Tensor], ranks: Ranks = _ALONE) -> Tensor:
-    """Return the norm of each tensor, in float32; `ranks` have different rows of them.
+    """Return the norm of each tensor, in float32; `ranks` have different rows of them, or none.
 
     The bits do not depend on how the rows are divided, nor on the number of threads: the squared
     norms of rows are summed as integers, in a unit that the largest determines.

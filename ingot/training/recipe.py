@@ -51,6 +51,7 @@ from ingot.nn import (
 from ingot.nn.qat import QatConfig
 from ingot.nn.recompute import RecomputePolicy
 from ingot.parallel.config import ParallelConfig
+from ingot.parallel.mesh import mesh_shape
 from ingot.training import clip, optimizer
 from ingot.training.gradients import default_shards
 from ingot.training.guard import SpikeGuardConfig
@@ -371,10 +372,12 @@ class Recipe:
             return
         if size < 1:
             raise ConfigError(f"ranks: must be at least 1, got {size}", hint="give --ranks 2")
-        if self.batch_shards % size:
+        _, dp, fsdp, _ = mesh_shape(self.parallel, size)
+        data = dp * fsdp
+        if self.batch_shards % data:
             raise ConfigError(
-                f"{size} ranks: must divide the shards of the global batch, {self.batch_shards}",
-                hint=f"set grad_accum_steps to a multiple of {size}, and for more than 8 ranks "
+                f"{data} ranks: must divide the shards of the global batch, {self.batch_shards}",
+                hint=f"set grad_accum_steps to a multiple of {data}, and for more than 8 ranks "
                 "parallel.batch_shards: then the run has the same bits on fewer ranks, too",
             )
         if not self.optimizer.elementwise:
@@ -432,8 +435,7 @@ class Recipe:
         """Return this recipe with the fields that may change on resume taken from another."""
         free = ("steps", "grad_accum_steps", "keep_checkpoints", "checkpoint_every", "eval_every")
         free = (*free, "recompute", "device")
-        layout = {"dp": other.parallel.dp, "timeout_s": other.parallel.timeout_s}
-        parallel = replace(self.parallel, **layout)
+        parallel = replace(other.parallel, batch_shards=self.parallel.batch_shards)
         return replace(self, parallel=parallel, **{name: getattr(other, name) for name in free})
 
 

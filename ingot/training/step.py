@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ingot.data import TokenBatch
 from ingot.nn import dropout
-from ingot.parallel.ranks import Ranks
+from ingot.parallel.mesh import Mesh
 from ingot.parallel.shard import ShardedModel
 from ingot.training.clip import Clipper, grad_norms
 from ingot.training.objective import Batch, Objective
@@ -89,7 +89,7 @@ class TrainStep:
     """Training steps of one model, on the device of its parameters; `seed` is that of dropout.
 
     `shard_batches` is the number of micro-batches of a shard, see `ingot.training.gradients`; a
-    call has a multiple of it, as many on each of the `ranks` that `sharded` is on.
+    call has a multiple of it, as many on each of the ranks of `mesh`, which `sharded` is on.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -123,10 +123,11 @@ class TrainStep:
         *,
         seed: int = 0,
         sharded: ShardedModel | None = None,
-        ranks: Ranks | None = None,
+        mesh: Mesh | None = None,
         shard_batches: int = 1,
     ) -> None:
-        self._ranks, self._sharded = Ranks() if ranks is None else ranks, sharded
+        self._mesh, self._sharded = Mesh() if mesh is None else mesh, sharded
+        self._ranks = self._mesh.data
         self._shard_batches = shard_batches
         self.model, self.master_weights, self.optimizers = model, master_weights, optimizers
         self.clipper, self.objective, self._seed = clipper, objective, seed
@@ -241,14 +242,11 @@ class TrainStep:
 
     def _grad_norms(self) -> Tensor:
         """Return the norm of each weight's gradient, still scaled; 0 for weights without one."""
-        zero = torch.zeros((), device=self._device)
+        none = torch.zeros(0, device=self._device)
+        counts = self._sharded is None or self._sharded.is_first_replica
+        grads = self.grads if counts else {}
         names = self.master_weights.weights
-        return grad_norms([self.grads.get(name, zero) for name in names], self._ranks_of_rows)
-
-    @property
-    def _ranks_of_rows(self) -> Ranks:
-        """The ranks that have different rows of the weights."""
-        return self._sharded.replica if self._sharded else Ranks()
+        return grad_norms([grads.get(name, none) for name in names], self._mesh.world)
 
 
 def num_rows(batch: Batch) -> int:

@@ -45,6 +45,7 @@ from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
 from ingot.nn.weights import hash_tensors
 from ingot.observe.metrics import MetricsLog
+from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel
 from ingot.training.checkpoint import Checkpoint, Checkpoints, name_rows
@@ -90,6 +91,8 @@ class Trainer:
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = Ranks() if ranks is None else ranks
+        recipe.check_ranks(self.ranks.size)
+        self.mesh = Mesh.build(self.ranks, recipe.parallel)
         self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
         self.device = resolve(recipe.device)
         self.datasets = load_datasets(recipe.data) if datasets is None else datasets
@@ -115,7 +118,7 @@ class Trainer:
             self.objective,
             seed=recipe.seed,
             sharded=self.sharded,
-            ranks=self.ranks,
+            mesh=self.mesh,
             shard_batches=shard_batches,
         )
         self.ema: EMA | None = None
@@ -127,8 +130,8 @@ class Trainer:
             self.datasets.train,
             batch_size=self._micro_batch_size,
             seed=recipe.seed,
-            rank=self.ranks.rank,
-            world_size=self.ranks.size,
+            rank=self.mesh.data.rank,
+            world_size=self.mesh.data.size,
             consecutive=shard_batches,
         )
         place = directory / "checkpoints"
@@ -140,15 +143,14 @@ class Trainer:
 
     def _shard(self, shard_batches: int) -> ShardedModel:
         """Shard the model and its master weights over the ranks."""
-        masters, replicas = self.master_weights, self.recipe.parallel.dp
+        masters = self.master_weights
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
-        sharded = ShardedModel(self.model, self.ranks, replicas, add, grad_dtype=dtype)
+        sharded = ShardedModel(self.model, self.mesh, add, grad_dtype=dtype)
         masters.shard(sharded)
         return sharded
 
     def _check(self) -> None:
-        self.recipe.check_ranks(self.ranks.size)
         if self.ranks.size > 1 and self.device.type != "cpu":
             raise ConfigError(
                 f"device: several ranks train on the CPU, got '{self.device}'",
@@ -269,7 +271,7 @@ class Trainer:
 
     def _run_step(self) -> dict[str, Any]:
         start, waited = time.perf_counter(), self.loader.wait_seconds
-        count = self.recipe.grad_accum_steps // self.ranks.size
+        count = self.recipe.grad_accum_steps // self.mesh.data.size
         micro_batches = [next(self.loader) for _ in range(count)]
         stats = self.train_step.forward_backward(micro_batches, self.step)
         lr_factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
@@ -311,7 +313,7 @@ class Trainer:
             return None
         number = self.step + 1
         own = [float(i) for micro_batch in micro_batches for i in micro_batch.sample_ids]
-        sample_ids = [int(i) for of_rank in self.ranks.gather(own) for i in of_rank]
+        sample_ids = [int(i) for of_rank in self.mesh.data.gather(own) for i in of_rank]
         path = bad_batch_path(self.directory, number)
         if self.ranks.is_main:
             dump_bad_batch(path, step=number, reason=reason, sample_ids=sample_ids)
@@ -350,7 +352,7 @@ class Trainer:
                 batch_size=self._micro_batch_size,
                 max_batches=self.recipe.eval_batches,
                 objective=self.objective,
-                ranks=self.ranks,
+                ranks=self.mesh.data,
             )
             self._reshard()
         self._record({"step": self.step, **result.metrics()})
@@ -379,7 +381,7 @@ class Trainer:
         for part, tensors in parts.items():
             for name, tensor in tensors.items():
                 if self.sharded.has_rows(name, tensor):
-                    if len(tensor) and self.ranks.rank < self.sharded.replica.size:
+                    if len(tensor) and self.sharded.is_first_replica:
                         key = name_rows(name, self.sharded.rows(name))
                         rows.setdefault(part, {})[key] = tensor
                 elif self.ranks.is_main:

@@ -18,6 +18,7 @@ from ingot.nn import Decoder, MoEConfig
 from ingot.nn.config import Activation, NormKind
 from ingot.parallel import ranks as collectives
 from ingot.parallel.config import ParallelConfig
+from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel, local, row_slice
 from ingot.training import clip, optimizer
@@ -195,7 +196,8 @@ def test_1024_ranks_store_every_row_of_70_billion_weights_once(dp: int) -> None:
             model = Decoder.on_meta(LLAMA_70B, torch.bfloat16)
             whole = {name: p.shape for name, p in model.named_parameters()}
             ranks = Ranks(rank, size, dist.group.WORLD)
-            sharded = ShardedModel(model, ranks, dp, lambda name, grad: None)
+            mesh = Mesh.build(ranks, ParallelConfig(dp=dp))
+            sharded = ShardedModel(model, mesh, lambda name, grad: None)
         finally:
             dist.destroy_process_group()
         own = {name: local(p) for name, p in model.named_parameters()}
