@@ -146,7 +146,8 @@ class Trainer:
         masters = self.master_weights
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
-        sharded = ShardedModel(self.model, self.mesh, add, grad_dtype=dtype)
+        ep = self.recipe.parallel.ep > 1
+        sharded = ShardedModel(self.model, self.mesh, add, grad_dtype=dtype, expert_parallel=ep)
         masters.shard(sharded)
         return sharded
 
