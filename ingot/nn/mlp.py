@@ -121,6 +121,8 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(config.num_experts, dim, config.ffn_dim))
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=STD)
+        self.dispatcher: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Computes the experts where they are stored: see `ingot.parallel.expert`."""
 
     @property
     def lora_sites(self) -> list[LoraSite]:
@@ -135,17 +137,16 @@ class MoE(nn.Module):
         experts_A, order_A = selected_TR.flatten().sort(stable=True)  # by expert, then by token
         # Not bincount: the size of its result is data-dependent, which torch.compile cannot trace.
         offsets = torch.searchsorted(experts_A, torch.arange(self.num_experts + 1, device=x.device))
-        h_AF = recomputable(self.hidden, x[order_A // self.top_k], offsets)
-        y_AD = ops.grouped_linear(h_AF, self.down, offsets)
+        compute = self._compute_experts if self.dispatcher is None else self.dispatcher
+        y_AD = compute(x[order_A // self.top_k], offsets)
         y_TRD = y_AD[order_A.argsort()].unflatten(0, (-1, self.top_k)).to(weights_TR.dtype)
         total = weights_TR[:, 0, None] * y_TRD[:, 0]
         for rank in range(1, self.top_k):
             total = total + weights_TR[:, rank, None] * y_TRD[:, rank]
         return (total if residual is None else residual + total).to(x.dtype)
 
-    def hidden(self, x_AD: Tensor, offsets: Tensor) -> Tensor:
-        """Return the activations before the last layer, for the rows of each expert."""
-        return ops.grouped_gated_linear(x_AD, self.gate, self.up, offsets)
+    def _compute_experts(self, x_AD: Tensor, offsets: Tensor) -> Tensor:
+        return compute_experts(x_AD, self.gate, self.up, self.down, offsets)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits_TE = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
@@ -154,3 +155,16 @@ class MoE(nn.Module):
         if self.norm_topk_prob:  # equal to a softmax over the selected logits
             return ops.softmax(ranked_TE[:, : self.top_k]), selected_TR
         return ops.softmax(logits_TE).gather(-1, selected_TR), selected_TR
+
+
+def compute_experts(
+    x_AD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, offsets: Tensor
+) -> Tensor:
+    """Return the output of each row's expert; expert e has rows `offsets[e]` to `offsets[e + 1]`.
+
+    >>> weight, offsets = torch.ones(2, 1, 1), torch.tensor([0, 1, 1])
+    >>> compute_experts(torch.ones(1, 1), weight, weight, weight, offsets)
+    tensor([[0.7311]])
+    """
+    h_AF = recomputable(ops.grouped_gated_linear, x_AD, gate_EFD, up_EFD, offsets)
+    return ops.grouped_linear(h_AF, down_EDF, offsets)

@@ -436,8 +436,10 @@ def grouped_linear(
     >>> grouped_linear(torch.ones(3, 1), weight, torch.tensor([0, 1, 3])).T
     tensor([[1., 2., 2.]])
     """
-    parts = [rows @ weight[e].T for e, rows in _groups(x, offsets)]
-    return apply_activation(torch.cat([x[:0] @ weight[0].T, *parts]), activation)
+    # By group: in PyTorch, the bits of an exp depend on where in a tensor the element is.
+    groups = _groups(x, offsets)
+    parts = [apply_activation(rows @ weight[e].T, activation) for e, rows in groups]
+    return torch.cat([x[:0] @ weight[0].T, *parts])
 
 
 @op(

@@ -5,6 +5,7 @@
     fsdp    rows of the weights (fully sharded data parallelism)
     tp      rows of each matrix multiplication (tensor parallelism)
 
+Experts are divided among the ranks of `fsdp`, too (`ingot.parallel.expert`).
 The ranks of an axis differ in their coordinate on it alone. `tp` varies fastest, since its ranks
 communicate in every layer, then `fsdp`, `dp` and `pp`. Only `dp` and `fsdp` divide the batch: their
 ranks together are those of `data`.
@@ -77,4 +78,11 @@ def mesh_shape(config: ParallelConfig, size: int) -> tuple[int, int, int, int]:
             f"number of ranks, {size}",
             hint="change one of them, or the number of ranks",
         )
-    return config.pp, config.dp, size // (config.pp * config.dp * config.tp), config.tp
+    fsdp = size // (config.pp * config.dp * config.tp)
+    if config.ep not in (1, fsdp):
+        raise ConfigError(
+            f"parallel.ep: must be 1, or the number of ranks that shard a replica, {fsdp}, "
+            f"got {config.ep}",
+            hint=f"set parallel.ep={fsdp}, or change parallel.dp",
+        )
+    return config.pp, config.dp, fsdp, config.tp

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ingot.core.device import resolve
 from ingot.core.errors import ConfigError
 
 _HEARTBEAT_S = 1.0
@@ -125,10 +126,11 @@ class Heartbeat:
 _heartbeat: Heartbeat | None = None
 
 
-def connect(timeout_s: float = 600.0) -> Ranks:
+def connect(timeout_s: float = 600.0, device: str = "cpu") -> Ranks:
     """Join the process group that torchrun started this process for; `Ranks()` without torchrun.
 
-    A collective that has not finished after `timeout_s` is an error.
+    A collective that has not finished after `timeout_s` is an error. Of several accelerators of a
+    machine, a rank uses the one of its local index.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -142,9 +144,24 @@ def connect(timeout_s: float = 600.0) -> Ranks:
         timeout = timedelta(seconds=timeout_s)
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         options = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
-        dist.init_process_group("gloo", **options)
+        dist.init_process_group(_backend(device), **options)
         _heartbeat = Heartbeat(store, rank, size)
     return Ranks(dist.get_rank(), size, dist.group.WORLD)
+
+
+def _backend(device: str) -> str:
+    """Return the library of collectives for a device, after selecting that of this rank."""
+    kind = resolve(device).type
+    if kind == "cpu":
+        return "gloo"
+    index, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device: rank {index} of this machine needs a device of its own, torch sees {count}",
+            hint=f"start at most {count} ranks on this machine, or set device=cpu",
+        )
+    torch.accelerator.set_device_index(index)
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def disconnect() -> None:

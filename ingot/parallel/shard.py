@@ -16,6 +16,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from ingot.core.errors import ConfigError
+from ingot.nn.mlp import MoE
 from ingot.parallel import ranks as collectives
+from ingot.parallel.expert import ExpertDispatcher
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.tensor import divide_decoder
 
@@ -52,7 +56,9 @@ class ShardedModel:
 
     The ranks of `fsdp` and `tp` store different rows, those of `dp` the same. `grad_dtype` is the
     dtype of what a rank adds to a sum: a gradient of one backward has that of the weights, and is
-    sent in it. The module itself is changed: its parameters become DTensors of the same names.
+    sent in it. With `expert_parallel`, experts are computed by the ranks that store them. The
+    module itself is changed: its parameters become DTensors of the same names, those of experts
+    local ones.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class ShardedModel:
         mesh: Mesh,
         on_grad: OnGrad,
         grad_dtype: torch.dtype = torch.float32,
+        expert_parallel: bool = False,
     ) -> None:
         assert mesh.device_mesh is not None
         self.model: Any = model
@@ -68,9 +75,13 @@ class ShardedModel:
         self._divided = divide_decoder(model, mesh.tp) if mesh.tp.size > 1 else {}
         self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
         self._on_grad, self._grad_dtype = on_grad, grad_dtype
+        self._experts = self._dispatch_experts() if expert_parallel else []
+        ignored = {weight for experts in self._experts for weight in experts.weights}
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for module in (*getattr(model, "blocks", ()), model):
-            fully_shard(module, mesh=mesh.device_mesh["fsdp"], mp_policy=policy)
+            fully_shard(
+                module, mesh=mesh.device_mesh["fsdp"], mp_policy=policy, ignored_params=ignored
+            )
         self._names = {id(p): name for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -78,6 +89,16 @@ class ShardedModel:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._install(module)
+
+    def _dispatch_experts(self) -> list[ExpertDispatcher]:
+        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, MoE)}
+        if not layers:
+            raise ConfigError("parallel.ep: the model has no experts", hint="remove parallel.ep")
+
+        def take(layer: str, weight: str, grad: Tensor) -> None:
+            self._on_grad(f"{layer}.{weight}", grad)
+
+        return [ExpertDispatcher(moe, self.mesh, partial(take, n)) for n, moe in layers.items()]
 
     def _install(self, module: Any) -> None:
         replicas = self.mesh.dp.group
@@ -132,6 +153,8 @@ class ShardedModel:
     def set_sync(self, sync: bool) -> None:
         """Set whether the next backward sums the gradients over the ranks, or only adds its own."""
         self.model.set_requires_gradient_sync(sync)
+        for experts in self._experts:
+            experts.sync = sync
 
     def reshard(self) -> None:
         """Free gathered weights, so that the next forward gathers updated ones."""

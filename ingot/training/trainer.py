@@ -93,9 +93,9 @@ class Trainer:
     ) -> None:
         self.ranks = Ranks() if ranks is None else ranks
         recipe.check_ranks(self.ranks.size)
-        self.mesh = Mesh.build(self.ranks, recipe.parallel)
         self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
         self.device = resolve(recipe.device)
+        self.mesh = Mesh.build(self.ranks, recipe.parallel, self.device.type)
         self.datasets = load_datasets(recipe.data) if datasets is None else datasets
         self.model = build_model(recipe) if model is None else model
         self._check()
@@ -147,16 +147,12 @@ class Trainer:
         masters = self.master_weights
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
-        sharded = ShardedModel(self.model, self.mesh, add, grad_dtype=dtype)
+        ep = self.recipe.parallel.ep > 1
+        sharded = ShardedModel(self.model, self.mesh, add, grad_dtype=dtype, expert_parallel=ep)
         masters.shard(sharded)
         return sharded
 
     def _check(self) -> None:
-        if self.ranks.size > 1 and self.device.type != "cpu":
-            raise ConfigError(
-                f"device: several ranks train on the CPU, got '{self.device}'",
-                hint="set device=cpu, or train on one rank",
-            )
         if self.ranks.size > 1 and any(True for _ in self.model.buffers()):
             raise ConfigError(
                 "model: has buffers that training changes, such as running means, which differ "

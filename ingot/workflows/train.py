@@ -103,7 +103,7 @@ class TrainingRun:
         peak_flops: float | None = None,
     ) -> None:
         self.recipe = _read_recipe(recipe, overrides)
-        self.ranks = connect(self.recipe.parallel.timeout_s)
+        self.ranks = connect(self.recipe.parallel.timeout_s, self.recipe.device)
         resume = resume or _is_restarted(run_dir)
         self.directory = self._find_directory(run_dir, resume)
         try:

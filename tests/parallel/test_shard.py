@@ -41,6 +41,7 @@ GPT2 = replace(
 )
 # Some of four ranks have no expert.
 MOE = replace(runs.TINY, moe=MoEConfig(num_experts=2, top_k=1, ffn_dim=48), tie_embeddings=False)
+EXPERTS = replace(MOE, moe=MoEConfig(num_experts=8, top_k=3, ffn_dim=48))
 # Clipping at a norm that every step exceeds, so that the norm decides all bits that follow.
 CLIP = clip.ClipNormConfig(max_norm=0.05)
 CASES: dict[str, dict[str, Any]] = {
@@ -48,10 +49,14 @@ CASES: dict[str, dict[str, Any]] = {
     "dense-bf16": {"precision": Precision.BF16},
     "gpt2": {"model": GPT2, "global_batch_size": 8, "grad_accum_steps": 8},
     "moe": {"model": MOE, "precision": Precision.BF16},
+    "experts": {"model": EXPERTS, "precision": Precision.BF16},
+    "experts-accum": {"model": EXPERTS, "grad_accum_steps": 8, "global_batch_size": 8},
+    "experts-full": {"model": EXPERTS, "recompute": "full", "precision": Precision.BF16},
     "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
     "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
 }
 
+SHARDED = [name for name in CASES if not name.startswith("experts")]
 
 Jobs = dict[int, list[dict[str, Any]]]
 
@@ -59,7 +64,7 @@ Jobs = dict[int, list[dict[str, Any]]]
 def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
     """A run with dropout, EMA, clipping, evaluations and checkpoints."""
     shards = job.get("shards", 4)
-    parallel = ParallelConfig(dp=job.get("dp", 1), batch_shards=shards)
+    parallel = ParallelConfig(dp=job.get("dp", 1), ep=job.get("ep", 1), batch_shards=shards)
     options = {"grad_accum_steps": shards, "clip": CLIP, **CASES[case], "parallel": parallel}
     options.setdefault("global_batch_size", shards)
     return runs.text(directory, steps=job.get("steps", 8), eval_every=3, **options)
@@ -67,9 +72,9 @@ def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
 
 # What ranks do one after another, as starting them takes longer than all of it.
 JOBS: Jobs = {
-    1: [{"name": "one", "cases": list(CASES)}],
+    1: [{"name": "one", "cases": SHARDED}],
     4: [
-        {"name": "4-fsdp", "cases": list(CASES)},
+        {"name": "4-fsdp", "cases": SHARDED},
         {"name": "4-hsdp", "cases": ["gpt2", "moe"], "dp": 2},
         {"name": "changed", "cases": ["moe"], "stop": 5},
         {"name": "wrong", "cases": ["dense"], "wrong_order": True},
@@ -158,19 +163,21 @@ def test_runs_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_thirty_steps_on_one_to_eight_ranks(tmp_path: Path) -> None:
     """FSDP, HSDP and DDP; and runs that are divided differently after half of their steps."""
-    cases = ["dense", "gpt2", "moe"]
+    cases = ["dense", "gpt2", "moe", "experts"]
     shared = {"cases": cases, "shards": 8, "steps": 30}
+    experts = {**shared, "cases": ["experts"]}
     jobs: Jobs = {
         1: [{"name": "one", **shared}],
         8: [{"name": f"8-{dp}", "dp": dp, **shared} for dp in (1, 2, 4, 8)]
-        + [{"name": f"changed-{size}", "stop": 15, **shared} for size in (2, 4)],
+        + [{"name": f"changed-{size}", "stop": 15, **shared} for size in (2, 4)]
+        + [{"name": f"8-ep-{8 // ep}", "dp": 8 // ep, "ep": ep, **experts} for ep in (4, 8)],
         4: [{"name": f"4-{dp}", "dp": dp, **shared} for dp in (1, 2)]
         + [{"name": "changed-4", "dp": 2, "resume": True, **shared}],
         2: [{"name": "2-1", **shared}, {"name": "changed-2", "resume": True, **shared}],
     }
     compared = compare(jobs, tmp_path)
     assert compared == {key: [] for key in compared}
-    assert len(compared) == 9 * len(cases)
+    assert len(compared) == 9 * len(cases) + 2
 
 
 LLAMA_70B = replace(

@@ -1,0 +1,39 @@
+"""Experts that are computed where they are stored have the bits of a single process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ingot.core.errors import ConfigError
+from ingot.nn import MoEConfig
+from ingot.nn.mlp import MoE
+from ingot.parallel.expert import ExpertDispatcher
+from ingot.parallel.mesh import Mesh
+from ingot.parallel.ranks import Ranks
+from tests.parallel.test_shard import Jobs, compare
+
+CASES = ["experts", "experts-accum", "experts-full"]
+JOBS: Jobs = {
+    1: [{"name": "one", "cases": CASES, "steps": 5}],
+    4: [
+        {"name": "4-ep", "cases": CASES, "ep": 4, "steps": 5},
+        {"name": "2-dp-2-ep", "cases": CASES, "dp": 2, "ep": 2, "steps": 5},
+        {"name": "wrong", "cases": ["experts"], "ep": 4, "steps": 5, "wrong_order": True},
+    ],
+}
+
+
+def test_experts_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Also with several micro-batches in a shard, with recomputation, and in float32."""
+    compared = compare(JOBS, tmp_path)
+    assert compared.pop(("wrong", "experts"))  # another order of summation is noticed
+    assert compared == {key: [] for key in compared}
+    assert len(compared) == 6
+
+
+def test_experts_that_cannot_be_divided_are_an_error() -> None:
+    moe = MoE(8, MoEConfig(num_experts=6, top_k=2, ffn_dim=16))
+    with pytest.raises(ConfigError, match="6 experts cannot be divided among 4 ranks"):
+        ExpertDispatcher(moe, Mesh(fsdp=Ranks(0, 4)), lambda name, grad: None)
