@@ -283,6 +283,12 @@ def _linear() -> Iterator[Workload]:
             yield Workload("linear", shape, "bf16", args)
         shape = f"{_text(m, 768, 2048)} silu"
         yield Workload("gated_linear", shape, "bf16", floats((m, 768), up, up))
+        grads = _with_activation(ActivationFn.GELU, (m, 2048), (m, 768), up, (2048,))
+        yield Workload("linear_preact_grad", f"{_text(m, 768, 2048)} gelu", "bf16", grads)
+        grads = floats((m, 2048), (m, 768), up, up)
+        yield Workload("gated_linear_preact_grad", shape, "bf16", grads)
+        grads = floats((m, 2048), (m, 2048), up, up)
+        yield Workload("gated_linear_input_grad", _text(m, 2048, 768), "bf16", grads)
         shape = f"{_text(m, 2048, 768)} residual"
         yield Workload("linear", shape, "bf16", _with_residual((m, 2048), down, (m, 768)))
         shape = f"{_text(m, 768, 2048)} lora"

@@ -55,8 +55,9 @@ class Linear(LMHead, nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.lora: LoraAdapter | LoraSlots | None = None
-        self.fake_quantizer: Callable[..., Tensor] | None = None
-        """Computes the layer with its weight quantized: see `ingot.nn.qat`."""
+        self.compute: Callable[..., Tensor] | None = None
+        """Computes the layer instead of `ops.linear`: see `ingot.nn.qat` and
+        `ingot.parallel`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,8 +81,8 @@ class Linear(LMHead, nn.Linear):
 
         `adapters` selects the LoRA adapter of each row, if the layer has any.
         """
-        if self.fake_quantizer is not None:
-            return self.fake_quantizer(input, [self.weight], self.bias, activation, residual)
+        if self.compute is not None:
+            return self.compute(input, [self.weight], self.bias, activation, residual)
         term = None if self.lora is None else self.lora(input, adapters)
         if term is None:
             return ops.linear(input, self.weight, self.bias, activation, residual)

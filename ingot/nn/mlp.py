@@ -66,8 +66,9 @@ class SwiGLU(nn.Module):
         self.down = Linear(ffn_dim, dim)
         self.lora: LoraAdapter | LoraSlots | None = None
         """LoRA adapters of gate and up together, which have one input."""
-        self.fake_quantizer: Callable[..., Tensor] | None = None
-        """Computes gate and up with their weights quantized: see `ingot.nn.qat`."""
+        self.compute: Callable[..., Tensor] | None = None
+        """Computes gate and up instead of `ops.gated_linear`: see `ingot.nn.qat` and
+        `ingot.parallel`."""
 
     @property
     def lora_sites(self) -> list[LoraSite]:
@@ -91,8 +92,8 @@ class SwiGLU(nn.Module):
         assert self.gate is not None
         assert self.up is not None
         gate, up = self.gate.weight, self.up.weight
-        if self.fake_quantizer is not None:
-            return self.fake_quantizer(x, [gate, up], activation=SILU)
+        if self.compute is not None:
+            return self.compute(x, [gate, up], activation=SILU)
         term = None if self.lora is None else self.lora(x, adapters)
         if term is None:
             return ops.gated_linear(x, gate, up)

@@ -145,7 +145,7 @@ def prepare_qat_(decoder: Decoder, format: WeightFormat) -> None:
     >>> from ingot.nn import preset
     >>> model = Decoder.from_config(preset("tiny"), seed=0)
     >>> prepare_qat_(model, Int4(group=32))
-    >>> type(model.blocks[0].attention.qkv.fake_quantizer).__name__
+    >>> type(model.blocks[0].attention.qkv.compute).__name__
     'FakeQuantizer'
     """
     if is_quantized(decoder):
@@ -154,7 +154,7 @@ def prepare_qat_(decoder: Decoder, format: WeightFormat) -> None:
         if isinstance(module, Linear):
             format.empty(*module.weight.shape, device="meta")  # checks that groups fit
         if isinstance(module, Linear | SwiGLU):
-            module.fake_quantizer = FakeQuantizer(format)
+            module.compute = FakeQuantizer(format)
 
 
 def convert_qat(decoder: Decoder, format: WeightFormat) -> Decoder:

@@ -16,7 +16,15 @@ from ingot.ops.attention import attention
 from ingot.ops.dispatch import Override, Provider, batch_invariant, prefer
 from ingot.ops.embedding import embedding, embedding_int4, embedding_int8
 from ingot.ops.epilogue import ActivationFn
-from ingot.ops.linear import gated_linear, grouped_gated_linear, grouped_linear, linear
+from ingot.ops.linear import (
+    gated_linear,
+    gated_linear_input_grad,
+    gated_linear_preact_grad,
+    grouped_gated_linear,
+    grouped_linear,
+    linear,
+    linear_preact_grad,
+)
 from ingot.ops.lora import lora_shrink
 from ingot.ops.loss import (
     cross_entropy,
@@ -68,6 +76,8 @@ __all__ = [
     "embedding_int4",
     "embedding_int8",
     "gated_linear",
+    "gated_linear_input_grad",
+    "gated_linear_preact_grad",
     "geglu",
     "geglu_tanh",
     "gelu",
@@ -83,6 +93,7 @@ __all__ = [
     "linear_int8",
     "linear_int8_dynamic",
     "linear_logits",
+    "linear_preact_grad",
     "linear_token_logprobs",
     "log_softmax",
     "lora_shrink",

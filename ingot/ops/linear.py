@@ -6,6 +6,12 @@
     grouped_linear(x)       = act(x W_e^T), e being the group of a row (mixture of experts)
     grouped_gated_linear(x) = gated_linear with the gate and up weights of the row's group
 
+and, of their gradients, what ranks that divide a layer compute one after another:
+
+    linear_preact_grad        dz of y = act(z): the gradient before the activation
+    gated_linear_preact_grad  the same for gate and up
+    gated_linear_input_grad   dx of gate and up, in one sum; that of `linear` is `dz W`
+
 Bias, activation and residual are optional arguments of the call (`ingot.ops.epilogue`). A fused
 epilogue works on the accumulator before it is rounded and stored: the intermediate result is not
 written to memory, and the output is rounded once instead of once per op.
@@ -17,14 +23,14 @@ are contiguous: group e owns rows `offsets[e]` to `offsets[e + 1]`.
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ingot.core.errors import OpError
-from ingot.ops.arguments import accum_dtype
+from ingot.ops.arguments import accum_dtype, fake_like
 from ingot.ops.check import check_same_dtype, check_same_shape
 from ingot.ops.epilogue import (
     IDENTITY,
@@ -40,6 +46,7 @@ from ingot.ops.epilogue import (
     with_activations,
     with_lora,
 )
+from ingot.ops.gradient import differentiate
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
@@ -118,6 +125,39 @@ def _grouped_gated_samples(make: TensorMaker) -> Iterator[SampleInput]:
     return with_activations(_two_offset_samples, make, SILU)
 
 
+def _with_output_grad(
+    samples: Callable[[TensorMaker], Iterator[SampleInput]], make: TensorMaker
+) -> Iterator[SampleInput]:
+    """Yield samples of a layer, after the gradient of its output."""
+    for sample in samples(make):
+        x, weight, *_ = sample.args
+        grad = make(*x.shape[:-1], len(weight))
+        # Positive for the same reason as the sample itself.
+        yield SampleInput(sample.name, (grad.abs() if len(weight) == 1 else grad, *sample.args))
+
+
+def _preact_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    def plain(make: TensorMaker) -> Iterator[SampleInput]:
+        return with_activations(_biased_samples, make, IDENTITY)
+
+    return _with_output_grad(plain, make)
+
+
+def _gated_preact_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    def gated(make: TensorMaker) -> Iterator[SampleInput]:
+        return with_activations(_two_weight_samples, make, SILU)
+
+    return _with_output_grad(gated, make)
+
+
+def _input_grad_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    for sample in _with_output_grad(_two_weight_samples, make):
+        grad, _, *weights = sample.args
+        other = make(*grad.shape)
+        other = other.abs() if sample.name == "one_column" else other
+        yield SampleInput(sample.name, (grad, other, *weights))
+
+
 def _check_weight(op_name: str, x: Tensor, weight: Tensor) -> None:
     check_same_dtype(op_name, x=x, weight=weight)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
@@ -160,6 +200,32 @@ def _check_gated(
     check_activation("gated_linear", activation)
 
 
+def _check_preact(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: int
+) -> None:
+    _check_weight("linear_preact_grad", x, weight)
+    check_epilogue("linear_preact_grad", x, weight.shape[0], bias, activation, grad)
+
+
+def _check_gated_preact(
+    grad: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int
+) -> None:
+    name = "gated_linear_preact_grad"
+    check_same_shape(name, gate_weight=gate_weight, up_weight=up_weight)
+    _check_weight(name, x, gate_weight)
+    check_epilogue(name, x, gate_weight.shape[0], None, activation, grad)
+
+
+def _check_input_grad(
+    gate_grad: Tensor, up_grad: Tensor, gate_weight: Tensor, up_weight: Tensor
+) -> None:
+    name = "gated_linear_input_grad"
+    check_same_shape(name, gate_weight=gate_weight, up_weight=up_weight)
+    check_same_shape(name, gate_grad=gate_grad, up_grad=up_grad)
+    check_same_dtype(name, gate_grad=gate_grad, up_grad=up_grad, up_weight=up_weight)
+    _check_weight(name, gate_grad, gate_weight.T)
+
+
 def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor, activation: int) -> None:
     check_same_dtype("grouped_linear", x=x, weight=weight)
     if not (x.dim() == 2 and weight.dim() == 3 and weight.shape[2] == x.shape[1]):
@@ -198,6 +264,16 @@ def _groups(x: Tensor, offsets: Tensor) -> list[tuple[int, Tensor]]:
 
 def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _fake_twice(grad: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return fake_like(grad), fake_like(grad)
+
+
+def _fake_input_grad(
+    gate_grad: Tensor, up_grad: Tensor, gate_weight: Tensor, up_weight: Tensor
+) -> Tensor:
+    return gate_grad.new_empty((*gate_grad.shape[:-1], gate_weight.shape[1]))
 
 
 def _grouped_fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
@@ -240,6 +316,27 @@ def _gated_cost(
     return Cost(
         bytes=x.nbytes + 2 * up_weight.nbytes + result, flops=4 * rows * up_weight.numel() + lora
     )
+
+
+def _preact_cost(grad: Tensor, x: Tensor, weight: Tensor, *_: object) -> Cost:
+    flops = 2 * _rows(x) * weight.numel()
+    return Cost(bytes=x.nbytes + weight.nbytes + 2 * grad.nbytes, flops=flops)
+
+
+def _gated_preact_cost(
+    grad: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, *_: object
+) -> Cost:
+    flops = 4 * _rows(x) * up_weight.numel()
+    return Cost(bytes=x.nbytes + 2 * up_weight.nbytes + 3 * grad.nbytes, flops=flops)
+
+
+def _input_grad_cost(
+    gate_grad: Tensor, up_grad: Tensor, gate_weight: Tensor, up_weight: Tensor
+) -> Cost:
+    rows = _rows(up_grad)
+    result = rows * up_weight.shape[1] * up_grad.itemsize
+    read = 2 * up_grad.nbytes + 2 * up_weight.nbytes
+    return Cost(bytes=read + result, flops=4 * rows * up_weight.numel())
 
 
 def _grouped_cost(x: Tensor, weight: Tensor, offsets: Tensor, activation: int = IDENTITY) -> Cost:
@@ -364,3 +461,84 @@ def grouped_gated_linear(
     """
     gate = grouped_linear.reference(x, gate_weight, offsets, activation)
     return gate * grouped_linear.reference(x, up_weight, offsets)
+
+
+@op(
+    check=_check_preact,
+    fake=fake_like,
+    samples=_preact_samples,
+    tolerance=Tolerance(),
+    cost=_preact_cost,
+    row_args=("grad", "x"),
+    gradient=None,
+)
+def linear_preact_grad(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: int = IDENTITY,
+) -> Tensor:
+    """Return the gradient of z for that of `activation(z)`, where `z = x @ weight.T + bias`.
+
+    >>> from ingot.ops import ActivationFn
+    >>> x, weight = torch.tensor([[1.0], [-1.0]]), torch.ones(1, 1)
+    >>> linear_preact_grad(torch.ones(2, 1), x, weight, activation=ActivationFn.RELU).T
+    tensor([[1., 0.]])
+    """
+
+    def act(z: Tensor) -> Tensor:
+        return apply_activation(z, activation)
+
+    (found,) = differentiate(act)([True], [grad], apply_epilogue(x @ weight.T, bias, 0, None))
+    assert found is not None
+    return found
+
+
+@op(
+    check=_check_gated_preact,
+    fake=_fake_twice,
+    samples=_gated_preact_samples,
+    tolerance=Tolerance(),
+    cost=_gated_preact_cost,
+    row_args=("grad", "x"),
+    gradient=None,
+)
+def gated_linear_preact_grad(
+    grad: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: int = SILU
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x @ gate_weight.T` and `x @ up_weight.T` for that of `gated_linear`.
+
+    >>> one = torch.ones(1, 1)
+    >>> gated_linear_preact_grad(one, one, one, one)
+    (tensor([[0.9277]]), tensor([[0.7311]]))
+    """
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return apply_activation(gate, activation) * up
+
+    both = differentiate(gated)([True, True], [grad], x @ gate_weight.T, x @ up_weight.T)
+    assert both[0] is not None
+    assert both[1] is not None
+    return both[0], both[1]
+
+
+@op(
+    check=_check_input_grad,
+    fake=_fake_input_grad,
+    samples=_input_grad_samples,
+    tolerance=Tolerance(),
+    cost=_input_grad_cost,
+    row_args=("gate_grad", "up_grad"),
+    gradient=None,
+)
+def gated_linear_input_grad(
+    gate_grad: Tensor, up_grad: Tensor, gate_weight: Tensor, up_weight: Tensor
+) -> Tensor:
+    """Return `gate_grad @ gate_weight + up_grad @ up_weight`, rounded once.
+
+    >>> one = torch.ones(1, 1)
+    >>> gated_linear_input_grad(one, 2 * one, one, one)
+    tensor([[3.]])
+    """
+    return gate_grad @ gate_weight + up_grad @ up_weight

@@ -20,6 +20,7 @@ Legend: T tokens, S tokens of a rank, D channels, N heads, H channels of a head.
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ from ingot.nn.layout import BatchLayout
 from ingot.nn.linear import Linear
 from ingot.nn.mlp import SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
-from ingot.ops.epilogue import IDENTITY, SILU
+from ingot.ops.epilogue import IDENTITY
 from ingot.parallel.ranks import Ranks, row_slice
 
 _NO_LORA = (None, None, None)
@@ -61,10 +62,8 @@ def split_context(model: Decoder, ranks: Ranks) -> None:
 
 def _split(module: Any, ranks: Ranks) -> None:
     """Replace what a module computes by a function of this rank's tokens."""
-    if isinstance(module, Linear):
-        module.forward = partial(_linear, module, ranks)
-    elif isinstance(module, SwiGLU):
-        module.hidden = partial(_gated_linear, module, ranks)
+    if isinstance(module, Linear | SwiGLU):
+        module.compute = partial(_compute, ranks)
     elif isinstance(module, RMSNorm):
         module.forward = lambda x: _Rows.apply(ops.rms_norm, ranks, x, module.weight, module.eps)
     elif isinstance(module, LayerNorm):
@@ -90,21 +89,19 @@ def _forward(model: Decoder, ranks: Ranks, tokens_T: Tensor, layout: BatchLayout
     return model.norm(_Join.apply(x_SD, ranks))
 
 
-def _linear(
-    module: Linear,
+def _compute(
     ranks: Ranks,
-    input: Tensor,
-    residual: Tensor | None = None,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None = None,
     activation: int = IDENTITY,
-    adapters: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    args = (input, module.weight, module.bias, activation, residual, *_NO_LORA)
+    """Compute a linear layer, or gate and up of a gated MLP."""
+    if len(weights) == 2:
+        return _Rows.apply(ops.gated_linear, ranks, x, *weights, activation, None, *_NO_LORA)
+    args = (x, weights[0], bias, activation, residual, *_NO_LORA)
     return _Rows.apply(ops.linear, ranks, *args)
-
-
-def _gated_linear(module: Any, ranks: Ranks, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-    args = (x, module.gate.weight, module.up.weight, SILU, None, *_NO_LORA)
-    return _Rows.apply(ops.gated_linear, ranks, *args)
 
 
 def _attend(

@@ -4,7 +4,8 @@ Each rank stores a part of the rows of every weight. FSDP2 gathers the weights o
 block is computed and frees them afterwards; the gradients of a block are summed over the ranks as
 soon as its backward has computed them, and each rank keeps those of its rows. With several
 replicas, the ranks of a replica shard the weights among themselves, and the sums are then added
-over the replicas (HSDP).
+over the replicas (HSDP). With tensor parallelism, the rows that are sharded are those of the rank
+(`ingot.parallel.tensor`).
 
 The sums are those of `ingot.parallel.ranks`, in float32: `set_custom_reduce_scatter` replaces the
 library's own, and `set_all_reduce_hook` sees the result before FSDP2 rounds it to the dtype of the
@@ -14,7 +15,7 @@ weight.
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from ingot.parallel import ranks as collectives
 from ingot.parallel.expert import ExpertDispatcher
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import row_slice
+from ingot.parallel.tensor import divide_decoder
 
 OnGrad = Callable[[str, Tensor], None]
 
@@ -54,10 +56,11 @@ class _OrderedReduceScatter(DefaultReduceScatter):
 class ShardedModel:
     """A model whose weights are sharded over ranks; `on_grad` takes the gradients of its rows.
 
-    The ranks of `fsdp` store different rows, those of `dp` the same. `grad_dtype` is the dtype of
-    what a rank adds to a sum: a gradient of one backward has that of the weights, and is sent in
-    it. With `expert_parallel`, experts are computed by the ranks that store them. The module itself
-    is changed: its parameters become DTensors of the same names, those of experts local ones.
+    The ranks of `fsdp` and `tp` store different rows, those of `dp` the same. `grad_dtype` is the
+    dtype of what a rank adds to a sum: a gradient of one backward has that of the weights, and is
+    sent in it. With `expert_parallel`, experts are computed by the ranks that store them. The
+    module itself is changed: its parameters become DTensors of the same names, those of experts
+    local ones.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class ShardedModel:
         assert mesh.fsdp_mesh is not None
         self.model: Any = model
         self.mesh = mesh
+        self._divided = divide_decoder(model, mesh.tp) if mesh.tp.size > 1 else {}
         self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
         self._on_grad, self._grad_dtype = on_grad, grad_dtype
         self._experts = self._dispatch_experts() if expert_parallel else []
@@ -123,20 +127,30 @@ class ShardedModel:
             begin += -(-rows // self.mesh.fsdp.size) * (parameter.numel() // rows)
         assert begin == reduced.numel(), "every weight of a block has a gradient"
 
-    @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank's rows are those that are saved, and counted in norms."""
-        return self.mesh.dp.is_main
+    def owns(self, name: str) -> bool:
+        """Return whether this rank's rows of a weight are those that are saved, and counted in
+        norms: other ranks may have the same."""
+        divided = name.partition("|")[0] in self._divided
+        return self.mesh.dp.is_main and (divided or self.mesh.tp.is_main)
 
     def has_rows(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor has the rows of a weight: `weight`, or `weight|moment`."""
         return tensor.dim() > 0 and name.partition("|")[0] in self._rows
 
-    def rows(self, name: str) -> slice:
+    def rows(self, name: str) -> list[slice]:
         """Return which rows of a weight, or of its optimizer state, this rank stores."""
-        return row_slice(
-            self._rows[name.partition("|")[0]], self.mesh.fsdp.rank, self.mesh.fsdp.size
-        )
+        weight = name.partition("|")[0]
+        count = self._rows[weight]
+        stored = row_slice(count, self.mesh.fsdp.rank, self.mesh.fsdp.size)
+        return cut_rows(self._divided.get(weight, [slice(0, count)]), stored)
+
+    def split_rows(self, name: str, tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the ranges of `rows(name)`, each with its part of the tensor that has them all."""
+        begin = 0
+        for rows in self.rows(name):
+            end = begin + rows.stop - rows.start
+            yield rows, tensor[begin:end]
+            begin = end
 
     def set_sync(self, sync: bool) -> None:
         """Set whether the next backward sums the gradients over the ranks, or only adds its own."""
@@ -149,6 +163,23 @@ class ShardedModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def cut_rows(rows: Sequence[slice], part: slice) -> list[slice]:
+    """Return the rows at some positions of these ranges, which are counted one after another.
+
+    >>> cut_rows([slice(0, 4), slice(8, 10), slice(20, 30)], slice(2, 8))
+    [slice(2, 4, None), slice(8, 10, None), slice(20, 22, None)]
+    """
+    found: list[slice] = []
+    first = 0
+    for some in rows:
+        begin = some.start + max(part.start - first, 0)
+        end = min(some.start + part.stop - first, some.stop)
+        if begin < end:
+            found.append(slice(begin, end))
+        first += some.stop - some.start
+    return found
 
 
 def _drop_grad(parameter: Tensor) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ingot.ops.adamw import split as halves
 from ingot.parallel.shard import ShardedModel, local
+from ingot.parallel.tensor import take_rows
 from ingot.training.gradients import GradientSum
 
 _INITIAL_SCALE = 2.0**16
@@ -104,12 +105,12 @@ class MasterWeights:
         for name, weight in self.weights.items():
             rows, parameter = sharded.rows(name), local(sharded.model.get_parameter(name)).detach()
             if id(weight) in pairs:
-                self.weights[name] = weight[rows].clone()
+                self.weights[name] = take_rows(weight.detach(), rows)
                 self._pairs.append((parameter, self.weights[name]))
             else:
                 self.weights[name] = parameter
             if name in self.low_bits:
-                self.low_bits[name] = self.low_bits[name][rows].clone()
+                self.low_bits[name] = take_rows(self.low_bits[name], rows)
 
     def copy_to_model(self) -> None:
         """Copy the master weights to the model, in its dtype."""

@@ -52,6 +52,7 @@ from ingot.nn.qat import QatConfig
 from ingot.nn.recompute import RecomputePolicy
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.mesh import mesh_shape
+from ingot.parallel.tensor import check_divisible
 from ingot.training import clip, optimizer
 from ingot.training.gradients import default_shards
 from ingot.training.guard import SpikeGuardConfig
@@ -388,6 +389,8 @@ class Recipe:
             )
         if self.parallel.cp > 1:
             self._check_context()
+        if self.parallel.tp > 1:
+            self._check_tensor_parallel()
         single = {"adapter": self.adapter, "qat": self.qat, "mixup": self.mixup}
         single["objective.kind=dpo"] = isinstance(self.objective, DPOConfig)
         single["precision=fp16"] = self.precision is Precision.FP16
@@ -408,6 +411,16 @@ class Recipe:
                 f"parallel.cp: needs text in sequences whose length is a multiple of {size}",
                 hint="change data.seq_len, or remove parallel.cp",
             )
+
+    def _check_tensor_parallel(self) -> None:
+        if self.precision is not Precision.BF16:
+            raise ConfigError(
+                "parallel.tp: needs precision=bf16; the bits of float32 gradients depend on the "
+                "shapes of the layers",
+                hint="set precision=bf16, or parallel.tp=1: then the weights are sharded (FSDP)",
+            )
+        if self.model is not None:
+            check_divisible(self.model, self.parallel.tp)
 
     def _set_objective(self) -> None:
         """Fill in the default objective, so that it is saved with the run."""

@@ -249,8 +249,9 @@ class TrainStep:
     def _grad_norms(self) -> Tensor:
         """Return the norm of each weight's gradient, still scaled; 0 for weights without one."""
         none = torch.zeros(0, device=self._device)
-        counts = self._sharded is None or self._sharded.is_first_replica
-        grads = self.grads if counts else {}
+        sharded, grads = self._sharded, self.grads
+        if sharded is not None:
+            grads = {name: grad for name, grad in grads.items() if sharded.owns(name)}
         names = self.master_weights.weights
         return grad_norms([grads.get(name, none) for name in names], self._mesh.world)
 

@@ -49,6 +49,7 @@ from ingot.parallel.context import split_context
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel
+from ingot.parallel.tensor import take_rows
 from ingot.training.checkpoint import Checkpoint, Checkpoints, name_rows
 from ingot.training.clip import Clipper
 from ingot.training.ema import EMA
@@ -380,9 +381,9 @@ class Trainer:
         for part, tensors in parts.items():
             for name, tensor in tensors.items():
                 if self.sharded.has_rows(name, tensor):
-                    if len(tensor) and self.sharded.is_first_replica:
-                        key = name_rows(name, self.sharded.rows(name))
-                        rows.setdefault(part, {})[key] = tensor
+                    if self.sharded.owns(name):
+                        own = self.sharded.split_rows(name, tensor)
+                        rows.setdefault(part, {}).update((name_rows(name, r), t) for r, t in own)
                 elif self.ranks.is_main:
                     rows.setdefault(part, {})[name] = tensor
         return rows
@@ -409,7 +410,9 @@ class Trainer:
             if sharded is None:
                 return found
             return {
-                name: tensor[sharded.rows(name)] if sharded.has_rows(name, tensor) else tensor
+                name: take_rows(tensor, sharded.rows(name))
+                if sharded.has_rows(name, tensor)
+                else tensor
                 for name, tensor in found.items()
             }
 

@@ -179,8 +179,12 @@ def _matrix(i: Inputs) -> Tensor:
     return i.values(i.rows, i.width, low=-8, high=3)
 
 
+def _output_rows(i: Inputs) -> Tensor:
+    return i.values(*i.schedule.row_shape, i.out)
+
+
 def _residual(i: Inputs) -> Tensor | None:
-    return i.values(*i.schedule.row_shape, i.out) if i.schedule.option % 3 else None
+    return _output_rows(i) if i.schedule.option % 3 else None
 
 
 def _index(i: Inputs) -> Tensor | None:
@@ -268,6 +272,9 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "bias": lambda i: i.one_of(None, lambda: i.values(i.out)),
         "activation": lambda i: i.schedule.option % len(ops.ActivationFn),
         "residual": _residual,
+        "grad": _output_rows,
+        "gate_grad": _output_rows,
+        "up_grad": _output_rows,
         "lora_h": _lora_h,
         "lora_b": _lora_b,
         "gate_lora_b": _lora_b,

@@ -169,7 +169,7 @@ template <class T>
 Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
                     const std::optional<Vector<T>>& bias, const LoraTerms<T>& lora,
                     ActivationFn activation) {
-  Tensor grad_z = allocate(std::array{x.count, w.count}, grad.owner.scalar_type());
+  Tensor grad_z = allocate_like(grad.owner);
   std::array<Matrix<T>, 1> weights{Matrix<T>(w)};
   gemm(Matrix<T>(x), weights, balanced_columns(w.count), [&](const OutputBlock& block) {
     int64_t column = block.columns.begin, count = block.columns.count;
@@ -184,6 +184,36 @@ Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,
     }
   });
   return grad_z;
+}
+
+// The same of act(gate) * up: gradients of gate and of up.
+template <class T>
+std::tuple<Tensor, Tensor> gated_act_backward(const Rows<T>& grad, const Rows<T>& x,
+                                              const Rows<T>& gate, const Rows<T>& up,
+                                              const LoraTerms<T>& lora, ActivationFn activation) {
+  int64_t width = gate.count;
+  Tensor grad_gate = allocate_like(grad.owner), grad_up = allocate_like(grad.owner);
+  std::array<Matrix<T>, 2> weights{Matrix<T>(gate), Matrix<T>(up)};
+  gemm(Matrix<T>(x), weights, balanced_columns(width), [&](const OutputBlock& block) {
+    int64_t column = block.columns.begin, count = block.columns.count;
+    alignas(64) float z[BLOCK_N];
+    for (size_t p = 0; p < 2; p++)
+      if (lora[p]) lora[p]->add_to(block, p);
+    for (int64_t r = 0; r < block.rows; r++) {
+      const T* grad_row = grad[block.row + r] + column;
+      int64_t to = (block.row + r) * width + column;
+      float *gate_acc = block.acc_row(0, r), *up_acc = block.acc_row(1, r);
+      std::copy_n(gate_acc, count, z);
+      multiply_row(up_acc, grad_row, count);
+      apply_activation_grad(activation, z, count);
+      multiply_row(up_acc, z, count);
+      store_row(data<T>(grad_gate) + to, up_acc, count);
+      apply_activation(activation, gate_acc, count);
+      multiply_row(gate_acc, grad_row, count);
+      store_row(data<T>(grad_up) + to, gate_acc, count);
+    }
+  });
+  return {grad_gate, grad_up};
 }
 
 // The part of dH that belongs to a LoRA term.
@@ -279,31 +309,9 @@ Tensors gated_linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor&
     Rows<T> gate = weight_rows<T>(gate_weight, x), up = weight_rows<T>(up_weight, x), rows(x);
     check(gate.count == up.count, "gate_weight and up_weight must have the same shape");
     check_output_like(grad, x, gate.count);
-    Rows<T> g(grad);
-    int64_t width = gate.count;
-    Tensor grad_gate = allocate(std::array{rows.count, width}, x.scalar_type());
-    Tensor grad_up = allocate_like(grad_gate);
-    std::array<Matrix<T>, 2> weights{Matrix<T>(gate), Matrix<T>(up)};
     LoraTerms<T> lora = lora_args.terms<T>(x, gate.count);
-    gemm(Matrix<T>(rows), weights, balanced_columns(width), [&](const OutputBlock& block) {
-      int64_t column = block.columns.begin, count = block.columns.count;
-      alignas(64) float z[BLOCK_N];
-      for (size_t p = 0; p < 2; p++)
-        if (lora[p]) lora[p]->add_to(block, p);
-      for (int64_t r = 0; r < block.rows; r++) {
-        const T* grad_row = g[block.row + r] + column;
-        int64_t to = (block.row + r) * width + column;
-        float *gate_acc = block.acc_row(0, r), *up_acc = block.acc_row(1, r);
-        std::copy_n(gate_acc, count, z);
-        multiply_row(up_acc, grad_row, count);
-        apply_activation_grad(act, z, count);
-        multiply_row(up_acc, z, count);
-        store_row(data<T>(grad_gate) + to, up_acc, count);
-        apply_activation(act, gate_acc, count);
-        multiply_row(gate_acc, grad_row, count);
-        store_row(data<T>(grad_up) + to, gate_acc, count);
-      }
-    });
+    auto [grad_gate, grad_up] =
+        gated_act_backward<T>(Rows<T>(grad), rows, gate, up, lora, act);
     Rows<T> dg(grad_gate), du(grad_up);
     Tensors result;
     if (needs_grad[0])
@@ -321,10 +329,58 @@ Tensors gated_linear_backward(NeedsGrad needs_grad, Tensors grads, const Tensor&
   });
 }
 
+// ---- Parts of the gradients, for ranks that compute some rows or columns of each.
+
+Tensor linear_preact_grad(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                          const std::optional<Tensor>& bias, int64_t activation) {
+  return dispatch_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Rows<T> w = weight_rows<T>(weight, x);
+    check_output_like(grad, x, w.count);
+    std::optional<Tensor> none;
+    return act_backward<T>(Rows<T>(grad), Rows<T>(x), w,
+                           bias_of<T>({x, weight, bias, none, {none, {&none}, none}}), {},
+                           checked_activation(activation));
+  });
+}
+
+std::tuple<Tensor, Tensor> gated_linear_preact_grad(const Tensor& grad, const Tensor& x,
+                                                    const Tensor& gate_weight,
+                                                    const Tensor& up_weight, int64_t activation) {
+  return dispatch_dtype(x, [&](auto tag) {
+    using T = decltype(tag);
+    Rows<T> gate = weight_rows<T>(gate_weight, x), up = weight_rows<T>(up_weight, x);
+    check(gate.count == up.count, "gate_weight and up_weight must have the same shape");
+    check_output_like(grad, x, gate.count);
+    return gated_act_backward<T>(Rows<T>(grad), Rows<T>(x), gate, up, {},
+                                 checked_activation(activation));
+  });
+}
+
+Tensor gated_linear_input_grad(const Tensor& gate_grad, const Tensor& up_grad,
+                               const Tensor& gate_weight, const Tensor& up_weight) {
+  return dispatch_dtype(gate_grad, [&](auto tag) {
+    using T = decltype(tag);
+    check_same_dtype(gate_weight, gate_grad), check_same_dtype(up_weight, gate_grad);
+    check(gate_grad.dim() >= 1 && gate_weight.dim() == 2 && same_sizes(gate_weight, up_weight) &&
+              gate_weight.size(0) == gate_grad.size(gate_grad.dim() - 1),
+          "weights must be (out_features, in_features)");
+    check_output_like(up_grad, gate_grad, gate_weight.size(0));
+    Rows<T> dg(gate_grad), du(up_grad), gate(gate_weight), up(up_weight);
+    std::vector<int64_t> sizes(gate_grad.sizes().begin(), gate_grad.sizes().end());
+    sizes.back() = gate_weight.size(1);
+    return gemm_tensor<T>({sizes.data(), sizes.size()}, gate_grad,
+                          {{dg, Transposed<T>(gate)}, {du, Transposed<T>(up)}});
+  });
+}
+
 }  // namespace ingot::kernels
 
 REGISTER_OP(linear)
 REGISTER_OP(gated_linear)
+REGISTER_OP(linear_preact_grad)
+REGISTER_OP(gated_linear_preact_grad)
+REGISTER_OP(gated_linear_input_grad)
 REGISTER_OP(grouped_linear)
 REGISTER_OP(grouped_gated_linear)
 

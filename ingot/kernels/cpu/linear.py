@@ -19,3 +19,5 @@ cpu(ops.linear, backward=_has_backward)
 cpu(ops.gated_linear, backward=_has_backward)
 cpu(ops.grouped_linear)
 cpu(ops.grouped_gated_linear)
+for _op in (ops.linear_preact_grad, ops.gated_linear_preact_grad, ops.gated_linear_input_grad):
+    cpu(_op)

@@ -79,7 +79,8 @@ SELECTIONS = (
 PRIORITY = """
         WITHOUT_KERNELS = (
             'lora_shrink', 'linear_int4_dynamic', 'embedding_int4', 'embedding_int8',
-            'square_sum'
+            'square_sum', 'linear_preact_grad', 'gated_linear_preact_grad',
+            'gated_linear_input_grad'
         )
         for op in ops.registry().values():
             names = list(op.providers)

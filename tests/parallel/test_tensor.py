@@ -1,0 +1,182 @@
+"""Runs whose layers are divided among ranks have the bits of a run in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ingot.core.errors import ConfigError
+from ingot.nn import Activation, BatchLayout, Decoder, DenseConfig, MoEConfig
+from ingot.nn.config import QkNorm
+from ingot.ops.inputs import TensorMaker
+from ingot.parallel import tensor
+from ingot.parallel.config import ParallelConfig
+from ingot.parallel.ranks import Ranks
+from ingot.parallel.shard import cut_rows, row_slice
+from ingot.parallel.tensor import check_divisible, divide_decoder, take_rows
+from ingot.training.precision import Precision
+from tests.parallel import test_shard
+from tests.parallel.test_shard import DIVIDED, LLAMA_70B, Jobs, compare
+from tests.training import runs
+
+CASES = ["divided", "divided-gpt2"]
+JOBS: Jobs = {
+    1: [{"name": "one", "cases": CASES, "steps": 4}],
+    2: [
+        {"name": "2-tp", "cases": CASES[1:], "steps": 4, "tp": 2},
+        {"name": "continued", "cases": CASES[:1], "steps": 4, "tp": 2, "stop": 2},
+        {"name": "wrong", "cases": CASES[:1], "steps": 4, "tp": 2, "partial_sums": True},
+    ],
+    4: [
+        {"name": "2x2", "cases": CASES, "steps": 4, "tp": 2, "recompute": "selective"},
+        {"name": "4-tp", "cases": CASES[:1], "steps": 4, "tp": 4, "recompute": "full"},
+    ],
+}
+TRAIN = f"{__name__}:train_all"
+
+
+def train_all(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
+    for activation in (Activation.SWIGLU, Activation.GELU):
+        assert different_gradients(ranks, activation) == []
+        with partial_sums():
+            assert different_gradients(ranks, activation)
+    for job in options["jobs"]:
+        with partial_sums() if job.get("partial_sums") else nullcontext():
+            test_shard.train_all(ranks, {"jobs": [job]}, directory)
+
+
+def different_gradients(ranks: Ranks, activation: Activation) -> list[str]:
+    """Which gradients of a block's weights and input are not those of the undivided block."""
+    bias = activation is Activation.GELU
+    sizes = {"dim": 264, "heads": 8, "kv_heads": 4, "head_dim": 24, "ffn_dim": 840}
+    options = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias, "activation": activation}
+    config = replace(DIVIDED, layers=1, **sizes, **options)
+    wanted = gradients(Decoder.from_config(config, seed=0, dtype=torch.bfloat16))
+    model = Decoder.from_config(config, seed=0, dtype=torch.bfloat16)
+    rows = divide_decoder(model, ranks)
+    wanted |= {name: take_rows(wanted[name], own) for name, own in rows.items()}
+    found = gradients(model)
+    assert wanted.keys() == found.keys()
+    return [name for name, grad in wanted.items() if not torch.equal(grad, found[name])]
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    """The gradients of all weights of a block and of its input, and its output."""
+    make = TensorMaker(torch.bfloat16, seed=1)
+    x, grad = make(333, model.config.dim).requires_grad_(), make(333, model.config.dim)
+    y = model.blocks[0](x, BatchLayout.packed([200, 133]))
+    y.backward(grad)
+    named = model.blocks.named_parameters(prefix="blocks")
+    return {"x": x.grad, "y": y.detach(), **{name: p.grad for name, p in named}}  # pyright: ignore
+
+
+@contextmanager
+def partial_sums() -> Generator[None]:
+    """Compute dx in the usual way: each rank sums over its own rows, and the sums are added."""
+
+    def input_grad(
+        ranks: Ranks,
+        widths: Sequence[int],
+        grads: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        like: Tensor,
+    ) -> Tensor:
+        total = like.new_zeros(len(like), weights[0].shape[1])
+        for grad, weight in zip(grads, weights, strict=True):
+            ranges = grad.split([width * ranks.size for width in widths], 1)
+            total += torch.cat([tensor._own_columns(some, ranks) for some in ranges], 1) @ weight
+        dist.all_reduce(total, group=ranks.group)
+        return tensor._own_columns(total, ranks)
+
+    before, tensor._input_grad = tensor._input_grad, input_grad
+    try:
+        yield
+    finally:
+        tensor._input_grad = before
+
+
+def test_divided_layers_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Also with FSDP, recomputation, and several micro-batches in a shard of the batch."""
+    compared = compare(JOBS, tmp_path, TRAIN)
+    assert compared.pop(("wrong", "divided"))  # sums that ranks divide are noticed
+    compared |= compare({1: [{**JOBS[2][1], "tp": 1, "stop": None, "resume": True}]}, tmp_path)
+    assert compared == {key: [] for key in compared}
+    assert len(compared) == 5
+
+
+@pytest.mark.slow
+def test_thirty_steps_on_two_to_eight_ranks(tmp_path: Path) -> None:
+    """All layouts and recomputation policies; and runs that are divided differently later."""
+    shared = {"cases": CASES, "shards": 4, "steps": 30}
+    policies = ("none", "selective", "full")
+    layouts = [
+        (8, 2, 1),
+        (8, 2, 2),
+        (8, 2, 4),
+        (8, 4, 1),
+        (8, 4, 2),
+        (4, 2, 1),
+        (4, 2, 2),
+        (4, 4, 1),
+    ]
+    jobs: Jobs = {1: [{"name": "one", **shared}], 8: [], 4: [], 2: []}
+    for number, (size, tp, dp) in enumerate([*layouts, (2, 2, 1)]):
+        job = {"name": f"{size}-{tp}-{dp}", "tp": tp, "dp": dp, **shared}
+        jobs[size].append({**job, "recompute": policies[number % 3]})
+    jobs[2] += [
+        {"name": f"2-{policy}", "tp": 2, "recompute": policy, **shared} for policy in policies
+    ]
+    jobs[8].append({"name": "changed", "tp": 2, "dp": 2, "stop": 10, **shared})
+    jobs[4].append({"name": "changed", "tp": 4, "stop": 20, "resume": True, **shared})
+    jobs[2].append({"name": "changed", "tp": 1, "resume": True, **shared})
+    compared = compare(jobs, tmp_path, TRAIN)
+    assert compared == {key: [] for key in compared}
+    assert len(compared) == 13 * len(CASES)
+
+
+def test_all_ranks_together_have_every_row_once() -> None:
+    """Of the layers of 70 billion weights, divided among 8 ranks, each sharded over 128."""
+    config = replace(LLAMA_70B, layers=1)
+    whole = {name: len(p) for name, p in Decoder.on_meta(config).named_parameters()}
+    found: dict[str, list[slice]] = {}
+    for rank in range(8):
+        for name, rows in divide_decoder(Decoder.on_meta(config), Ranks(rank, 8)).items():
+            count = sum(some.stop - some.start for some in rows)
+            for shard in range(128):
+                found.setdefault(name, []).extend(cut_rows(rows, row_slice(count, shard, 128)))
+    assert len(found) == 5
+    for name, rows in found.items():
+        rows.sort(key=lambda some: some.start)
+        assert [0, *(some.stop for some in rows)] == [*(some.start for some in rows), whole[name]]
+
+
+def test_models_that_cannot_be_divided_are_an_error() -> None:
+    moe = MoEConfig(num_experts=2, top_k=1, ffn_dim=48)
+    for config, size, message in (
+        (DenseConfig(in_features=2, hidden_dims=(8,), out_features=2), 2, "only divides decoders"),
+        (replace(DIVIDED, moe=moe), 2, "model.moe"),
+        (replace(DIVIDED, qk_norm=QkNorm.PER_HEAD), 2, "model.qk_norm"),
+        (DIVIDED, 8, "must divide model.kv_heads, 4, got 8"),
+        (replace(DIVIDED, ffn_dim=77), 2, "must divide model.ffn_dim, 77, got 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_divisible(config, size)
+    check_divisible(DIVIDED, 4)
+
+
+def test_float32_is_an_error(tmp_path: Path) -> None:
+    """The bits of MKL's GEMMs depend on the number of rows of a weight."""
+    options = {"model": DIVIDED, "parallel": ParallelConfig(tp=2)}
+    recipe = runs.text(tmp_path, **options)
+    recipe.check_ranks(1)
+    with pytest.raises(ConfigError, match="needs precision=bf16"):
+        recipe.check_ranks(2)
+    runs.text(tmp_path, precision=Precision.BF16, **options).check_ranks(2)
