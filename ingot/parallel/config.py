@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
+
+Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,11 @@ class ParallelConfig:
     dp: int = 1
     """Replicas of the model; the ranks of a replica shard its weights (FSDP)."""
     pp: int = 1
-    """Stages of the pipeline, each with a part of the layers."""
+    """Ranks of the pipeline, each with a part of the layers."""
+    schedule: Schedule = "1f1b"
+    """Order of forwards and backwards in a pipeline. The interleaved ones give each rank two parts
+    of the layers, so that it waits less; "interleaved_zero_bubble" also computes gradients of
+    weights while it would wait."""
     tp: int = 1
     """Ranks that compute each matrix multiplication together."""
     batch_shards: int | None = None

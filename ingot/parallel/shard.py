@@ -14,7 +14,7 @@ weight.
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,9 @@ class ShardedModel:
     The ranks of `fsdp` store different rows, those of `dp` the same. `grad_dtype` is the dtype of
     what a rank adds to a sum: a gradient of one backward has that of the weights, and is sent in
     it. The module itself is changed: its parameters become DTensors of the same names.
+
+    `stages` are the parts of the model that are called on their own, if it is a pipeline: their
+    weights stay gathered from the first micro-batch of a step to the last (`add_grads`).
     """
 
     def __init__(
@@ -59,27 +62,32 @@ class ShardedModel:
         mesh: Mesh,
         on_grad: OnGrad,
         grad_dtype: torch.dtype = torch.float32,
+        stages: Sequence[nn.Module] | None = None,
     ) -> None:
         assert mesh.device_mesh is not None
         self.model: Any = model
         self.mesh = mesh
         self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
-        self._on_grad, self._grad_dtype = on_grad, grad_dtype
+        self.on_grad, self._grad_dtype = on_grad, grad_dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        for module in (*getattr(model, "blocks", ()), model):
-            fully_shard(module, mesh=mesh.device_mesh["fsdp"], mp_policy=policy)
+        options: dict[str, Any] = {"mesh": mesh.device_mesh["fsdp"], "mp_policy": policy}
+        if stages is not None:
+            options["reshard_after_forward"] = False
+        called = (model,) if stages is None else stages
+        self._units: list[Any] = [u for c in called for u in (*getattr(c, "blocks", ()), c)]
+        for module in self._units:
+            fully_shard(module, **options)
         self._names = {id(p): name for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_grad)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._install(module)
+        for module in self._units:
+            for group in _param_groups(module):
+                self._install(module, group)
 
-    def _install(self, module: Any) -> None:
+    def _install(self, module: Any, group: Any) -> None:
         replicas = self.mesh.dp.group
         assert replicas is not None
-        group = module._get_fsdp_state()._fsdp_param_groups[0]
         parameters = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
 
         def take(reduced: Tensor) -> None:
@@ -97,7 +105,7 @@ class ShardedModel:
         for parameter in parameters:
             name, own = self._names[id(parameter)], local(parameter)
             rows = self._rows[name]
-            self._on_grad(name, reduced[begin : begin + own.numel()].view(own.shape))
+            self.on_grad(name, reduced[begin : begin + own.numel()].view(own.shape))
             begin += -(-rows // self.mesh.fsdp.size) * (parameter.numel() // rows)
         assert begin == reduced.numel(), "every weight of a block has a gradient"
 
@@ -106,9 +114,13 @@ class ShardedModel:
         """Whether this rank's rows are those that are saved, and counted in norms."""
         return self.mesh.dp.is_main
 
+    def has_weight(self, name: str) -> bool:
+        """Return whether this rank's layers have a weight: `weight`, or `weight|moment` of it."""
+        return name.partition("|")[0] in self._rows
+
     def has_rows(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor has the rows of a weight: `weight`, or `weight|moment`."""
-        return tensor.dim() > 0 and name.partition("|")[0] in self._rows
+        return tensor.dim() > 0 and self.has_weight(name)
 
     def rows(self, name: str) -> slice:
         """Return which rows of a weight, or of its optimizer state, this rank stores."""
@@ -120,11 +132,30 @@ class ShardedModel:
         """Set whether the next backward sums the gradients over the ranks, or only adds its own."""
         self.model.set_requires_gradient_sync(sync)
 
+    def add_grads(self, stage: Any, *, sync: bool, last: bool) -> None:
+        """Add the gradients of a backward of a stage to those before; `sync` sums them over ranks.
+
+        FSDP2 does so itself after a whole backward, but not after one of the weights alone. After
+        the last one of a step the weights are freed.
+        """
+        stage.set_requires_gradient_sync(sync)
+        stage.set_reshard_after_backward(last)
+        stage.set_is_last_backward(last)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                for group in _param_groups(module):
+                    group.post_backward()
+        stage._get_fsdp_state()._root_post_backward_final_callback()
+
     def reshard(self) -> None:
         """Free gathered weights, so that the next forward gathers updated ones."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._units:
+            module.reshard()
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """Return the weights that FSDP2 gathers before this module: none if its blocks have all."""
+    return module._get_fsdp_state()._fsdp_param_groups
 
 
 def row_slice(rows: int, rank: int, size: int) -> slice:
