@@ -9,8 +9,8 @@ this order, as one process does. All micro-batches of a step are one run of the 
 last one of each shard (`ingot.training.gradients`), the ranks that share the stage sum its
 gradients, while other micro-batches are on their way.
 
-torch's stages keep a receive buffer for each micro-batch, of one shape. Here they are allocated when
-a micro-batch arrives and freed after its backward, so micro-batches may have different lengths.
+torch's stages keep a receive buffer for each micro-batch, of one shape. Here they are allocated
+when a micro-batch arrives and freed after its backward, so that lengths may differ.
 
 This module imports torch's compiler, through torch's: import it only for a pipeline.
 """
@@ -19,6 +19,7 @@ This module imports torch's compiler, through torch's: import it only for a pipe
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,9 +177,7 @@ class Pipeline:
         self._shards += [[] for _ in range(shard + 1 - len(self._shards))]
         self._shards[shard].append(grads)
         if len(self._shards[shard]) == len(self._stages):
-            self._work.on_shard(
-                {n: g for of_stage in self._shards[shard] for n, g in of_stage.items()}
-            )
+            self._work.on_shard(dict(ChainMap(*self._shards[shard])))
             self._shards[shard] = []
 
 

@@ -117,8 +117,7 @@ def check_stages(config: Any, ranks: int, schedule: Schedule) -> None:
         raise ConfigError(
             f"parallel.pp: {ranks} ranks have {stages} stages with the schedule '{schedule}', more "
             f"than the {config.layers} layers of the model",
-            hint="lower parallel.pp"
-            + (", or set parallel.schedule=1f1b" if stages > ranks else ""),
+            hint="lower parallel.pp, or use the schedule '1f1b', which has one for each rank",
         )
 
 

@@ -159,7 +159,6 @@ class TrainStep:
         count = sum(size.num_targets for size in sizes)
         grad_output = masters.loss_scale / max(count, 1)
         sums: dict[str, list[Tensor]] = {}
-        batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
 
         def set_dropout(module: nn.Module, own: int) -> None:
             row = sizes[self._global_index(own)].first_row
@@ -167,14 +166,14 @@ class TrainStep:
 
         def compute_loss(model: Any, own: int) -> Tensor:
             options = {"step": step, "index": self._global_index(own), "grad_output": grad_output}
-            output = self.objective.losses(model, batches[own], **options)
+            output = self.objective.losses(model, micro_batches[own].to(self._device), **options)
             loss_sum = output.losses.sum()
             for name, value in {"loss": loss_sum.detach(), **output.metric_sums}.items():
                 sums.setdefault(name, []).append(value)
             return loss_sum * grad_output
 
         run = self._run if self._pipeline is None else self._run_pipeline
-        run(batches, set_dropout, compute_loss)
+        run(micro_batches, set_dropout, compute_loss)
         self.grads = masters.gradients.total()
         means = self._read_back(sums, max(count, 1))
         norm = float(self._norms.double().square().sum().sqrt()) / masters.loss_scale
@@ -210,7 +209,10 @@ class TrainStep:
             self.master_weights.gradients.end_shard()
 
         assert self._pipeline is not None
-        inputs = [(b.tokens, BatchLayout.packed(b.lengths, b.tokens.device)) for b in batches]
+        inputs = [
+            (batch.tokens.to(self._device), BatchLayout.packed(batch.lengths, self._device))
+            for batch in batches
+        ]
         self._pipeline.run(Work(inputs, set_dropout, compute_loss, end_shard))
 
     def _global_index(self, own: int, rank: int | None = None) -> int:
