@@ -50,8 +50,19 @@ GPT2 = replace(
 # Some of four ranks have no expert.
 MOE = replace(runs.TINY, moe=MoEConfig(num_experts=2, top_k=1, ffn_dim=48), tie_embeddings=False)
 # Four layers, so that two ranks can have two stages each.
-STAGED = {"layers": 4, "tie_embeddings": False}
+STAGED: dict[str, Any] = {"layers": 4, "tie_embeddings": False}
 UNTIED = replace(runs.TINY, **STAGED)
+LLAMA_70B = replace(
+    runs.TINY,
+    vocab_size=128_256,
+    dim=8192,
+    layers=80,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    ffn_dim=28_672,
+    tie_embeddings=False,
+)
 # Clipping at a norm that every step exceeds, so that the norm decides all bits that follow.
 CLIP = clip.ClipNormConfig(max_norm=0.05)
 CASES: dict[str, dict[str, Any]] = {
@@ -61,17 +72,20 @@ CASES: dict[str, dict[str, Any]] = {
     "moe": {"model": MOE, "precision": Precision.BF16},
     "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
     "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
-    "staged-dense": {"model": UNTIED, "recompute": "full"},
-    "staged-gpt2": {"model": replace(GPT2, **STAGED), "clip": clip.AdaGCConfig(warmup_steps=2)},
+    "staged-dense": {"model": UNTIED, "recompute": "full", "grad_accum_steps": 8},
+    # In seven steps an epoch ends, with a shorter sample.
+    "staged-gpt2": {
+        "model": replace(GPT2, **STAGED),
+        "clip": clip.AdaGCConfig(warmup_steps=2),
+        "global_batch_size": 16,
+    },
     "staged-moe": {
         "model": replace(MOE, **STAGED),
         "precision": Precision.BF16,
         "recompute": "selective",
+        "grad_accum_steps": 8,
     },
 }
-# Two micro-batches in each shard.
-for _case in ("staged-dense", "staged-moe"):
-    CASES[_case] |= {"global_batch_size": 8, "grad_accum_steps": 8}
 
 Jobs = dict[int, list[dict[str, Any]]]
 

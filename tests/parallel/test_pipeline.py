@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from tests.parallel.comparison import Jobs, compare
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ingot.nn import Decoder
+from ingot.observe.metrics import read
+from ingot.parallel.config import ParallelConfig
+from ingot.parallel.mesh import Mesh
+from ingot.parallel.pipeline import Pipeline
+from ingot.parallel.ranks import Ranks
+from ingot.parallel.shard import ShardedModel
+from ingot.parallel.stage import cut_stages
+from tests.parallel.comparison import LLAMA_70B, Jobs, compare
 
 CASES = ["staged-dense", "staged-gpt2", "staged-moe"]
 PP = {"pp": 2}
 INTERLEAVED = {"pp": 2, "schedule": "interleaved_1f1b"}
 ZERO_BUBBLE = {"pp": 2, "schedule": "interleaved_zero_bubble"}
 
+
+def job(name: str, *cases: str, steps: int = 7, **options: Any) -> dict[str, Any]:
+    return {"name": name, "cases": list(cases), "steps": steps, **options}
+
+
+# The wrong one recomputes a block with the dropout of another micro-batch.
 JOBS: Jobs = {
-    1: [{"name": "one", "cases": CASES}],
+    1: [job("one", *CASES)],
     2: [
-        {"name": "1f1b", "cases": CASES, "parallel": PP},
-        {"name": "interleaved", "cases": CASES, "parallel": INTERLEAVED},
-        {"name": "zero-bubble", "cases": CASES, "parallel": ZERO_BUBBLE},
-        {"name": "changed", "cases": ["staged-moe"], "parallel": INTERLEAVED, "stop": 5},
-        {
-            "name": "wrong",
-            "cases": ["staged-dense"],
-            "parallel": PP,
-            "fault": "dropout of the last forward",
-        },
+        job("1f1b", *CASES, parallel=PP),
+        job("interleaved", "staged-gpt2", parallel=INTERLEAVED),
+        job("zero-bubble", "staged-moe", parallel=ZERO_BUBBLE),
+        job("changed", "staged-moe", parallel=INTERLEAVED, stop=4),
+        job("wrong", "staged-dense", parallel=PP, fault="dropout of the last forward"),
     ],
     4: [
-        {"name": "fsdp", "cases": ["staged-moe"], "parallel": PP},
-        {"name": "dp", "cases": ["staged-dense"], "parallel": {"dp": 2, **ZERO_BUBBLE}},
+        job("fsdp", "staged-moe", parallel=PP),
+        job("dp", "staged-dense", parallel={"dp": 2, **ZERO_BUBBLE}),
     ],
-    0: [{"name": "changed", "cases": ["staged-moe"], "resume": True}],
+    0: [job("changed", "staged-moe", resume=True)],
 }
 
 
@@ -38,4 +54,59 @@ def test_runs_on_a_pipeline_have_the_bits_of_one_process(tmp_path: Path) -> None
     compared = compare(JOBS, tmp_path)
     assert compared.pop(("wrong", "staged-dense"))
     assert compared == {key: [] for key in compared}
-    assert len(compared) == 12
+    assert len(compared) == 8
+    steps = [line for line in read(tmp_path / "one" / "staged-gpt2") if "num_rows" in line]
+    assert Counter(line["num_rows"] for line in steps)[16 * 32] == 6  # the seventh is shorter
+
+
+@pytest.mark.slow
+def test_thirty_steps_of_all_schedules_and_layouts(tmp_path: Path) -> None:
+    """And runs that continue on another layout, and on one process."""
+    schedules = {"1f1b": PP, "interleaved": INTERLEAVED, "zero-bubble": ZERO_BUBBLE}
+    jobs: Jobs = {1: [job("one", *CASES, steps=30)], 2: [], 4: [], 0: []}
+    for name, parallel in schedules.items():
+        jobs[2].append(job(f"2-{name}", *CASES, steps=30, parallel=parallel))
+        jobs[2].append(job(f"changed-{name}", *CASES, steps=30, parallel=parallel, stop=11))
+        jobs[0].append(job(f"changed-{name}", *CASES, steps=30, resume=True))
+        for dp in (1, 2):
+            jobs[4].append(job(f"4-{name}-{dp}", *CASES, steps=30, parallel={**parallel, "dp": dp}))
+    jobs[4].append(job("grown", *CASES, steps=30, stop=13, parallel=PP))
+    jobs[0].append(job("grown", *CASES, steps=30, resume=True))
+    compared = compare(jobs, tmp_path)
+    assert compared == {key: [] for key in compared}
+    assert len(compared) == 13 * len(CASES)
+
+
+def test_1024_ranks_have_every_row_of_70_billion_weights_once() -> None:
+    """Stages, sharding and schedule, on a process group without processes; weights on `meta`.
+
+    All 16 ranks of the first replica, of 64.
+    """
+    config = ParallelConfig(pp=8, dp=64, schedule="interleaved_1f1b")
+    whole = {n: p.shape for n, p in Decoder.on_meta(LLAMA_70B).named_parameters()}
+    owned: dict[str, list[tuple[int, int]]] = {}
+    for rank in (128 * stage + fsdp for stage in range(8) for fsdp in range(2)):
+        for name, (rows, shape) in rows_of_rank(rank, 1024, config).items():
+            assert shape == (rows.stop - rows.start, *whole[name][1:])
+            owned.setdefault(name, []).append((rows.start, rows.stop))
+    for name, shape in whole.items():
+        half = -(-shape[0] // 2)
+        assert owned.pop(name) == [(0, half), (half, shape[0])]
+    assert not owned
+
+
+def rows_of_rank(
+    rank: int, size: int, config: ParallelConfig
+) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """Build the pipeline of a rank; return which rows it has of each weight, and their shape."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        model = Decoder.on_meta(LLAMA_70B, torch.bfloat16)
+        mesh = Mesh.build(Ranks(rank, size, dist.group.WORLD), config)
+        stages = cut_stages(model, mesh.pp, config.schedule)
+        sharded = ShardedModel(model, mesh, lambda name, grad: None, stages=stages)
+        Pipeline(stages, sharded, config.schedule, num_micro_batches=16, shard_batches=4)
+        named: Any = model.named_parameters()
+        return {name: (sharded.rows(name), tuple(p.to_local().shape)) for name, p in named}
+    finally:
+        dist.destroy_process_group()

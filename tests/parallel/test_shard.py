@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from ingot.parallel.config import ParallelConfig
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel, local, row_slice
-from tests.parallel.comparison import Jobs, compare
-from tests.training import runs
+from tests.parallel.comparison import LLAMA_70B, Jobs, compare
 
 CASES = ["dense", "dense-bf16", "gpt2", "moe", "lion", "zclip"]
 
@@ -64,19 +62,6 @@ def test_thirty_steps_on_one_to_eight_ranks(tmp_path: Path) -> None:
     compared = compare(jobs, tmp_path)
     assert compared == {key: [] for key in compared}
     assert len(compared) == 9 * len(cases)
-
-
-LLAMA_70B = replace(
-    runs.TINY,
-    vocab_size=128_256,
-    dim=8192,
-    layers=80,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    ffn_dim=28_672,
-    tie_embeddings=False,
-)
 
 
 @pytest.mark.parametrize("dp", [1, 16])
