@@ -55,7 +55,7 @@ class HiddenStates:
 
 
 @dataclass(frozen=True)
-class Work:
+class PipelineStep:
     """What a pipeline computes in a step; micro-batches are given by their index on this rank."""
 
     inputs: Sequence[tuple[Tensor, BatchLayout]]
@@ -87,7 +87,7 @@ class Pipeline:
         sharded.on_grad = self._take
         self._grads: dict[str, Tensor] = {}
         self._shards: list[list[dict[str, Tensor]]] = []
-        self._work: Work | None = None
+        self._step: PipelineStep | None = None
         runtimes = [_Runtime(stage, self) for stage in stages]
         self._runtimes = runtimes
         self._schedule = _SCHEDULES[schedule](
@@ -107,20 +107,20 @@ class Pipeline:
         """Whether this rank has the last stage, and thus the losses."""
         return self._stages[-1].is_last
 
-    def run(self, work: Work) -> None:
+    def run(self, step: PipelineStep) -> None:
         """Compute the gradients of a step."""
-        self._work, self._shards = work, []
+        self._step, self._shards = step, []
         for runtime in self._runtimes:
             runtime.has_backward = True
             runtime.clear_runtime_states()
         # `step` would divide a batch itself, into micro-batches of one shape.
         self._schedule._step_microbatches(
-            [(tokens,) for tokens, _ in work.inputs],
-            [{"layout": layout} for _, layout in work.inputs],
+            [(tokens,) for tokens, _ in step.inputs],
+            [{"layout": layout} for _, layout in step.inputs],
             list(range(self._count)),
             return_outputs=False,
         )
-        self._work = None
+        self._step = None
 
     def forward(self, tokens_T: Tensor, layout: BatchLayout) -> HiddenStates | None:
         """Return the hidden states of a batch on the rank of the last stage; None on others."""
@@ -145,22 +145,22 @@ class Pipeline:
         return next(self._stages[0].parameters()).dtype
 
     def _loss(self, hidden_TD: Tensor, micro_batch: int) -> Tensor:
-        assert self._work is not None
+        assert self._step is not None
         head: Any = self._stages[-1].lm_head
-        return self._work.loss(HiddenStates(hidden_TD, head.weight), micro_batch)
+        return self._step.loss(HiddenStates(hidden_TD, head.weight), micro_batch)
 
     def _take(self, name: str, grad: Tensor) -> None:
         self._grads[name] = grad
 
     def before(self, stage: Stage, micro_batch: int) -> None:
         """Prepare a stage for a micro-batch."""
-        assert self._work is not None
-        self._work.before(stage, micro_batch)
+        assert self._step is not None
+        self._step.before(stage, micro_batch)
 
     def num_rows(self, micro_batch: int) -> int:
         """Return the number of tokens of a micro-batch."""
-        assert self._work is not None
-        return len(self._work.inputs[micro_batch][0])
+        assert self._step is not None
+        return len(self._step.inputs[micro_batch][0])
 
     def after_backward(self, stage: Stage, micro_batch: int) -> None:
         """Add the gradients of a micro-batch; at the end of a shard, sum them over the ranks."""
@@ -173,11 +173,11 @@ class Pipeline:
 
     def _end_shard(self, shard: int, grads: dict[str, Tensor]) -> None:
         """Hand a shard on when all stages of this rank have ended it."""
-        assert self._work is not None
+        assert self._step is not None
         self._shards += [[] for _ in range(shard + 1 - len(self._shards))]
         self._shards[shard].append(grads)
         if len(self._shards[shard]) == len(self._stages):
-            self._work.on_shard(dict(ChainMap(*self._shards[shard])))
+            self._step.on_shard(dict(ChainMap(*self._shards[shard])))
             self._shards[shard] = []
 
 

@@ -201,7 +201,7 @@ class TrainStep:
 
     def _run_pipeline(self, batches: Sequence[Any], set_dropout: Any, compute_loss: Any) -> None:
         """Compute the micro-batches in the order of the schedule."""
-        from ingot.parallel.pipeline import Work
+        from ingot.parallel.pipeline import PipelineStep
 
         def end_shard(grads: dict[str, Tensor]) -> None:
             for name, grad in grads.items():
@@ -213,7 +213,7 @@ class TrainStep:
             (batch.tokens.to(self._device), BatchLayout.packed(batch.lengths, self._device))
             for batch in batches
         ]
-        self._pipeline.run(Work(inputs, set_dropout, compute_loss, end_shard))
+        self._pipeline.run(PipelineStep(inputs, set_dropout, compute_loss, end_shard))
 
     def _global_index(self, own: int, rank: int | None = None) -> int:
         """Return the index in the global batch of a micro-batch of this rank, or of another."""

@@ -135,20 +135,23 @@ class Trainer:
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
         self.spike_detector = SpikeDetector(recipe.guard)
         self._micro_batch_size = recipe.global_batch_size // recipe.grad_accum_steps
-        self.loader: Loader[Batch] = Loader(
-            self.datasets.train,
-            batch_size=self._micro_batch_size,
-            seed=recipe.seed,
-            rank=self.mesh.data.rank,
-            world_size=self.mesh.data.size,
-            consecutive=shard_batches,
-        )
+        self.loader = self._build_loader(shard_batches)
         place = directory / "checkpoints"
         self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)
         self.step = 0
         self._stop = False
         self._metrics_lines = 0
         self._saved_step: int | None = None
+
+    def _build_loader(self, shard_batches: int) -> Loader[Batch]:
+        return Loader(
+            self.datasets.train,
+            batch_size=self._micro_batch_size,
+            seed=self.recipe.seed,
+            rank=self.mesh.data.rank,
+            world_size=self.mesh.data.size,
+            consecutive=shard_batches,
+        )
 
     def _cut(self) -> list[Stage]:
         """Remove the layers of other ranks of the pipeline from the model."""
