@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
+
+Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,11 @@ class ParallelConfig:
     dp: int = 1
     """Replicas of the model; the ranks of a replica shard its weights (FSDP)."""
     pp: int = 1
-    """Stages of the pipeline, each with a part of the layers."""
+    """Ranks of the pipeline, each with a part of the layers."""
+    schedule: Schedule = "1f1b"
+    """Order of forwards and backwards in a pipeline. The interleaved ones give each rank two parts
+    of the layers, so that it waits less; "interleaved_zero_bubble" also computes gradients of
+    weights while it would wait."""
     ep: int = 1
     """Ranks among which the experts of a layer are divided: those that shard the weights of a
     replica. With 1, the weights of experts are gathered, as all others are."""
@@ -38,9 +45,18 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_bounds(self, dp=(1, 2**20), ep=(1, 2**20), timeout_s=(1.0, 1e6))
         check_bounds(self, pp=(1, 2**10), cp=(1, 2**10), tp=(1, 2**10))
+        self._check_combinations()
         shards = 1 if self.batch_shards is None else self.batch_shards
         if shards < 1 or shards & (shards - 1):
             raise ConfigError(
                 f"parallel.batch_shards: must be a power of two, got {shards}",
                 hint="give 1, 2, 4 or a larger one",
             )
+
+    def _check_combinations(self) -> None:
+        for first, second in (("cp", "pp"), ("cp", "tp"), ("cp", "ep"), ("ep", "pp"), ("ep", "tp")):
+            if getattr(self, first) > 1 and getattr(self, second) > 1:
+                raise ConfigError(
+                    f"parallel.{first} and parallel.{second} cannot be combined yet",
+                    hint="set one of them to 1: other ranks shard the weights (FSDP)",
+                )

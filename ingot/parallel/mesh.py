@@ -47,6 +47,11 @@ class Mesh:
     fsdp_mesh: DeviceMesh | None = None
     """`fsdp` for torch; None for a single process."""
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is the first of those that have the same layers."""
+        return self.data.is_main and self.tp.is_main
+
     @staticmethod
     def build(world: Ranks, config: ParallelConfig, device: str = "cpu") -> Mesh:
         """Divide the ranks; those that `config` does not mention shard weights (`fsdp`)."""

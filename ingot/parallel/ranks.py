@@ -75,15 +75,15 @@ class Ranks:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def share(self, text: str) -> str:
-        """Return the text of the main rank."""
+    def share(self, text: str, source: int = 0) -> str:
+        """Return the text of one rank, by default the main rank."""
         if self.size == 1:
             return text
-        length = int(self.gather([len(text.encode())])[0][0])
+        length = int(self.gather([len(text.encode())])[source][0])
         content = torch.zeros(length, dtype=torch.uint8)
-        if self.is_main:
+        if self.rank == source and length:
             content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        dist.broadcast(content, 0, group=self.group)
+        dist.broadcast(content, group=self.group, group_src=source)
         return bytes(content.tolist()).decode()
 
     def barrier(self) -> None:

@@ -61,6 +61,9 @@ class ShardedModel:
     sent in it. With `expert_parallel`, experts are computed by the ranks that store them. The
     module itself is changed: its parameters become DTensors of the same names, those of experts
     local ones.
+
+    `stages` are the parts of the model that are called on their own, if it is a pipeline: their
+    weights stay gathered from the first micro-batch of a step to the last (`add_grads`).
     """
 
     def __init__(
@@ -70,25 +73,33 @@ class ShardedModel:
         on_grad: OnGrad,
         grad_dtype: torch.dtype = torch.float32,
         expert_parallel: bool = False,
+        stages: Sequence[nn.Module] | None = None,
     ) -> None:
         assert mesh.fsdp_mesh is not None
         self.model: Any = model
         self.mesh = mesh
         self._divided = divide_decoder(model, mesh.tp) if mesh.tp.size > 1 else {}
         self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
-        self._on_grad, self._grad_dtype = on_grad, grad_dtype
+        self.on_grad, self._grad_dtype = on_grad, grad_dtype
         self._experts = self._dispatch_experts() if expert_parallel else []
-        ignored = {weight for experts in self._experts for weight in experts.weights}
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        for module in (*getattr(model, "blocks", ()), model):
-            fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, ignored_params=ignored)
+        options: dict[str, Any] = {
+            "mesh": mesh.fsdp_mesh,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            "ignored_params": {weight for experts in self._experts for weight in experts.weights},
+        }
+        if stages is not None:
+            options["reshard_after_forward"] = False
+        called = (model,) if stages is None else stages
+        self._units: list[Any] = [u for c in called for u in (*getattr(c, "blocks", ()), c)]
+        for module in self._units:
+            fully_shard(module, **options)
         self._names = {id(p): name for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_grad)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._install(module)
+        for module in self._units:
+            for group in _param_groups(module):
+                self._install(module, group)
 
     def _dispatch_experts(self) -> list[ExpertDispatcher]:
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, MoE)}
@@ -96,14 +107,13 @@ class ShardedModel:
             raise ConfigError("parallel.ep: the model has no experts", hint="remove parallel.ep")
 
         def take(layer: str, weight: str, grad: Tensor) -> None:
-            self._on_grad(f"{layer}.{weight}", grad)
+            self.on_grad(f"{layer}.{weight}", grad)
 
         return [ExpertDispatcher(moe, self.mesh, partial(take, n)) for n, moe in layers.items()]
 
-    def _install(self, module: Any) -> None:
+    def _install(self, module: Any, group: Any) -> None:
         replicas = self.mesh.dp.group
         assert replicas is not None
-        group = module._get_fsdp_state()._fsdp_param_groups[0]
         parameters = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
 
         def take(reduced: Tensor) -> None:
@@ -123,7 +133,7 @@ class ShardedModel:
         for parameter in parameters:
             name, own = self._names[id(parameter)], local(parameter)
             rows = self._rows[name]
-            self._on_grad(name, reduced[begin : begin + own.numel()].view(own.shape))
+            self.on_grad(name, reduced[begin : begin + own.numel()].view(own.shape))
             begin += -(-rows // self.mesh.fsdp.size) * (parameter.numel() // rows)
         assert begin == reduced.numel(), "every weight of a block has a gradient"
 
@@ -133,9 +143,13 @@ class ShardedModel:
         divided = name.partition("|")[0] in self._divided
         return self.mesh.dp.is_main and (divided or self.mesh.tp.is_main)
 
+    def has_weight(self, name: str) -> bool:
+        """Return whether this rank's layers have a weight: `weight`, or `weight|moment` of it."""
+        return name.partition("|")[0] in self._rows
+
     def has_rows(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor has the rows of a weight: `weight`, or `weight|moment`."""
-        return tensor.dim() > 0 and name.partition("|")[0] in self._rows
+        return tensor.dim() > 0 and self.has_weight(name)
 
     def rows(self, name: str) -> list[slice]:
         """Return which rows of a weight, or of its optimizer state, this rank stores."""
@@ -158,11 +172,30 @@ class ShardedModel:
         for experts in self._experts:
             experts.sync = sync
 
+    def add_grads(self, stage: Any, *, sync: bool, last: bool) -> None:
+        """Add the gradients of a backward of a stage to those before; `sync` sums them over ranks.
+
+        FSDP2 does so itself after a whole backward, but not after one of the weights alone. After
+        the last one of a step the weights are freed.
+        """
+        stage.set_requires_gradient_sync(sync)
+        stage.set_reshard_after_backward(last)
+        stage.set_is_last_backward(last)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                for group in _param_groups(module):
+                    group.post_backward()
+        stage._get_fsdp_state()._root_post_backward_final_callback()
+
     def reshard(self) -> None:
         """Free gathered weights, so that the next forward gathers updated ones."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._units:
+            module.reshard()
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """Return the weights that FSDP2 gathers before this module: none if its blocks have all."""
+    return module._get_fsdp_state()._fsdp_param_groups
 
 
 def cut_rows(rows: Sequence[slice], part: slice) -> list[slice]:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,9 +15,13 @@ from torch import nn
 
 from ingot.core.paths import atomic_file
 from ingot.data import TokenBatch
+from ingot.nn.layout import BatchLayout
 from ingot.nn.loss import token_logprobs
 from ingot.parallel.ranks import Ranks
 from ingot.training.objective import Batch, CrossEntropy, Objective
+
+if TYPE_CHECKING:
+    from ingot.parallel.pipeline import Pipeline
 
 LOGPROBS = "validation.safetensors"
 
@@ -58,11 +62,13 @@ def evaluate(
     max_batches: int,
     objective: Objective | None = None,
     ranks: Ranks | None = None,
+    pipeline: Pipeline | None = None,
 ) -> EvalResult:
     """Return the loss and accuracy of the first `max_batches` batches of a dataset.
 
     The batches are computed on the model's device, divided among the ranks; the sums are read once,
-    at the end, and added in the order of the batches.
+    at the end, and added in the order of the batches. If the model is a part of a pipeline, its
+    last stage has the sums, and shares them.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -80,12 +86,25 @@ def evaluate(
     with torch.no_grad():
         for batch, counted in _own_batches(dataset, batch_size, max_batches, ranks):
             counts.append(objective.num_targets(batch) * counted)
-            for name, value in objective.metric_sums(model, batch.to(device)).items():
+            batch = batch.to(device)
+            computed: Any = _through_stages(pipeline, batch) if pipeline else model
+            if computed is None:
+                continue
+            for name, value in objective.metric_sums(computed, batch).items():
                 sums.setdefault(name, []).append(value * counted)
     model.train()
     count = sum(map(sum, ranks.gather(counts)))
-    means = {name: _total(values, ranks) / max(count, 1) for name, values in sums.items()}
+    numbers = {name: torch.stack(values).tolist() for name, values in sums.items()}
+    if pipeline:
+        numbers = pipeline.share(numbers)
+    means = {name: _total(values, ranks) / max(count, 1) for name, values in numbers.items()}
     return EvalResult(loss=means.pop("loss"), accuracy=means.pop("accuracy", None), others=means)
+
+
+def _through_stages(pipeline: Pipeline, batch: Any) -> Any:
+    """Return a model that has the hidden states of the batch, in the last stage; else None."""
+    layout = BatchLayout.packed(batch.lengths, batch.tokens.device)
+    return pipeline.forward(batch.tokens, layout)
 
 
 def _own_batches(
@@ -103,19 +122,25 @@ def _own_batches(
         yield batch, index < number
 
 
-def _total(values: list[torch.Tensor], ranks: Ranks) -> float:
+def _total(values: list[float], ranks: Ranks) -> float:
     """Return the sum over the batches of all ranks, in their order."""
-    by_rank = ranks.gather(torch.stack(values).tolist())
+    by_rank = ranks.gather(values)
     return sum(value for at_once in zip(*by_rank, strict=True) for value in at_once)
 
 
 def save_logprobs(
-    model: nn.Module, dataset: Any, directory: Path, max_samples: int = 8, *, write: bool = True
+    model: nn.Module,
+    dataset: Any,
+    directory: Path,
+    max_samples: int = 8,
+    *,
+    write: bool = True,
+    pipeline: Pipeline | None = None,
 ) -> None:
     """Write the log-probabilities of the first samples of text, sample by sample.
 
     A server of the same model returns the same numbers, bitwise. Ranks whose weights are sharded
-    compute them together, and one of them writes.
+    compute them together, and one of them writes: in a pipeline one that has the last stage.
     """
     device = next(model.parameters()).device
     model.eval()
@@ -124,7 +149,10 @@ def save_logprobs(
         for index, host_batch in enumerate(iterate_batches(dataset, 1, max_samples)):
             assert isinstance(host_batch, TokenBatch)
             batch = host_batch.to(device)
-            logprobs = token_logprobs(model, batch.tokens, batch.targets, batch.lengths)  # pyright: ignore[reportArgumentType]
+            computed: Any = _through_stages(pipeline, batch) if pipeline else model
+            if computed is None:
+                continue
+            logprobs = token_logprobs(computed, batch.tokens, batch.targets, batch.lengths)
             tensors[f"{index}.tokens"] = host_batch.tokens
             tensors[f"{index}.lengths"] = torch.tensor(host_batch.lengths)
             tensors[f"{index}.targets"] = host_batch.targets

@@ -52,6 +52,7 @@ from ingot.nn.qat import QatConfig
 from ingot.nn.recompute import RecomputePolicy
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.mesh import mesh_shape
+from ingot.parallel.stage import STAGES_PER_RANK, check_stages
 from ingot.parallel.tensor import check_divisible
 from ingot.training import clip, optimizer
 from ingot.training.gradients import default_shards
@@ -373,7 +374,7 @@ class Recipe:
             return
         if size < 1:
             raise ConfigError(f"ranks: must be at least 1, got {size}", hint="give --ranks 2")
-        _, dp, fsdp, _, _ = mesh_shape(self.parallel, size)
+        pp, dp, fsdp, _, _ = mesh_shape(self.parallel, size)
         data = dp * fsdp
         if self.batch_shards % data:
             raise ConfigError(
@@ -381,6 +382,8 @@ class Recipe:
                 hint=f"set grad_accum_steps to a multiple of {data}, and for more than 8 ranks "
                 "parallel.batch_shards: then the run has the same bits on fewer ranks, too",
             )
+        if pp > 1:
+            self._check_pipeline(pp, self.grad_accum_steps // data)
         if not self.optimizer.elementwise:
             raise ConfigError(
                 f"optimizer.kind: '{self.optimizer.kind}' needs whole matrices, which are sharded "
@@ -421,6 +424,19 @@ class Recipe:
             )
         if self.model is not None:
             check_divisible(self.model, self.parallel.tp)
+
+    def _check_pipeline(self, pp: int, micro_batches: int) -> None:
+        """Raise a `ConfigError` unless the micro-batches of a rank, and the model, fit."""
+        if self.model is not None:
+            check_stages(self.model, pp, self.parallel.schedule)
+        interleaved = STAGES_PER_RANK[self.parallel.schedule] > 1
+        if micro_batches < pp or (interleaved and micro_batches % pp):
+            wanted = "a multiple of" if interleaved else "at least"
+            raise ConfigError(
+                f"parallel.pp: the schedule '{self.parallel.schedule}' needs {wanted} {pp} "
+                f"micro-batches for each of the ranks that divide the batch, got {micro_batches}",
+                hint="raise grad_accum_steps, or lower parallel.pp",
+            )
 
     def _set_objective(self) -> None:
         """Fill in the default objective, so that it is saved with the run."""

@@ -23,12 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ingot.data import TokenBatch
 from ingot.nn import dropout
+from ingot.nn.layout import BatchLayout
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import row_slice
 from ingot.parallel.shard import ShardedModel
@@ -36,6 +38,9 @@ from ingot.training.clip import Clipper, grad_norms
 from ingot.training.objective import Batch, Objective
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
+
+if TYPE_CHECKING:
+    from ingot.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,8 @@ class TrainStep:
 
     `shard_batches` is the number of micro-batches of a shard, see `ingot.training.gradients`; a
     call has a multiple of it, as many on each of the ranks of `mesh`, which `sharded` is on.
+    `names` are the weights of the whole model; `pipeline` has the stages of this rank, if the model
+    is only a part of it. Then its hooks are called after the optimizer step alone.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -126,10 +133,13 @@ class TrainStep:
         sharded: ShardedModel | None = None,
         mesh: Mesh | None = None,
         shard_batches: int = 1,
+        names: Sequence[str] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._mesh, self._sharded = Mesh() if mesh is None else mesh, sharded
         self._ranks = self._mesh.data
-        self._shard_batches = shard_batches
+        self._shard_batches, self._pipeline = shard_batches, pipeline
+        self._names = list(master_weights.weights) if names is None else names
         self.model, self.master_weights, self.optimizers = model, master_weights, optimizers
         self.clipper, self.objective, self._seed = clipper, objective, seed
         self.hooks = TrainStepHooks() if hooks is None else hooks
@@ -149,29 +159,23 @@ class TrainStep:
         sizes = self._exchange_sizes(micro_batches)
         count = sum(size.num_targets for size in sizes)
         grad_output = masters.loss_scale / max(count, 1)
-        sums: dict[str, list[Tensor]] = {"loss": []}
-        for own, micro_batch in enumerate(micro_batches):
-            index = self._global_index(own)
-            last = own % self._shard_batches == self._shard_batches - 1
-            if self._sharded:
-                self._sharded.set_sync(last)
-            first_row = sizes[index].first_row + self._first_own_row(sizes[index].num_rows)
-            dropout.set_step(self.model, seed=self._seed, step=step, row=first_row)
-            output = self.objective.losses(
-                self.model,
-                micro_batch.to(self._device),
-                step=step,
-                index=index,
-                grad_output=grad_output,
-            )
-            self.hooks.after_forward(own)
+        sums: dict[str, list[Tensor]] = {}
+
+        def set_dropout(module: nn.Module, own: int) -> None:
+            size = sizes[self._global_index(own)]
+            row = size.first_row + self._first_own_row(size.num_rows)
+            dropout.set_step(module, seed=self._seed, step=step, row=row)
+
+        def compute_loss(model: Any, own: int) -> Tensor:
+            options = {"step": step, "index": self._global_index(own), "grad_output": grad_output}
+            output = self.objective.losses(model, micro_batches[own].to(self._device), **options)
             loss_sum = output.losses.sum()
             for name, value in {"loss": loss_sum.detach(), **output.metric_sums}.items():
                 sums.setdefault(name, []).append(value)
-            (loss_sum * grad_output).backward()
-            self.hooks.after_backward(own)
-            if last:
-                masters.gradients.end_shard()
+            return loss_sum * grad_output
+
+        run = self._run if self._pipeline is None else self._run_pipeline
+        run(micro_batches, set_dropout, compute_loss)
         self.grads = masters.gradients.total()
         means = self._read_back(sums, max(count, 1))
         norm = float(self._norms.double().square().sum().sqrt()) / masters.loss_scale
@@ -186,6 +190,36 @@ class TrainStep:
     def _first_own_row(self, num_rows: int) -> int:
         """Return the first row of a micro-batch that this rank computes."""
         return row_slice(num_rows, self._mesh.cp.rank, self._mesh.cp.size).start
+
+    def _run(self, batches: Sequence[Any], set_dropout: Any, compute_loss: Any) -> None:
+        """Compute the micro-batches one after another."""
+        for own in range(len(batches)):
+            last = own % self._shard_batches == self._shard_batches - 1
+            if self._sharded:
+                self._sharded.set_sync(last)
+            set_dropout(self.model, own)
+            loss = compute_loss(self.model, own)
+            self.hooks.after_forward(own)
+            loss.backward()
+            self.hooks.after_backward(own)
+            if last:
+                self.master_weights.gradients.end_shard()
+
+    def _run_pipeline(self, batches: Sequence[Any], set_dropout: Any, compute_loss: Any) -> None:
+        """Compute the micro-batches in the order of the schedule."""
+        from ingot.parallel.pipeline import PipelineStep
+
+        def end_shard(grads: dict[str, Tensor]) -> None:
+            for name, grad in grads.items():
+                self.master_weights.gradients.add(name, grad)
+            self.master_weights.gradients.end_shard()
+
+        assert self._pipeline is not None
+        inputs = [
+            (batch.tokens.to(self._device), BatchLayout.packed(batch.lengths, self._device))
+            for batch in batches
+        ]
+        self._pipeline.run(PipelineStep(inputs, set_dropout, compute_loss, end_shard))
 
     def _global_index(self, own: int, rank: int | None = None) -> int:
         """Return the index in the global batch of a micro-batch of this rank, or of another."""
@@ -218,11 +252,13 @@ class TrainStep:
         """Copy the sums of all micro-batches and the gradient norms to the host, in one copy;
         return the mean over `count` targets of each metric."""
         values, norms = [one for some in sums.values() for one in some], self._grad_norms()
-        dtype = torch.promote_types(values[0].dtype, norms.dtype)
-        numbers = torch.cat([torch.stack([v.to(dtype) for v in values]), norms.to(dtype)]).cpu()
+        dtype = torch.promote_types(values[0].dtype, norms.dtype) if values else norms.dtype
+        numbers = torch.cat([value.to(dtype).view(1) for value in values] + [norms.to(dtype)]).cpu()
         self._norms = numbers[len(values) :].to(norms.dtype)
         remaining = iter(numbers.tolist())
         own = {name: [next(remaining) for _ in some] for name, some in sums.items()}
+        if self._pipeline:
+            own = self._pipeline.share(own)
         return {
             name: sum(self._in_global_order(self._ranks.gather(some))) / count
             for name, some in own.items()
@@ -240,7 +276,7 @@ class TrainStep:
         """
         scale = self.master_weights.loss_scale
         factors = self.clipper.factors(self._norms / scale)
-        by_name = dict(zip(self.master_weights.weights, (factors / scale).tolist(), strict=True))
+        by_name = dict(zip(self._names, (factors / scale).tolist(), strict=True))
         self.optimizers.step(self.grads, by_name, lr_factor)
         self.master_weights.copy_to_model()
         self.hooks.after_optimizer_step()
@@ -252,8 +288,7 @@ class TrainStep:
         sharded, grads = self._sharded, self.grads
         if sharded is not None:
             grads = {name: grad for name, grad in grads.items() if sharded.owns(name)}
-        names = self.master_weights.weights
-        return grad_norms([grads.get(name, none) for name in names], self._mesh.world)
+        return grad_norms([grads.get(name, none) for name in self._names], self._mesh.world)
 
 
 def num_rows(batch: Batch) -> int:

@@ -30,7 +30,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from ingot.parallel.context import split_context
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel
+from ingot.parallel.stage import Stage, cut_stages
 from ingot.parallel.tensor import take_rows
 from ingot.training.checkpoint import Checkpoint, Checkpoints, name_rows
 from ingot.training.clip import Clipper
@@ -68,6 +69,9 @@ from ingot.training.recipe import (
     load_datasets,
 )
 from ingot.training.step import StepStats, TrainStep
+
+if TYPE_CHECKING:
+    from ingot.parallel.pipeline import Pipeline
 
 RECIPE = "recipe.toml"
 _SHOWN = ("rewards/accuracies", "rewards/margins")  # of the objective's metrics, on the console
@@ -105,12 +109,15 @@ class Trainer:
             self.model.add_lora(recipe.adapter, recipe.seed)  # pyright: ignore
         if recipe.qat:
             prepare_qat_(self.model, recipe.qat.weight_format)  # pyright: ignore
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        stages = self._cut() if self.mesh.pp.size > 1 else None
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         shard_batches = recipe.grad_accum_steps // recipe.batch_shards
-        self.sharded = self._shard(shard_batches) if self.ranks.size > 1 else None
+        self.sharded = self._shard(shard_batches, stages) if self.ranks.size > 1 else None
+        self.pipeline = self._connect(stages, shard_batches) if stages else None
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
-        clipper = Clipper(recipe.clip, len(masters.weights))
+        clipper = Clipper(recipe.clip, len(names))
         self.objective = build_objective(recipe)
         self.train_step = TrainStep(
             self.model,
@@ -122,20 +129,15 @@ class Trainer:
             sharded=self.sharded,
             mesh=self.mesh,
             shard_batches=shard_batches,
+            names=names,
+            pipeline=self.pipeline,
         )
         self.ema: EMA | None = None
         if recipe.ema_decay:
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
         self.spike_detector = SpikeDetector(recipe.guard)
         self._micro_batch_size = recipe.global_batch_size // recipe.grad_accum_steps
-        self.loader: Loader[Batch] = Loader(
-            self.datasets.train,
-            batch_size=self._micro_batch_size,
-            seed=recipe.seed,
-            rank=self.mesh.data.rank,
-            world_size=self.mesh.data.size,
-            consecutive=shard_batches,
-        )
+        self.loader = self._build_loader(shard_batches)
         place = directory / "checkpoints"
         self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)
         self.step = 0
@@ -143,7 +145,30 @@ class Trainer:
         self._metrics_lines = 0
         self._saved_step: int | None = None
 
-    def _shard(self, shard_batches: int) -> ShardedModel:
+    def _build_loader(self, shard_batches: int) -> Loader[Batch]:
+        return Loader(
+            self.datasets.train,
+            batch_size=self._micro_batch_size,
+            seed=self.recipe.seed,
+            rank=self.mesh.data.rank,
+            world_size=self.mesh.data.size,
+            consecutive=shard_batches,
+        )
+
+    def _cut(self) -> list[Stage]:
+        """Remove the layers of other ranks of the pipeline from the model."""
+        return cut_stages(self.model, self.mesh.pp, self.recipe.parallel.schedule)
+
+    def _connect(self, stages: list[Stage], shard_batches: int) -> Pipeline:
+        """Connect the stages of all ranks by the schedule."""
+        from ingot.parallel.pipeline import Pipeline
+
+        assert self.sharded is not None
+        count = self.recipe.grad_accum_steps // self.mesh.data.size
+        schedule = self.recipe.parallel.schedule
+        return Pipeline(stages, self.sharded, schedule, count, shard_batches)
+
+    def _shard(self, shard_batches: int, stages: list[Stage] | None) -> ShardedModel:
         """Shard the model and its master weights over the ranks."""
         masters = self.master_weights
         if self.mesh.cp.size > 1:
@@ -151,7 +176,8 @@ class Trainer:
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
         ep = self.recipe.parallel.ep > 1
-        sharded = ShardedModel(self.model, self.mesh, add, grad_dtype=dtype, expert_parallel=ep)
+        options: dict[str, Any] = {"grad_dtype": dtype, "expert_parallel": ep, "stages": stages}
+        sharded = ShardedModel(self.model, self.mesh, add, **options)
         masters.shard(sharded)
         return sharded
 
@@ -248,8 +274,14 @@ class Trainer:
         self.checkpoints.wait()
         if isinstance(recipe.data, TextData | RowData):
             with self.ema_weights():
-                main = self.ranks.is_main
-                save_logprobs(self.model, self.datasets.validation, self.directory, write=main)
+                last = self.pipeline is None or self.pipeline.is_last
+                save_logprobs(
+                    self.model,
+                    self.datasets.validation,
+                    self.directory,
+                    write=last and self.mesh.is_main,
+                    pipeline=self.pipeline,
+                )
                 self._reshard()
         return result
 
@@ -353,6 +385,7 @@ class Trainer:
                 max_batches=self.recipe.eval_batches,
                 objective=self.objective,
                 ranks=self.mesh.data,
+                pipeline=self.pipeline,
             )
             self._reshard()
         self._record({"step": self.step, **result.metrics()})
@@ -373,7 +406,8 @@ class Trainer:
         self.checkpoints.save(self.step, self._tensors(), metadata, result.loss if result else None)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return what this rank saves: its rows, in the first replica, and what all ranks have."""
+        """Return what this rank saves: its rows, in the first replica, and what others have, too,
+        if it is the main rank of its layers or of all."""
         parts = self._state()
         if self.sharded is None:
             return parts
@@ -384,7 +418,7 @@ class Trainer:
                     if self.sharded.owns(name):
                         own = self.sharded.split_rows(name, tensor)
                         rows.setdefault(part, {}).update((name_rows(name, r), t) for r, t in own)
-                elif self.ranks.is_main:
+                elif self.mesh.is_main if self.sharded.has_weight(name) else self.ranks.is_main:
                     rows.setdefault(part, {})[name] = tensor
         return rows
 
@@ -414,6 +448,7 @@ class Trainer:
                 if sharded.has_rows(name, tensor)
                 else tensor
                 for name, tensor in found.items()
+                if name.startswith("|") or sharded.has_weight(name)
             }
 
         self.master_weights.load_state_dict(read("weights"))

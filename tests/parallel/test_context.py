@@ -10,21 +10,22 @@ import pytest
 
 from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, MoEConfig
-from ingot.parallel import context
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.context import split_context
 from ingot.parallel.ranks import Ranks
 from ingot.training.precision import Precision
-from tests.parallel.processes import run_ranks
-from tests.parallel.test_shard import Jobs, compare, differences, train_all
+from tests.parallel.comparison import Jobs, compare
 from tests.training import runs
 
+FAULT = "sum own tokens"
+CASES = ["gpt2-bf16", "grouped-heads"]
 JOBS: Jobs = {
-    1: [{"name": "one", "cases": ["gpt2-bf16", "grouped-heads"], "steps": 5}],
+    1: [{"name": "one", "cases": CASES, "steps": 5}],
     4: [
-        {"name": "2-fsdp-2-cp", "cases": ["gpt2-bf16", "grouped-heads"], "cp": 2, "steps": 5},
-        {"name": "2-dp-2-cp", "cases": ["gpt2-bf16"], "dp": 2, "cp": 2, "steps": 5},
-        {"name": "4-cp", "cases": ["grouped-heads"], "cp": 4, "steps": 5},
+        {"name": "2-fsdp-2-cp", "cases": CASES, "parallel": {"cp": 2}, "steps": 5},
+        {"name": "2-dp-2-cp", "cases": CASES[:1], "parallel": {"dp": 2, "cp": 2}, "steps": 5},
+        {"name": "4-cp", "cases": CASES[1:], "parallel": {"cp": 4}, "steps": 5},
+        {"name": "wrong", "cases": CASES, "parallel": {"cp": 2}, "steps": 5, "fault": FAULT},
     ],
 }
 
@@ -32,27 +33,10 @@ JOBS: Jobs = {
 def test_tokens_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     """With learned positions and biases, and with grouped heads, RoPE and recomputation."""
     compared = compare(JOBS, tmp_path)
+    for case in CASES:
+        assert compared.pop(("wrong", case))  # sums over parts of the tokens are noticed
     assert compared == {key: [] for key in compared}
     assert len(compared) == 4
-
-
-def train_with_divided_sums(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
-    """Sum the gradients of weights over each rank's tokens, then over the ranks: the usual way."""
-
-    def sum_own(op: Any, ranks: Ranks, needs: list[bool], grad: Any, args: list[Any]) -> Any:
-        return context._gradients(op, needs, grad, args)
-
-    context._weight_gradients = sum_own
-    train_all(ranks, options, directory)
-
-
-def test_sums_over_parts_of_the_tokens_are_noticed(tmp_path: Path) -> None:
-    job = {"cases": ["gpt2-bf16"], "cp": 2, "steps": 2}
-    train_all(Ranks(), {"jobs": [{**job, "name": "one", "cp": 1}]}, tmp_path)
-    wrong = {"jobs": [{**job, "name": "wrong"}]}
-    run_ranks(2, f"{__name__}:train_with_divided_sums", wrong, tmp_path)
-    different = differences(tmp_path / "one" / "gpt2-bf16", tmp_path / "wrong" / "gpt2-bf16")
-    assert "weights/blocks.0.attention.qkv.weight" in different
 
 
 @pytest.mark.parametrize(

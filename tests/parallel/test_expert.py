@@ -12,15 +12,21 @@ from ingot.nn.mlp import MoE
 from ingot.parallel.expert import ExpertDispatcher
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
-from tests.parallel.test_shard import Jobs, compare
+from tests.parallel.comparison import Jobs, compare
 
 CASES = ["experts", "experts-accum", "experts-full"]
 JOBS: Jobs = {
     1: [{"name": "one", "cases": CASES, "steps": 5}],
     4: [
-        {"name": "4-ep", "cases": CASES, "ep": 4, "steps": 5},
-        {"name": "2-dp-2-ep", "cases": CASES, "dp": 2, "ep": 2, "steps": 5},
-        {"name": "wrong", "cases": ["experts"], "ep": 4, "steps": 5, "wrong_order": True},
+        {"name": "4-ep", "cases": CASES, "parallel": {"ep": 4}, "steps": 5},
+        {"name": "2-dp-2-ep", "cases": CASES, "parallel": {"dp": 2, "ep": 2}, "steps": 5},
+        {
+            "name": "wrong",
+            "cases": ["experts"],
+            "parallel": {"ep": 4},
+            "steps": 5,
+            "fault": "sum in turn",
+        },
     ],
 }
 

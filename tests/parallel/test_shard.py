@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,158 +12,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ingot.nn import Decoder, MoEConfig
-from ingot.nn.config import Activation, NormKind, QkNorm
-from ingot.parallel import ranks as collectives
+from ingot.nn import Decoder
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks, row_slice
 from ingot.parallel.shard import ShardedModel, local
-from ingot.training import clip, optimizer
-from ingot.training.checkpoint import Checkpoints
-from ingot.training.precision import Precision
-from ingot.training.recipe import Recipe
-from ingot.training.trainer import Trainer
-from tests.parallel.processes import run_ranks
-from tests.training import runs
+from tests.parallel.comparison import LLAMA_70B, Jobs, compare
 
-GPT2 = replace(
-    runs.TINY,
-    rope=None,
-    norm=NormKind.LAYER,
-    activation=Activation.GELU_TANH,
-    kv_heads=2,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-)
-# Some of four ranks have no expert.
-MOE = replace(runs.TINY, moe=MoEConfig(num_experts=2, top_k=1, ffn_dim=48), tie_embeddings=False)
-EXPERTS = replace(MOE, moe=MoEConfig(num_experts=8, top_k=3, ffn_dim=48))
-GROUPED_HEADS = replace(runs.TINY, heads=8, kv_heads=4, head_dim=8, qk_norm=QkNorm.PER_HEAD)
-# On a rank, widths that are no multiple of a vector; and pairs of query heads share keys.
-DIVIDED = replace(runs.TINY, dim=36, heads=8, kv_heads=4, head_dim=8, ffn_dim=76)
-# Clipping at a norm that every step exceeds, so that the norm decides all bits that follow.
-CLIP = clip.ClipNormConfig(max_norm=0.05)
-CASES: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "dense-bf16": {"precision": Precision.BF16},
-    "gpt2": {"model": GPT2, "global_batch_size": 8, "grad_accum_steps": 8},
-    "moe": {"model": MOE, "precision": Precision.BF16},
-    "experts": {"model": EXPERTS, "precision": Precision.BF16},
-    "experts-accum": {"model": EXPERTS, "grad_accum_steps": 8, "global_batch_size": 8},
-    "experts-full": {"model": EXPERTS, "recompute": "full", "precision": Precision.BF16},
-    "gpt2-bf16": {"model": GPT2, "precision": Precision.BF16},
-    "grouped-heads": {"model": GROUPED_HEADS, "precision": Precision.BF16, "recompute": "full"},
-    "divided": {"model": DIVIDED, "precision": Precision.BF16},
-    "divided-gpt2": {
-        "model": replace(GPT2, heads=4, kv_heads=4, head_dim=8),
-        "precision": Precision.BF16,
-        "global_batch_size": 8,
-        "grad_accum_steps": 8,
-    },
-    "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
-    "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
-}
-
-SHARDED = ["dense", "dense-bf16", "gpt2", "moe", "lion", "zclip"]
-
-Jobs = dict[int, list[dict[str, Any]]]
-
-
-def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
-    """A run with dropout, EMA, clipping, evaluations and checkpoints."""
-    shards = job.get("shards", 4)
-    sizes = {axis: job.get(axis, 1) for axis in ("dp", "ep", "cp", "tp")}
-    parallel = ParallelConfig(**sizes, batch_shards=shards)
-    options = {"grad_accum_steps": shards, "clip": CLIP, **CASES[case], "parallel": parallel}
-    options.setdefault("global_batch_size", shards)
-    options |= {"recompute": job["recompute"]} if "recompute" in job else {}
-    return runs.text(directory, steps=job.get("steps", 8), eval_every=3, **options)
-
+CASES = ["dense", "dense-bf16", "gpt2", "moe", "lion", "zclip"]
 
 # What ranks do one after another, as starting them takes longer than all of it.
 JOBS: Jobs = {
-    1: [{"name": "one", "cases": SHARDED}],
+    1: [{"name": "one", "cases": CASES}],
     4: [
-        {"name": "4-fsdp", "cases": SHARDED},
-        {"name": "4-hsdp", "cases": ["gpt2", "moe"], "dp": 2},
+        {"name": "4-fsdp", "cases": CASES},
+        {"name": "4-hsdp", "cases": ["gpt2", "moe"], "parallel": {"dp": 2}},
         {"name": "changed", "cases": ["moe"], "stop": 5},
-        {"name": "wrong", "cases": ["dense"], "wrong_order": True},
+        {"name": "wrong", "cases": ["dense"], "fault": "sum in turn"},
     ],
     2: [
         {"name": "2-fsdp", "cases": ["gpt2"]},
-        {"name": "2-dp", "cases": ["dense-bf16"], "dp": 2},
-        {"name": "changed", "cases": ["moe"], "dp": 2, "resume": True},
+        {"name": "2-dp", "cases": ["dense-bf16"], "parallel": {"dp": 2}},
+        {"name": "changed", "cases": ["moe"], "parallel": {"dp": 2}, "resume": True},
     ],
 }
-
-
-def train_all(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
-    for job in options["jobs"]:
-        for case in job["cases"]:
-            train(ranks, job, case, directory)
-
-
-def train(ranks: Ranks, job: dict[str, Any], case: str, directory: Path) -> None:
-    """Train a case; "stop" stops it after a step, "resume" continues it."""
-    recipe = recipe_of(case, job, directory)
-    trainer = Trainer(recipe, directory / job["name"] / case, ranks=ranks)
-    if job.get("resume"):
-        assert trainer.resume()
-
-    def on_metrics(metrics: dict[str, Any]) -> None:
-        if metrics["step"] == job.get("stop"):
-            trainer.stop()  # on the main rank alone: the others have to hear of it
-
-    before = collectives.tree_sum
-    if job.get("wrong_order"):
-        collectives.tree_sum = _sum_in_turn
-    assert (trainer.run(on_metrics) is None) is bool(job.get("stop"))
-    collectives.tree_sum = before
-
-
-def _sum_in_turn(parts: Any) -> torch.Tensor:
-    total, *rest = parts
-    for part in rest:
-        total = total + part
-    return total
-
-
-def saved(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the last checkpoint."""
-    checkpoint = Checkpoints(directory / "checkpoints", keep=1).latest()
-    assert checkpoint is not None
-    return {
-        f"{part}/{name}": tensor
-        for part in ("weights", "optimizer", "ema", "clipper")
-        for name, tensor in checkpoint.tensors(part).items()
-    }
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """What of two runs is not equal, bit for bit."""
-    wanted, found = saved(one), saved(other)
-    assert wanted.keys() == found.keys()
-    tensors = [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])]
-    same_curve = runs.curve(one) == runs.curve(other)
-    return tensors if same_curve else ["curve", *tensors]
-
-
-def compare(
-    jobs: Jobs, directory: Path, function: str = f"{__name__}:train_all"
-) -> dict[tuple[str, str], list[str]]:
-    """Run the jobs; return how each case of each run differs from that of one process."""
-    train_all(Ranks(), {"jobs": jobs[1]}, directory)
-    for size in (size for size in jobs if size > 1):
-        run_ranks(size, function, {"jobs": jobs[size]}, directory)
-    return {
-        (job["name"], case): differences(directory / "one" / case, directory / job["name"] / case)
-        for of_size in jobs.values()
-        for job in of_size
-        for case in job["cases"]
-        if job["name"] != "one"
-    }
 
 
 def test_runs_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
@@ -184,29 +54,19 @@ def test_thirty_steps_on_one_to_eight_ranks(tmp_path: Path) -> None:
     experts = {**shared, "cases": ["experts"]}
     jobs: Jobs = {
         1: [{"name": "one", **shared}],
-        8: [{"name": f"8-{dp}", "dp": dp, **shared} for dp in (1, 2, 4, 8)]
+        8: [{"name": f"8-{dp}", "parallel": {"dp": dp}, **shared} for dp in (1, 2, 4, 8)]
         + [{"name": f"changed-{size}", "stop": 15, **shared} for size in (2, 4)]
-        + [{"name": f"8-ep-{8 // ep}", "dp": 8 // ep, "ep": ep, **experts} for ep in (4, 8)],
-        4: [{"name": f"4-{dp}", "dp": dp, **shared} for dp in (1, 2)]
-        + [{"name": "changed-4", "dp": 2, "resume": True, **shared}],
+        + [
+            {"name": f"8-ep-{ep}", "parallel": {"dp": 8 // ep, "ep": ep}, **experts}
+            for ep in (4, 8)
+        ],
+        4: [{"name": f"4-{dp}", "parallel": {"dp": dp}, **shared} for dp in (1, 2)]
+        + [{"name": "changed-4", "parallel": {"dp": 2}, "resume": True, **shared}],
         2: [{"name": "2-1", **shared}, {"name": "changed-2", "resume": True, **shared}],
     }
     compared = compare(jobs, tmp_path)
     assert compared == {key: [] for key in compared}
     assert len(compared) == 9 * len(cases) + 2
-
-
-LLAMA_70B = replace(
-    runs.TINY,
-    vocab_size=128_256,
-    dim=8192,
-    layers=80,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    ffn_dim=28_672,
-    tie_embeddings=False,
-)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (16, 1), (1, 8), (4, 8)])

@@ -19,26 +19,34 @@ from ingot.nn.config import QkNorm
 from ingot.ops.inputs import TensorMaker
 from ingot.parallel import tensor
 from ingot.parallel.config import ParallelConfig
-from ingot.parallel.ranks import Ranks
-from ingot.parallel.shard import cut_rows, row_slice
+from ingot.parallel.ranks import Ranks, row_slice
+from ingot.parallel.shard import cut_rows
 from ingot.parallel.tensor import check_divisible, divide_decoder, take_rows
 from ingot.training.precision import Precision
-from tests.parallel import test_shard
-from tests.parallel.test_shard import DIVIDED, LLAMA_70B, Jobs, compare
+from tests.parallel import comparison
+from tests.parallel.comparison import DIVIDED, LLAMA_70B, Jobs, compare
 from tests.training import runs
 
 CASES = ["divided", "divided-gpt2"]
+TP = {"tp": 2}
 JOBS: Jobs = {
     1: [{"name": "one", "cases": CASES, "steps": 4}],
     2: [
-        {"name": "2-tp", "cases": CASES[1:], "steps": 4, "tp": 2},
-        {"name": "continued", "cases": CASES[:1], "steps": 4, "tp": 2, "stop": 2},
-        {"name": "wrong", "cases": CASES[:1], "steps": 4, "tp": 2, "partial_sums": True},
+        {"name": "2-tp", "cases": CASES[1:], "steps": 4, "parallel": TP},
+        {"name": "continued", "cases": CASES[:1], "steps": 4, "parallel": TP, "stop": 2},
+        {"name": "wrong", "cases": CASES[:1], "steps": 4, "parallel": TP, "partial_sums": True},
     ],
     4: [
-        {"name": "2x2", "cases": CASES, "steps": 4, "tp": 2, "recompute": "selective"},
-        {"name": "4-tp", "cases": CASES[:1], "steps": 4, "tp": 4, "recompute": "full"},
+        {"name": "2x2", "cases": CASES, "steps": 4, "parallel": TP, "recompute": "selective"},
+        {
+            "name": "4-tp",
+            "cases": CASES[:1],
+            "steps": 4,
+            "parallel": {"tp": 4},
+            "recompute": "full",
+        },
     ],
+    0: [{"name": "continued", "cases": CASES[:1], "steps": 4, "resume": True}],
 }
 TRAIN = f"{__name__}:train_all"
 
@@ -50,7 +58,7 @@ def train_all(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
             assert different_gradients(ranks, activation)
     for job in options["jobs"]:
         with partial_sums() if job.get("partial_sums") else nullcontext():
-            test_shard.train_all(ranks, {"jobs": [job]}, directory)
+            comparison.train_all(ranks, {"jobs": [job]}, directory)
 
 
 def different_gradients(ranks: Ranks, activation: Activation) -> list[str]:
@@ -107,7 +115,6 @@ def test_divided_layers_have_the_bits_of_one_process(tmp_path: Path) -> None:
     """Also with FSDP, recomputation, and several micro-batches in a shard of the batch."""
     compared = compare(JOBS, tmp_path, TRAIN)
     assert compared.pop(("wrong", "divided"))  # sums that ranks divide are noticed
-    compared |= compare({1: [{**JOBS[2][1], "tp": 1, "stop": None, "resume": True}]}, tmp_path)
     assert compared == {key: [] for key in compared}
     assert len(compared) == 5
 
@@ -129,14 +136,15 @@ def test_thirty_steps_on_two_to_eight_ranks(tmp_path: Path) -> None:
     ]
     jobs: Jobs = {1: [{"name": "one", **shared}], 8: [], 4: [], 2: []}
     for number, (size, tp, dp) in enumerate([*layouts, (2, 2, 1)]):
-        job = {"name": f"{size}-{tp}-{dp}", "tp": tp, "dp": dp, **shared}
+        job = {"name": f"{size}-{tp}-{dp}", "parallel": {"tp": tp, "dp": dp}, **shared}
         jobs[size].append({**job, "recompute": policies[number % 3]})
     jobs[2] += [
-        {"name": f"2-{policy}", "tp": 2, "recompute": policy, **shared} for policy in policies
+        {"name": f"2-{policy}", "parallel": TP, "recompute": policy, **shared}
+        for policy in policies
     ]
-    jobs[8].append({"name": "changed", "tp": 2, "dp": 2, "stop": 10, **shared})
-    jobs[4].append({"name": "changed", "tp": 4, "stop": 20, "resume": True, **shared})
-    jobs[2].append({"name": "changed", "tp": 1, "resume": True, **shared})
+    jobs[8].append({"name": "changed", "parallel": {"tp": 2, "dp": 2}, "stop": 10, **shared})
+    jobs[4].append({"name": "changed", "parallel": {"tp": 4}, "stop": 20, "resume": True, **shared})
+    jobs[2].append({"name": "changed", "resume": True, **shared})
     compared = compare(jobs, tmp_path, TRAIN)
     assert compared == {key: [] for key in compared}
     assert len(compared) == 13 * len(CASES)
