@@ -109,6 +109,6 @@ def rows_of_rank(
         sharded = ShardedModel(model, mesh, lambda name, grad: None, stages=stages)
         Pipeline(stages, sharded, config.schedule, num_micro_batches=16, shard_batches=4)
         named: Any = model.named_parameters()
-        return {name: (*sharded.rows(name), tuple(p.to_local().shape)) for name, p in named}
+        return {name: (sharded.rows(name)[0], tuple(p.to_local().shape)) for name, p in named}
     finally:
         dist.destroy_process_group()
