@@ -56,7 +56,7 @@ def train_all(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
 def different_gradients(ranks: Ranks, activation: Activation) -> list[str]:
     """Which gradients of a block's weights and input are not those of the undivided block."""
     bias = activation is Activation.GELU
-    sizes = {"dim": 264, "heads": 8, "kv_heads": 4, "head_dim": 24, "ffn_dim": 840}
+    sizes = {"dim": 264, "heads": 16, "kv_heads": 8, "head_dim": 24, "ffn_dim": 840}
     options = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias, "activation": activation}
     config = replace(DIVIDED, layers=1, **sizes, **options)
     wanted = gradients(Decoder.from_config(config, seed=0, dtype=torch.bfloat16))
@@ -114,32 +114,20 @@ def test_divided_layers_have_the_bits_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_thirty_steps_on_two_to_eight_ranks(tmp_path: Path) -> None:
-    """All layouts and recomputation policies; and runs that are divided differently later."""
-    shared = {"cases": CASES, "shards": 4, "steps": 30}
-    policies = ("none", "selective", "full")
-    layouts = [
-        (8, 2, 1),
-        (8, 2, 2),
-        (8, 2, 4),
-        (8, 4, 1),
-        (8, 4, 2),
-        (4, 2, 1),
-        (4, 2, 2),
-        (4, 4, 1),
-    ]
+    """All layouts and recomputation policies; and a run that is divided differently later."""
+    shared = {"cases": CASES, "steps": 30}
     jobs: Jobs = {1: [{"name": "one", **shared}], 8: [], 4: [], 2: []}
-    for number, (size, tp, dp) in enumerate([*layouts, (2, 2, 1)]):
-        job = {"name": f"{size}-{tp}-{dp}", "tp": tp, "dp": dp, **shared}
-        jobs[size].append({**job, "recompute": policies[number % 3]})
-    jobs[2] += [
-        {"name": f"2-{policy}", "tp": 2, "recompute": policy, **shared} for policy in policies
-    ]
+    layouts = [(8, 2, 1), (8, 2, 2), (8, 4, 1), (8, 4, 2), (4, 2, 1), (4, 2, 2), (4, 4, 1)]
+    for size, tp, dp in layouts:
+        jobs[size].append({"name": f"{size}-{tp}-{dp}", "tp": tp, "dp": dp, **shared})
+    for policy in ("none", "selective", "full"):
+        jobs[2].append({"name": policy, "tp": 2, "recompute": policy, **shared})
     jobs[8].append({"name": "changed", "tp": 2, "dp": 2, "stop": 10, **shared})
     jobs[4].append({"name": "changed", "tp": 4, "stop": 20, "resume": True, **shared})
-    jobs[2].append({"name": "changed", "tp": 1, "resume": True, **shared})
+    jobs[2].append({"name": "changed", "resume": True, **shared})
     compared = compare(jobs, tmp_path, TRAIN)
     assert compared == {key: [] for key in compared}
-    assert len(compared) == 13 * len(CASES)
+    assert len(compared) == 11 * len(CASES)
 
 
 def test_all_ranks_together_have_every_row_once() -> None:
