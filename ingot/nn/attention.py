@@ -104,7 +104,12 @@ class Attention(nn.Module):
                 q_TNH, k, v, layout.positions, *cache, layout.slot_mapping
             )
             k, v = cache
-        out_TNH = ops.attention(
+        out_TNH = self.attend(q_TNH, k, v, layout)
+        return self.out(out_TNH.flatten(1), residual, adapters=layout.adapters)
+
+    def attend(self, q_TNH: Tensor, k: Tensor, v: Tensor, layout: BatchLayout) -> Tensor:
+        """Return the attention of queries to keys and values, which are packed or in a cache."""
+        return ops.attention(
             q_TNH,
             k,
             v,
@@ -114,7 +119,6 @@ class Attention(nn.Module):
             True,
             self.sliding_window,
         )
-        return self.out(out_TNH.flatten(1), residual, adapters=layout.adapters)
 
     def _project(self, x_TD: Tensor, adapters_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         counts = [self.heads, self.kv_heads, self.kv_heads]

@@ -57,7 +57,7 @@ class Linear(LMHead, nn.Linear):
         self.lora: LoraAdapter | LoraSlots | None = None
         self.compute: Callable[..., Tensor] | None = None
         """Computes the layer instead of `ops.linear`: see `ingot.nn.qat` and
-        `ingot.parallel.tensor`."""
+        `ingot.parallel`."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -68,7 +68,7 @@ class SwiGLU(nn.Module):
         """LoRA adapters of gate and up together, which have one input."""
         self.compute: Callable[..., Tensor] | None = None
         """Computes gate and up instead of `ops.gated_linear`: see `ingot.nn.qat` and
-        `ingot.parallel.tensor`."""
+        `ingot.parallel`."""
 
     @property
     def lora_sites(self) -> list[LoraSite]:

@@ -22,6 +22,9 @@ class ParallelConfig:
     ep: int = 1
     """Ranks among which the experts of a layer are divided: those that shard the weights of a
     replica. With 1, the weights of experts are gathered, as all others are."""
+    cp: int = 1
+    """Ranks that divide the tokens of each micro-batch, for long sequences. They shard weights,
+    too."""
     tp: int = 1
     """Ranks that compute each matrix multiplication together."""
     batch_shards: int | None = None
@@ -33,9 +36,8 @@ class ParallelConfig:
     """Seconds after which a rank that does not answer ends the run, or restarts it."""
 
     def __post_init__(self) -> None:
-        check_bounds(
-            self, dp=(1, 2**20), pp=(1, 2**10), ep=(1, 2**20), tp=(1, 2**10), timeout_s=(1.0, 1e6)
-        )
+        check_bounds(self, dp=(1, 2**20), ep=(1, 2**20), timeout_s=(1.0, 1e6))
+        check_bounds(self, pp=(1, 2**10), cp=(1, 2**10), tp=(1, 2**10))
         shards = 1 if self.batch_shards is None else self.batch_shards
         if shards < 1 or shards & (shards - 1):
             raise ConfigError(

@@ -3,12 +3,13 @@
     pp      stages of layers (pipeline parallelism)
     dp      replicas of the weights
     fsdp    rows of the weights (fully sharded data parallelism)
+    cp      tokens of a micro-batch (context parallelism), and rows of the weights, too
     tp      rows of each matrix multiplication (tensor parallelism)
 
 Experts are divided among the ranks of `fsdp`, too (`ingot.parallel.expert`).
 The ranks of an axis differ in their coordinate on it alone. `tp` varies fastest, since its ranks
-communicate in every layer, then `fsdp`, `dp` and `pp`. Only `dp` and `fsdp` divide the batch: their
-ranks together are those of `data`.
+communicate in every layer, then `cp`, `fsdp`, `dp` and `pp`. Only `dp` and `fsdp` divide the batch
+into micro-batches: their ranks together are those of `data`.
 """
 
 # pyright: basic
@@ -38,11 +39,13 @@ class Mesh:
     pp: Ranks = _ALONE
     dp: Ranks = _ALONE
     fsdp: Ranks = _ALONE
+    """The ranks that store different rows of the same weights, those of `cp` among them."""
+    cp: Ranks = _ALONE
     tp: Ranks = _ALONE
     data: Ranks = _ALONE
     """The ranks that compute different micro-batches."""
-    device_mesh: DeviceMesh | None = None
-    """The same for torch; None for a single process."""
+    fsdp_mesh: DeviceMesh | None = None
+    """`fsdp` for torch; None for a single process."""
 
     @staticmethod
     def build(world: Ranks, config: ParallelConfig, device: str = "cpu") -> Mesh:
@@ -50,7 +53,8 @@ class Mesh:
         if world.size == 1:
             return Mesh()
         shape = mesh_shape(config, world.size)
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "dp", "fsdp", "tp"))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "dp", "fsdp", "cp", "tp"))
+        fsdp_mesh = mesh["fsdp", "cp"]._flatten("fsdp_cp")
 
         def axis(axes: DeviceMesh) -> Ranks:
             return Ranks(axes.get_local_rank(), axes.size(), axes.get_group())
@@ -59,30 +63,32 @@ class Mesh:
             world=world,
             pp=axis(mesh["pp"]),
             dp=axis(mesh["dp"]),
-            fsdp=axis(mesh["fsdp"]),
+            fsdp=axis(fsdp_mesh),
+            cp=axis(mesh["cp"]),
             tp=axis(mesh["tp"]),
             data=axis(mesh["dp", "fsdp"]._flatten("data")),
-            device_mesh=mesh,
+            fsdp_mesh=fsdp_mesh,
         )
 
 
-def mesh_shape(config: ParallelConfig, size: int) -> tuple[int, int, int, int]:
-    """Return the number of ranks on the axes pp, dp, fsdp and tp.
+def mesh_shape(config: ParallelConfig, size: int) -> tuple[int, int, int, int, int]:
+    """Return the number of ranks on the axes pp, dp, fsdp, cp and tp.
 
     >>> mesh_shape(ParallelConfig(dp=2, pp=2), 16)
-    (2, 2, 4, 1)
+    (2, 2, 4, 1, 1)
     """
-    if size % (config.pp * config.dp * config.tp):
+    given = config.pp * config.dp * config.cp * config.tp
+    if size % given:
         raise ConfigError(
-            f"parallel: pp x dp x tp = {config.pp} x {config.dp} x {config.tp} must divide the "
-            f"number of ranks, {size}",
+            f"parallel: pp x dp x cp x tp = {config.pp} x {config.dp} x {config.cp} x {config.tp} "
+            f"must divide the number of ranks, {size}",
             hint="change one of them, or the number of ranks",
         )
-    fsdp = size // (config.pp * config.dp * config.tp)
+    fsdp = size // given
     if config.ep not in (1, fsdp):
         raise ConfigError(
             f"parallel.ep: must be 1, or the number of ranks that shard a replica, {fsdp}, "
             f"got {config.ep}",
             hint=f"set parallel.ep={fsdp}, or change parallel.dp",
         )
-    return config.pp, config.dp, fsdp, config.tp
+    return config.pp, config.dp, fsdp, config.cp, config.tp

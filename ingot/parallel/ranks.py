@@ -217,3 +217,14 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
     reduce_scatter(own, padded, group)
     dist.all_gather_single(padded, own, group=group)
     values.copy_(padded[: values.numel()])
+
+
+def row_slice(rows: int, rank: int, size: int) -> slice:
+    """Return which rows FSDP2 gives to a rank: equal parts, the last may have fewer or none.
+
+    >>> [row_slice(10, rank, 4) for rank in range(4)]
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 9, None), slice(9, 10, None)]
+    """
+    part = -(-rows // size)
+    begin = min(part * rank, rows)
+    return slice(begin, min(begin + part, rows))

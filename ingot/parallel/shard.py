@@ -31,14 +31,15 @@ from ingot.nn.mlp import MoE
 from ingot.parallel import ranks as collectives
 from ingot.parallel.expert import ExpertDispatcher
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.ranks import row_slice
 from ingot.parallel.tensor import divide_decoder
 
 OnGrad = Callable[[str, Tensor], None]
 
 
 class _OrderedReduceScatter(DefaultReduceScatter):
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, adds: bool) -> None:
+        self._dtype, self._adds = dtype, adds
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -48,7 +49,8 @@ class _OrderedReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        collectives.reduce_scatter(output_tensor, input_tensor, group, self._dtype)
+        values = input_tensor if self._adds else torch.zeros_like(input_tensor)
+        collectives.reduce_scatter(output_tensor, values, group, self._dtype)
 
 
 class ShardedModel:
@@ -69,7 +71,7 @@ class ShardedModel:
         grad_dtype: torch.dtype = torch.float32,
         expert_parallel: bool = False,
     ) -> None:
-        assert mesh.device_mesh is not None
+        assert mesh.fsdp_mesh is not None
         self.model: Any = model
         self.mesh = mesh
         self._divided = divide_decoder(model, mesh.tp) if mesh.tp.size > 1 else {}
@@ -79,9 +81,7 @@ class ShardedModel:
         ignored = {weight for experts in self._experts for weight in experts.weights}
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for module in (*getattr(model, "blocks", ()), model):
-            fully_shard(
-                module, mesh=mesh.device_mesh["fsdp"], mp_policy=policy, ignored_params=ignored
-            )
+            fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, ignored_params=ignored)
         self._names = {id(p): name for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -110,7 +110,9 @@ class ShardedModel:
             collectives.all_reduce(reduced, replicas)
             self._split(parameters, reduced)
 
-        module.set_custom_reduce_scatter(_OrderedReduceScatter(self._grad_dtype))
+        # Outside of the blocks, the ranks of `cp` compute the same gradients.
+        adds = module is not self.model or self.mesh.cp.is_main
+        module.set_custom_reduce_scatter(_OrderedReduceScatter(self._grad_dtype, adds))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_all_reduce_hook(take)
@@ -161,17 +163,6 @@ class ShardedModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def row_slice(rows: int, rank: int, size: int) -> slice:
-    """Return which rows FSDP2 gives to a rank: equal parts, the last may have fewer or none.
-
-    >>> [row_slice(10, rank, 4) for rank in range(4)]
-    [slice(0, 3, None), slice(3, 6, None), slice(6, 9, None), slice(9, 10, None)]
-    """
-    part = -(-rows // size)
-    begin = min(part * rank, rows)
-    return slice(begin, min(begin + part, rows))
 
 
 def cut_rows(rows: Sequence[slice], part: slice) -> list[slice]:

@@ -184,7 +184,8 @@ class _FirstLayer(torch.autograd.Function):
         x, bias, *weights = ctx.saved_tensors
         grads = [grad.contiguous()]
         if len(weights) == 2:
-            grads = [*ops.gated_linear_preact_grad(grads[0], x, *weights, ctx.activation)]
+            gate, up = weights
+            grads = [*ops.gated_linear_preact_grad(grads[0], x, gate, up, ctx.activation)]
         elif ctx.activation != IDENTITY:
             grads = [ops.linear_preact_grad(grads[0], x, weights[0], bias, ctx.activation)]
         of_weights, of_bias = [], None

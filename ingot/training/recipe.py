@@ -373,7 +373,7 @@ class Recipe:
             return
         if size < 1:
             raise ConfigError(f"ranks: must be at least 1, got {size}", hint="give --ranks 2")
-        _, dp, fsdp, _ = mesh_shape(self.parallel, size)
+        _, dp, fsdp, _, _ = mesh_shape(self.parallel, size)
         data = dp * fsdp
         if self.batch_shards % data:
             raise ConfigError(
@@ -387,6 +387,8 @@ class Recipe:
                 "on several ranks",
                 hint="use adamw, lion or sgd, or one rank",
             )
+        if self.parallel.cp > 1:
+            self._check_context()
         if self.parallel.tp > 1:
             self._check_tensor_parallel()
         single = {"adapter": self.adapter, "qat": self.qat, "mixup": self.mixup}
@@ -395,6 +397,20 @@ class Recipe:
         for name, used in single.items():
             if used:
                 raise ConfigError(f"{name}: runs on one rank only", hint="remove --ranks")
+
+    def _check_context(self) -> None:
+        size = self.parallel.cp
+        if self.precision is not Precision.BF16:
+            raise ConfigError(
+                "parallel.cp: needs precision=bf16: in float32, the bits of gradients depend on "
+                "the number of tokens",
+                hint="set precision=bf16",
+            )
+        if not isinstance(self.data, TextData) or self.data.seq_len % size:
+            raise ConfigError(
+                f"parallel.cp: needs text in sequences whose length is a multiple of {size}",
+                hint="change data.seq_len, or remove parallel.cp",
+            )
 
     def _check_tensor_parallel(self) -> None:
         if self.precision is not Precision.BF16:

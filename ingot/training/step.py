@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ingot.data import TokenBatch
 from ingot.nn import dropout
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.ranks import row_slice
 from ingot.parallel.shard import ShardedModel
 from ingot.training.clip import Clipper, grad_norms
 from ingot.training.objective import Batch, Objective
@@ -154,7 +155,8 @@ class TrainStep:
             last = own % self._shard_batches == self._shard_batches - 1
             if self._sharded:
                 self._sharded.set_sync(last)
-            dropout.set_step(self.model, seed=self._seed, step=step, row=sizes[index].first_row)
+            first_row = sizes[index].first_row + self._first_own_row(sizes[index].num_rows)
+            dropout.set_step(self.model, seed=self._seed, step=step, row=first_row)
             output = self.objective.losses(
                 self.model,
                 micro_batch.to(self._device),
@@ -180,6 +182,10 @@ class TrainStep:
             num_rows=sum(size.num_rows for size in sizes),
             metrics=means,
         )
+
+    def _first_own_row(self, num_rows: int) -> int:
+        """Return the first row of a micro-batch that this rank computes."""
+        return row_slice(num_rows, self._mesh.cp.rank, self._mesh.cp.size).start
 
     def _global_index(self, own: int, rank: int | None = None) -> int:
         """Return the index in the global batch of a micro-batch of this rank, or of another."""

@@ -45,6 +45,7 @@ from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
 from ingot.nn.weights import hash_tensors
 from ingot.observe.metrics import MetricsLog
+from ingot.parallel.context import split_context
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel
@@ -145,6 +146,8 @@ class Trainer:
     def _shard(self, shard_batches: int) -> ShardedModel:
         """Shard the model and its master weights over the ranks."""
         masters = self.master_weights
+        if self.mesh.cp.size > 1:
+            split_context(self.model, self.mesh.cp)  # pyright: ignore[reportArgumentType]
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
         ep = self.recipe.parallel.ep > 1

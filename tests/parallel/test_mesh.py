@@ -39,11 +39,13 @@ def test_data_ranks_are_those_of_dp_and_fsdp() -> None:
 
 
 def test_a_mesh_that_does_not_fit_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="pp x dp x tp = 2 x 2 x 1 must divide the number"):
+    with pytest.raises(
+        ConfigError, match="pp x dp x cp x tp = 2 x 2 x 1 x 1 must divide the number"
+    ):
         mesh_shape(ParallelConfig(pp=2, dp=2), 6)
 
 
 def test_experts_are_divided_among_the_ranks_that_shard_weights() -> None:
-    assert mesh_shape(ParallelConfig(dp=2, ep=4), 8) == (1, 2, 4, 1)
+    assert mesh_shape(ParallelConfig(dp=2, ep=4), 8) == (1, 2, 4, 1, 1)
     with pytest.raises(ConfigError, match=r"must be 1, or the number of ranks .*, 4, got 2"):
         mesh_shape(ParallelConfig(dp=2, ep=2), 8)

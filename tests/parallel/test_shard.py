@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.nn import Decoder, MoEConfig
-from ingot.nn.config import Activation, NormKind
+from ingot.nn.config import Activation, NormKind, QkNorm
 from ingot.parallel import ranks as collectives
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.ranks import Ranks
-from ingot.parallel.shard import ShardedModel, local, row_slice
+from ingot.parallel.ranks import Ranks, row_slice
+from ingot.parallel.shard import ShardedModel, local
 from ingot.training import clip, optimizer
 from ingot.training.checkpoint import Checkpoints
 from ingot.training.precision import Precision
@@ -42,6 +42,7 @@ GPT2 = replace(
 # Some of four ranks have no expert.
 MOE = replace(runs.TINY, moe=MoEConfig(num_experts=2, top_k=1, ffn_dim=48), tie_embeddings=False)
 EXPERTS = replace(MOE, moe=MoEConfig(num_experts=8, top_k=3, ffn_dim=48))
+GROUPED_HEADS = replace(runs.TINY, heads=8, kv_heads=4, head_dim=8, qk_norm=QkNorm.PER_HEAD)
 # On a rank, widths that are no multiple of a vector; and pairs of query heads share keys.
 DIVIDED = replace(runs.TINY, dim=36, heads=8, kv_heads=4, head_dim=8, ffn_dim=76)
 # Clipping at a norm that every step exceeds, so that the norm decides all bits that follow.
@@ -54,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"model": EXPERTS, "precision": Precision.BF16},
     "experts-accum": {"model": EXPERTS, "grad_accum_steps": 8, "global_batch_size": 8},
     "experts-full": {"model": EXPERTS, "recompute": "full", "precision": Precision.BF16},
+    "gpt2-bf16": {"model": GPT2, "precision": Precision.BF16},
+    "grouped-heads": {"model": GROUPED_HEADS, "precision": Precision.BF16, "recompute": "full"},
     "divided": {"model": DIVIDED, "precision": Precision.BF16},
     "divided-gpt2": {
         "model": replace(GPT2, heads=4, kv_heads=4, head_dim=8),
@@ -65,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
 }
 
-SHARDED = [name for name in CASES if not name.startswith(("experts", "divided"))]
+SHARDED = ["dense", "dense-bf16", "gpt2", "moe", "lion", "zclip"]
 
 Jobs = dict[int, list[dict[str, Any]]]
 
@@ -73,7 +76,7 @@ Jobs = dict[int, list[dict[str, Any]]]
 def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
     """A run with dropout, EMA, clipping, evaluations and checkpoints."""
     shards = job.get("shards", 4)
-    sizes = {axis: job.get(axis, 1) for axis in ("dp", "ep", "tp")}
+    sizes = {axis: job.get(axis, 1) for axis in ("dp", "ep", "cp", "tp")}
     parallel = ParallelConfig(**sizes, batch_shards=shards)
     options = {"grad_accum_steps": shards, "clip": CLIP, **CASES[case], "parallel": parallel}
     options.setdefault("global_batch_size", shards)
