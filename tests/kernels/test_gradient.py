@@ -7,7 +7,7 @@ sizes go beyond a block of 32 rows, a group of 256 columns and a slice of 3072 o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -262,3 +262,106 @@ def test_subnormal_probabilities_are_zero_in_the_gradient_of_attention(dtype: to
     assert v.grad is not None
     assert torch.equal(v.grad[3], torch.zeros(1, 64, dtype=dtype))
     torch.testing.assert_close(v.grad[:3], torch.full((3, 1, 64), 2.0**32 / 3).to(dtype))
+
+
+# What ranks compute that divide a layer, see `ingot.parallel.tensor`: some output features, and the
+# gradient of some input features. They are bitwise those of the whole layer.
+
+
+def assert_linear_divides(call: Call) -> None:
+    call = replace(call, dtype=torch.bfloat16, rank=0, residual=True)
+    make = TensorMaker(call.dtype, seed=call.seed)
+    x, weight, bias, activation, residual, *_ = linear(make, call)
+    assert residual is not None
+    y, grad = ops.linear(x, weight, bias, activation, residual), make(call.rows, call.out)
+    args = x, weight, bias, activation, residual
+    of_x, of_weight, *of_bias = layer_gradients(ops.linear, grad, args, bias is not None)
+    cut = call.seed % (call.out + 1)
+    parts: list[Tensor] = []
+    for own in (slice(cut), slice(cut, None)):
+        part = x, weight[own], bias if bias is None else bias[own], activation, residual[:, own]
+        assert torch.equal(ops.linear(*part), y[:, own])
+        parts.append(ops.linear_preact_grad(grad[:, own], *part[:4]))
+        grads = layer_gradients(ops.linear, grad[:, own], part, bias is not None)
+        for wanted, found in zip((of_weight, *of_bias), grads[1:], strict=True):
+            assert torch.equal(wanted[own], found)
+    dz = torch.cat(parts, 1)
+    column = call.seed % (call.width + 1)
+    for own in (slice(column), slice(column, None)):
+        found = layer_gradients(ops.linear, dz, (x[:, own], weight[:, own], None), False)
+        assert torch.equal(found[0], of_x[:, own])
+
+
+def assert_gated_linear_divides(call: Call) -> None:
+    call = replace(call, dtype=torch.bfloat16, rank=0)
+    make = TensorMaker(call.dtype, seed=call.seed)
+    x, gate, up, activation, *_ = gated_linear(make, call)
+    y, grad = ops.gated_linear(x, gate, up, activation), make(call.rows, call.out)
+    of_x, *of_weights = layer_gradients(ops.gated_linear, grad, (x, gate, up, activation), True)
+    cut = call.seed % (call.out + 1)
+    dz: list[tuple[Tensor, Tensor]] = []
+    for own in (slice(cut), slice(cut, None)):
+        weights = gate[own], up[own]
+        assert torch.equal(ops.gated_linear(x, *weights, activation), y[:, own])
+        dz.append(ops.gated_linear_preact_grad(grad[:, own], x, *weights, activation))
+        for wanted, own_dz, weight in zip(of_weights, dz[-1], weights, strict=True):
+            _, found = layer_gradients(ops.linear, own_dz, (x, weight, None), False)
+            assert torch.equal(wanted[own], found)
+    of_gate, of_up = (torch.cat(parts, 1) for parts in zip(*dz, strict=True))
+    column = call.seed % (call.width + 1)
+    for own in (slice(column), slice(column, None)):
+        found = ops.gated_linear_input_grad(of_gate, of_up, gate[:, own], up[:, own])
+        assert torch.equal(found, of_x[:, own])
+
+
+def assert_attention_divides(call: Call) -> None:
+    call = replace(call, dtype=torch.bfloat16, heads=(4, call.heads[1]))
+    args = attention(TensorMaker(call.dtype, seed=call.seed), call)
+    y, whole = ops.attention(*args), gradients(ops.attention, args, 2)
+    for rank in range(2):
+        heads = [tensor.chunk(2, 1)[rank] for tensor in args[:3]]
+        assert torch.equal(ops.attention(*heads, *args[3:]), y.chunk(2, 1)[rank])
+        found = gradients(ops.attention, (*heads, *args[3:]), 2)
+        for wanted, grad in zip(whole, found, strict=True):
+            assert torch.equal(wanted.chunk(2, 1)[rank], grad)
+
+
+def layer_gradients(
+    op: Op[..., Any], grad: Tensor, args: tuple[Any, ...], third: bool
+) -> list[Tensor]:
+    """The gradients of the first two arguments of a layer, or of three."""
+    args = op.with_defaults(args)
+    needs = [True, True, third, *(False for _ in args[3:])]
+    return op.backward_overload(needs, [grad.contiguous()], *args)
+
+
+DIVISIONS = [assert_linear_divides, assert_gated_linear_divides, assert_attention_divides]
+
+
+@pytest.mark.parametrize("check", DIVISIONS)
+def test_parts_of_a_layer_do_not_depend_on_the_rest(check: Any, explore: Any) -> None:
+    explore(calls, check, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", DIVISIONS)
+def test_parts_of_many_layers_do_not_depend_on_the_rest(check: Any, explore: Any) -> None:
+    explore(calls, check, 150)
+
+
+@pytest.mark.parametrize("out", [3071, 3073, 6200])
+@pytest.mark.parametrize("check", DIVISIONS[:2])
+def test_parts_of_a_wide_layer_do_not_depend_on_the_rest(check: Any, out: int) -> None:
+    options = {"heads": (1, 1), "lengths": (1,), "window": None, "causal": True, "rank": 0}
+    options |= {"bias": True, "residual": True, "strided": False, "smooth": 0.0}
+    check(
+        Call(
+            dtype=torch.bfloat16,
+            seed=1023,
+            rows=45,
+            width=70,
+            out=out,
+            activation=ops.ActivationFn.SILU,
+            **options,
+        )
+    )
