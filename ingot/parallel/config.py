@@ -25,7 +25,7 @@ class ParallelConfig:
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards in a pipeline. The interleaved ones give each rank two parts
     of the layers, so that it waits less; "interleaved_zero_bubble" also computes gradients of
-    weights while it would wait."""
+    weights where it would wait."""
     tp: int = 1
     """Ranks that compute each matrix multiplication together."""
     batch_shards: int | None = None
