@@ -2,7 +2,7 @@
 
     run_ranks(4, "tests.parallel.comparison:train_all", {"jobs": jobs}, tmp_path)
 
-calls `train(ranks, {"jobs": jobs}, tmp_path)` in each of them.
+calls `train_all(ranks, {"jobs": jobs}, tmp_path)` in each of them.
 """
 
 from __future__ import annotations
