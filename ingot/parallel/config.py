@@ -25,7 +25,7 @@ class ParallelConfig:
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards in a pipeline. The interleaved ones give each rank two parts
     of the layers, so that it waits less; "interleaved_zero_bubble" also computes gradients of
-    weights while it would wait."""
+    weights where it would wait."""
     ep: int = 1
     """Ranks among which the experts of a layer are divided: those that shard the weights of a
     replica. With 1, the weights of experts are gathered, as all others are."""

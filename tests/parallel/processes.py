@@ -1,8 +1,8 @@
 """Ranks in processes of their own, which run a function of a test module.
 
-    run_ranks(4, "tests.parallel.test_shard:train", {"case": "moe"}, tmp_path)
+    run_ranks(4, "tests.parallel.comparison:train_all", {"jobs": jobs}, tmp_path)
 
-calls `train(ranks, {"case": "moe"}, tmp_path)` in each of them.
+calls `train_all(ranks, {"jobs": jobs}, tmp_path)` in each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_TIMEOUT_S = 240
+_TIMEOUT_S = 600
 
 
 def run_ranks(size: int, function: str, options: dict[str, Any], directory: Path) -> None:

@@ -111,6 +111,31 @@ def test_what_several_ranks_cannot_do_is_an_error(
         recipe.check_ranks(ranks)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "message"),
+    [
+        ("1f1b", 1, "'1f1b' needs at least 2 micro-batches for each .* got 1"),
+        ("interleaved_1f1b", 3, "needs a multiple of 2 micro-batches for each .* got 3"),
+    ],
+)
+def test_a_pipeline_needs_micro_batches(
+    tmp_path: Path, schedule: Any, micro_batches: int, message: str
+) -> None:
+    model = replace(runs.TINY, layers=4, tie_embeddings=False)
+    parallel = ParallelConfig(pp=2, schedule=schedule)
+    options: dict[str, Any] = {"model": model, "parallel": parallel}
+    short = runs.text(
+        tmp_path, grad_accum_steps=micro_batches, global_batch_size=micro_batches, **options
+    )
+    short.check_ranks(1)
+    with pytest.raises(ConfigError, match=message):
+        short.check_ranks(2)
+    runs.text(tmp_path, grad_accum_steps=4, **options).check_ranks(4)
+    tied = runs.text(tmp_path, grad_accum_steps=4, **{**options, "model": runs.TINY})
+    with pytest.raises(ConfigError, match="cannot share a weight"):
+        tied.check_ranks(4)
+
+
 def test_shards_divide_the_micro_batches(tmp_path: Path) -> None:
     assert runs.text(tmp_path, global_batch_size=12, grad_accum_steps=12).batch_shards == 4
     with pytest.raises(ConfigError, match="batch_shards: must divide grad_accum_steps"):
@@ -119,7 +144,8 @@ def test_shards_divide_the_micro_batches(tmp_path: Path) -> None:
 
 def test_the_layout_may_change_on_resume_and_the_order_of_sums_may_not(tmp_path: Path) -> None:
     first = runs.text(tmp_path, grad_accum_steps=4)
-    moved = replace(first, parallel=ParallelConfig(dp=2, timeout_s=5.0))
+    parallel = ParallelConfig(dp=2, pp=2, schedule="interleaved_1f1b", timeout_s=5.0)
+    moved = replace(first, parallel=parallel)
     other = replace(first, parallel=ParallelConfig(batch_shards=2))
     assert first.with_resumable_fields(moved) == moved
     assert first.with_resumable_fields(other) != other
