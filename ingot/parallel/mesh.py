@@ -13,7 +13,7 @@ ranks together are those of `data`.
 # pyright: basic
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -63,6 +63,16 @@ class Mesh:
             data=axis(mesh["dp", "fsdp"]._flatten("data")),
             device_mesh=mesh,
         )
+
+    @property
+    def alternating_rank(self) -> int:
+        """The index of this rank in `data` if replicas took turns: which shards of a batch those of
+        a replica have together does not depend on their number."""
+        return self.fsdp.rank * self.dp.size + self.dp.rank
+
+    def replica(self) -> Mesh:
+        """Return the ranks of this rank's replica, as if there were no others."""
+        return replace(self, world=self.fsdp, dp=_ALONE, data=self.fsdp)
 
 
 def mesh_shape(config: ParallelConfig, size: int) -> tuple[int, int, int, int]:

@@ -29,7 +29,9 @@ from torch import Tensor, nn
 
 from ingot.data import TokenBatch
 from ingot.nn import dropout
+from ingot.parallel.compression import Int8Rounding
 from ingot.parallel.mesh import Mesh
+from ingot.parallel.ranks import Ranks
 from ingot.parallel.shard import ShardedModel
 from ingot.training.clip import Clipper, grad_norms
 from ingot.training.objective import Batch, Objective
@@ -90,6 +92,7 @@ class TrainStep:
 
     `shard_batches` is the number of micro-batches of a shard, see `ingot.training.gradients`; a
     call has a multiple of it, as many on each of the ranks of `mesh`, which `sharded` is on.
+    `rounding` is that of the gradients of each shard.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -125,10 +128,11 @@ class TrainStep:
         sharded: ShardedModel | None = None,
         mesh: Mesh | None = None,
         shard_batches: int = 1,
+        rounding: Int8Rounding | None = None,
     ) -> None:
         self._mesh, self._sharded = Mesh() if mesh is None else mesh, sharded
         self._ranks = self._mesh.data
-        self._shard_batches = shard_batches
+        self._shard_batches, self._rounding = shard_batches, rounding
         self.model, self.master_weights, self.optimizers = model, master_weights, optimizers
         self.clipper, self.objective, self._seed = clipper, objective, seed
         self.hooks = TrainStepHooks() if hooks is None else hooks
@@ -154,6 +158,8 @@ class TrainStep:
             last = own % self._shard_batches == self._shard_batches - 1
             if self._sharded:
                 self._sharded.set_sync(last)
+            if self._rounding:
+                self._rounding.set_shard(step=step, shard=index // self._shard_batches)
             dropout.set_step(self.model, seed=self._seed, step=step, row=sizes[index].first_row)
             output = self.objective.losses(
                 self.model,
@@ -169,7 +175,8 @@ class TrainStep:
             (loss_sum * grad_output).backward()
             self.hooks.after_backward(own)
             if last:
-                masters.gradients.end_shard()
+                own_rounding = None if self._sharded else self._rounding
+                masters.gradients.end_shard(own_rounding.round if own_rounding else None)
         self.grads = masters.gradients.total()
         means = self._read_back(sums, max(count, 1))
         norm = float(self._norms.double().square().sum().sqrt()) / masters.loss_scale
@@ -247,6 +254,32 @@ class TrainStep:
         grads = self.grads if counts else {}
         names = self.master_weights.weights
         return grad_norms([grads.get(name, none) for name in names], self._mesh.world)
+
+
+def merge_stats(stats: StepStats, replicas: Ranks) -> StepStats:
+    """Return the numbers of a batch of which each replica has computed a part.
+
+    The gradient norm is the largest of those of the replicas.
+
+    >>> merge_stats(StepStats(loss=2.0, grad_norm=1.0, num_targets=8, num_rows=8), Ranks()).loss
+    2.0
+    """
+    names = ["loss", *stats.metrics]
+    means = [stats.loss, *stats.metrics.values()]
+    numbers = [stats.grad_norm, stats.num_targets, stats.num_rows, *means]
+    norms, targets, rows, *others = zip(*replicas.gather(numbers), strict=True)
+    total = max(sum(targets), 1)
+    merged = {
+        name: sum(mean * count for mean, count in zip(values, targets, strict=True)) / total
+        for name, values in zip(names, others, strict=True)
+    }
+    return StepStats(
+        loss=merged.pop("loss"),
+        grad_norm=max(norms),
+        num_targets=int(sum(targets)),
+        num_rows=int(sum(rows)),
+        metrics=merged,
+    )
 
 
 def num_rows(batch: Batch) -> int:

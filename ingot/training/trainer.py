@@ -45,12 +45,14 @@ from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
 from ingot.nn.weights import hash_tensors
 from ingot.observe.metrics import MetricsLog
+from ingot.parallel.compression import Int8Rounding
+from ingot.parallel.diloco import OuterOptimizer
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.ranks import Ranks
+from ingot.parallel.ranks import Ranks, sent_bytes
 from ingot.parallel.shard import ShardedModel
 from ingot.training.checkpoint import Checkpoint, Checkpoints, name_rows
 from ingot.training.clip import Clipper
-from ingot.training.ema import EMA
+from ingot.training.ema import EMA, apply_weights
 from ingot.training.evaluate import EvalResult, evaluate, save_logprobs
 from ingot.training.guard import Diverged, SpikeDetector, bad_batch_path, dump_bad_batch
 from ingot.training.objective import Batch
@@ -65,10 +67,11 @@ from ingot.training.recipe import (
     build_objective,
     load_datasets,
 )
-from ingot.training.step import StepStats, TrainStep
+from ingot.training.step import StepStats, TrainStep, merge_stats
 
 RECIPE = "recipe.toml"
 _SHOWN = ("rewards/accuracies", "rewards/margins")  # of the objective's metrics, on the console
+_OF_REPLICA = ("weights", "optimizer", "clipper")  # what differs between local steps
 _LOG_EVERY_S = 10.0  # between log lines without a progress bar
 
 
@@ -93,6 +96,9 @@ class Trainer:
         self.ranks = Ranks() if ranks is None else ranks
         recipe.check_ranks(self.ranks.size)
         self.mesh = Mesh.build(self.ranks, recipe.parallel)
+        local = recipe.parallel.local_steps > 1
+        self._replica = self.mesh.dp.rank if local else 0
+        self._step_mesh = self.mesh.replica() if local else self.mesh
         self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
         self.device = resolve(recipe.device)
         self.datasets = load_datasets(recipe.data) if datasets is None else datasets
@@ -106,7 +112,10 @@ class Trainer:
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         shard_batches = recipe.grad_accum_steps // recipe.batch_shards
-        self.sharded = self._shard(shard_batches) if self.ranks.size > 1 else None
+        seed = recipe.seed + self._replica
+        compress = recipe.parallel.grad_compression == "int8"
+        rounding = Int8Rounding(seed) if compress else None
+        self.sharded = self._shard(shard_batches, rounding) if self.ranks.size > 1 else None
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
         clipper = Clipper(recipe.clip, len(masters.weights))
         self.objective = build_objective(recipe)
@@ -116,11 +125,17 @@ class Trainer:
             optimizers,
             clipper,
             self.objective,
-            seed=recipe.seed,
+            seed=seed,
             sharded=self.sharded,
-            mesh=self.mesh,
+            mesh=self._step_mesh,
             shard_batches=shard_batches,
+            rounding=rounding,
         )
+        self.outer: OuterOptimizer | None = None
+        if local and self.sharded:
+            whole = {name: masters.whole(name) for name in masters.weights}
+            options = {"seed": recipe.seed if compress else None, "rows": self.sharded.rows}
+            self.outer = OuterOptimizer(whole, self.mesh.dp, recipe.parallel, **options)
         self.ema: EMA | None = None
         if recipe.ema_decay:
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
@@ -130,7 +145,7 @@ class Trainer:
             self.datasets.train,
             batch_size=self._micro_batch_size,
             seed=recipe.seed,
-            rank=self.mesh.data.rank,
+            rank=self.mesh.alternating_rank if local else self.mesh.data.rank,
             world_size=self.mesh.data.size,
             consecutive=shard_batches,
         )
@@ -141,12 +156,13 @@ class Trainer:
         self._metrics_lines = 0
         self._saved_step: int | None = None
 
-    def _shard(self, shard_batches: int) -> ShardedModel:
+    def _shard(self, shard_batches: int, rounding: Int8Rounding | None) -> ShardedModel:
         """Shard the model and its master weights over the ranks."""
         masters = self.master_weights
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
-        sharded = ShardedModel(self.model, self.mesh, add, grad_dtype=dtype)
+        options = {"grad_dtype": dtype, "rounding": rounding}
+        sharded = ShardedModel(self.model, self._step_mesh, add, **options)
         masters.shard(sharded)
         return sharded
 
@@ -263,17 +279,22 @@ class Trainer:
             self.sharded.reshard()
 
     def ema_weights(self) -> Any:
-        """Return a context in which the model has the EMA of its weights, if there is one."""
-        return self.ema.applied_to(self.model) if self.ema else nullcontext()
+        """Return a context in which the model has the EMA of its weights, if there is one, or those
+        of the last synchronization, if replicas train on their own."""
+        found = self.ema or self.outer
+        return apply_weights(found.weights, self.model) if found else nullcontext()
 
     def _is_due(self, every: int) -> bool:
         return bool(every) and self.step > 0 and self.step % every == 0
 
     def _run_step(self) -> dict[str, Any]:
         start, waited = time.perf_counter(), self.loader.wait_seconds
+        before, sent = self.step, sent_bytes()
         count = self.recipe.grad_accum_steps // self.mesh.data.size
         micro_batches = [next(self.loader) for _ in range(count)]
         stats = self.train_step.forward_backward(micro_batches, self.step)
+        if self.outer:
+            stats = merge_stats(stats, self.mesh.dp)
         lr_factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
         metrics: dict[str, Any] = {
             "step": self.step + 1,
@@ -287,14 +308,28 @@ class Trainer:
             metrics["skipped"] = reason
         else:
             metrics["clip_factor"] = self.train_step.optimizer_step(lr_factor)
-            if self.ema:
+            if self.ema and not self.outer:
                 self.ema.update(self.step)
             self.step += 1
         self.train_step.clear_grads()
+        if self.outer and self.step > before:
+            self._synchronize(self.outer)
         metrics["seconds"] = time.perf_counter() - start
         metrics["data_seconds"] = self.loader.wait_seconds - waited
+        if self.ranks.size > 1:
+            metrics["sent_bytes"] = sent_bytes() - sent
         self._record(metrics)
         return metrics
+
+    def _synchronize(self, outer: OuterOptimizer) -> None:
+        """Give all replicas the same weights, after `local_steps` and after the last step."""
+        every = self.recipe.parallel.local_steps
+        if self.step % every and self.step < self.recipe.steps:
+            return
+        outer.set_step(self.step)
+        self.master_weights.map(outer.update)
+        if self.ema:
+            self.ema.update(-(-self.step // every) - 1)
 
     def _record(self, metrics: dict[str, Any]) -> None:
         if self._metrics is not None:
@@ -373,7 +408,9 @@ class Trainer:
         self.checkpoints.save(self.step, self._tensors(), metadata, result.loss if result else None)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return what this rank saves: its rows, in the first replica, and what all ranks have."""
+        """Return what this rank saves: its rows, in the first replica, and what all ranks have.
+
+        Replicas that train on their own save both, under names of their own."""
         parts = self._state()
         if self.sharded is None:
             return parts
@@ -384,9 +421,15 @@ class Trainer:
                     if len(tensor) and self.sharded.is_first_replica:
                         key = name_rows(name, self.sharded.rows(name))
                         rows.setdefault(part, {})[key] = tensor
-                elif self.ranks.is_main:
+                elif self._step_mesh.world.is_main:
                     rows.setdefault(part, {})[name] = tensor
+        if self._replica:
+            return {self._name_part(part): rows[part] for part in _OF_REPLICA if part in rows}
         return rows
+
+    def _name_part(self, part: str) -> str:
+        own = self._replica and part in _OF_REPLICA
+        return f"replica-{self._replica}/{part}" if own else part
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -395,6 +438,7 @@ class Trainer:
             "optimizer": self.train_step.optimizers.state_dict(),
             "clipper": self.train_step.clipper.state_dict(),
             "ema": self.ema.state_dict() if self.ema else {},
+            "outer": self.outer.state_dict() if self.outer else {},
             "rng": {"torch": torch.get_rng_state()},
         }
 
@@ -406,7 +450,7 @@ class Trainer:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         def read(part: str) -> dict[str, Tensor]:
-            found, sharded = checkpoint.tensors(part), self.sharded
+            found, sharded = checkpoint.tensors(self._name_part(part)), self.sharded
             if sharded is None:
                 return found
             return {
@@ -418,9 +462,11 @@ class Trainer:
         for name, buffer in checkpoint.tensors("buffers").items():
             self.model.get_buffer(name).copy_(buffer)
         self.train_step.optimizers.load_state_dict(read("optimizer"))
-        self.train_step.clipper.load_state_dict(checkpoint.tensors("clipper"))
+        self.train_step.clipper.load_state_dict(read("clipper"))
         if self.ema:
             self.ema.load_state_dict(read("ema"))
+        if self.outer:
+            self.outer.load_state_dict(read("outer"))
         torch.set_rng_state(checkpoint.tensors("rng")["torch"])
         self.step = self._saved_step = checkpoint.step
 
