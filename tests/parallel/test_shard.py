@@ -16,7 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.nn import Decoder, MoEConfig
 from ingot.nn.config import Activation, NormKind
+from ingot.observe.metrics import read
 from ingot.parallel import ranks as collectives
+from ingot.parallel.compression import Int8Rounding
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks
@@ -49,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"model": GPT2, "global_batch_size": 8, "grad_accum_steps": 8},
     "moe": {"model": MOE, "precision": Precision.BF16},
     "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
+    "int8": {"grad_compression": "int8"},
+    "int8-moe": {"model": MOE, "precision": Precision.BF16, "grad_compression": "int8"},
     "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
 }
 
@@ -59,8 +63,11 @@ Jobs = dict[int, list[dict[str, Any]]]
 def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
     """A run with dropout, EMA, clipping, evaluations and checkpoints."""
     shards = job.get("shards", 4)
-    parallel = ParallelConfig(dp=job.get("dp", 1), batch_shards=shards)
-    options = {"grad_accum_steps": shards, "clip": CLIP, **CASES[case], "parallel": parallel}
+    of_case = dict(CASES[case])
+    compression = of_case.pop("grad_compression", "none")
+    layout = {"dp": job.get("dp", 1), "batch_shards": shards}
+    parallel = ParallelConfig(**layout, grad_compression=compression)
+    options = {"grad_accum_steps": shards, "clip": CLIP, **of_case, "parallel": parallel}
     options.setdefault("global_batch_size", shards)
     return runs.text(directory, steps=job.get("steps", 8), eval_every=3, **options)
 
@@ -70,13 +77,15 @@ JOBS: Jobs = {
     1: [{"name": "one", "cases": list(CASES)}],
     4: [
         {"name": "4-fsdp", "cases": list(CASES)},
-        {"name": "4-hsdp", "cases": ["gpt2", "moe"], "dp": 2},
+        {"name": "4-hsdp", "cases": ["gpt2", "moe", "int8-moe"], "dp": 2},
+        {"name": "4-dp", "cases": ["int8"], "dp": 4},
         {"name": "changed", "cases": ["moe"], "stop": 5},
         {"name": "wrong", "cases": ["dense"], "wrong_order": True},
+        {"name": "wrong-shard", "cases": ["int8"], "wrong_shard": True},
     ],
     2: [
-        {"name": "2-fsdp", "cases": ["gpt2"]},
-        {"name": "2-dp", "cases": ["dense-bf16"], "dp": 2},
+        {"name": "2-fsdp", "cases": ["gpt2", "int8-moe"]},
+        {"name": "2-dp", "cases": ["dense-bf16", "int8"], "dp": 2},
         {"name": "changed", "cases": ["moe"], "dp": 2, "resume": True},
     ],
 }
@@ -102,8 +111,13 @@ def train(ranks: Ranks, job: dict[str, Any], case: str, directory: Path) -> None
     before = collectives.tree_sum
     if job.get("wrong_order"):
         collectives.tree_sum = _sum_in_turn
+    set_shard = Int8Rounding.set_shard
+    if job.get("wrong_shard"):  # the random numbers of a rank's own index of its shards
+        Int8Rounding.set_shard = lambda self, step, shard: set_shard(
+            self, step=step, shard=shard // ranks.size
+        )
     assert (trainer.run(on_metrics) is None) is bool(job.get("stop"))
-    collectives.tree_sum = before
+    collectives.tree_sum, Int8Rounding.set_shard = before, set_shard
 
 
 def _sum_in_turn(parts: Any) -> torch.Tensor:
@@ -133,6 +147,11 @@ def differences(one: Path, other: Path) -> list[str]:
     return tensors if same_curve else ["curve", *tensors]
 
 
+def sent_bytes(directory: Path) -> int:
+    """What the main rank has sent in the last step."""
+    return [line["sent_bytes"] for line in read(directory) if "sent_bytes" in line][-1]
+
+
 def compare(jobs: Jobs, directory: Path) -> dict[tuple[str, str], list[str]]:
     """Run the jobs; return how each case of each run differs from that of one process."""
     train_all(Ranks(), {"jobs": jobs[1]}, directory)
@@ -151,14 +170,19 @@ def test_runs_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     """One test, as the runs are compared with each other: see `JOBS`."""
     compared = compare(JOBS, tmp_path)
     assert compared.pop(("wrong", "dense"))  # another order of summation is noticed
+    assert compared.pop(("wrong-shard", "int8"))
     assert compared == {key: [] for key in compared}
-    assert len(compared) == 11
+    assert len(compared) == 17
+    plain, int8 = (sent_bytes(tmp_path / "2-dp" / case) for case in ("dense-bf16", "int8"))
+    assert 0.25 < int8 / plain < 0.32  # a scale for each 32 elements or more
+    # To three other ranks instead of one, but one shard of each rank instead of two.
+    assert sent_bytes(tmp_path / "4-dp" / "int8") == pytest.approx(3 / 2 * int8, rel=0.02)
 
 
 @pytest.mark.slow
 def test_thirty_steps_on_one_to_eight_ranks(tmp_path: Path) -> None:
     """FSDP, HSDP and DDP; and runs that are divided differently after half of their steps."""
-    cases = ["dense", "gpt2", "moe"]
+    cases = ["dense", "gpt2", "moe", "int8", "int8-moe"]
     shared = {"cases": cases, "shards": 8, "steps": 30}
     jobs: Jobs = {
         1: [{"name": "one", **shared}],
