@@ -65,7 +65,7 @@ class Int8Rounding:
         integers = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
         for part in _chunks(rows.shape):
             exact = rows[part] / divisors[part, None]
-            # A power of two as the factor: both are exact, fused or not.
+            # With a power of two as the factor, it rounds once, fused or not.
             exact.add_(self._levels(name, first_row + part.start, exact), alpha=1 / _LEVELS)
             integers[part] = exact.nan_to_num_(0.0).floor_().clamp_(-_MAX, _MAX)
         return integers, torch.where(scales.isfinite(), scales, math.nan)

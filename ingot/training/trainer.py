@@ -131,24 +131,13 @@ class Trainer:
             shard_batches=shard_batches,
             rounding=rounding,
         )
-        self.outer: OuterOptimizer | None = None
-        if local and self.sharded:
-            whole = {name: masters.whole(name) for name in masters.weights}
-            options = {"seed": recipe.seed if compress else None, "rows": self.sharded.rows}
-            self.outer = OuterOptimizer(whole, self.mesh.dp, recipe.parallel, **options)
+        self.outer = self._build_outer(recipe.seed if compress else None) if local else None
         self.ema: EMA | None = None
         if recipe.ema_decay:
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
         self.spike_detector = SpikeDetector(recipe.guard)
         self._micro_batch_size = recipe.global_batch_size // recipe.grad_accum_steps
-        self.loader: Loader[Batch] = Loader(
-            self.datasets.train,
-            batch_size=self._micro_batch_size,
-            seed=recipe.seed,
-            rank=self.mesh.alternating_rank if local else self.mesh.data.rank,
-            world_size=self.mesh.data.size,
-            consecutive=shard_batches,
-        )
+        self.loader = self._build_loader(shard_batches)
         place = directory / "checkpoints"
         self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)
         self.step = 0
@@ -165,6 +154,23 @@ class Trainer:
         sharded = ShardedModel(self.model, self._step_mesh, add, **options)
         masters.shard(sharded)
         return sharded
+
+    def _build_outer(self, seed: int | None) -> OuterOptimizer:
+        assert self.sharded is not None
+        weights = {name: self.master_weights.whole(name) for name in self.master_weights.weights}
+        options = {"seed": seed, "rows": self.sharded.rows}
+        return OuterOptimizer(weights, self.mesh.dp, self.recipe.parallel, **options)
+
+    def _build_loader(self, shard_batches: int) -> Loader[Batch]:
+        mesh = self.mesh
+        return Loader(
+            self.datasets.train,
+            batch_size=self._micro_batch_size,
+            seed=self.recipe.seed,
+            rank=mesh.data.rank if self.outer is None else mesh.alternating_rank,
+            world_size=mesh.data.size,
+            consecutive=shard_batches,
+        )
 
     def _check(self) -> None:
         if self.ranks.size > 1 and self.device.type != "cpu":
