@@ -1,7 +1,7 @@
 """What does training lose with less communication?
 
     python benchmarks/communication.py DIRECTORY [--steps N] [--local-steps H] [--ranks N]
-        [--systems NAME ...] [KEY=VALUE ...]
+        [--systems NAME,NAME] [KEY=VALUE ...]
 
 trains recipes/stdlib-10m.toml on replicas, one per rank, each time on the same tokens in the same
 order:
@@ -38,7 +38,7 @@ def main(directory: Path, systems: list[str], ranks: int, local_steps: int, to: 
     shared = [f"grad_accum_steps={ranks}", f"parallel.dp={ranks}", "device=cpu", *to]
     load_datasets(config.load(Recipe, _RECIPE, shared).data)  # once, not on every rank
     found: list[tuple[float, int]] = []
-    for name in systems or list(options):
+    for name in systems:
         loss, sent = _train(directory / name, [*shared, *options[name]], ranks)
         found.append((loss, sent))
         print(  # noqa: T201
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--local-steps", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--systems", nargs="+", default=[])
+    parser.add_argument("--systems", default="plain,int8,diloco,diloco-int8")
     args, overrides = parser.parse_known_args()
     given = [f"steps={args.steps}", *overrides]
-    main(args.directory, args.systems, args.ranks, args.local_steps, given)
+    main(args.directory, args.systems.split(","), args.ranks, args.local_steps, given)
