@@ -33,6 +33,8 @@ from ingot.bench.gpt2_baseline import GPT2
 from ingot.bench.train_worker import WARMUP_STEPS, _reset_peak, _status, _trim, batch
 from ingot.data import TokenBatch
 from ingot.nn import Decoder, preset
+from ingot.parallel.config import ParallelConfig
+from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks, connect, disconnect
 from ingot.parallel.shard import ShardedModel
 from ingot.training.clip import ClipNormConfig, Clipper
@@ -50,7 +52,8 @@ def ingot(ranks: Ranks, ordered: bool = True) -> Callable[[int], float]:
     """Return a function that runs a step and returns its loss."""
     model = Decoder.from_config(CONFIG, seed=0)
     masters = MasterWeights(model, Precision.BF16, split=True)
-    sharded = ShardedModel(model, ranks, 1, masters.gradients.add, torch.bfloat16)
+    mesh = Mesh.build(ranks, ParallelConfig())
+    sharded = ShardedModel(model, mesh, masters.gradients.add, torch.bfloat16)
     masters.shard(sharded)
     if not ordered:
         for module in model.modules():
@@ -58,7 +61,7 @@ def ingot(ranks: Ranks, ordered: bool = True) -> Callable[[int], float]:
                 module.set_custom_reduce_scatter(DefaultReduceScatter())
     optimizers = Optimizers(AdamWConfig(lr=LR), model, masters.weights, masters.low_bits)
     clipper = Clipper(ClipNormConfig(), len(masters.weights))
-    options: dict[str, Any] = {"sharded": sharded, "ranks": ranks}
+    options: dict[str, Any] = {"sharded": sharded, "mesh": mesh}
     step = TrainStep(model, masters, optimizers, clipper, CrossEntropy(), **options)
 
     def run(number: int) -> float:

@@ -20,6 +20,7 @@ class Purpose(IntEnum):
 
     DROPOUT = 1
     MIXUP = 2
+    ROUNDING = 3
 
 
 def philox_generator(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ingot.core.config import check_bounds
@@ -38,13 +38,23 @@ class ParallelConfig:
     """Parts of the global batch whose gradients are summed pairwise, a power of two. Any number of
     ranks that divides it computes the same bits. By default the largest up to 8 that divides
     `grad_accum_steps`."""
-
+    grad_compression: Literal["none", "int8"] = "none"
+    """How gradients, and the changes of `local_steps`, are sent: as they are, or rounded to int8
+    with a scale for each row. A single process rounds them, too."""
+    local_steps: int = 1
+    """Steps that each of the `dp` replicas takes on its own before they are averaged (DiLoCo); with
+    1, their gradients are summed in every step."""
+    outer_lr: float = 0.7
+    """Learning rate of the average, with `local_steps`."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the average, with `local_steps`."""
     timeout_s: float = 600.0
     """Seconds after which a rank that does not answer ends the run, or restarts it."""
 
     def __post_init__(self) -> None:
         check_bounds(self, dp=(1, 2**20), ep=(1, 2**20), timeout_s=(1.0, 1e6))
         check_bounds(self, pp=(1, 2**10), cp=(1, 2**10), tp=(1, 2**10))
+        check_bounds(self, local_steps=(1, 10**6), outer_lr=(0.0, 10.0), outer_momentum=(0.0, 1.0))
         self._check_combinations()
         shards = 1 if self.batch_shards is None else self.batch_shards
         if shards < 1 or shards & (shards - 1):
@@ -60,3 +70,36 @@ class ParallelConfig:
                     f"parallel.{first} and parallel.{second} cannot be combined yet",
                     hint="set one of them to 1: other ranks shard the weights (FSDP)",
                 )
+        if self.local_steps > 1 and self.dp == 1:
+            raise ConfigError(
+                "parallel.local_steps: needs several replicas",
+                hint="set parallel.dp=2 or more, or parallel.local_steps=1",
+            )
+        less = {"local_steps": self.local_steps > 1, "grad_compression": self.compresses}
+        for name, used in less.items():
+            for axis in ("pp", "ep", "cp", "tp"):
+                if used and getattr(self, axis) > 1:
+                    raise ConfigError(
+                        f"parallel.{name} and parallel.{axis} cannot be combined yet",
+                        hint=f"set parallel.{axis}=1: other ranks shard the weights (FSDP)",
+                    )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are rounded to int8."""
+        return self.grad_compression == "int8"
+
+    def with_resumable_fields(self, other: ParallelConfig) -> ParallelConfig:
+        """Return the layout of another config with what decides the bits of this one's run.
+
+        >>> ParallelConfig(batch_shards=8).with_resumable_fields(ParallelConfig(dp=2)).batch_shards
+        8
+        """
+        if self.local_steps > 1 and self.dp != other.dp:
+            raise ConfigError(
+                f"parallel.dp: a run with parallel.local_steps has the optimizer states of its "
+                f"{self.dp} replicas and continues on as many, got {other.dp}",
+                hint=f"set parallel.dp={self.dp}; each may have another number of ranks",
+            )
+        fixed = ("batch_shards", "grad_compression", "local_steps", "outer_lr", "outer_momentum")
+        return replace(other, **{name: getattr(self, name) for name in fixed})

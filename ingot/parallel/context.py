@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ingot import ops
@@ -38,7 +37,7 @@ from ingot.nn.linear import Linear
 from ingot.nn.mlp import SwiGLU
 from ingot.nn.norm import LayerNorm, RMSNorm
 from ingot.ops.epilogue import IDENTITY
-from ingot.parallel.ranks import Ranks, row_slice
+from ingot.parallel.ranks import Ranks, all_gather, all_to_all, row_slice
 
 _NO_LORA = (None, None, None)
 
@@ -170,28 +169,16 @@ def _weight_gradients(
 
 def _gather(rows: Tensor, ranks: Ranks) -> Tensor:
     """Return the rows of all ranks."""
-    output = rows.new_empty(len(rows) * ranks.size, *rows.shape[1:])
-    dist.all_gather_single(output, rows.contiguous(), group=ranks.group)
-    return output
+    return all_gather(rows, ranks.group)
 
 
 def _swap_columns(x_SN: Tensor, ranks: Ranks) -> Tensor:
     """Return this rank's part of the columns, for the rows of all ranks."""
-    widths = [
-        part.stop - part.start
-        for part in (row_slice(x_SN.shape[1], rank, ranks.size) for rank in range(ranks.size))
-    ]
-    count, own = len(x_SN), widths[ranks.rank]
-    sent = torch.cat([part.reshape(-1) for part in x_SN.split(widths, dim=1)])
-    received = sent.new_empty(ranks.size * count * own)
-    dist.all_to_all_single(
-        received,
-        sent,
-        [count * own] * ranks.size,
-        [count * width for width in widths],
-        group=ranks.group,
-    )
-    return received.view(ranks.size * count, own)
+    parts = [row_slice(x_SN.shape[1], rank, ranks.size) for rank in range(ranks.size)]
+    sizes = [len(x_SN) * (part.stop - part.start) for part in parts]
+    sent = torch.cat([x_SN[:, part].reshape(-1) for part in parts])
+    own = [sizes[ranks.rank]] * ranks.size
+    return all_to_all(sent, ranks.group, own, sizes).view(ranks.size * len(x_SN), -1)
 
 
 class _Divide(torch.autograd.Function):
@@ -235,10 +222,8 @@ class _SwapHeads(torch.autograd.Function):
 
 
 def _swap_heads(x: Tensor, ranks: Ranks, to_heads: bool) -> Tensor:
-    sent = x.unflatten(1, (ranks.size, -1)).transpose(0, 1) if to_heads else x
-    sent = sent.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=ranks.group)
     if to_heads:
-        return received.flatten(0, 1)
+        sent = x.unflatten(1, (ranks.size, -1)).transpose(0, 1)
+        return all_to_all(sent, ranks.group).flatten(0, 1)
+    received = all_to_all(x, ranks.group)
     return received.unflatten(0, (ranks.size, -1)).transpose(0, 1).flatten(1, 2)

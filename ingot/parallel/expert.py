@@ -66,9 +66,7 @@ class ExpertDispatcher:
         """Return the output of each row's expert; the rows are sorted by expert."""
         group, size = self._ranks.group, self._ranks.size
         counts = offsets.diff()
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=group)
-        by_sender = received.view(size, self._own)
+        by_sender = collectives.all_to_all(counts, group).view(size, self._own)
         sent_rows = counts.view(size, self._own).sum(1).tolist()
         received_rows = by_sender.sum(1).tolist()
         x = _AllToAll.apply(x_AD, received_rows, sent_rows, group)
@@ -122,9 +120,7 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.splits = sent, received, group
-        output = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
-        return output
+        return collectives.all_to_all(rows, group, received, sent)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

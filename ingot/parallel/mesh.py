@@ -15,7 +15,7 @@ into micro-batches: their ranks together are those of `data`.
 # pyright: basic
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -50,7 +50,7 @@ class Mesh:
     @property
     def is_main(self) -> bool:
         """Whether this rank is the first of those that have the same layers."""
-        return self.data.is_main and self.tp.is_main
+        return self.data.is_main and self.cp.is_main and self.tp.is_main
 
     @staticmethod
     def build(world: Ranks, config: ParallelConfig, device: str = "cpu") -> Mesh:
@@ -74,6 +74,16 @@ class Mesh:
             data=axis(mesh["dp", "fsdp"]._flatten("data")),
             fsdp_mesh=fsdp_mesh,
         )
+
+    @property
+    def alternating_rank(self) -> int:
+        """The index of this rank in `data` if replicas took turns: which shards of a batch those of
+        a replica have together does not depend on their number."""
+        return self.fsdp.rank * self.dp.size + self.dp.rank
+
+    def replica(self) -> Mesh:
+        """Return the ranks of this rank's replica, as if there were no others."""
+        return replace(self, world=self.fsdp, dp=_ALONE, data=self.fsdp)
 
 
 def mesh_shape(config: ParallelConfig, size: int) -> tuple[int, int, int, int, int]:

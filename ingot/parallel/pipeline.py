@@ -31,7 +31,7 @@ from torch.distributed import pipelining
 
 from ingot.nn.layout import BatchLayout
 from ingot.parallel.config import Schedule
-from ingot.parallel.ranks import Ranks
+from ingot.parallel.ranks import Ranks, count_sent
 from ingot.parallel.shard import ShardedModel
 from ingot.parallel.stage import Stage
 
@@ -133,6 +133,7 @@ class Pipeline:
             x = stage(x, layout)
             if stage.is_last:
                 return HiddenStates(x, stage.lm_head.weight)  # pyright: ignore
+            count_sent(x.nbytes)
             dist.send(x, group=self._ranks.group, group_dst=(stage.index + 1) % size)
         return None
 
@@ -214,6 +215,12 @@ class _Runtime(pipelining.PipelineStage):
         self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _count(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _count(super().get_bwd_send_ops(bwd_chunk_id))
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._pipeline.before(self._stage, fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **options)
@@ -239,3 +246,9 @@ class _Runtime(pipelining.PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: `after_backward` has summed the gradients of the last shard, too."""
+
+
+def _count(sends: list[dist.P2POp]) -> list[dist.P2POp]:
+    for one in sends:
+        count_sent(one.tensor.nbytes)
+    return sends

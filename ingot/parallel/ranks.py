@@ -10,6 +10,8 @@ is a power of two.
 
 A reduce-scatter is an all-to-all and a local sum in this order: as many bytes as a ring sends. An
 all-reduce is this and an all-gather.
+
+Every collective counts the bytes that this rank sends to others, without headers: `sent_bytes`.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -57,14 +59,13 @@ class Ranks:
         own = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
             return [own.tolist()]
-        found = own.new_empty(self.size * len(own))
-        dist.all_gather_single(found, own, group=self.group)
-        return found.view(self.size, -1).tolist()
+        return all_gather(own[None], self.group).tolist()
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest value of all ranks, by element."""
         if self.size > 1:
             values = values.clone()
+            count_sent(2 * values.nbytes * (self.size - 1) // self.size)
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
@@ -72,6 +73,7 @@ class Ranks:
         """Return the sum of the values of all ranks, by element; integers have no order."""
         if self.size > 1:
             values = values.clone()
+            count_sent(2 * values.nbytes * (self.size - 1) // self.size)
             dist.all_reduce(values, group=self.group)
         return values
 
@@ -83,6 +85,7 @@ class Ranks:
         content = torch.zeros(length, dtype=torch.uint8)
         if self.rank == source and length:
             content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            count_sent(length * (self.size - 1))
         dist.broadcast(content, group=self.group, group_src=source)
         return bytes(content.tolist()).decode()
 
@@ -177,6 +180,49 @@ def name_silent_ranks() -> list[int]:
     return [] if _heartbeat is None else _heartbeat.silent_ranks(3 * _HEARTBEAT_S)
 
 
+_sent = 0
+
+
+def sent_bytes() -> int:
+    """Return how many bytes this process has sent to other ranks."""
+    return _sent
+
+
+def count_sent(count: int) -> None:
+    """Add bytes that were sent by other means than the functions of this module."""
+    global _sent
+    _sent += count
+
+
+def all_to_all(
+    values: Tensor,
+    group: dist.ProcessGroup | None,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> Tensor:
+    """Send each rank its part of the first dimension; return the parts received, by rank.
+
+    The parts are equal, unless `received` and `sent` have their sizes.
+    """
+    assert group is not None
+    rows = len(values) if received is None else sum(received)
+    output = values.new_empty(rows, *values.shape[1:])
+    kept = len(values) // group.size() if sent is None else sent[group.rank()]
+    count_sent(values.nbytes - values[:kept].nbytes)
+    dist.all_to_all_single(output, values.contiguous(), received, sent, group=group)
+    return output
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the values of all ranks, joined along the first dimension, by rank."""
+    assert group is not None
+    size = group.size()
+    found = values.new_empty(size * len(values), *values.shape[1:])
+    count_sent(values.nbytes * (size - 1))
+    dist.all_gather_single(found, values.contiguous(), group=group)
+    return found
+
+
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of the parts, pairwise; their number is a power of two.
 
@@ -196,9 +242,7 @@ def reduce_scatter(
 
     `dtype` is the one in which they are sent, if they can be represented in it.
     """
-    sent = values.to(dtype or values.dtype).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    received = all_to_all(values.to(dtype or values.dtype), group)
     parts, total = received.chunk(group.size()), output.view(-1)
     # A few megabytes at a time: temporaries stay in the cache.
     for begin in range(0, len(total), _SUMMED):
@@ -215,8 +259,7 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
     padded = torch.nn.functional.pad(values, (0, part * size - values.numel()))
     own = values.new_empty(part)
     reduce_scatter(own, padded, group)
-    dist.all_gather_single(padded, own, group=group)
-    values.copy_(padded[: values.numel()])
+    values.copy_(all_gather(own, group)[: values.numel()])
 
 
 def row_slice(rows: int, rank: int, size: int) -> slice:

@@ -9,7 +9,8 @@ over the replicas (HSDP). With tensor parallelism, the rows that are sharded are
 
 The sums are those of `ingot.parallel.ranks`, in float32: `set_custom_reduce_scatter` replaces the
 library's own, and `set_all_reduce_hook` sees the result before FSDP2 rounds it to the dtype of the
-weight.
+weight. With `parallel.grad_compression` they are sums of int8 messages
+(`ingot.parallel.compression`).
 """
 
 # pyright: basic
@@ -23,18 +24,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 
 from ingot.core.errors import ConfigError
 from ingot.nn.mlp import MoE
 from ingot.parallel import ranks as collectives
+from ingot.parallel.compression import Int8Messages, Int8Rounding
 from ingot.parallel.expert import ExpertDispatcher
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.ranks import row_slice
+from ingot.parallel.ranks import Ranks, row_slice
 from ingot.parallel.tensor import divide_decoder
 
 OnGrad = Callable[[str, Tensor], None]
+
+
+class _CountedAllGather(DefaultAllGather):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        collectives.count_sent(input_tensor.nbytes * (group.size() - 1))
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class _OrderedReduceScatter(DefaultReduceScatter):
@@ -52,15 +69,46 @@ class _OrderedReduceScatter(DefaultReduceScatter):
         values = input_tensor if self._adds else torch.zeros_like(input_tensor)
         collectives.reduce_scatter(output_tensor, values, group, self._dtype)
 
+    def sum_over(self, replicas: Ranks, reduced: Tensor) -> None:
+        """Add the sums of all replicas to those that the reduce-scatter has computed."""
+        if replicas.group is not None:
+            collectives.all_reduce(reduced, replicas.group)
+
+
+class _Int8ReduceScatter(DefaultReduceScatter):
+    """Exchanges messages; they are summed over the ranks of all replicas at once."""
+
+    def __init__(self, messages: Int8Messages) -> None:
+        self._messages = messages
+        self._received: Tensor | None = None
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        sent = self._messages.encode(input_tensor.view(group.size(), -1))
+        self._received = collectives.all_to_all(sent, group)
+
+    def sum_over(self, replicas: Ranks, reduced: Tensor) -> None:
+        """Write the sum of all messages."""
+        received, self._received = self._received, None
+        if received is None:  # FSDP2 does not scatter on a single rank
+            received = self._messages.encode(reduced[None])
+        reduced.copy_(self._messages.all_reduce(received, replicas))
+
 
 class ShardedModel:
     """A model whose weights are sharded over ranks; `on_grad` takes the gradients of its rows.
 
     The ranks of `fsdp` and `tp` store different rows, those of `dp` the same. `grad_dtype` is the
     dtype of what a rank adds to a sum: a gradient of one backward has that of the weights, and is
-    sent in it. With `expert_parallel`, experts are computed by the ranks that store them. The
-    module itself is changed: its parameters become DTensors of the same names, those of experts
-    local ones.
+    sent in it, or in int8 with a `rounding`. With `expert_parallel`, experts are computed by the
+    ranks that store them. The module itself is changed: its parameters become DTensors of the same
+    names, those of experts local ones.
 
     `stages` are the parts of the model that are called on their own, if it is a pipeline: their
     weights stay gathered from the first micro-batch of a step to the last (`add_grads`).
@@ -74,13 +122,14 @@ class ShardedModel:
         grad_dtype: torch.dtype = torch.float32,
         expert_parallel: bool = False,
         stages: Sequence[nn.Module] | None = None,
+        rounding: Int8Rounding | None = None,
     ) -> None:
         assert mesh.fsdp_mesh is not None
         self.model: Any = model
         self.mesh = mesh
         self._divided = divide_decoder(model, mesh.tp) if mesh.tp.size > 1 else {}
         self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
-        self.on_grad, self._grad_dtype = on_grad, grad_dtype
+        self.on_grad, self._grad_dtype, self._rounding = on_grad, grad_dtype, rounding
         self._experts = self._dispatch_experts() if expert_parallel else []
         options: dict[str, Any] = {
             "mesh": mesh.fsdp_mesh,
@@ -112,17 +161,21 @@ class ShardedModel:
         return [ExpertDispatcher(moe, self.mesh, partial(take, n)) for n, moe in layers.items()]
 
     def _install(self, module: Any, group: Any) -> None:
-        replicas = self.mesh.dp.group
-        assert replicas is not None
         parameters = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
+        if self._rounding:
+            shapes = {self._names[id(p)]: self._padded(p) for p in parameters}
+            scatter = _Int8ReduceScatter(Int8Messages(shapes, self._rounding))
+        else:
+            # Outside of the blocks, the ranks of `cp` compute the same gradients.
+            adds = module is not self.model or self.mesh.cp.is_main
+            scatter = _OrderedReduceScatter(self._grad_dtype, adds)
 
         def take(reduced: Tensor) -> None:
-            collectives.all_reduce(reduced, replicas)
+            scatter.sum_over(self.mesh.dp, reduced)
             self._split(parameters, reduced)
 
-        # Outside of the blocks, the ranks of `cp` compute the same gradients.
-        adds = module is not self.model or self.mesh.cp.is_main
-        module.set_custom_reduce_scatter(_OrderedReduceScatter(self._grad_dtype, adds))
+        module.set_custom_all_gather(_CountedAllGather())
+        module.set_custom_reduce_scatter(scatter)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_all_reduce_hook(take)
@@ -132,10 +185,14 @@ class ShardedModel:
         begin = 0
         for parameter in parameters:
             name, own = self._names[id(parameter)], local(parameter)
-            rows = self._rows[name]
             self.on_grad(name, reduced[begin : begin + own.numel()].view(own.shape))
-            begin += -(-rows // self.mesh.fsdp.size) * (parameter.numel() // rows)
+            begin += self._padded(parameter).numel()
         assert begin == reduced.numel(), "every weight of a block has a gradient"
+
+    def _padded(self, parameter: Tensor) -> torch.Size:
+        """Return the shape of a rank's rows of a weight; FSDP2 pads the last ones to it."""
+        rows = -(-self._rows[self._names[id(parameter)]] // self.mesh.fsdp.size)
+        return torch.Size((rows, *parameter.shape[1:]))
 
     def owns(self, name: str) -> bool:
         """Return whether this rank's rows of a weight are those that are saved, and counted in

@@ -26,7 +26,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -37,7 +36,7 @@ from ingot.nn.attention import Attention
 from ingot.nn.linear import Linear
 from ingot.nn.mlp import MLP, SwiGLU
 from ingot.ops.epilogue import IDENTITY
-from ingot.parallel.ranks import Ranks
+from ingot.parallel.ranks import Ranks, all_gather, all_to_all
 
 Rows = dict[str, list[slice]]
 
@@ -230,17 +229,14 @@ def _own_columns(whole: Tensor, ranks: Ranks) -> Tensor:
 
 def _gather(own: Tensor, ranks: Ranks, widths: Sequence[int] | None = None) -> Tensor:
     """Return the columns of all ranks, (T, N), in the order of the undivided ranges."""
-    parts = own.new_empty(ranks.size, *own.shape)
-    dist.all_gather_single(parts.view(-1), own.reshape(-1), group=ranks.group)
+    parts = all_gather(own[None], ranks.group)
     return _join(parts.transpose(0, 1), 1, widths or [own.shape[1]])
 
 
 def _exchange(weight: Tensor, ranks: Ranks, widths: Sequence[int]) -> Tensor:
     """Return all rows of this rank's columns of a weight, (N, K / size), given its rows."""
-    sent = weight.unflatten(1, (ranks.size, -1)).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=ranks.group)
-    return _join(received, 0, widths)
+    sent = weight.unflatten(1, (ranks.size, -1)).transpose(0, 1)
+    return _join(all_to_all(sent, ranks.group), 0, widths)
 
 
 def _join(parts: Tensor, dim: int, widths: Sequence[int]) -> Tensor:

@@ -14,7 +14,9 @@ renames the directory when all have written theirs:
 
         rank-00002-of-00004.safetensors    tensors as `part/name`, or rows: `part/name[8:16]`
 
-A reader gets whole tensors, so a run continues on any number of ranks.
+A reader gets whole tensors, so a run continues on any number of ranks. Replicas that train on their
+own (`parallel.local_steps`) have parts of their own: `weights` is that of the first, and
+`replica-1/weights` that of the second; `outer` has the weights of the last synchronization.
 
 Writing is asynchronous: `save` copies the tensors to host memory and returns, and a thread writes
 the copies while training continues. The next call raises a failure. When a new checkpoint is
@@ -93,8 +95,9 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_into(self, model: nn.Module) -> None:
-        """Copy the weights into a model, on its device: the EMA, if there is one."""
-        weights = self.tensors("ema") or self.tensors("weights")
+        """Copy the weights into a model, on its device: the EMA, if there is one, or those that
+        replicas were given at their last synchronization."""
+        weights = self.tensors("ema") or self.tensors("outer") or self.tensors("weights")
         for name, parameter in model.named_parameters():
             if name in weights:
                 parameter.copy_(weights[name])

@@ -61,22 +61,6 @@ class EMA:
             for average, *halves in zip(averages, *both, strict=True):
                 average.lerp_(join(*halves), 1 - decay)
 
-    @contextmanager
-    def applied_to(self, model: nn.Module) -> Generator[None]:
-        """Give the model the averaged weights for the block, in its own dtype."""
-        named = model.named_parameters()
-        replaced = {n: local(p) for n, p in named if n in self.weights}
-        saved = {name: parameter.detach().clone() for name, parameter in replaced.items()}
-        try:
-            with torch.no_grad():
-                for name, parameter in replaced.items():
-                    parameter.copy_(self.weights[name])
-            yield
-        finally:
-            with torch.no_grad():
-                for name, parameter in replaced.items():
-                    parameter.copy_(saved[name])
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights by name: the tensors themselves, not copies."""
         return self.weights
@@ -85,3 +69,26 @@ class EMA:
         """Copy averages that `state_dict` returned."""
         for name, average in self.weights.items():
             average.copy_(state[name])
+
+
+@contextmanager
+def apply_weights(weights: Mapping[str, Tensor], model: nn.Module) -> Generator[None]:
+    """Give the model these weights for the block, in its own dtype.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> with apply_weights({"weight": torch.tensor([[2.0]])}, model):
+    ...     model(torch.ones(1)).item()
+    2.0
+    """
+    named = model.named_parameters()
+    replaced = {n: local(p) for n, p in named if n in weights}
+    saved = {name: parameter.detach().clone() for name, parameter in replaced.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in replaced.items():
+                parameter.copy_(weights[name])
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in replaced.items():
+                parameter.copy_(saved[name])

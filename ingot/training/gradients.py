@@ -15,6 +15,8 @@ A partial sum waits for its other half, so up to log2(shards) of them are stored
 # pyright: basic
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 MAX_DEFAULT_SHARDS = 8
@@ -40,8 +42,10 @@ class GradientSum:
         """Add the gradient of a micro-batch to the current shard."""
         _add(self._shard, name, grad)
 
-    def end_shard(self) -> None:
-        """Add the current shard to those before; sums of as many shards are joined."""
+    def end_shard(self, round: Callable[[str, Tensor], Tensor] | None = None) -> None:
+        """Add the current shard, rounded first, to those before; sums of as many are joined."""
+        if round is not None:
+            self._shard = {name: round(name, grad) for name, grad in self._shard.items()}
         self._sums.append((1, self._shard))
         self._shard = {}
         while len(self._sums) > 1 and self._sums[-2][0] == self._sums[-1][0]:

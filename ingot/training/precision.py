@@ -25,13 +25,14 @@ overflows (that step is skipped), doubled after 2000 steps without overflow (Mic
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from ingot.ops.adamw import join
 from ingot.ops.adamw import split as halves
 from ingot.parallel.shard import ShardedModel, local
 from ingot.parallel.tensor import take_rows
@@ -111,6 +112,22 @@ class MasterWeights:
                 self.weights[name] = parameter
             if name in self.low_bits:
                 self.low_bits[name] = take_rows(self.low_bits[name], rows)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a master weight in float32."""
+        weight = self.weights[name].detach()
+        return join(weight, self.low_bits[name]) if name in self.low_bits else weight
+
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> None:
+        """Replace each master weight by a function of its name and value, both in float32."""
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                value = function(name, self.whole(name))
+                if name in self.low_bits:
+                    value, low = halves(value)
+                    self.low_bits[name].copy_(low)
+                weight.copy_(value)
+        self.copy_to_model()
 
     def copy_to_model(self) -> None:
         """Copy the master weights to the model, in its dtype."""

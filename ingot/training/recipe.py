@@ -370,7 +370,7 @@ class Recipe:
 
     def check_ranks(self, size: int) -> None:
         """Raise a `ConfigError` unless the run can be divided among this number of ranks."""
-        if size == 1:
+        if size == 1 and self.parallel.local_steps == 1:
             return
         if size < 1:
             raise ConfigError(f"ranks: must be at least 1, got {size}", hint="give --ranks 2")
@@ -485,7 +485,7 @@ class Recipe:
         """Return this recipe with the fields that may change on resume taken from another."""
         free = ("steps", "grad_accum_steps", "keep_checkpoints", "checkpoint_every", "eval_every")
         free = (*free, "recompute", "device")
-        parallel = replace(other.parallel, batch_shards=self.parallel.batch_shards)
+        parallel = self.parallel.with_resumable_fields(other.parallel)
         return replace(self, parallel=parallel, **{name: getattr(other, name) for name in free})
 
 

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from ingot.data import TokenBatch
 from ingot.nn import dropout
 from ingot.nn.layout import BatchLayout
+from ingot.parallel.compression import Int8Rounding
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.ranks import row_slice
+from ingot.parallel.ranks import Ranks, row_slice
 from ingot.parallel.shard import ShardedModel
 from ingot.training.clip import Clipper, grad_norms
 from ingot.training.objective import Batch, Objective
@@ -96,8 +97,9 @@ class TrainStep:
 
     `shard_batches` is the number of micro-batches of a shard, see `ingot.training.gradients`; a
     call has a multiple of it, as many on each of the ranks of `mesh`, which `sharded` is on.
-    `names` are the weights of the whole model; `pipeline` has the stages of this rank, if the model
-    is only a part of it. Then its hooks are called after the optimizer step alone.
+    `rounding` is that of the gradients of each shard. `names` are the weights of the whole model;
+    `pipeline` has the stages of this rank, if the model is only a part of it. Then its hooks are
+    called after the optimizer step alone.
 
     >>> from ingot.data import xor
     >>> from ingot.nn import Dense, DenseConfig
@@ -133,12 +135,14 @@ class TrainStep:
         sharded: ShardedModel | None = None,
         mesh: Mesh | None = None,
         shard_batches: int = 1,
+        rounding: Int8Rounding | None = None,
         names: Sequence[str] | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         self._mesh, self._sharded = Mesh() if mesh is None else mesh, sharded
         self._ranks = self._mesh.data
-        self._shard_batches, self._pipeline = shard_batches, pipeline
+        self._shard_batches, self._rounding = shard_batches, rounding
+        self._pipeline = pipeline
         self._names = list(master_weights.weights) if names is None else names
         self.model, self.master_weights, self.optimizers = model, master_weights, optimizers
         self.clipper, self.objective, self._seed = clipper, objective, seed
@@ -161,10 +165,12 @@ class TrainStep:
         grad_output = masters.loss_scale / max(count, 1)
         sums: dict[str, list[Tensor]] = {}
 
-        def set_dropout(module: nn.Module, own: int) -> None:
-            size = sizes[self._global_index(own)]
-            row = size.first_row + self._first_own_row(size.num_rows)
+        def prepare(module: nn.Module, own: int) -> None:
+            index = self._global_index(own)
+            row = sizes[index].first_row + self._first_own_row(sizes[index].num_rows)
             dropout.set_step(module, seed=self._seed, step=step, row=row)
+            if self._rounding:
+                self._rounding.set_shard(step=step, shard=index // self._shard_batches)
 
         def compute_loss(model: Any, own: int) -> Tensor:
             options = {"step": step, "index": self._global_index(own), "grad_output": grad_output}
@@ -175,7 +181,7 @@ class TrainStep:
             return loss_sum * grad_output
 
         run = self._run if self._pipeline is None else self._run_pipeline
-        run(micro_batches, set_dropout, compute_loss)
+        run(micro_batches, prepare, compute_loss)
         self.grads = masters.gradients.total()
         means = self._read_back(sums, max(count, 1))
         norm = float(self._norms.double().square().sum().sqrt()) / masters.loss_scale
@@ -191,21 +197,22 @@ class TrainStep:
         """Return the first row of a micro-batch that this rank computes."""
         return row_slice(num_rows, self._mesh.cp.rank, self._mesh.cp.size).start
 
-    def _run(self, batches: Sequence[Any], set_dropout: Any, compute_loss: Any) -> None:
+    def _run(self, batches: Sequence[Any], prepare: Any, compute_loss: Any) -> None:
         """Compute the micro-batches one after another."""
         for own in range(len(batches)):
             last = own % self._shard_batches == self._shard_batches - 1
             if self._sharded:
                 self._sharded.set_sync(last)
-            set_dropout(self.model, own)
+            prepare(self.model, own)
             loss = compute_loss(self.model, own)
             self.hooks.after_forward(own)
             loss.backward()
             self.hooks.after_backward(own)
             if last:
-                self.master_weights.gradients.end_shard()
+                rounding = None if self._sharded else self._rounding  # ranks round what they send
+                self.master_weights.gradients.end_shard(rounding.round if rounding else None)
 
-    def _run_pipeline(self, batches: Sequence[Any], set_dropout: Any, compute_loss: Any) -> None:
+    def _run_pipeline(self, batches: Sequence[Any], prepare: Any, compute_loss: Any) -> None:
         """Compute the micro-batches in the order of the schedule."""
         from ingot.parallel.pipeline import PipelineStep
 
@@ -219,7 +226,7 @@ class TrainStep:
             (batch.tokens.to(self._device), BatchLayout.packed(batch.lengths, self._device))
             for batch in batches
         ]
-        self._pipeline.run(PipelineStep(inputs, set_dropout, compute_loss, end_shard))
+        self._pipeline.run(PipelineStep(inputs, prepare, compute_loss, end_shard))
 
     def _global_index(self, own: int, rank: int | None = None) -> int:
         """Return the index in the global batch of a micro-batch of this rank, or of another."""
@@ -289,6 +296,32 @@ class TrainStep:
         if sharded is not None:
             grads = {name: grad for name, grad in grads.items() if sharded.owns(name)}
         return grad_norms([grads.get(name, none) for name in self._names], self._mesh.world)
+
+
+def merge_stats(stats: StepStats, replicas: Ranks) -> StepStats:
+    """Return the numbers of a batch of which each replica has computed a part.
+
+    The gradient norm is the largest of those of the replicas.
+
+    >>> merge_stats(StepStats(loss=2.0, grad_norm=1.0, num_targets=8, num_rows=8), Ranks()).loss
+    2.0
+    """
+    names = ["loss", *stats.metrics]
+    means = [stats.loss, *stats.metrics.values()]
+    numbers = [stats.grad_norm, stats.num_targets, stats.num_rows, *means]
+    norms, targets, rows, *others = zip(*replicas.gather(numbers), strict=True)
+    total = max(sum(targets), 1)
+    merged = {
+        name: sum(mean * count for mean, count in zip(values, targets, strict=True)) / total
+        for name, values in zip(names, others, strict=True)
+    }
+    return StepStats(
+        loss=merged.pop("loss"),
+        grad_norm=max(norms),
+        num_targets=int(sum(targets)),
+        num_rows=int(sum(rows)),
+        metrics=merged,
+    )
 
 
 def num_rows(batch: Batch) -> int:

@@ -22,7 +22,6 @@ clipper and the spike detector work on the host. Nothing draws from the device's
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -45,15 +44,18 @@ from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
 from ingot.nn.weights import hash_tensors
 from ingot.observe.metrics import MetricsLog
+from ingot.parallel.compression import Int8Rounding
 from ingot.parallel.context import split_context
+from ingot.parallel.diloco import OuterOptimizer
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.ranks import Ranks
+from ingot.parallel.ranks import Ranks, sent_bytes
 from ingot.parallel.shard import ShardedModel
 from ingot.parallel.stage import Stage, cut_stages
 from ingot.parallel.tensor import take_rows
 from ingot.training.checkpoint import Checkpoint, Checkpoints, name_rows
 from ingot.training.clip import Clipper
-from ingot.training.ema import EMA
+from ingot.training.console import ConsoleLogger
+from ingot.training.ema import EMA, apply_weights
 from ingot.training.evaluate import EvalResult, evaluate, save_logprobs
 from ingot.training.guard import Diverged, SpikeDetector, bad_batch_path, dump_bad_batch
 from ingot.training.objective import Batch
@@ -68,14 +70,13 @@ from ingot.training.recipe import (
     build_objective,
     load_datasets,
 )
-from ingot.training.step import StepStats, TrainStep
+from ingot.training.step import StepStats, TrainStep, merge_stats
 
 if TYPE_CHECKING:
     from ingot.parallel.pipeline import Pipeline
 
 RECIPE = "recipe.toml"
-_SHOWN = ("rewards/accuracies", "rewards/margins")  # of the objective's metrics, on the console
-_LOG_EVERY_S = 10.0  # between log lines without a progress bar
+_OF_REPLICA = ("weights", "optimizer", "clipper")  # what differs between local steps
 
 
 class Trainer:
@@ -100,7 +101,9 @@ class Trainer:
         recipe.check_ranks(self.ranks.size)
         self.recipe, self.directory, self.peak_flops = recipe, directory, peak_flops
         self.device = resolve(recipe.device)
-        self.mesh = Mesh.build(self.ranks, recipe.parallel, self.device.type)
+        self.mesh = self._step_mesh = Mesh.build(self.ranks, recipe.parallel, self.device.type)
+        if recipe.parallel.local_steps > 1:
+            self._step_mesh = self.mesh.replica()
         self.datasets = load_datasets(recipe.data) if datasets is None else datasets
         self.model = build_model(recipe) if model is None else model
         self._check()
@@ -114,7 +117,9 @@ class Trainer:
         split = recipe.optimizer.updates_split_weights
         self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         shard_batches = recipe.grad_accum_steps // recipe.batch_shards
-        self.sharded = self._shard(shard_batches, stages) if self.ranks.size > 1 else None
+        seed = recipe.seed + self._replica
+        rounding = Int8Rounding(seed) if recipe.parallel.compresses else None
+        self.sharded = self._shard(shard_batches, stages, rounding) if self.ranks.size > 1 else None
         self.pipeline = self._connect(stages, shard_batches) if stages else None
         optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
         clipper = Clipper(recipe.clip, len(names))
@@ -125,13 +130,15 @@ class Trainer:
             optimizers,
             clipper,
             self.objective,
-            seed=recipe.seed,
+            seed=seed,
             sharded=self.sharded,
-            mesh=self.mesh,
+            mesh=self._step_mesh,
             shard_batches=shard_batches,
+            rounding=rounding,
             names=names,
             pipeline=self.pipeline,
         )
+        self.outer = self._build_outer() if recipe.parallel.local_steps > 1 else None
         self.ema: EMA | None = None
         if recipe.ema_decay:
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
@@ -145,15 +152,10 @@ class Trainer:
         self._metrics_lines = 0
         self._saved_step: int | None = None
 
-    def _build_loader(self, shard_batches: int) -> Loader[Batch]:
-        return Loader(
-            self.datasets.train,
-            batch_size=self._micro_batch_size,
-            seed=self.recipe.seed,
-            rank=self.mesh.data.rank,
-            world_size=self.mesh.data.size,
-            consecutive=shard_batches,
-        )
+    @property
+    def _replica(self) -> int:
+        """The index of this rank's replica, if replicas train on their own."""
+        return self.mesh.dp.rank if self.recipe.parallel.local_steps > 1 else 0
 
     def _cut(self) -> list[Stage]:
         """Remove the layers of other ranks of the pipeline from the model."""
@@ -168,18 +170,42 @@ class Trainer:
         schedule = self.recipe.parallel.schedule
         return Pipeline(stages, self.sharded, schedule, count, shard_batches)
 
-    def _shard(self, shard_batches: int, stages: list[Stage] | None) -> ShardedModel:
+    def _shard(
+        self, shard_batches: int, stages: list[Stage] | None, rounding: Int8Rounding | None
+    ) -> ShardedModel:
         """Shard the model and its master weights over the ranks."""
         masters = self.master_weights
         if self.mesh.cp.size > 1:
             split_context(self.model, self.mesh.cp)  # pyright: ignore[reportArgumentType]
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
-        ep = self.recipe.parallel.ep > 1
-        options: dict[str, Any] = {"grad_dtype": dtype, "expert_parallel": ep, "stages": stages}
-        sharded = ShardedModel(self.model, self.mesh, add, **options)
+        options: dict[str, Any] = {
+            "grad_dtype": dtype,
+            "expert_parallel": self.recipe.parallel.ep > 1,
+            "stages": stages,
+            "rounding": rounding,
+        }
+        sharded = ShardedModel(self.model, self._step_mesh, add, **options)
         masters.shard(sharded)
         return sharded
+
+    def _build_outer(self) -> OuterOptimizer:
+        assert self.sharded is not None
+        weights = {name: self.master_weights.whole(name) for name in self.master_weights.weights}
+        parallel, rows = self.recipe.parallel, self.sharded.rows
+        seed = self.recipe.seed if parallel.compresses else None
+        return OuterOptimizer(weights, self.mesh.dp, parallel, seed=seed, rows=rows)
+
+    def _build_loader(self, shard_batches: int) -> Loader[Batch]:
+        mesh = self.mesh
+        return Loader(
+            self.datasets.train,
+            batch_size=self._micro_batch_size,
+            seed=self.recipe.seed,
+            rank=mesh.data.rank if self.outer is None else mesh.alternating_rank,
+            world_size=mesh.data.size,
+            consecutive=shard_batches,
+        )
 
     def _check(self) -> None:
         if self.ranks.size > 1 and any(True for _ in self.model.buffers()):
@@ -253,7 +279,7 @@ class Trainer:
         if recipe.guard.policy == "rollback" and self.step == 0:
             self._save(None)
         with log.progress(recipe.name, recipe.steps - self.step) as bar:
-            console = _ConsoleLogger(self)
+            console = self._build_console()
             while self.step < recipe.steps and not self._stopping():
                 before = self.step
                 metrics = self._run_step()
@@ -285,6 +311,12 @@ class Trainer:
                 self._reshard()
         return result
 
+    def _build_console(self) -> ConsoleLogger:
+        recipe, flops = self.recipe, self.flops()
+        unit = "tokens" if isinstance(recipe.data, TextData | RowData) else "samples"
+        share = flops / self.peak_flops if flops and self.peak_flops else None
+        return ConsoleLogger(recipe.name, recipe.steps, self.device, unit=unit, peak_share=share)
+
     def _stopping(self) -> bool:
         """Return whether `stop` was called, on any rank: all have to do the same steps."""
         self._stop = any(flag for (flag,) in self.ranks.gather([float(self._stop)]))
@@ -295,17 +327,22 @@ class Trainer:
             self.sharded.reshard()
 
     def ema_weights(self) -> Any:
-        """Return a context in which the model has the EMA of its weights, if there is one."""
-        return self.ema.applied_to(self.model) if self.ema else nullcontext()
+        """Return a context in which the model has the EMA of its weights, if there is one, or those
+        of the last synchronization, if replicas train on their own."""
+        found = self.ema or self.outer
+        return apply_weights(found.weights, self.model) if found else nullcontext()
 
     def _is_due(self, every: int) -> bool:
         return bool(every) and self.step > 0 and self.step % every == 0
 
     def _run_step(self) -> dict[str, Any]:
         start, waited = time.perf_counter(), self.loader.wait_seconds
+        before, sent = self.step, sent_bytes()
         count = self.recipe.grad_accum_steps // self.mesh.data.size
         micro_batches = [next(self.loader) for _ in range(count)]
         stats = self.train_step.forward_backward(micro_batches, self.step)
+        if self.outer:
+            stats = merge_stats(stats, self.mesh.dp)
         lr_factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
         metrics: dict[str, Any] = {
             "step": self.step + 1,
@@ -319,14 +356,28 @@ class Trainer:
             metrics["skipped"] = reason
         else:
             metrics["clip_factor"] = self.train_step.optimizer_step(lr_factor)
-            if self.ema:
+            if self.ema and not self.outer:
                 self.ema.update(self.step)
             self.step += 1
         self.train_step.clear_grads()
+        if self.outer and self.step > before:
+            self._synchronize(self.outer)
         metrics["seconds"] = time.perf_counter() - start
         metrics["data_seconds"] = self.loader.wait_seconds - waited
+        if self.ranks.size > 1:
+            metrics["sent_bytes"] = sent_bytes() - sent
         self._record(metrics)
         return metrics
+
+    def _synchronize(self, outer: OuterOptimizer) -> None:
+        """Give all replicas the same weights, after `local_steps` and after the last step."""
+        every = self.recipe.parallel.local_steps
+        if self.step % every and self.step < self.recipe.steps:
+            return
+        outer.set_step(self.step)
+        self.master_weights.map(outer.update)
+        if self.ema:
+            self.ema.update(-(-self.step // every) - 1)
 
     def _record(self, metrics: dict[str, Any]) -> None:
         if self._metrics is not None:
@@ -407,8 +458,10 @@ class Trainer:
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return what this rank saves: its rows, in the first replica, and what others have, too,
-        if it is the main rank of its layers or of all."""
-        parts = self._state()
+        if it is the main rank of its layers or of all.
+
+        Replicas that train on their own save both, under names of their own."""
+        parts, mesh = self._state(), self._step_mesh
         if self.sharded is None:
             return parts
         rows: dict[str, dict[str, Tensor]] = {}
@@ -418,9 +471,15 @@ class Trainer:
                     if self.sharded.owns(name):
                         own = self.sharded.split_rows(name, tensor)
                         rows.setdefault(part, {}).update((name_rows(name, r), t) for r, t in own)
-                elif self.mesh.is_main if self.sharded.has_weight(name) else self.ranks.is_main:
+                elif mesh.is_main if self.sharded.has_weight(name) else mesh.world.is_main:
                     rows.setdefault(part, {})[name] = tensor
+        if self._replica:
+            return {self._name_part(part): rows[part] for part in _OF_REPLICA if part in rows}
         return rows
+
+    def _name_part(self, part: str) -> str:
+        own = self._replica and part in _OF_REPLICA
+        return f"replica-{self._replica}/{part}" if own else part
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -429,6 +488,7 @@ class Trainer:
             "optimizer": self.train_step.optimizers.state_dict(),
             "clipper": self.train_step.clipper.state_dict(),
             "ema": self.ema.state_dict() if self.ema else {},
+            "outer": self.outer.state_dict() if self.outer else {},
             "rng": {"torch": torch.get_rng_state()},
         }
 
@@ -440,7 +500,7 @@ class Trainer:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         def read(part: str) -> dict[str, Tensor]:
-            found, sharded = checkpoint.tensors(part), self.sharded
+            found, sharded = checkpoint.tensors(self._name_part(part)), self.sharded
             if sharded is None:
                 return found
             return {
@@ -455,9 +515,11 @@ class Trainer:
         for name, buffer in checkpoint.tensors("buffers").items():
             self.model.get_buffer(name).copy_(buffer)
         self.train_step.optimizers.load_state_dict(read("optimizer"))
-        self.train_step.clipper.load_state_dict(checkpoint.tensors("clipper"))
+        self.train_step.clipper.load_state_dict(read("clipper"))
         if self.ema:
             self.ema.load_state_dict(read("ema"))
+        if self.outer:
+            self.outer.load_state_dict(read("outer"))
         torch.set_rng_state(checkpoint.tensors("rng")["torch"])
         self.step = self._saved_step = checkpoint.step
 
@@ -514,51 +576,6 @@ def flops_per_token(model: DecoderConfig, seq_len: int, frozen: bool = False) ->
     matmuls = model.layers * (attention + mlp_matrices * model.dim * model.ffn_dim)
     scores = model.layers * heads * seq_len
     return (4.0 if frozen else 6.0) * (matmuls + model.dim * model.vocab_size) + 6.0 * scores
-
-
-class _ConsoleLogger:
-    """Logs progress: in the progress bar, or as a line every few seconds without one."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._last = trainer, time.monotonic()
-        self._flops = trainer.flops()
-        self._rate = 0.0
-
-    def log(self, metrics: dict[str, Any], bar: log.Progress) -> None:
-        """Show the metrics of a step."""
-        rate = metrics["num_rows"] / max(metrics["seconds"], 1e-9)
-        self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-        text = self._format(metrics)
-        bar.describe(f"{self._trainer.recipe.name} {text}")
-        if time.monotonic() - self._last > _LOG_EVERY_S and not log.stderr().is_terminal:
-            self._last = time.monotonic()
-            steps = self._trainer.recipe.steps
-            log.logger(__name__).info("step %d of %d: %s", metrics["step"], steps, text)
-
-    def _format(self, metrics: dict[str, Any]) -> str:
-        is_text = isinstance(self._trainer.recipe.data, TextData | RowData)
-        unit = "tokens" if is_text else "samples"
-        parts = [
-            f"loss {metrics['loss']:.4g}",
-            f"lr {metrics['lr']:.2g}",
-            f"grad norm {metrics['grad_norm']:.2g}",
-            *(f"{name} {metrics[name]:.3g}" for name in _SHOWN if name in metrics),
-            f"{self._rate:,.0f} {unit}/s",
-        ]
-        if self._flops and self._trainer.peak_flops:
-            parts.append(f"{self._rate * self._flops / self._trainer.peak_flops:.0%} of peak")
-        return "  ".join([*parts, f"{_used_memory(self._trainer.device) / 1e9:.1f} GB"])
-
-
-def _used_memory(device: torch.device) -> int:
-    """Return the bytes in use: allocated on an accelerator, or else the resident set size."""
-    if device.type != "cpu":
-        allocated = getattr(torch.get_device_module(device), "memory_allocated", None)
-        return int(allocated(device)) if allocated else 0
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _differences(one: Recipe, other: Recipe) -> list[str]:

@@ -23,7 +23,7 @@ from ingot.training.recipe import Recipe
 from ingot.workflows.launch import launch
 
 _LOG = log.logger(__name__)
-_PARTS = ("weights", "optimizer", "ema", "clipper")
+_PARTS = ("weights", "optimizer", "ema", "clipper", "outer")
 _COMPARED = ("step", "loss", "grad_norm", "clip_factor", "validation_loss")
 
 

@@ -28,6 +28,7 @@ from ingot.nn import MoEConfig
 from ingot.nn.config import Activation, NormKind, QkNorm
 from ingot.parallel import context
 from ingot.parallel import ranks as collectives
+from ingot.parallel.compression import Int8Rounding
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.ranks import Ranks
 from ingot.training import clip, optimizer
@@ -71,6 +72,7 @@ LLAMA_70B = replace(
 )
 # Clipping at a norm that every step exceeds, so that the norm decides all bits that follow.
 CLIP = clip.ClipNormConfig(max_norm=0.05)
+INT8 = {"grad_compression": "int8"}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "dense-bf16": {"precision": Precision.BF16},
@@ -78,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
     "moe": {"model": MOE, "precision": Precision.BF16},
     "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
     "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
+    "int8": {"parallel": INT8},
+    "int8-moe": {"model": MOE, "precision": Precision.BF16, "parallel": INT8},
     "experts": {"model": EXPERTS, "precision": Precision.BF16},
     "experts-accum": {"model": EXPERTS, "grad_accum_steps": 8},
     "experts-full": {"model": EXPERTS, "recompute": "full", "precision": Precision.BF16},
@@ -115,8 +119,10 @@ Jobs = dict[int, list[dict[str, Any]]]
 def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
     """A run with dropout, EMA, clipping, evaluations and checkpoints."""
     shards = job.get("shards", 4)
-    parallel = ParallelConfig(batch_shards=shards, **job.get("parallel", {}))
-    options = {"grad_accum_steps": shards, "clip": CLIP, **CASES[case], "parallel": parallel}
+    of_case = {"parallel": {}, **CASES[case]}
+    layout = {**of_case.pop("parallel"), **job.get("parallel", {})}
+    parallel = ParallelConfig(batch_shards=shards, **layout)
+    options = {"grad_accum_steps": shards, "clip": CLIP, **of_case, "parallel": parallel}
     options.setdefault("global_batch_size", options["grad_accum_steps"])
     options |= {"recompute": job["recompute"]} if "recompute" in job else {}
     return runs.text(directory, steps=job.get("steps", 8), eval_every=3, **options)
@@ -164,6 +170,16 @@ def _sum_own_tokens(trainer: Trainer) -> AbstractContextManager[Any]:
     return mock.patch.object(context, "_weight_gradients", sum_own)
 
 
+def _take_shard_of_rank(trainer: Trainer) -> AbstractContextManager[Any]:
+    """Round with the random numbers of a rank's own index of its shards."""
+    before = Int8Rounding.set_shard
+
+    def set_shard(self: Int8Rounding, *, step: int, shard: int) -> None:
+        before(self, step=step, shard=shard // trainer.ranks.size)
+
+    return mock.patch.object(Int8Rounding, "set_shard", set_shard)
+
+
 def _keep_dropout_of_last_forward(trainer: Trainer) -> AbstractContextManager[Any]:
     """Recompute a micro-batch with the dropout of the one whose forward was the last."""
     from ingot.parallel.pipeline import Pipeline
@@ -180,6 +196,7 @@ def _keep_dropout_of_last_forward(trainer: Trainer) -> AbstractContextManager[An
 
 FAULTS: dict[str, Callable[[Trainer], AbstractContextManager[Any]]] = {
     "sum in turn": _sum_in_turn,
+    "random numbers of another shard": _take_shard_of_rank,
     "sum own tokens": _sum_own_tokens,
     "dropout of the last forward": _keep_dropout_of_last_forward,
 }

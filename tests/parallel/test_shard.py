@@ -13,43 +13,56 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ingot.nn import Decoder
+from ingot.observe.metrics import read
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks, row_slice
 from ingot.parallel.shard import ShardedModel, local
 from tests.parallel.comparison import LLAMA_70B, Jobs, compare
 
-CASES = ["dense", "dense-bf16", "gpt2", "moe", "lion", "zclip"]
+CASES = ["dense", "dense-bf16", "gpt2", "moe", "lion", "zclip", "int8", "int8-moe"]
 
 # What ranks do one after another, as starting them takes longer than all of it.
 JOBS: Jobs = {
     1: [{"name": "one", "cases": CASES}],
     4: [
         {"name": "4-fsdp", "cases": CASES},
-        {"name": "4-hsdp", "cases": ["gpt2", "moe"], "parallel": {"dp": 2}},
+        {"name": "4-hsdp", "cases": ["gpt2", "moe", "int8-moe"], "parallel": {"dp": 2}},
+        {"name": "4-dp", "cases": ["int8"], "parallel": {"dp": 4}},
         {"name": "changed", "cases": ["moe"], "stop": 5},
         {"name": "wrong", "cases": ["dense"], "fault": "sum in turn"},
+        {"name": "wrong-shard", "cases": ["int8"], "fault": "random numbers of another shard"},
     ],
     2: [
-        {"name": "2-fsdp", "cases": ["gpt2"]},
-        {"name": "2-dp", "cases": ["dense-bf16"], "parallel": {"dp": 2}},
+        {"name": "2-fsdp", "cases": ["gpt2", "int8-moe"]},
+        {"name": "2-dp", "cases": ["dense-bf16", "int8"], "parallel": {"dp": 2}},
         {"name": "changed", "cases": ["moe"], "parallel": {"dp": 2}, "resume": True},
     ],
 }
+
+
+def sent_bytes(directory: Path) -> int:
+    """What the main rank has sent in the last step."""
+    return [line["sent_bytes"] for line in read(directory) if "sent_bytes" in line][-1]
 
 
 def test_runs_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     """One test, as the runs are compared with each other: see `JOBS`."""
     compared = compare(JOBS, tmp_path)
     assert compared.pop(("wrong", "dense"))  # another order of summation is noticed
+    assert compared.pop(("wrong-shard", "int8"))
     assert compared == {key: [] for key in compared}
-    assert len(compared) == 11
+    assert len(compared) == 17
+    plain, int8 = (sent_bytes(tmp_path / "2-dp" / case) for case in ("dense-bf16", "int8"))
+    assert 0.25 < int8 / plain < 0.32  # a scale for each 32 elements or more
+    # To three other ranks instead of one, but one shard of each rank instead of two.
+    assert sent_bytes(tmp_path / "4-dp" / "int8") == pytest.approx(3 / 2 * int8, rel=0.02)
 
 
 @pytest.mark.slow
 def test_thirty_steps_on_one_to_eight_ranks(tmp_path: Path) -> None:
     """FSDP, HSDP and DDP; and runs that are divided differently after half of their steps."""
-    cases = ["dense", "gpt2", "moe", "experts"]
+    cases = ["dense", "gpt2", "moe", "int8", "int8-moe", "experts"]
     shared = {"cases": cases, "shards": 8, "steps": 30}
     experts = {**shared, "cases": ["experts"]}
     jobs: Jobs = {

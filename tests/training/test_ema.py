@@ -8,7 +8,7 @@ from torch import nn
 
 from ingot.ops.adamw import split
 from ingot.training import ema
-from ingot.training.ema import EMA
+from ingot.training.ema import EMA, apply_weights
 
 
 def test_the_average_follows_the_formula() -> None:
@@ -52,11 +52,11 @@ def test_a_model_borrows_it() -> None:
     before = model.weight.detach().clone()
     masters["weight"] += 1
     mean.update(1000)
-    with mean.applied_to(model):
+    with apply_weights(mean.weights, model):
         assert torch.equal(model.weight, mean.weights["weight"].bfloat16())
         assert not torch.equal(model.weight, before)
     assert torch.equal(model.weight, before)
-    with pytest.raises(RuntimeError, match="inside"), mean.applied_to(model):
+    with pytest.raises(RuntimeError, match="inside"), apply_weights(mean.weights, model):
         raise RuntimeError("inside")
     assert torch.equal(model.weight, before)
 
