@@ -65,7 +65,7 @@ class OuterOptimizer:
         """Return the new value of a weight, given this replica's; all ranks call this in turn."""
         outer, momentum = self.weights[name], self._momentum[name]
         grad = self._sum(name, outer - weight).div_(self._replicas.size)
-        # No `alpha=`: whether it is fused into one rounding depends on where an element is.
+        # No `alpha=`: torch fuses it into one rounding on some instruction sets.
         momentum.mul_(self._config.outer_momentum).add_(grad)
         grad.add_(momentum * self._config.outer_momentum)
         return outer.sub_(grad.mul_(self._config.outer_lr))
