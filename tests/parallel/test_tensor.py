@@ -136,7 +136,7 @@ def test_thirty_steps_on_two_and_four_ranks(tmp_path: Path) -> None:
     jobs[0] = [{**changed, "resume": True}]
     compared = compare(jobs, tmp_path, TRAIN)
     assert compared == {key: [] for key in compared}
-    assert len(compared) == 7 * len(CASES)
+    assert len(compared) == 9 * len(CASES)
 
 
 def test_all_ranks_together_have_every_row_once() -> None:
