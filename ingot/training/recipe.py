@@ -422,11 +422,6 @@ class Recipe:
                 "shapes of the layers",
                 hint="set precision=bf16, or parallel.tp=1: then the weights are sharded (FSDP)",
             )
-        if self.parallel.cp > 1:
-            raise ConfigError(
-                "parallel.tp and parallel.cp: ranks divide either the layers or the tokens",
-                hint="set one of them to 1",
-            )
         if self.model is not None:
             check_divisible(self.model, self.parallel.tp)
 

@@ -515,7 +515,8 @@ class Trainer:
         for name, buffer in checkpoint.tensors("buffers").items():
             self.model.get_buffer(name).copy_(buffer)
         self.train_step.optimizers.load_state_dict(read("optimizer"))
-        self.train_step.clipper.load_state_dict(read("clipper"))
+        clipper = checkpoint.tensors(self._name_part("clipper"))
+        self.train_step.clipper.load_state_dict(clipper)
         if self.ema:
             self.ema.load_state_dict(read("ema"))
         if self.outer:

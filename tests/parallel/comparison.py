@@ -6,7 +6,7 @@ A job trains recipes, by the names in `CASES`, on a number of ranks:
     cases       the recipes
     parallel    options of `ParallelConfig`
     shards      `parallel.batch_shards`, 4 unless given, and by default `grad_accum_steps`
-    steps       steps of a run, 8 unless given
+    steps       steps of a run, 4 unless given
     recompute   the recomputation policy, that of the recipe unless given
     stop        stop after this step
     resume      continue the runs that are there
@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"model": GPT2, "global_batch_size": 8, "grad_accum_steps": 8},
     "moe": {"model": MOE, "precision": Precision.BF16},
     "lion": {"optimizer": optimizer.LionConfig(lr=1e-3), "precision": Precision.BF16},
-    "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=3), "ema_decay": 0.0},
+    "zclip": {"clip": clip.ZClipConfig(max_norm=0.05, warmup_steps=2), "ema_decay": 0.0},
     "int8": {"parallel": INT8},
     "int8-moe": {"model": MOE, "precision": Precision.BF16, "parallel": INT8},
     "experts": {"model": EXPERTS, "precision": Precision.BF16},
@@ -125,7 +125,7 @@ def recipe_of(case: str, job: dict[str, Any], directory: Path) -> Recipe:
     options = {"grad_accum_steps": shards, "clip": CLIP, **of_case, "parallel": parallel}
     options.setdefault("global_batch_size", options["grad_accum_steps"])
     options |= {"recompute": job["recompute"]} if "recompute" in job else {}
-    return runs.text(directory, steps=job.get("steps", 8), eval_every=3, **options)
+    return runs.text(directory, steps=job.get("steps", 4), eval_every=3, **options)
 
 
 def train_all(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:

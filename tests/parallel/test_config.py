@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ingot.core.errors import ConfigError
@@ -21,3 +23,17 @@ def test_another_number_of_shards_is_an_error(shards: int) -> None:
 def test_replicas_are_bounded(dp: int) -> None:
     with pytest.raises(ConfigError, match="dp"):
         ParallelConfig(dp=dp)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cp": 2, "tp": 2}, r"parallel\.cp and parallel\.tp cannot be combined"),
+        ({"ep": 2, "pp": 2}, r"parallel\.ep and parallel\.pp cannot be combined"),
+        ({"grad_compression": "int8", "ep": 2}, "grad_compression and parallel.ep cannot be"),
+        ({"local_steps": 2, "dp": 2, "pp": 2}, "local_steps and parallel.pp cannot be"),
+    ],
+)
+def test_what_cannot_be_combined_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**options)

@@ -20,12 +20,12 @@ from tests.training import runs
 FAULT = "sum own tokens"
 CASES = ["gpt2-bf16", "grouped-heads"]
 JOBS: Jobs = {
-    1: [{"name": "one", "cases": CASES, "steps": 5}],
+    1: [{"name": "one", "cases": CASES, "steps": 3}],
     4: [
-        {"name": "2-fsdp-2-cp", "cases": CASES, "parallel": {"cp": 2}, "steps": 5},
-        {"name": "2-dp-2-cp", "cases": CASES[:1], "parallel": {"dp": 2, "cp": 2}, "steps": 5},
-        {"name": "4-cp", "cases": CASES[1:], "parallel": {"cp": 4}, "steps": 5},
-        {"name": "wrong", "cases": CASES, "parallel": {"cp": 2}, "steps": 5, "fault": FAULT},
+        {"name": "2-fsdp-2-cp", "cases": CASES, "parallel": {"cp": 2}, "steps": 3},
+        {"name": "2-dp-2-cp", "cases": CASES[:1], "parallel": {"dp": 2, "cp": 2}, "steps": 3},
+        {"name": "4-cp", "cases": CASES[1:], "parallel": {"cp": 4}, "steps": 3},
+        {"name": "wrong", "cases": CASES, "parallel": {"cp": 2}, "steps": 3, "fault": FAULT},
     ],
 }
 

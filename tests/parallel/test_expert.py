@@ -17,11 +17,11 @@ from tests.parallel.comparison import Jobs, compare
 FAULT = "sum in turn"
 CASES = ["experts", "experts-accum", "experts-full"]
 JOBS: Jobs = {
-    1: [{"name": "one", "cases": CASES, "steps": 5}],
+    1: [{"name": "one", "cases": CASES, "steps": 3}],
     4: [
-        {"name": "4-ep", "cases": CASES, "parallel": {"ep": 4}, "steps": 5},
-        {"name": "2-dp-2-ep", "cases": CASES, "parallel": {"dp": 2, "ep": 2}, "steps": 5},
-        {"name": "wrong", "cases": CASES[:1], "parallel": {"ep": 4}, "steps": 5, "fault": FAULT},
+        {"name": "4-ep", "cases": CASES, "parallel": {"ep": 4}, "steps": 3},
+        {"name": "2-dp-2-ep", "cases": CASES, "parallel": {"dp": 2, "ep": 2}, "steps": 3},
+        {"name": "wrong", "cases": CASES[:1], "parallel": {"ep": 4}, "steps": 3, "fault": FAULT},
     ],
 }
 

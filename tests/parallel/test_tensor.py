@@ -178,7 +178,5 @@ def test_recipes_that_cannot_be_divided_are_an_error(tmp_path: Path) -> None:
     float32.check_ranks(1)
     with pytest.raises(ConfigError, match="needs precision=bf16"):
         float32.check_ranks(2)
-    with pytest.raises(ConfigError, match="either the layers or the tokens"):
-        runs.text(tmp_path, **bf16, parallel=ParallelConfig(tp=2, cp=2)).check_ranks(4)
     with pytest.raises(ConfigError, match=r"must divide model\.kv_heads, 1, got 2"):
         runs.text(tmp_path, precision=Precision.BF16, **tp).check_ranks(2)
