@@ -44,6 +44,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "The GPUs that torch may use; named in the error when none is visible.",
     "HIP_VISIBLE_DEVICES": "The same for AMD GPUs.",
     "ROCR_VISIBLE_DEVICES": "The same for AMD GPUs.",
+    "LOCAL_RANK": "The index of a rank on its machine, and of its GPU; torchrun sets it.",
     "WORLD_SIZE": "The number of ranks of a training run; torchrun and `--ranks` set it.",
     "TORCHELASTIC_RESTART_COUNT": "How often torchrun has started a training run again; above 0, "
     "it continues from its newest checkpoint.",

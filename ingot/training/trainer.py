@@ -112,35 +112,13 @@ class Trainer:
             self.model.add_lora(recipe.adapter, recipe.seed)  # pyright: ignore
         if recipe.qat:
             prepare_qat_(self.model, recipe.qat.weight_format)  # pyright: ignore
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        stages = self._cut() if self.mesh.pp.size > 1 else None
-        split = recipe.optimizer.updates_split_weights
-        self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
         shard_batches = recipe.grad_accum_steps // recipe.batch_shards
-        seed = recipe.seed + self._replica
-        rounding = Int8Rounding(seed) if recipe.parallel.compresses else None
-        self.sharded = self._shard(shard_batches, stages, rounding) if self.ranks.size > 1 else None
-        self.pipeline = self._connect(stages, shard_batches) if stages else None
-        optimizers = Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits)
-        clipper = Clipper(recipe.clip, len(names))
         self.objective = build_objective(recipe)
-        self.train_step = TrainStep(
-            self.model,
-            masters,
-            optimizers,
-            clipper,
-            self.objective,
-            seed=seed,
-            sharded=self.sharded,
-            mesh=self._step_mesh,
-            shard_batches=shard_batches,
-            rounding=rounding,
-            names=names,
-            pipeline=self.pipeline,
-        )
+        self.train_step = self._build_step(shard_batches)
         self.outer = self._build_outer() if recipe.parallel.local_steps > 1 else None
         self.ema: EMA | None = None
         if recipe.ema_decay:
+            masters = self.master_weights
             self.ema = EMA(masters.weights, recipe.ema_decay, masters.low_bits)
         self.spike_detector = SpikeDetector(recipe.guard)
         self._micro_batch_size = recipe.global_batch_size // recipe.grad_accum_steps
@@ -151,6 +129,31 @@ class Trainer:
         self._stop = False
         self._metrics_lines = 0
         self._saved_step: int | None = None
+
+    def _build_step(self, shard_batches: int) -> TrainStep:
+        """Divide the model among the ranks, and build what updates it."""
+        recipe, seed = self.recipe, self.recipe.seed + self._replica
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        stages = self._cut() if self.mesh.pp.size > 1 else None
+        split = recipe.optimizer.updates_split_weights
+        self.master_weights = masters = MasterWeights(self.model, recipe.precision, split)
+        rounding = Int8Rounding(seed) if recipe.parallel.compresses else None
+        self.sharded = self._shard(shard_batches, stages, rounding) if self.ranks.size > 1 else None
+        self.pipeline = self._connect(stages, shard_batches) if stages else None
+        return TrainStep(
+            self.model,
+            masters,
+            Optimizers(recipe.optimizer, self.model, masters.weights, masters.low_bits),
+            Clipper(recipe.clip, len(names)),
+            self.objective,
+            seed=seed,
+            sharded=self.sharded,
+            mesh=self._step_mesh,
+            shard_batches=shard_batches,
+            rounding=rounding,
+            names=names,
+            pipeline=self.pipeline,
+        )
 
     @property
     def _replica(self) -> int:
