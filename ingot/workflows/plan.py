@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from ingot.core import config
 from ingot.core.errors import ConfigError, DataError, UnknownName
 from ingot.core.paths import write_atomic
 from ingot.planning.fit import FittedModel, calibrate, load_fitted
@@ -156,7 +158,9 @@ def _own_run(history: Any, gpu: str) -> MeasuredRun:
     """Build the measured run of a run directory from its recipe and its metrics."""
     path, recipe = history.directory, history.recipe
     ranks = int(history.environment.get("ranks", 1))
-    dp = int(recipe.get("parallel", {}).get("dp", 1))
+    parallel = recipe.get("parallel", {})
+    axes = {name: int(parallel.get(name, 1)) for name in ("pp", "dp", "cp", "tp")}
+    interleaved = parallel.get("schedule", "1f1b") != "1f1b"
     seconds = history.curve("seconds").values[_SKIPPED_STEPS:]
     if not len(seconds):
         raise DataError(
@@ -165,8 +169,10 @@ def _own_run(history: Any, gpu: str) -> MeasuredRun:
     batch = int(recipe["global_batch_size"])
     row: dict[str, Any] = {
         **asdict(shape_from_decoder(_table(recipe, "model", path))),
-        "dp": dp,
-        "fsdp": ranks // dp,
+        **axes,
+        "vp": 2 if interleaved else 1,
+        "ep": int(parallel.get("ep", 1)),
+        "fsdp": ranks // math.prod(axes.values()),
         "id": path.name,
         "source": "own",
         "gpu": gpu,
@@ -183,42 +189,55 @@ def _own_run(history: Any, gpu: str) -> MeasuredRun:
 def apply(report: PlanReport, recipe: Path) -> dict[str, Any]:
     """Write the first plan that `ingot train` can run into a recipe; return its keys.
 
-    The other lines of the recipe stay as they are. The trainer shards weights over ranks: it has no
-    tensor, pipeline, context or expert parallelism.
+    The other lines of the recipe stay as they are.
     """
-    table = _read_recipe(recipe)
-    runnable = [estimate for estimate in report.result.estimates if _is_runnable(estimate)]
-    if not runnable:
+    batch = _load_recipe(recipe).global_batch_size
+    if batch != report.workload.global_batch_size:
         raise ConfigError(
-            "no plan that fits shards weights only, and `ingot train` has no tensor, pipeline, "
-            "context or expert parallelism",
-            hint="use more GPUs, a power of two",
-        )
-    keys = recipe_keys(runnable[0])
-    if table.get("global_batch_size") not in (None, report.workload.global_batch_size):
-        raise ConfigError(
-            f"{recipe}: global_batch_size is {table['global_batch_size']}, but the plan is for "
+            f"{recipe}: global_batch_size is {batch}, but the plan is for "
             f"{report.workload.global_batch_size}",
-            hint=f"run with --global-batch-size {table['global_batch_size']}",
+            hint=f"run with --global-batch-size {batch}",
         )
-    write_atomic(recipe, set_keys(recipe.read_text(), keys))
-    return keys
+    for estimate in report.result.estimates:
+        keys = recipe_keys(estimate)
+        if _is_runnable(recipe, keys, estimate.plan.gpus):
+            write_atomic(recipe, set_keys(recipe.read_text(), keys))
+            return keys
+    raise ConfigError(
+        f"{recipe}: `ingot train` can run no plan that fits",
+        hint="use a number of GPUs that is a power of two, and precision=bf16; see "
+        "docs/distributed.md for what can be combined",
+    )
 
 
-def _is_runnable(estimate: PlanEstimate) -> bool:
-    chosen, ranks = estimate.plan, estimate.plan.gpus
-    shards_only = chosen.tp == chosen.pp == chosen.cp == chosen.ep == 1
-    is_power = not ranks & (ranks - 1)
-    return shards_only and is_power and chosen.recompute in ("none", "selective", "full")
+def _load_recipe(path: Path, overrides: Sequence[str] = ()) -> Any:
+    from ingot.training.recipe import Recipe
+
+    return config.load(Recipe, path, overrides)
+
+
+def _is_runnable(recipe: Path, keys: Mapping[str, Any], ranks: int) -> bool:
+    """Return whether the trainer accepts a recipe with these keys on this number of ranks."""
+    if ranks & (ranks - 1):
+        return False
+    parallel = (f"parallel.{name}={value}" for name, value in keys["parallel"].items())
+    own = (f"{name}={value}" for name, value in keys.items() if name != "parallel")
+    try:
+        _load_recipe(recipe, [*own, *parallel]).check_ranks(ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def recipe_keys(estimate: PlanEstimate) -> dict[str, Any]:
-    """Return the keys of a recipe that a plan decides; each rank has some of the micro-batches."""
+    """Return the keys of a recipe that a plan decides; each data rank has some micro-batches."""
     chosen = estimate.plan
+    axes = {name: getattr(chosen, name) for name in ("pp", "dp", "ep", "cp", "tp")}
+    schedule = "1f1b" if chosen.vp == 1 else "interleaved_1f1b"
     return {
-        "grad_accum_steps": chosen.micro_batches(estimate.workload) * chosen.gpus,
+        "grad_accum_steps": chosen.micro_batches(estimate.workload) * chosen.data_ranks,
         "recompute": chosen.recompute,
-        "parallel": {"dp": chosen.dp, "batch_shards": chosen.gpus},
+        "parallel": {**axes, "schedule": schedule, "batch_shards": chosen.data_ranks},
     }
 
 

@@ -10,7 +10,15 @@ from ingot.core import config
 from ingot.core.errors import ConfigError, DataError, UnknownName
 from ingot.planning.workload import SHAPES
 from ingot.training.recipe import Recipe
-from ingot.workflows.plan import apply, plan, read_own_runs, read_shape, set_keys
+from ingot.workflows.plan import (
+    _is_runnable,
+    apply,
+    plan,
+    read_own_runs,
+    read_shape,
+    recipe_keys,
+    set_keys,
+)
 from tests.planning.conftest import DATA
 
 RECIPE = Path(__file__).parents[2] / "recipes/gpt2-124m.toml"
@@ -114,11 +122,23 @@ def test_a_recipe_with_another_batch_is_not_changed(tmp_path: Path) -> None:
 
 def test_a_plan_that_the_trainer_cannot_run_is_not_applied(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE.read_text())
+    text = RECIPE.read_text().replace("global_batch_size = 4", "global_batch_size = 12")
+    recipe.write_text(text)
     asked = {"gpu": "a100", "gpus": 12, "seq_len": 1024, "global_batch_size": 12}
-    with pytest.raises(ConfigError, match="no plan that fits shards weights only"):
+    with pytest.raises(ConfigError, match="`ingot train` can run no plan that fits"):
         apply(plan(str(recipe), **asked), recipe)  # pyright: ignore
-    assert recipe.read_text() == RECIPE.read_text()
+    assert recipe.read_text() == text
+
+
+def test_the_trainer_decides_which_plans_it_can_run() -> None:
+    """The recipe is in bfloat16, with tied embeddings, which a pipeline cannot have."""
+    report = plan(str(RECIPE), gpu="a100", gpus=4, seq_len=1024, global_batch_size=4)
+    runnable = {True: set[str](), False: set[str]()}
+    for estimate in report.result.estimates:
+        kind = "+".join(name for name in ("pp", "tp") if getattr(estimate.plan, name) > 1)
+        runnable[_is_runnable(RECIPE, recipe_keys(estimate), 4)].add(kind)
+    assert runnable[True] == {"", "tp"}
+    assert "pp" in runnable[False]
 
 
 def test_a_table_in_the_middle_is_replaced() -> None:
