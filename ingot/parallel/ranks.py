@@ -108,7 +108,19 @@ class Heartbeat:
         self._stop.set()
 
     def silent_ranks(self, seconds: float) -> list[int]:
-        """Return the ranks whose last heartbeat is older than this; rank 0 has them all."""
+        """Return the ranks whose last heartbeat is older than this.
+
+        Rank 0 has them all. If its process is stopped, a request to it never returns.
+        """
+        found: list[list[int]] = []
+        request = threading.Thread(
+            target=lambda: found.append(self._compare_beats(seconds)), daemon=True
+        )
+        request.start()
+        request.join(2 * seconds + _HEARTBEAT_S)
+        return found[0] if found else [0]
+
+    def _compare_beats(self, seconds: float) -> list[int]:
         beats = [f"heartbeat/{rank}" for rank in range(self._size)]
         try:
             before = self._store.multi_get(beats)

@@ -114,13 +114,17 @@ def test_an_interrupted_run_writes_a_checkpoint_and_continues(recipe: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_the_run_continues(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_and_the_run_continues(
+    rank: int, recipe: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start(recipe, run, "--max-restarts", "1", "parallel.timeout_s=5")
     wait_for(run, 2, process)
-    os.kill(ranks_of(run)[1], signal.SIGSTOP)
+    os.kill(ranks_of(run)[rank], signal.SIGSTOP)
     assert process.wait(180) == 0
-    assert "rank 1: does not answer" in log_of(run).read_text()
+    logs = [log_of(run), *(run / "ranks").rglob("stderr.log")]  # the other rank's has it
+    assert any(f"rank {rank}: does not answer" in log.read_text() for log in logs)
     assert_whole_run(recipe, run, tmp_path / "whole")
 
 
