@@ -26,11 +26,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ingot import ops
 from ingot.core.errors import ConfigError
-from ingot.nn import Decoder
+from ingot.nn import Decoder, DecoderConfig
 from ingot.nn.attention import Attention
 from ingot.nn.layout import BatchLayout
 from ingot.nn.linear import Linear
@@ -42,21 +42,32 @@ from ingot.parallel.ranks import Ranks, all_gather, all_to_all, row_slice
 _NO_LORA = (None, None, None)
 
 
-def split_context(model: Decoder, ranks: Ranks) -> None:
+def split_context(model: nn.Module, ranks: Ranks) -> None:
     """Make these ranks compute the blocks of a decoder together; the module is changed."""
-    config = model.config
-    if config.kv_heads % ranks.size:
-        raise ConfigError(
-            f"parallel.cp: must divide the key-value heads, {config.kv_heads}, got {ranks.size}",
-            hint="use fewer ranks for the context",
-        )
-    if config.moe:
-        raise ConfigError(
-            "parallel.cp: is not supported for experts", hint="use parallel.ep for a mixture"
-        )
+    check_context(getattr(model, "config", None), ranks.size)
+    assert isinstance(model, Decoder)
     for module in model.blocks.modules():
         _split(module, ranks)
     model.forward = partial(_forward, model, ranks)
+
+
+def check_context(config: Any, size: int) -> None:
+    """Raise a `ConfigError` unless this number of ranks can divide the tokens of a model.
+
+    >>> from ingot.nn import preset
+    >>> check_context(preset("tiny"), 2)
+    """
+    if not isinstance(config, DecoderConfig):
+        raise ConfigError("parallel.cp: only divides decoders", hint="set parallel.cp=1")
+    if config.moe:
+        raise ConfigError(
+            "parallel.cp: does not divide models with model.moe", hint="use parallel.ep instead"
+        )
+    if config.kv_heads % size:
+        raise ConfigError(
+            f"parallel.cp: must divide model.kv_heads, {config.kv_heads}, got {size}",
+            hint="lower parallel.cp: other ranks shard the weights (FSDP)",
+        )
 
 
 def _split(module: Any, ranks: Ranks) -> None:
@@ -152,12 +163,12 @@ def _weight_gradients(
 ) -> dict[int, Tensor]:
     """Return this rank's part of the weights' gradients, zeros elsewhere."""
     whole = {index: torch.zeros_like(args[index]) for index, need in enumerate(needs) if need}
-    x = _gather(args[0], ranks)
+    x = all_gather(args[0], ranks.group)
     if op in (ops.linear, ops.gated_linear):
         rows = row_slice(grad.shape[-1], ranks.rank, ranks.size)
         grad = _swap_columns(grad, ranks)
     else:
-        rows, grad = slice(None), _gather(grad, ranks)
+        rows, grad = slice(None), all_gather(grad, ranks.group)
         if not ranks.is_main:
             return whole
     both = zip(args[1:], needs[1:], strict=True)
@@ -165,11 +176,6 @@ def _weight_gradients(
     for index, found in _gradients(op, needs, grad, [x, *rest]).items():
         whole[index][rows] = found
     return whole
-
-
-def _gather(rows: Tensor, ranks: Ranks) -> Tensor:
-    """Return the rows of all ranks."""
-    return all_gather(rows, ranks.group)
 
 
 def _swap_columns(x_SN: Tensor, ranks: Ranks) -> Tensor:
@@ -191,7 +197,7 @@ class _Divide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _gather(grads[0], ctx.ranks), None
+        return all_gather(grads[0], ctx.ranks.group), None
 
 
 class _Join(torch.autograd.Function):
@@ -200,7 +206,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return _gather(x, ranks)
+        return all_gather(x, ranks.group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

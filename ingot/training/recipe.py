@@ -51,6 +51,7 @@ from ingot.nn import (
 from ingot.nn.qat import QatConfig
 from ingot.nn.recompute import RecomputePolicy
 from ingot.parallel.config import ParallelConfig
+from ingot.parallel.context import check_context
 from ingot.parallel.mesh import mesh_shape
 from ingot.parallel.stage import STAGES_PER_RANK, check_stages
 from ingot.parallel.tensor import check_divisible
@@ -414,6 +415,8 @@ class Recipe:
                 f"parallel.cp: needs text in sequences whose length is a multiple of {size}",
                 hint="change data.seq_len, or remove parallel.cp",
             )
+        if self.model is not None:
+            check_context(self.model, size)
 
     def _check_tensor_parallel(self) -> None:
         if self.precision is not Precision.BF16:

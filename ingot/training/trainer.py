@@ -179,7 +179,7 @@ class Trainer:
         """Shard the model and its master weights over the ranks."""
         masters = self.master_weights
         if self.mesh.cp.size > 1:
-            split_context(self.model, self.mesh.cp)  # pyright: ignore[reportArgumentType]
+            split_context(self.model, self.mesh.cp)
         dtype = self.recipe.precision.dtype if shard_batches == 1 else torch.float32
         add = masters.gradients.add
         options: dict[str, Any] = {

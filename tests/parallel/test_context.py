@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.nn import Decoder, MoEConfig
+from ingot.nn import DenseConfig, MoEConfig
 from ingot.parallel.config import ParallelConfig
-from ingot.parallel.context import split_context
-from ingot.parallel.ranks import Ranks
+from ingot.parallel.context import check_context
 from ingot.training.precision import Precision
 from tests.parallel.comparison import Jobs, compare
 from tests.training import runs
@@ -39,17 +37,16 @@ def test_tokens_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     assert len(compared) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_heads": 1}, "must divide the key-value heads, 1, got 2"),
-        ({"kv_heads": 2, "moe": MoEConfig(num_experts=2, top_k=1, ffn_dim=8)}, "experts"),
-    ],
-)
-def test_models_that_cannot_be_divided_are_an_error(options: dict[str, Any], message: str) -> None:
-    model = Decoder.on_meta(replace(runs.TINY, **options))
-    with pytest.raises(ConfigError, match=message):
-        split_context(model, Ranks(0, 2))
+def test_models_that_cannot_be_divided_are_an_error() -> None:
+    moe = MoEConfig(num_experts=2, top_k=1, ffn_dim=8)
+    dense = DenseConfig(in_features=2, hidden_dims=(8,), out_features=2)
+    for config, message in (
+        (dense, "only divides decoders"),
+        (replace(runs.TINY, kv_heads=2, moe=moe), "model.moe"),
+        (runs.TINY, "must divide model.kv_heads, 1, got 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_context(config, 2)
 
 
 @pytest.mark.parametrize(
