@@ -30,6 +30,22 @@ WEIGHTS = ("gate", "up", "down")
 _Key = tuple[str, int]  # a weight and the rank whose rows gave its gradient
 
 
+def check_experts(config: Any, size: int) -> None:
+    """Raise a `ConfigError` unless this number of ranks can divide the experts of a model.
+
+    >>> from ingot.nn import preset
+    >>> check_experts(preset("tiny-moe"), 2)
+    """
+    moe = getattr(config, "moe", None)
+    if moe is None:
+        raise ConfigError("parallel.ep: the model has no experts", hint="set parallel.ep=1")
+    if moe.num_experts % size:
+        raise ConfigError(
+            f"parallel.ep: must divide model.moe.num_experts, {moe.num_experts}, got {size}",
+            hint="lower parallel.ep, or set it to 1: then experts are sharded (FSDP)",
+        )
+
+
 class ExpertDispatcher:
     """Computes the experts of a layer on the ranks that store them; `sync` ends a sum.
 
@@ -39,12 +55,6 @@ class ExpertDispatcher:
 
     def __init__(self, moe: MoE, mesh: Mesh, on_grad: Callable[[str, Tensor], None]) -> None:
         self._ranks, self._replicas, self._on_grad = mesh.fsdp, mesh.dp.group, on_grad
-        if moe.num_experts % mesh.fsdp.size:
-            raise ConfigError(
-                f"parallel.ep: {moe.num_experts} experts cannot be divided among "
-                f"{mesh.fsdp.size} ranks",
-                hint="use a number of ranks that divides them, or parallel.ep=1",
-            )
         self._moe, self._own = moe, moe.num_experts // mesh.fsdp.size
         self._grads: dict[_Key, Tensor] = {}
         self._collected = 0

@@ -30,11 +30,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor
 
-from ingot.core.errors import ConfigError
 from ingot.nn.mlp import MoE
 from ingot.parallel import ranks as collectives
 from ingot.parallel.compression import Int8Messages, Int8Rounding
-from ingot.parallel.expert import ExpertDispatcher
+from ingot.parallel.expert import ExpertDispatcher, check_experts
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.ranks import Ranks, row_slice
 from ingot.parallel.tensor import divide_decoder
@@ -151,9 +150,8 @@ class ShardedModel:
                 self._install(module, group)
 
     def _dispatch_experts(self) -> list[ExpertDispatcher]:
+        check_experts(getattr(self.model, "config", None), self.mesh.fsdp.size)
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, MoE)}
-        if not layers:
-            raise ConfigError("parallel.ep: the model has no experts", hint="remove parallel.ep")
 
         def take(layer: str, weight: str, grad: Tensor) -> None:
             self.on_grad(f"{layer}.{weight}", grad)

@@ -52,6 +52,7 @@ from ingot.nn.qat import QatConfig
 from ingot.nn.recompute import RecomputePolicy
 from ingot.parallel.config import ParallelConfig
 from ingot.parallel.context import check_context
+from ingot.parallel.expert import check_experts
 from ingot.parallel.mesh import mesh_shape
 from ingot.parallel.stage import STAGES_PER_RANK, check_stages
 from ingot.parallel.tensor import check_divisible
@@ -393,6 +394,8 @@ class Recipe:
             )
         if self.parallel.cp > 1:
             self._check_context()
+        if self.parallel.ep > 1 and self.model is not None:
+            check_experts(self.model, self.parallel.ep)
         if self.parallel.tp > 1:
             self._check_tensor_parallel()
         single = {"adapter": self.adapter, "qat": self.qat, "mixup": self.mixup}

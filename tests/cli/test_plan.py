@@ -39,7 +39,7 @@ def test_a_plan_is_written_into_a_recipe(cli: Run, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "parallel" in result.stderr
     parallel = tomllib.loads(recipe.read_text())["parallel"]
-    assert set(parallel) == {"dp", "batch_shards"}
+    assert set(parallel) == {"pp", "dp", "ep", "cp", "tp", "schedule", "batch_shards"}
 
 
 def test_errors_have_hints(cli: Run) -> None:

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.nn import MoEConfig
-from ingot.nn.mlp import MoE
-from ingot.parallel.expert import ExpertDispatcher
-from ingot.parallel.mesh import Mesh
-from ingot.parallel.ranks import Ranks
-from tests.parallel.comparison import Jobs, compare
+from ingot.parallel.expert import check_experts
+from tests.parallel.comparison import EXPERTS, Jobs, compare
+from tests.training import runs
 
 FAULT = "sum in turn"
 CASES = ["experts", "experts-accum", "experts-full"]
@@ -35,6 +32,7 @@ def test_experts_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
 
 
 def test_experts_that_cannot_be_divided_are_an_error() -> None:
-    moe = MoE(8, MoEConfig(num_experts=6, top_k=2, ffn_dim=16))
-    with pytest.raises(ConfigError, match="6 experts cannot be divided among 4 ranks"):
-        ExpertDispatcher(moe, Mesh(fsdp=Ranks(0, 4)), lambda name, grad: None)
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        check_experts(runs.TINY, 2)
+    with pytest.raises(ConfigError, match=r"must divide model\.moe\.num_experts, 8, got 3"):
+        check_experts(EXPERTS, 3)
