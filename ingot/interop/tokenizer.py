@@ -12,8 +12,9 @@ small.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,6 +70,12 @@ class Tokenizer:
         """Number of tokens, including added ones."""
         return self.inner.get_vocab_size()
 
+    @cached_property
+    def special_token_ids(self) -> Mapping[str, int]:
+        """Ids of the tokens that are not part of texts."""
+        added = self.inner.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of the text.
 
@@ -83,9 +90,10 @@ class Tokenizer:
         """Return the text of the token ids."""
         return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def decode_stream(self) -> DecodeStream:
-        """Return a decoder for token ids that arrive one by one."""
-        return DecodeStream(self)
+    def decode_stream(self, visible: Collection[str] = ()) -> DecodeStream:
+        """Return a decoder for token ids that arrive one by one; special tokens are left out,
+        except these."""
+        return DecodeStream(self, visible)
 
     def render_chat(
         self,
@@ -129,17 +137,21 @@ class DecodeStream:
     character.)
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, visible: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = _special_ids(tokenizer.inner)
+        ids = tokenizer.special_token_ids
+        self._visible = {ids[token]: token for token in visible if token in ids}
+        self._hidden = frozenset(ids.values()) - self._visible.keys()
         self._ids: list[int] = []
         self._context = 0  # tokens at the head of `_ids` whose text was returned before
         self._returned = 0  # characters of `_ids` that were returned
 
     def feed(self, token: int) -> str:
         """Add a token id; return the text that is final now, often that of this token."""
-        if token in self._special_ids:
+        if token in self._hidden:
             return ""
+        if token in self._visible:
+            return self.finish() + self._visible[token]
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._context < MAX_PENDING_TOKENS:
@@ -159,11 +171,6 @@ class DecodeStream:
         new = text[self._returned :]
         self._returned = max(self._returned, len(text))
         return new
-
-
-def _special_ids(inner: tokenizers.Tokenizer) -> frozenset[int]:
-    added = inner.get_added_tokens_decoder()
-    return frozenset(number for number, token in added.items() if token.special)
 
 
 def _replace_surrogates(text: str) -> str:

@@ -6,7 +6,7 @@ end of the text is held back while it could be the beginning of a stop string, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 
 from ingot.interop.tokenizer import Tokenizer
@@ -26,17 +26,24 @@ class StreamingDetokenizer:
     (True, '')
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
-        self.stopped = False
-        """Whether a stop string was found; no text follows it."""
-        self._stream = tokenizer.decode_stream()
+    def __init__(
+        self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), visible: Collection[str] = ()
+    ) -> None:
+        self.stop_string: str | None = None
+        """The stop string that was found; no text follows it."""
+        self._stream = tokenizer.decode_stream(visible)
         self._feed = self._stream.feed
         self._stops = stops
         self._held = ""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop_string is not None
+
     def feed(self, tokens: Iterable[int]) -> str:
         """Append tokens; return the text that can be sent now."""
-        if self.stopped:
+        if self.stop_string is not None:
             return ""
         feed = self._feed
         text = "".join([feed(token) for token in tokens])
@@ -56,19 +63,20 @@ class StreamingDetokenizer:
         text = self._held + new
         # The stop string that is complete first: the result must not depend on how many tokens are
         # fed at once.
-        matches = [(p + len(stop), p) for stop in self._stops if (p := text.find(stop)) >= 0]
+        matches = [(p + len(stop), p, stop) for stop in self._stops if (p := text.find(stop)) >= 0]
         if matches:
-            self.stopped, self._held = True, ""
-            return text[: min(matches)[1]]
-        keep = min([_find_partial_stop(text, stop) for stop in self._stops])
+            _, end, self.stop_string = min(matches)
+            self._held = ""
+            return text[:end]
+        keep = min([find_partial_stop(text, stop) for stop in self._stops])
         self._held = text[keep:]
         return text[:keep]
 
 
-def _find_partial_stop(text: str, stop: str) -> int:
+def find_partial_stop(text: str, stop: str) -> int:
     """Return where the text ends with a beginning of the stop string; its length if it does not.
 
-    >>> _find_partial_stop("a sto", "stop"), _find_partial_stop("a stow", "stop")
+    >>> find_partial_stop("a sto", "stop"), find_partial_stop("a stow", "stop")
     (2, 6)
     """
     place = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -103,7 +103,7 @@ class Metrics:
         self.prompt_tokens = Histogram(_COUNTS)
         self.generated_tokens = Histogram(_COUNTS)
         self.finish_reasons: Counter[str] = Counter()
-        """Requests by finish reason: stop, length, abort (client disconnected), error."""
+        """Requests by finish reason; `abort` is a client that disconnected."""
         self.statuses: Counter[int] = Counter()
         """Responses by status."""
 
@@ -178,7 +178,7 @@ class EngineCollector(Collector):
             "Requests by finish reason.",
             labels=[*labels, "finished_reason"],
         )
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in ("stop", "length", "tool_calls", "abort", "error"):
             reasons.add_metric([*values, reason], metrics.finish_reasons[reason])
         yield reasons
         statuses = CounterMetricFamily("ingot:http_responses", "By status.", labels=["status"])

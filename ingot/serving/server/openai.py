@@ -16,12 +16,14 @@ Both kinds of request become a `GenerationJob`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ingot.core.errors import IngotError
+from ingot.serving.engine.reply import ReplyParser
 from ingot.serving.engine.sampling_params import (
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
@@ -214,6 +216,37 @@ class CompletionRequest(CommonParams):
         return list(prompt)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
+class Function(_Strict):
+    """A function that a model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Annotated[str, Field(max_length=1 << 14)] | None = None
+    parameters: _Object | None = None
+    """JSON schema of the arguments; None for a function without any."""
+    strict: bool | None = None
+    """Ignored: arguments always match their schema."""
+
+
+class Tool(_Strict):
+    """An element of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict):
+    """The name in a `tool_choice`."""
+
+    name: _Short
+
+
+class NamedTool(_Strict):
+    """A `tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class TextPart(_Strict):
     """A part of a message's content; only text is supported."""
 
@@ -249,10 +282,11 @@ class ChatRequest(CommonParams):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[_Object], Field(max_length=MAX_TOOLS)] | None = None
-    """Passed to the chat template; tool calls are returned as text."""
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    """`auto` by default: the model decides whether to call a function."""
     parallel_tool_calls: bool | None = None
+    """Whether a reply may have several calls; true by default."""
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: _Object | None = None
     """Variables of the chat template, such as `enable_thinking`."""
@@ -264,7 +298,28 @@ class ChatRequest(CommonParams):
         taken = {"messages", "tools", "documents", "add_generation_prompt"}
         if taken & set(self.chat_template_kwargs or {}):
             raise ValueError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two functions have the same name")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise ValueError("tool_choice needs tools")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice: tools have no function '{choice.function.name}'")
+
+    def functions(self) -> dict[str, dict[str, Any] | None]:
+        """Return the schemas of the functions that may be called, by name."""
+        choice = self.tool_choice
+        if choice == "none":
+            return {}
+        schemas = {tool.function.name: tool.function.parameters for tool in self.tools or ()}
+        if isinstance(choice, NamedTool):
+            return {choice.function.name: schemas[choice.function.name]}
+        return schemas
 
     def limit(self) -> int | None:
         """Return the maximum number of tokens to generate, if given."""
@@ -316,8 +371,6 @@ class UnloadAdapterRequest(_Strict):
 class GenerationJob:
     """What to generate for one HTTP request."""
 
-    chat: bool
-    """Whether to respond in the format of a chat or of a completion."""
     model: str
     """Name in the response."""
     prompts: list[tuple[int, ...]]
@@ -334,6 +387,10 @@ class GenerationJob:
     """Whether `max_tokens` was 0: the output is dropped."""
     adapter: str = ""
     """Name of a LoRA adapter; empty for the base model."""
+    parser: Callable[[], ReplyParser] | None = None
+    """Divides a reply into reasoning, content and tool calls; None for a text."""
+    visible: tuple[str, ...] = ()
+    """Special tokens that `parser` has to see."""
 
 
 def error_body(

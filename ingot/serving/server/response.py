@@ -111,7 +111,8 @@ class EngineResponse(Response):
         completion, now = self._completion, time.monotonic()
         self._admission.release(self._ticket, now)
         error = completion.error
-        reason = "abort" if aborted else "error" if error else completion.choices[0].finish_reason
+        finished = completion.choices[0].reply.finish_reason
+        reason = "abort" if aborted else "error" if error else finished
         seconds = now - completion.started
         self._metrics.record_request(
             reason or "error",
@@ -121,7 +122,7 @@ class EngineResponse(Response):
             generated_tokens=completion.num_generated_tokens,
         )
         fields = {
-            "id": completion.id,
+            "id": completion.writer.id,
             "tenant": self._ticket.tenant.name,
             "finish_reason": reason,
             "status": error.status if error else 200,
@@ -135,7 +136,7 @@ class EngineResponse(Response):
         }
         _access_log.info(
             "%s, %s: %s, %d prompt + %d generated tokens in %.2f s",
-            *(completion.id, fields["tenant"], fields["error"] or reason),
+            *(completion.writer.id, fields["tenant"], fields["error"] or reason),
             *(completion.num_prompt_tokens, completion.num_generated_tokens, seconds),
             extra={"fields": fields},
         )

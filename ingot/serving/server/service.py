@@ -12,10 +12,12 @@ A request passes these checks, in this order, before any of its tokens is comput
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +25,9 @@ from starlette.responses import Response
 
 from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
+from ingot.serving.engine.chat import ChatFormat
 from ingot.serving.engine.detokenizer import TokenTexts
+from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server.admission import Admission, Ticket, estimate_tokens
 from ingot.serving.server.asgi import Scope, headers_of
 from ingot.serving.server.completion import CompletionStream, RequestContext
@@ -39,11 +43,13 @@ from ingot.serving.server.openai import (
     GenerationJob,
     LoadAdapterRequest,
     Message,
+    NamedTool,
     TokenizeRequest,
     UnloadAdapterRequest,
     Unprocessable,
 )
 from ingot.serving.server.response import EngineResponse
+from ingot.serving.server.writer import ChatWriter, CompletionWriter, Writer
 
 OFFLOAD_CHARS = 4096
 """Texts from this length on are tokenized in a thread."""
@@ -68,6 +74,7 @@ class Service:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.token_texts = TokenTexts(self.tokenizer)
+        self.chat_format = ChatFormat(self.tokenizer)
         self.body_bytes = 0
 
     def unavailable_reason(self) -> ApiError | None:
@@ -100,7 +107,6 @@ class Service:
             ids = [await self._tokenize(prompt, body.add_special_tokens) for prompt in prompts]
             echo = [self._echo(prompt) for prompt in prompts] if body.echo else []
             job = GenerationJob(
-                chat=False,
                 model=body.model or self.model,
                 adapter=self._adapter(body.model),
                 prompts=ids,
@@ -118,45 +124,76 @@ class Service:
                 include_usage=bool(body.stream_options and body.stream_options.include_usage),
                 prompt_only=body.max_tokens == 0,
             )
-            return self._respond(job, ticket, body.timeout)
+            writer = CompletionWriter(job, self.token_texts)
+            return self._respond(writer, ticket, body.timeout)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
 
-    async def chat(self, body: ChatRequest, scope: Scope) -> Response:
-        """Handle `/v1/chat/completions`."""
+    async def chat(
+        self, body: ChatRequest, scope: Scope, writer: type[Writer] = ChatWriter
+    ) -> Response:
+        """Handle `/v1/chat/completions`, and other APIs that are translated to it."""
         n = body.n or 1
         ticket = self._admit(scope, body.model, n, body.limit())
         try:
-            ids = await self._tokenize_chat(body.messages, body.tools, body.chat_template_kwargs)
+            functions = body.functions()
+            tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+            prompt = await self._render(
+                body.messages, tools if functions else None, body.chat_template_kwargs
+            )
+            ids = await self._tokenize_chat(prompt)
+            parts = bool(functions) or self.chat_format.reasoning
             job = GenerationJob(
-                chat=True,
                 model=body.model or self.model,
                 adapter=self._adapter(body.model),
                 prompts=[ids],
                 echo=[],
                 n=n,
                 max_tokens=self._max_new_tokens([ids], body.limit(), None),
-                sampling_params=body.sampling_params(
-                    tuple(self.tokenizer.eos_token_ids),
-                    random.getrandbits(63),
-                    logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                ),
+                sampling_params=self._chat_params(body, prompt, functions),
                 stop=body.stop_strings(),
                 stream=bool(body.stream),
                 include_usage=bool(body.stream_options and body.stream_options.include_usage),
+                parser=partial(self.chat_format.parser, prompt, bool(functions)) if parts else None,
+                visible=self.chat_format.visible if parts else (),
             )
-            return self._respond(job, ticket, body.timeout)
+            return self._respond(writer(job, self.token_texts), ticket, body.timeout)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
+
+    def _chat_params(
+        self, body: ChatRequest, prompt: str, functions: dict[str, dict[str, Any] | None]
+    ) -> SamplingParams:
+        params = body.sampling_params(
+            tuple(self.tokenizer.eos_token_ids),
+            random.getrandbits(63),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        if not functions:
+            return params
+        if params.grammar is not None and params.grammar.kind != "json_schema":
+            raise Unprocessable(
+                "response_format: with tools, only JSON is supported",
+                hint='set tool_choice to "none", or use a json_schema',
+            )
+        named = isinstance(body.tool_choice, NamedTool)
+        grammar = self.chat_format.grammar(
+            functions,
+            prompt,
+            required=named or body.tool_choice == "required",
+            parallel=not named and body.parallel_tool_calls is not False,
+            content_schema=json.loads(params.grammar.text) if params.grammar else None,
+        )
+        return msgspec.structs.replace(params, grammar=grammar)
 
     async def tokenize(self, body: TokenizeRequest, scope: Scope) -> Response:
         """Handle `/tokenize`."""
         ticket = self._admit(scope, body.model, 1, 0)
         try:
             if body.messages is not None:
-                ids = await self._tokenize_chat(body.messages, None, None)
+                ids = await self._tokenize_chat(await self._render(body.messages))
             else:
                 ids = await self._tokenize(body.prompt or "", body.add_special_tokens)
         finally:
@@ -266,16 +303,17 @@ class Service:
             raise Unprocessable("prompt: must not be empty", hint="give at least one token")
         return tuple(ids)
 
-    async def _tokenize_chat(
+    async def _render(
         self,
         messages: list[Message],
-        tools: list[dict[str, Any]] | None,
-        variables: dict[str, Any] | None,
-    ) -> tuple[int, ...]:
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
         plain = [message.plain() for message in messages]
-        text = await asyncio.to_thread(
-            lambda: self.tokenizer.render_chat(plain, tools, **(variables or {}))
-        )
+        render = self.chat_format.render
+        return await asyncio.to_thread(lambda: render(plain, tools, **(variables or {})))
+
+    async def _tokenize_chat(self, text: str) -> tuple[int, ...]:
         encode = self.tokenizer.encode
         if len(text) >= OFFLOAD_CHARS:
             return tuple(await asyncio.to_thread(encode, text, add_special_tokens=False))
@@ -284,7 +322,8 @@ class Service:
             raise Unprocessable("messages: must not be empty", hint="give at least one token")
         return tuple(ids)
 
-    def _respond(self, job: GenerationJob, ticket: Ticket, timeout: float | None) -> Response:
+    def _respond(self, writer: Writer, ticket: Ticket, timeout: float | None) -> Response:
+        job = writer.job
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
         anonymous = ticket.tenant is ANONYMOUS
@@ -292,12 +331,10 @@ class Service:
         context = RequestContext(
             engine=self.engine,
             tokenizer=self.tokenizer,
-            token_texts=self.token_texts,
             metrics=self.metrics,
             cache_salt=b"" if anonymous else ticket.tenant.cache_salt,
             priority=0 if anonymous else ticket.priority,
             deadline=time.monotonic() + max_request_s,
         )
-        return EngineResponse(
-            CompletionStream(job, context), ticket, admission=self.admission, metrics=self.metrics
-        )
+        completion = CompletionStream(writer, context)
+        return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)

@@ -16,6 +16,7 @@ from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server.completion import ApiError, CompletionStream, RequestContext
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.openai import GenerationJob
+from ingot.serving.server.writer import CompletionWriter
 from tests.serving.engine.test_detokenizer import TOKENIZER
 
 
@@ -41,7 +42,6 @@ class FakeEngine:
 def new_completion(**changes: Any) -> tuple[CompletionStream, FakeEngine]:
     engine = FakeEngine()
     fields = {
-        "chat": False,
         "model": "m",
         "prompts": [(1, 2)],
         "echo": [],
@@ -53,13 +53,13 @@ def new_completion(**changes: Any) -> tuple[CompletionStream, FakeEngine]:
     context = RequestContext(
         engine=engine,  # pyright: ignore
         tokenizer=TOKENIZER,
-        token_texts=TokenTexts(TOKENIZER),
         metrics=Metrics(),
         cache_salt=b"s",
         priority=3,
         deadline=9.0,
     )
-    return CompletionStream(GenerationJob(**fields), context), engine
+    writer = CompletionWriter(GenerationJob(**fields), TokenTexts(TOKENIZER))
+    return CompletionStream(writer, context), engine
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

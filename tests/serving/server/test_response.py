@@ -77,7 +77,7 @@ def test_engine_failure_at_the_first_token_is_an_error_response(stream: bool) ->
     async def run() -> list[Any]:
         answer, _ = new_completion(stream=stream)
         context = dataclasses.replace(answer.context, deadline=time.monotonic() + 10)
-        answer = CompletionStream(answer.job, context)
+        answer = CompletionStream(answer.writer, context)
         admission = Admission(AdmissionLimits())
         service = Service(
             model="m", tokenizer=context.tokenizer, engine=context.engine, admission=admission
