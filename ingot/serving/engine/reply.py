@@ -55,12 +55,10 @@ class ReplyParser:
         self._held = ""
         self._deltas: list[Delta] = []
         self._json = _JsonEnd()
-        begin = self._content if tools is None or tools.trigger else self._call_or_content
-        self._after_reasoning = begin
+        self._answer = self._content if tools is None or tools.trigger else self._call_or_content
+        self._state = self._reasoning_or_answer if reasoning else self._answer
         if in_reasoning:
-            self._state = self._reasoning
-        else:
-            self._state = self._reasoning_or_content if reasoning else begin
+            self._begin_reasoning()
 
     def feed(self, text: str) -> list[Delta]:
         """Add text; return what is certain now."""
@@ -71,34 +69,39 @@ class ReplyParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last text."""
+        """Return what was held back, after the last text; the beginning of a call is dropped."""
         held, self._held = self._held, ""
-        if not held or self._state == self._after_arguments:
+        if not held or self._state in (self._start, self._name, self._after_arguments):
             return []
         kind = "reasoning" if self._state == self._reasoning else "content"
         return [Delta(kind, held)]
 
     # States: each takes some of the held text and returns whether the next state should continue
 
-    def _reasoning_or_content(self) -> bool:
+    def _reasoning_or_answer(self) -> bool:
         text = self._held.lstrip()
         if text.startswith(THINK):
-            self._held, self._state = text[len(THINK) :].lstrip("\n"), self._reasoning
+            self._held = text[len(THINK) :]
+            self._begin_reasoning()
         elif THINK.startswith(text):
             return False
         else:
-            self._state = self._after_reasoning
+            self._state = self._answer
         return True
 
-    def _reasoning(self) -> bool:
-        return self._emit_until(END_THINK, "reasoning", self._strip)
+    def _begin_reasoning(self) -> None:
+        self._state, self._after_blank = self._blank, self._reasoning
 
-    def _strip(self) -> bool:
-        """Drop blank lines between reasoning and content."""
+    def _blank(self) -> bool:
+        """Drop blank lines around reasoning."""
         self._held = self._held.lstrip("\n")
         if self._held:
-            self._state = self._after_reasoning
+            self._state = self._after_blank
         return bool(self._held)
+
+    def _reasoning(self) -> bool:
+        self._after_blank = self._answer
+        return self._emit_until(END_THINK, "reasoning", self._blank)
 
     def _content(self) -> bool:
         if self._tools is None:

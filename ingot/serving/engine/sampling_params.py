@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +15,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**32 - 1
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""llguidance's options of JSON: where whitespace is free, a small model writes it without end."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +28,15 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        """Return the grammar of a JSON schema: JSON on one line, as `json.dumps` writes it.
+
+        >>> Grammar.of_schema({"type": "integer"}).kind
+        'json_schema'
+        """
+        return cls(kind="json_schema", text=json.dumps({"x-guidance": JSON_STYLE, **schema}))
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.text) <= MAX_GRAMMAR_CHARS:

@@ -19,9 +19,6 @@ from ingot.serving.engine.sampling_params import Grammar
 
 MAX_CALLS = 16
 """Calls of one reply."""
-# As `json.dumps` writes, and so most training data; free whitespace lets a small model write
-# newlines for ever.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def tool_grammar(
@@ -62,8 +59,8 @@ def tool_grammar(
     if required:
         reply = f"{spell(format.start)} calls"
     elif content_schema is not None:
-        content = json.dumps({**content_schema, "x-guidance": _JSON_STYLE})
-        reply = f"{spell(format.start)} calls | %json {content}"
+        content = Grammar.of_schema(content_schema)
+        reply = f"{spell(format.start)} calls | %json {content.text}"
     elif not format.trigger:
         reply = r"calls | /[^{](.|\n)*/ |"
     else:
@@ -96,4 +93,4 @@ def _json_schema(name: str, schema: Mapping[str, Any] | None) -> str:
         raise ConfigError(
             f"tools: the parameters of '{name}' must be an object", hint='use "type": "object"'
         )
-    return json.dumps({**given, "type": "object", "x-guidance": _JSON_STYLE})
+    return Grammar.of_schema({**given, "type": "object"}).text

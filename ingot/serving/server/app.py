@@ -1,8 +1,9 @@
-"""The ASGI applications: OpenAI's API for one model, and the admin API."""
+"""The ASGI applications: the APIs of OpenAI and Anthropic for one model, and the admin API."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from ingot.serving.server.errors import add_error_handlers, error_response, json_response
 from ingot.serving.server.guard import RequestGuard
+from ingot.serving.server.messages import MessagesRequest, MessagesWriter
 from ingot.serving.server.metrics import EngineCollector
 from ingot.serving.server.openai import (
     ChatRequest,
@@ -20,6 +22,7 @@ from ingot.serving.server.openai import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from ingot.serving.server.responses import ResponsesRequest, ResponsesWriter
 from ingot.serving.server.service import Service
 
 _encode = msgspec.json.Encoder().encode
@@ -51,6 +54,15 @@ def create_app(service: Service) -> RequestGuard:
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await service.chat(body, request.scope)
+
+    @app.post("/v1/responses", response_class=Response)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        writer = partial(ResponsesWriter, body)
+        return await service.chat(body.to_chat(), request.scope, writer)
+
+    @app.post("/v1/messages", response_class=Response)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        return await service.chat(body.to_chat(), request.scope, MessagesWriter)
 
     @app.post("/v1/embeddings", response_class=Response)
     async def embeddings(body: EmbeddingRequest) -> Response:

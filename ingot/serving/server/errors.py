@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -99,7 +101,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(ApiError(status, ingot_error.message, ingot_error.hint))
 
     async def on_invalid_body(_: Request, error: Exception) -> Response:
-        return error_response(_validation_error(cast(RequestValidationError, error)))
+        return error_response(_validation_error(cast(ValidationError, error).errors()))
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         http_error = cast(HTTPException, error)
@@ -116,13 +118,14 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Overloaded, on_overload)
     app.add_exception_handler(IngotError, on_ingot_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(ValidationError, on_invalid_body)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_bug)
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
+def _validation_error(errors: Sequence[Any]) -> ApiError:
     """Return the first violation. The input is not repeated: it may be long or private."""
-    first = error.errors()[0]
+    first = errors[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", "send a JSON object")

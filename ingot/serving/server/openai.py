@@ -15,7 +15,6 @@ Both kinds of request become a `GenerationJob`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -45,10 +44,10 @@ DEFAULT_MAX_TOKENS = 16
 
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
 _Tokens = Annotated[list[_Token], Field(min_length=1, max_length=MAX_TOKENS)]
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
-_Short = Annotated[str, Field(max_length=256)]
-_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-_Object = Annotated[dict[str, Any], Field(max_length=256)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+ShortText = Annotated[str, Field(max_length=256)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+JsonObject = Annotated[dict[str, Any], Field(max_length=256)]
 
 
 def _bias(value: dict[str, float]) -> dict[str, float]:
@@ -58,27 +57,29 @@ def _bias(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A part of a request body; unknown fields are errors."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """`stream_options`."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """`json_schema` of `response_format`."""
 
-    name: _Short = ""
+    name: ShortText = ""
     description: Annotated[str, Field(max_length=4096)] | None = None
     schema_: dict[str, Any] = Field(default_factory=dict[str, Any], alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """Constraint on the output; `regex` and `grammar` are extensions."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"] = "text"
@@ -99,21 +100,21 @@ class ResponseFormat(_Strict):
         if self.grammar is not None and self.type == "grammar":
             return Grammar(kind="lark", text=self.grammar)
         if self.json_schema is not None and self.type == "json_schema":
-            return Grammar(kind="json_schema", text=json.dumps(self.json_schema.schema_))
+            return Grammar.of_schema(self.json_schema.schema_)
         if self.type == "json_object":
-            return Grammar(kind="json_schema", text='{"type": "object"}')
+            return Grammar.of_schema({"type": "object"})
         return None
 
 
-class CommonParams(_Strict):
+class CommonParams(Strict):
     """Fields that completions and chats have in common."""
 
-    model: _Short = ""
+    model: ShortText = ""
     """Name of the served model or of an adapter; empty for the served model."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -183,8 +184,8 @@ class CompletionRequest(CommonParams):
     """The body of `/v1/completions`."""
 
     prompt: (
-        _Text
-        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_CHOICES)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
         | _Tokens
         | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
     )
@@ -216,42 +217,42 @@ class CompletionRequest(CommonParams):
         return list(prompt)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
-class Function(_Strict):
+class Function(Strict):
     """A function that a model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
     description: Annotated[str, Field(max_length=1 << 14)] | None = None
-    parameters: _Object | None = None
+    parameters: JsonObject | None = None
     """JSON schema of the arguments; None for a function without any."""
     strict: bool | None = None
     """Ignored: arguments always match their schema."""
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """An element of `tools`."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Strict):
+class FunctionName(Strict):
     """The name in a `tool_choice`."""
 
-    name: _Short
+    name: ShortText
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     """A `tool_choice` of one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
-    text: _Text
+    text: Text
 
 
 class Message(BaseModel):
@@ -260,7 +261,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: _Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message for the template: content as a string, `developer` as `system`."""
@@ -288,7 +289,7 @@ class ChatRequest(CommonParams):
     parallel_tool_calls: bool | None = None
     """Whether a reply may have several calls; true by default."""
     modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: _Object | None = None
+    chat_template_kwargs: JsonObject | None = None
     """Variables of the chat template, such as `enable_thinking`."""
 
     @model_validator(mode="after")
@@ -326,21 +327,21 @@ class ChatRequest(CommonParams):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class EmbeddingRequest(_Strict):
+class EmbeddingRequest(Strict):
     """The body of `/v1/embeddings`."""
 
-    model: _Short = ""
-    input: _Text | Annotated[list[_Text], Field(min_length=1, max_length=MAX_CHOICES)] | _Tokens
+    model: ShortText = ""
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | _Tokens
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     user: Any = None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """The body of `/tokenize`: a prompt or messages."""
 
-    model: _Short = ""
-    prompt: _Text | None = None
+    model: ShortText = ""
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
 
@@ -351,7 +352,7 @@ class TokenizeRequest(_Strict):
         return self
 
 
-class LoadAdapterRequest(_Strict):
+class LoadAdapterRequest(Strict):
     """The body of `/v1/load_lora_adapter`, as vLLM's."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -361,7 +362,7 @@ class LoadAdapterRequest(_Strict):
     """Whether to replace an adapter of the same name."""
 
 
-class UnloadAdapterRequest(_Strict):
+class UnloadAdapterRequest(Strict):
     """The body of `/v1/unload_lora_adapter`, as vLLM's."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -396,12 +397,13 @@ class GenerationJob:
 def error_body(
     message: str, kind: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error in OpenAI's format.
+    """Return an error in OpenAI's format, which is also Anthropic's.
 
     >>> error_body("too long", "invalid_request_error")["error"]["type"]
     'invalid_request_error'
     """
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return {"type": "error", "error": error}
 
 
 class Unprocessable(IngotError):

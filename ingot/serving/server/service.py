@@ -94,6 +94,8 @@ class Service:
         for name, value in headers_of(scope):
             if name == b"authorization" and value[:7].lower() == b"bearer ":
                 return self.keys.find(value[7:].strip().decode("latin-1"))
+            if name == b"x-api-key":  # Anthropic's clients
+                return self.keys.find(value.strip().decode("latin-1"))
         return None
 
     # Endpoints
@@ -131,7 +133,10 @@ class Service:
             raise
 
     async def chat(
-        self, body: ChatRequest, scope: Scope, writer: type[Writer] = ChatWriter
+        self,
+        body: ChatRequest,
+        scope: Scope,
+        writer: Callable[[GenerationJob, TokenTexts], Writer] = ChatWriter,
     ) -> Response:
         """Handle `/v1/chat/completions`, and other APIs that are translated to it."""
         n = body.n or 1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.serving.conftest import Served
+from tests.serving.server.tool_use import TOOLS, check_call
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -186,3 +187,55 @@ def test_text_parts_and_ignored_fields_are_accepted(served: Served) -> None:
     status, found, _ = served.call("/v1/chat/completions", {**body, "metadata": {"a": "b"}})
     assert status == 200
     assert found["usage"]["prompt_tokens"] == len("<user>Hello<answer>")
+
+
+def test_tool_calls_are_valid_and_streamed(served: Served) -> None:
+    client = served.client()
+    ask: dict[str, Any] = {"model": "small", "messages": USER, "tools": TOOLS, "temperature": 1.0}
+    for seed in range(6):
+        choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+        ask |= {"seed": seed, "tool_choice": choices[seed % 2]}
+        whole = client.chat.completions.create(**ask).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        found = [(c.function.name, c.function.arguments) for c in whole.message.tool_calls or ()]
+        assert found
+        for name, arguments in found:
+            check_call(name, arguments)
+        calls: dict[int, list[str]] = {}
+        for chunk in client.chat.completions.create(**ask, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                assert call.function is not None
+                if call.id:
+                    calls[call.index] = [call.function.name or "", ""]
+                calls[call.index][1] += call.function.arguments or ""
+        assert [tuple(call) for call in calls.values()] == found
+
+
+def test_without_a_call_the_reply_is_content(served: Served) -> None:
+    ask = {"messages": USER, "tools": TOOLS, "max_tokens": 12, "temperature": 0.0}
+    plain = served.call("/v1/chat/completions", {**ask, "tool_choice": "none"})[1]
+    without = {name: value for name, value in ask.items() if name != "tools"}
+    assert (
+        served.call("/v1/chat/completions", without)[1]["choices"][0]["message"]
+        == plain["choices"][0]["message"]
+    )
+    auto = served.call("/v1/chat/completions", ask)[1]["choices"][0]
+    assert auto["message"]["content"]
+    assert auto["finish_reason"] == "length"
+
+
+def test_impossible_tools_are_errors(served: Served) -> None:
+    named = {"type": "function", "function": {"name": "storm"}}
+    text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    for change, message in (
+        ({"tools": TOOLS, "tool_choice": named}, "no function 'storm'"),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": TOOLS * 2}, "two functions have the same name"),
+        ({"tools": [text]}, "the parameters of 'f' must be an object"),
+        ({"tools": TOOLS, "response_format": {"type": "regex", "regex": "a"}}, "response_format"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ):
+        status, found, _ = served.call("/v1/chat/completions", {"messages": USER, **change})
+        assert status == 422, change
+        assert message in found["error"]["message"]
