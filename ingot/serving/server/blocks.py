@@ -10,7 +10,7 @@ from ingot.serving.engine.reply import Delta
 from ingot.serving.server.writer import Reply, Writer, encode
 
 
-class Block(NamedTuple):
+class ReplyBlock(NamedTuple):
     """A part of a reply: its reasoning, its content, or one of its tool calls."""
 
     kind: Literal["reasoning", "content", "call"]
@@ -18,16 +18,16 @@ class Block(NamedTuple):
     """Index of the tool call."""
 
 
-def blocks_of(reply: Reply) -> list[Block]:
+def blocks_of(reply: Reply) -> list[ReplyBlock]:
     """Return the blocks of a whole reply.
 
     >>> blocks_of(Reply(0, content=["Hello"]))
-    [Block(kind='content', call=0)]
+    [ReplyBlock(kind='content', call=0)]
     """
-    found = [Block("reasoning")] if reply.reasoning else []
+    found = [ReplyBlock("reasoning")] if reply.reasoning else []
     if "".join(reply.content).strip() or not reply.calls:
-        found.append(Block("content"))
-    return found + [Block("call", index) for index in range(len(reply.calls))]
+        found.append(ReplyBlock("content"))
+    return found + [ReplyBlock("call", index) for index in range(len(reply.calls))]
 
 
 class BlockWriter(Writer):
@@ -35,7 +35,7 @@ class BlockWriter(Writer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._block: Block | None = None
+        self._block: ReplyBlock | None = None
         self.num_blocks = 0
         """Blocks that were opened."""
 
@@ -44,7 +44,7 @@ class BlockWriter(Writer):
         events: list[bytes] = []
         for delta in deltas:
             kind = "call" if delta.kind == "arguments" else delta.kind
-            block = Block(kind, delta.call)
+            block = ReplyBlock(kind, delta.call)
             if block != self._block:
                 events.append(self._close(reply))
                 self._block = block
@@ -63,15 +63,15 @@ class BlockWriter(Writer):
         return b"" if block is None else self.close_block(reply, block)
 
     @abstractmethod
-    def open_block(self, reply: Reply, block: Block) -> bytes:
+    def open_block(self, reply: Reply, block: ReplyBlock) -> bytes:
         """Return the events that open a block, the last of `num_blocks`."""
 
     @abstractmethod
-    def block_delta(self, reply: Reply, block: Block, text: str) -> bytes:
+    def block_delta(self, reply: Reply, block: ReplyBlock, text: str) -> bytes:
         """Return the event of new text."""
 
     @abstractmethod
-    def close_block(self, reply: Reply, block: Block) -> bytes:
+    def close_block(self, reply: Reply, block: ReplyBlock) -> bytes:
         """Return the events that close a block."""
 
 

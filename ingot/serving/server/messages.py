@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ingot.serving.server.blocks import Block, BlockWriter, blocks_of, event
+from ingot.serving.server.blocks import BlockWriter, ReplyBlock, blocks_of, event
 from ingot.serving.server.errors import ApiError
 from ingot.serving.server.openai import (
     MAX_MESSAGES,
@@ -192,13 +192,13 @@ class MessagesWriter(BlockWriter):
         message = self._message(reply, [], Usage(len(reply.prompt), 0, 0))
         return event({"type": "message_start", "message": message})
 
-    def open_block(self, reply: Reply, block: Block) -> bytes:
+    def open_block(self, reply: Reply, block: ReplyBlock) -> bytes:
         """Return the event that starts a content block."""
         fields = _block(Reply(0, calls=reply.calls), block, empty=True)
         start = {"type": "content_block_start", "index": self.num_blocks - 1}
         return event({**start, "content_block": fields})
 
-    def block_delta(self, reply: Reply, block: Block, text: str) -> bytes:
+    def block_delta(self, reply: Reply, block: ReplyBlock, text: str) -> bytes:
         """Return the event of new text."""
         delta = {
             "reasoning": {"type": "thinking_delta", "thinking": text},
@@ -208,7 +208,7 @@ class MessagesWriter(BlockWriter):
         index = self.num_blocks - 1
         return event({"type": "content_block_delta", "index": index, "delta": delta})
 
-    def close_block(self, reply: Reply, block: Block) -> bytes:
+    def close_block(self, reply: Reply, block: ReplyBlock) -> bytes:
         """Return the event that ends a content block."""
         return event({"type": "content_block_stop", "index": self.num_blocks - 1})
 
@@ -240,7 +240,7 @@ class MessagesWriter(BlockWriter):
         }
 
 
-def _block(reply: Reply, block: Block, empty: bool = False) -> dict[str, Any]:
+def _block(reply: Reply, block: ReplyBlock, empty: bool = False) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "".join(reply.reasoning), "signature": ""}
     if block.kind == "content":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ingot.serving.engine.detokenizer import TokenTexts
-from ingot.serving.server.blocks import Block, BlockWriter, blocks_of, event
+from ingot.serving.server.blocks import BlockWriter, ReplyBlock, blocks_of, event
 from ingot.serving.server.errors import ApiError
 from ingot.serving.server.openai import (
     MAX_MESSAGES,
@@ -41,7 +41,7 @@ class InputText(Strict):
 _Texts = Text | Annotated[list[InputText], Field(max_length=1024)]
 
 
-class InputMessage(Strict):
+class ResponsesMessage(Strict):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
@@ -123,7 +123,7 @@ class ResponsesRequest(Strict):
     input: (
         Text
         | Annotated[
-            list[FunctionCall | FunctionCallOutput | ReasoningItem | InputMessage],
+            list[FunctionCall | FunctionCallOutput | ReasoningItem | ResponsesMessage],
             Field(min_length=1, max_length=MAX_MESSAGES),
         ]
     )
@@ -181,7 +181,7 @@ class ResponsesRequest(Strict):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
-            if isinstance(item, InputMessage):
+            if isinstance(item, ResponsesMessage):
                 messages.append({"role": item.role, "content": _text(item.content)})
             elif isinstance(item, FunctionCallOutput):
                 result = {"role": "tool", "tool_call_id": item.call_id}
@@ -213,7 +213,7 @@ class ResponsesWriter(BlockWriter):
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def open_block(self, reply: Reply, block: Block) -> bytes:
+    def open_block(self, reply: Reply, block: ReplyBlock) -> bytes:
         """Return the events that add an output item."""
         empty = Reply(0, calls=[type(call)(call.name, call.id) for call in reply.calls])
         item = self._item(empty, block, self.num_blocks - 1, "in_progress")
@@ -223,7 +223,7 @@ class ResponsesWriter(BlockWriter):
         part = _part(block, "")
         return added + self._part_event("response.content_part.added", block, part=part)
 
-    def block_delta(self, reply: Reply, block: Block, text: str) -> bytes:
+    def block_delta(self, reply: Reply, block: ReplyBlock, text: str) -> bytes:
         """Return the event of new text."""
         if block.kind == "call":
             place = {**self._place(), "item_id": self._item_id(block)}
@@ -232,7 +232,7 @@ class ResponsesWriter(BlockWriter):
             return self._part_event("response.reasoning_text.delta", block, delta=text)
         return self._part_event("response.output_text.delta", block, delta=text, logprobs=[])
 
-    def close_block(self, reply: Reply, block: Block) -> bytes:
+    def close_block(self, reply: Reply, block: ReplyBlock) -> bytes:
         """Return the events that complete an output item."""
         item = self._item(reply, block, self.num_blocks - 1, "completed")
         if block.kind == "call":
@@ -244,7 +244,7 @@ class ResponsesWriter(BlockWriter):
         events.append(self._event("response.output_item.done", **self._place(), item=item))
         return b"".join(events)
 
-    def _close_part(self, block: Block, text: str) -> list[bytes]:
+    def _close_part(self, block: ReplyBlock, text: str) -> list[bytes]:
         if block.kind == "reasoning":
             done = self._part_event("response.reasoning_text.done", block, text=text)
         else:
@@ -272,11 +272,11 @@ class ResponsesWriter(BlockWriter):
     def _place(self) -> dict[str, Any]:
         return {"output_index": self.num_blocks - 1}
 
-    def _part_event(self, kind: str, block: Block, **fields: Any) -> bytes:
+    def _part_event(self, kind: str, block: ReplyBlock, **fields: Any) -> bytes:
         place = {**self._place(), "item_id": self._item_id(block), "content_index": 0}
         return self._event(kind, **place, **fields)
 
-    def _item_id(self, block: Block, index: int | None = None) -> str:
+    def _item_id(self, block: ReplyBlock, index: int | None = None) -> str:
         prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
         number = self.num_blocks - 1 if index is None else index
         return f"{prefix}_{self.id.removeprefix(self.prefix)}_{number}"
@@ -288,7 +288,7 @@ class ResponsesWriter(BlockWriter):
         items = [self._item(reply, block, index, status) for index, block in blocks]
         return self._response(status, items, usage)
 
-    def _item(self, reply: Reply, block: Block, index: int, status: str) -> dict[str, Any]:
+    def _item(self, reply: Reply, block: ReplyBlock, index: int, status: str) -> dict[str, Any]:
         fields: dict[str, Any] = {"id": self._item_id(block, index), "status": status}
         if block.kind == "call":
             call = reply.calls[block.call]
@@ -339,7 +339,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
+def _part(block: ReplyBlock, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

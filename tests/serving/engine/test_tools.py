@@ -142,7 +142,7 @@ def random_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 def test_random_tokens_of_the_grammar_are_valid_calls(
     format: ToolFormat, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    """Any model will do: tokens are drawn from those that are allowed."""
+    """Any model will do: tokens are sampled from those that are allowed."""
     for seed in range(12):
         rng = random.Random(seed)
         functions = {f"f{index}": random_object(rng) for index in range(rng.randrange(1, 4))}

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from tests.serving.conftest import Served
+import jsonschema_rs
+import pytest
+
+from tests.serving.conftest import Served, serving
+from tests.serving.engine.test_tools import random_object
 from tests.serving.server.tool_use import TOOLS, check_call
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -239,3 +246,60 @@ def test_impossible_tools_are_errors(served: Served) -> None:
         status, found, _ = served.call("/v1/chat/completions", {"messages": USER, **change})
         assert status == 422, change
         assert message in found["error"]["message"]
+
+
+def test_an_agent_calls_three_tools_in_turn(served: Served) -> None:
+    client = served.client()
+    tools = [*TOOLS, {"type": "function", "function": {"name": "finish"}}]
+    messages: list[Any] = [*USER]
+    for name in ("weather", "clock", "finish"):
+        choice: Any = {"type": "function", "function": {"name": name}}
+        ask: dict[str, Any] = {"model": "small", "messages": messages, "tools": tools}
+        reply = client.chat.completions.create(**ask, tool_choice=choice, seed=1).choices[0].message
+        assert reply.tool_calls is not None
+        (call,) = reply.tool_calls
+        assert call.type == "function"
+        assert call.function.name == name
+        messages.append(reply.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{name} done"})
+    last: dict[str, Any] = {"messages": messages, "tools": tools, "tool_choice": "none"}
+    answer = client.chat.completions.create(model="small", **last, max_tokens=8).choices[0]
+    assert answer.message.content
+    assert answer.message.tool_calls is None
+
+
+@pytest.mark.slow
+def test_a_thousand_required_calls_of_a_real_model_are_valid(smollm2: Path, tmp_path: Path) -> None:
+    words = ["Plan a trip to Oslo", "What is 2 + 2?", "Hi", "Sort my files", "Écris un poème"]
+
+    def ask(seed: int) -> None:
+        rng = random.Random(seed)
+        schemas = {f"f{index}": random_object(rng) for index in range(rng.randrange(1, 4))}
+        tools: list[Any] = [
+            {"type": "function", "function": {"name": name, "parameters": schema}}
+            for name, schema in schemas.items()
+        ]
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": rng.choice(words)}],
+            **{"tools": tools, "tool_choice": "required", "seed": seed},
+            "temperature": rng.choice([0.0, 1.0]),
+        }
+        client, calls = made.client(timeout=600.0), list[list[str]]()
+        reason = None
+        for chunk in client.chat.completions.create(model="smollm2", **body, stream=True):
+            reason = chunk.choices[0].finish_reason
+            for call in chunk.choices[0].delta.tool_calls or ():
+                assert call.function is not None
+                if call.id:
+                    calls.append([call.function.name or "", ""])
+                calls[call.index][1] += call.function.arguments or ""
+        assert reason == "tool_calls"
+        for name, arguments in calls:
+            assert jsonschema_rs.is_valid(schemas[name], json.loads(arguments)), seed
+        if seed % 10 == 0:
+            whole = client.chat.completions.create(model="smollm2", **body).choices[0].message
+            found = [[c.function.name, c.function.arguments] for c in whole.tool_calls or ()]  # pyright: ignore
+            assert found == calls
+
+    with serving(smollm2, tmp_path) as made, ThreadPoolExecutor(32) as pool:
+        assert len(list(pool.map(ask, range(1000)))) == 1000
