@@ -11,7 +11,8 @@ is a power of two.
 A reduce-scatter is an all-to-all and a local sum in this order: as many bytes as a ring sends. An
 all-reduce is this and an all-gather.
 
-Every collective counts the bytes that this rank sends to others, without headers: `sent_bytes`.
+Every collective counts the bytes that this rank sends to others, without headers (`sent_bytes`),
+and the seconds that it waits (`waited_seconds`).
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -20,8 +21,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from ingot.core.device import resolve
 from ingot.core.errors import ConfigError
+from ingot.parallel.trace import record_collectives
 
 _HEARTBEAT_S = 1.0
 _SUMMED = 2**18  # elements
@@ -65,16 +68,16 @@ class Ranks:
         """Return the largest value of all ranks, by element."""
         if self.size > 1:
             values = values.clone()
-            count_sent(2 * values.nbytes * (self.size - 1) // self.size)
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+            with waiting("all_reduce", 2 * values.nbytes * (self.size - 1) // self.size):
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
     def sum_integers(self, values: Tensor) -> Tensor:
         """Return the sum of the values of all ranks, by element; integers have no order."""
         if self.size > 1:
             values = values.clone()
-            count_sent(2 * values.nbytes * (self.size - 1) // self.size)
-            dist.all_reduce(values, group=self.group)
+            with waiting("all_reduce", 2 * values.nbytes * (self.size - 1) // self.size):
+                dist.all_reduce(values, group=self.group)
         return values
 
     def share(self, text: str, source: int = 0) -> str:
@@ -157,6 +160,7 @@ def connect(timeout_s: float = 600.0, device: str = "cpu") -> Ranks:
     global _heartbeat
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
+        record_collectives()
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         options = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
         dist.init_process_group(_backend(device), **options)
@@ -206,6 +210,26 @@ def count_sent(count: int) -> None:
     _sent += count
 
 
+_waited: defaultdict[str, float] = defaultdict(float)
+
+
+def waited_seconds() -> dict[str, float]:
+    """Return how long this process has waited in collectives, by their kind.
+
+    On an accelerator they run while it computes: then these are the seconds to start them.
+    """
+    return dict(_waited)
+
+
+@contextmanager
+def waiting(kind: str, sent: int) -> Generator[None]:
+    """Count the bytes and the seconds of a collective."""
+    count_sent(sent)
+    start = time.perf_counter()
+    yield
+    _waited[kind] += time.perf_counter() - start
+
+
 def all_to_all(
     values: Tensor,
     group: dist.ProcessGroup | None,
@@ -220,8 +244,8 @@ def all_to_all(
     rows = len(values) if received is None else sum(received)
     output = values.new_empty(rows, *values.shape[1:])
     kept = len(values) // group.size() if sent is None else sent[group.rank()]
-    count_sent(values.nbytes - values[:kept].nbytes)
-    dist.all_to_all_single(output, values.contiguous(), received, sent, group=group)
+    with waiting("all_to_all", values.nbytes - values[:kept].nbytes):
+        dist.all_to_all_single(output, values.contiguous(), received, sent, group=group)
     return output
 
 
@@ -230,8 +254,8 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     assert group is not None
     size = group.size()
     found = values.new_empty(size * len(values), *values.shape[1:])
-    count_sent(values.nbytes * (size - 1))
-    dist.all_gather_single(found, values.contiguous(), group=group)
+    with waiting("all_gather", values.nbytes * (size - 1)):
+        dist.all_gather_single(found, values.contiguous(), group=group)
     return found
 
 

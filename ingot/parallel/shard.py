@@ -49,8 +49,8 @@ class _CountedAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        collectives.count_sent(input_tensor.nbytes * (group.size() - 1))
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+        with collectives.waiting("all_gather", input_tensor.nbytes * (group.size() - 1)):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class _OrderedReduceScatter(DefaultReduceScatter):

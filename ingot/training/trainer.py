@@ -48,7 +48,8 @@ from ingot.parallel.compression import Int8Rounding
 from ingot.parallel.context import split_context
 from ingot.parallel.diloco import OuterOptimizer
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.ranks import Ranks, sent_bytes
+from ingot.parallel.ranks import Ranks, sent_bytes, waited_seconds
+from ingot.parallel.replicas import check_replicas
 from ingot.parallel.shard import ShardedModel
 from ingot.parallel.stage import Stage, cut_stages
 from ingot.parallel.tensor import take_rows
@@ -340,7 +341,7 @@ class Trainer:
 
     def _run_step(self) -> dict[str, Any]:
         start, waited = time.perf_counter(), self.loader.wait_seconds
-        before, sent = self.step, sent_bytes()
+        before, sent, comm = self.step, sent_bytes(), waited_seconds()
         count = self.recipe.grad_accum_steps // self.mesh.data.size
         micro_batches = [next(self.loader) for _ in range(count)]
         stats = self.train_step.forward_backward(micro_batches, self.step)
@@ -369,6 +370,8 @@ class Trainer:
         metrics["data_seconds"] = self.loader.wait_seconds - waited
         if self.ranks.size > 1:
             metrics["sent_bytes"] = sent_bytes() - sent
+            for kind, seconds in waited_seconds().items():
+                metrics[f"{kind}_seconds"] = seconds - comm.get(kind, 0.0)
         self._record(metrics)
         return metrics
 
@@ -467,6 +470,9 @@ class Trainer:
         parts, mesh = self._state(), self._step_mesh
         if self.sharded is None:
             return parts
+        if not self.outer:
+            own = (tensor for part in _OF_REPLICA for tensor in parts[part].values())
+            check_replicas(self.mesh, own, self.step)
         rows: dict[str, dict[str, Tensor]] = {}
         for part, tensors in parts.items():
             for name, tensor in tensors.items():

@@ -35,6 +35,7 @@ from ingot.nn.weights import WeightsError
 from ingot.observe import report
 from ingot.observe.tensorboard import TensorBoardLogger
 from ingot.parallel.ranks import Ranks, connect, name_silent_ranks
+from ingot.parallel.trace import write_collectives
 from ingot.training.checkpoint import Checkpoint, Checkpoints
 from ingot.training.evaluate import EvalResult
 from ingot.training.objective import DPOConfig
@@ -128,7 +129,7 @@ class TrainingRun:
     def train(self, on_metrics: OnMetrics = lambda metrics: None) -> TrainResult:
         """Train to the end of the recipe or until `stop`, and export a finished decoder."""
         _LOG.info("the run is in %s", self.directory)
-        with _naming_silent_ranks(self.ranks):
+        with _naming_silent_ranks(self.ranks, self.directory):
             if self.ranks.is_main:
                 return self._train(on_metrics)
             return self._result(self.trainer.run(), None)
@@ -330,18 +331,22 @@ def _load_checkpoint(model: nn.Module, directory: Path, recipe: Recipe) -> Check
 
 
 @contextmanager
-def _naming_silent_ranks(ranks: Ranks) -> Generator[None]:
-    """Say which ranks do not answer, if a collective has failed or timed out."""
+def _naming_silent_ranks(ranks: Ranks, directory: Path) -> Generator[None]:
+    """Say which ranks do not answer, and in which collective, if one has failed or timed out."""
     try:
         yield
     except RuntimeError as error:
-        silent = name_silent_ranks() if ranks.size > 1 else []
+        if ranks.size == 1:
+            raise
+        path = directory / LOGS / f"{ranks.rank}-collectives.json"
+        last, silent = write_collectives(path), name_silent_ranks()
         if not silent:
             raise
         names = ", ".join(map(str, silent))
         raise IngotError(
-            f"rank {names}: does not answer ({error})"[:300],
-            hint="its process is stopped, killed or unreachable; continue with --resume",
+            f"rank {names}: does not answer in {last} ({error})"[:300],
+            hint="its process is stopped, killed or unreachable; continue with --resume. The "
+            f"latest collectives are in {path}",
         ) from error
 
 

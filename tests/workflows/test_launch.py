@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -124,7 +125,10 @@ def test_a_rank_that_hangs_is_named_and_the_run_continues(
     os.kill(ranks_of(run)[rank], signal.SIGSTOP)
     assert process.wait(180) == 0
     logs = [log_of(run), *(run / "ranks").rglob("stderr.log")]  # the other rank's has it
-    assert any(f"rank {rank}: does not answer" in log.read_text() for log in logs)
+    assert any(f"rank {rank}: does not answer in all_" in log.read_text() for log in logs)
+    (found,) = (run / "ranks").glob("*-collectives.json")
+    assert found.name == f"{1 - rank}-collectives.json"
+    assert json.loads(found.read_text())["entries"]
     assert_whole_run(recipe, run, tmp_path / "whole")
 
 
