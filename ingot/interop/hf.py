@@ -179,6 +179,31 @@ def describe(directory: Path | str) -> Description:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncoderDescription:
+    """The directory of an encoder as its config and the headers of its weights describe it."""
+
+    model_type: str
+    config: EncoderConfig
+    parameters: int
+    bytes: int
+    dtypes: Mapping[str, int]
+    """Number of tensors of each dtype."""
+
+
+def describe_encoder(directory: Path | str) -> EncoderDescription:
+    """Describe the encoder of a directory without reading its weights."""
+    directory = Path(directory)
+    raw, entries = _read_raw_config(directory), SafetensorsDir(directory).entries
+    return EncoderDescription(
+        model_type=raw["model_type"],
+        config=read_encoder_config(raw),
+        parameters=count_parameters(directory),
+        bytes=sum(entry.bytes for entry in entries.values()),
+        dtypes=count_dtypes(directory),
+    )
+
+
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Return the configuration of a config.json.
 

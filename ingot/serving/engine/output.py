@@ -43,7 +43,7 @@ class Output(msgspec.Struct, frozen=True):
     error: str | None = None
     """Error message, if the request failed or was rejected."""
     embedding: bytes | None = None
-    """Embedding of the prompt, as float32 in the machine's byte order, from a `PoolingEngine`."""
+    """Embedding of the prompt, as little-endian float32, from a `PoolingEngine`."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

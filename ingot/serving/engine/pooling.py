@@ -170,7 +170,7 @@ class PoolingEngine:
         layout = BatchLayout.packed([len(request.prompt) for request in batch], device)
         tokens_T = torch.tensor([token for request in batch for token in request.prompt])
         embeddings_BD = embed(self.model, tokens_T.to(device), layout, self.config.pooling)
-        return [row.tobytes() for row in embeddings_BD.cpu().numpy()]
+        return [row.tobytes() for row in embeddings_BD.cpu().numpy().astype("<f4", copy=False)]
 
 
 def _reject_adapters() -> NoReturn:

@@ -30,12 +30,13 @@ from ingot.serving.server.openai import GenerationJob
 
 DEFAULT_RETRY_AFTER_S = 2
 _encode = msgspec.json.Encoder().encode
-_ERRORS = {
+FINISH_ERRORS = {
     FinishReason.DEADLINE: (504, "request timed out", "raise `timeout` or lower `max_tokens`"),
     FinishReason.REJECTED: (429, "too many queued requests", "retry in a few seconds"),
     FinishReason.CANCELLED: (503, "the request was cancelled", "send it again"),
     FinishReason.FAILED: (500, "the engine step failed", "send the request again"),
 }
+"""Status, message and hint of requests that the engine did not complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ class Choice:
         if output.finish_reason is FinishReason.REJECTED and output.error is not None:
             self.on_error(422, output.error, "change the request")
         else:
-            self.on_error(*_ERRORS[output.finish_reason])
+            self.on_error(*FINISH_ERRORS[output.finish_reason])
 
     def _send_text(self, text: str) -> None:
         if self._plain:
