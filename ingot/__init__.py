@@ -2,6 +2,7 @@
 
     llm = ingot.LLM("smollm2")
     llm.generate(["Hello", "Once upon a time"], ingot.SamplingParams(temperature=0.8))
+    ingot.Embedder("minilm").embed(["Hello", "Once upon a time"])
     ingot.train("recipes/xor.toml")
     ingot.serve("smollm2")
     ingot.evaluate("task.jsonl", "smollm2")
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ingot.serving.engine.sampling_params import SamplingParams as SamplingParams
     from ingot.workflows.compare import compare as compare
     from ingot.workflows.compress import compress as compress
+    from ingot.workflows.embed import Embedder as Embedder
     from ingot.workflows.evaluate import evaluate as evaluate
     from ingot.workflows.llm import LLM as LLM
     from ingot.workflows.plan import plan as plan
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 
 _PACKAGES = ("core", "ops", "nn", "data", "interop", "training", "serving", "workflows")
 _NAMES = {
+    "Embedder": "ingot.workflows.embed",
     "LLM": "ingot.workflows.llm",
     "SamplingParams": "ingot.serving.engine.sampling_params",
     "compare": "ingot.workflows.compare",

@@ -33,6 +33,11 @@ def smollm2() -> Path:
     return models.smollm2()
 
 
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    return models.minilm()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ran = [
         report

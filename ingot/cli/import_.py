@@ -62,6 +62,7 @@ def import_(
 def summary(directory: Path, seconds: float) -> dict[str, Any]:
     """Describe a model directory that was just written, as `--json` prints it."""
     from ingot.interop.directory import count_parameters
+    from ingot.interop.sentence_transformers import is_embedding_model
 
     config = json_format.loads((directory / "config.json").read_bytes())
     return {
@@ -71,6 +72,7 @@ def summary(directory: Path, seconds: float) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for path in directory.iterdir()),
         "chat": "chat_template" in _settings(directory)
         or (directory / "chat_template.jinja").exists(),
+        "embeddings": is_embedding_model(directory),
         "seconds": round(seconds, 2),
         "import": lineage.read(directory).steps[-1],
     }
@@ -94,8 +96,8 @@ def print_summary(result: dict[str, Any], name: str | None = None) -> None:
     rows += [("lineage", f"{result['directory']}/{lineage.NAME}")]
     console = stdout()
     console.print(new_grid((key, escape_markup(value)) for key, value in rows), highlight=False)
-    verb = "chat" if result["chat"] else "generate"
-    prompt = "" if result["chat"] else ' "Once upon a time"'
+    verb = "serve" if result["embeddings"] else "chat" if result["chat"] else "generate"
+    prompt = ' "Once upon a time"' if verb == "generate" else ""
     model = escape_markup(name or result["directory"])
     console.print(f"\nnext: ingot {verb} {model}{prompt}", highlight=False)
 

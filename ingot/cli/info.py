@@ -41,7 +41,11 @@ def report(directory: Path) -> dict[str, Any]:
     """Return everything that `--json` prints."""
     from ingot.interop import hf
 
-    described = hf.describe(directory)
+    if hf.is_encoder(directory):
+        described, memory = hf.describe_encoder(directory), 0
+    else:
+        described = hf.describe(directory)
+        memory = described.kv.bytes_per_token
     return {
         "directory": str(directory),
         "architecture": described.model_type,
@@ -49,7 +53,7 @@ def report(directory: Path) -> dict[str, Any]:
         "parameters": described.parameters,
         "bytes": described.bytes,
         "dtypes": described.dtypes,
-        "kv_bytes_per_1k_tokens": 1000 * described.kv.bytes_per_token,
+        "kv_bytes_per_1k_tokens": 1000 * memory,
         "lineage": lineage.read(directory).steps,
     }
 
@@ -72,22 +76,25 @@ def _print_lines(content: dict[str, Any]) -> None:
 
     config = content["config"]
     shape = f"{config['layers']} layers of {config['dim']}, MLP {config['ffn_dim']}"
-    heads = f"{config['heads']} heads of {config['head_dim']}"
-    if config["kv_heads"] != config["heads"]:
+    # An encoder has neither these fields nor a KV cache.
+    heads = f"{config['heads']} heads of {config.get('head_dim', config['dim'] // config['heads'])}"
+    if config.get("kv_heads", config["heads"]) != config["heads"]:
         heads += f", {config['kv_heads']} KV heads"
-    if moe := config["moe"]:
+    if moe := config.get("moe"):
         shape += f", {moe['top_k']} of {moe['num_experts']} experts"
+    kv_bytes = content["kv_bytes_per_1k_tokens"]
+    memory = f"{size(kv_bytes)} of KV cache per 1,000 tokens" if kv_bytes else "no KV cache"
     dtypes = ", ".join(f"{count} {name}" for name, count in content["dtypes"].items())
     for name, value in (
         ("architecture", f"{content['architecture']}: {shape}; {heads}"),
         (
             "vocabulary",
-            f"{config['vocab_size']:,}" + (", tied" if config["tie_embeddings"] else ""),
+            f"{config['vocab_size']:,}" + (", tied" if config.get("tie_embeddings") else ""),
         ),
         ("context", f"{config['max_seq_len']:,} tokens"),
         ("parameters", f"{content['parameters'] / 1e6:,.1f} million"),
         ("weights", f"{size(content['bytes'])}: {dtypes}"),
-        ("memory", f"{size(content['kv_bytes_per_1k_tokens'])} of KV cache per 1,000 tokens"),
+        ("memory", memory),
         *(("lineage", _step(step)) for step in content["lineage"]),
     ):
         line = f"[bold]{name:<15}[/]{escape_markup(value)}"

@@ -45,7 +45,7 @@ def serve(
     max_lora_rank: int | None = None,
     log_format: Literal["text", "json"] = "text",
 ) -> None:
-    """Serve a model to any OpenAI client: chat and completions, streamed or not.
+    """Serve a model to any OpenAI client: chat and completions, streamed or not; embeddings.
 
     Ctrl-C or SIGTERM finishes running requests, then stops; a second one stops at once.
 
@@ -165,13 +165,15 @@ async def _serve(server: Server, started: float) -> None:
 
 
 def describe_cache(info: EngineReady | None) -> str:
-    """Return the size of the KV cache.
+    """Return the size of the KV cache, or of the embeddings of a model without one.
 
     >>> describe_cache(None)
     'KV cache not allocated'
     """
     if info is None:
         return "KV cache not allocated"
+    if info.embedding_dim is not None:
+        return f"embeddings of {info.embedding_dim} elements"
     tokens, size = info.num_blocks * info.block_size, info.kv_cache_bytes / 2**30
     return f"KV cache of {tokens:,} tokens in {info.kv_cache_dtype} ({size:.2f} GiB)"
 
@@ -179,8 +181,10 @@ def describe_cache(info: EngineReady | None) -> str:
 def example(server: Server) -> str:
     """Return example requests for the terminal."""
     key = " -H 'Authorization: Bearer KEY'" if server.service.keys else ""
-    chats = server.service.tokenizer.chat_template is not None
-    if chats:
+    info = server.engine.info
+    if info is not None and info.embedding_dim is not None:
+        path, body = "embeddings", '"input": ["Hello", "Once upon a time"]'
+    elif server.service.tokenizer.chat_template is not None:
         path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     else:
         path, body = "completions", '"prompt": "Once upon a time", "max_tokens": 40'

@@ -31,6 +31,10 @@ OPTIONAL_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
     "LICENSE",
     "README.md",
     lineage.NAME,
@@ -70,7 +74,11 @@ def copy_model(source: Path, directory: Path, progress: Progress | None = None) 
     with paths.atomic_directory(directory, needed) as temporary:
         if progress:
             progress.describe("copying")
-        hashes = {path.name: _copy_file(path, temporary / path.name, progress) for path in files}
+        hashes: dict[str, str] = {}
+        for path in files:
+            name = path.relative_to(source)
+            (temporary / name).parent.mkdir(exist_ok=True)
+            hashes[str(name)] = _copy_file(path, temporary / name, progress)
         hashes.pop(lineage.NAME, None)  # it changes now
         lineage.append(
             temporary,

@@ -2,6 +2,7 @@
 
     decoder = load("SmolLM2-135M-Instruct")
     save(decoder, "copy")                       # the same tensors, byte for byte
+    encoder = load_encoder("all-MiniLM-L6-v2")
 
 The tensors of a family are views of the decoder's parameters: q, k and v are rows of one weight,
 the weight of an expert is a slice of that of all experts, and GPT-2's transposed weights are
@@ -32,7 +33,7 @@ from ingot.interop import compressed_tensors, gptq_awq
 from ingot.interop.compressed_tensors import COMPRESSED_TENSORS
 from ingot.interop.directory import count_dtypes, count_parameters
 from ingot.interop.hf_config import Family, RawConfig
-from ingot.interop.hf_families import FAMILIES, LM_HEAD
+from ingot.interop.hf_families import ENCODERS, FAMILIES, LM_HEAD
 from ingot.interop.quantization_scheme import (
     HINT,
     KEY,
@@ -40,8 +41,9 @@ from ingot.interop.quantization_scheme import (
     QuantizationScheme,
     describe_layers,
 )
-from ingot.nn.config import DecoderConfig
+from ingot.nn.config import DecoderConfig, EncoderConfig
 from ingot.nn.decoder import Decoder
+from ingot.nn.encoder import Encoder
 from ingot.nn.formats import WeightFormat
 from ingot.nn.layout import KVSpec
 from ingot.nn.linear import Linear
@@ -78,8 +80,7 @@ def load(
         for name, shape in layer.shapes(layout)
     }
     weights.check_matches(named_views(decoder, family), stored)
-    # Like `to_empty`, whose `empty_like` imports sympy for a meta tensor: 0.8 s.
-    decoder = decoder._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
+    _allocate(decoder, device)
     weights.read(named_views(decoder, family))
     for layer in _quantized_layers(decoder, family):
         layer.read(weights, layout)
@@ -101,6 +102,48 @@ def save(decoder: Decoder, directory: Path | str, shard_bytes: int = SHARD_BYTES
     write(directory, tensors, shard_bytes)
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
     write_atomic(directory / "config.json", text)
+
+
+def load_encoder(
+    directory: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Encoder:
+    """Load the encoder of a directory, without its pooler or the head of another task."""
+    directory = Path(directory)
+    raw = _read_raw_config(directory)
+    config, family = read_encoder_config(raw), ENCODERS[raw["model_type"]]
+    if raw.get(KEY) is not None:
+        raise ConfigError(f"{KEY} of encoders is not supported", hint=HINT)
+    weights = SafetensorsDir(directory)
+    _normalize_encoder_names(weights, family)
+    encoder = Encoder.on_meta(config, dtype or _weights_dtype(weights, family))
+    weights.check_matches(named_views(encoder, family))
+    _allocate(encoder, device)
+    weights.read(named_views(encoder, family))
+    encoder.source_config = raw
+    return encoder
+
+
+def save_encoder(encoder: Encoder, directory: Path | str) -> None:
+    """Write config.json and the weights to a directory that has no weights yet."""
+    directory, source = Path(directory), encoder.source_config or {}
+    family = ENCODERS[source.get("model_type", "bert")]
+    raw = family.write(encoder.config, source)
+    raw["dtype"] = str(encoder.dtype).removeprefix("torch.")
+    write(directory, named_views(encoder, family))
+    write_atomic(directory / "config.json", json.dumps(raw, indent=2, sort_keys=True) + "\n")
+
+
+def is_encoder(directory: Path | str) -> bool:
+    """Return whether the model of a directory is an encoder."""
+    return _read_raw_config(Path(directory)).get("model_type") in ENCODERS
+
+
+def _allocate(model: Decoder | Encoder, device: torch.device | str) -> None:
+    """Allocate a model that is on `meta`.
+
+    Like `to_empty`, whose `empty_like` imports sympy for a meta tensor: 0.8 s.
+    """
+    model._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +179,31 @@ def describe(directory: Path | str) -> Description:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncoderDescription:
+    """The directory of an encoder as its config and the headers of its weights describe it."""
+
+    model_type: str
+    config: EncoderConfig
+    parameters: int
+    bytes: int
+    dtypes: Mapping[str, int]
+    """Number of tensors of each dtype."""
+
+
+def describe_encoder(directory: Path | str) -> EncoderDescription:
+    """Describe the encoder of a directory without reading its weights."""
+    directory = Path(directory)
+    raw, entries = _read_raw_config(directory), SafetensorsDir(directory).entries
+    return EncoderDescription(
+        model_type=raw["model_type"],
+        config=read_encoder_config(raw),
+        parameters=count_parameters(directory),
+        bytes=sum(entry.bytes for entry in entries.values()),
+        dtypes=count_dtypes(directory),
+    )
+
+
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Return the configuration of a config.json.
 
@@ -146,9 +214,26 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError("config.json has no model_type", hint=f"add one of {', '.join(FAMILIES)}")
+    if model_type in ENCODERS:
+        raise ConfigError(
+            f"the model is an encoder ({model_type}): it generates no text",
+            hint="compute embeddings with it: ingot.Embedder, or /v1/embeddings of `ingot serve`",
+        )
     if model_type not in FAMILIES:
         raise UnknownName("model_type in config.json:", model_type[:100], FAMILIES)
     return FAMILIES[model_type].read(raw)
+
+
+def read_encoder_config(raw: RawConfig) -> EncoderConfig:
+    """Return the configuration of an encoder's config.json.
+
+    >>> read_encoder_config({"model_type": "bert", "num_hidden_layers": 6}).layers
+    6
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ENCODERS:
+        raise UnknownName("model_type of an encoder:", str(model_type)[:100], ENCODERS)
+    return ENCODERS[model_type].read(raw)
 
 
 def write_config(config: DecoderConfig, source: RawConfig | None, dtype: torch.dtype) -> RawConfig:
@@ -183,12 +268,12 @@ def _express(config: DecoderConfig, source: RawConfig) -> RawConfig:
     )
 
 
-def named_views(decoder: Decoder, family: Family) -> dict[str, Tensor]:
-    """Return views of the decoder's parameters by the tensor names of the family."""
-    config = decoder.config
+def named_views(model: Decoder | Encoder, family: Family) -> dict[str, Tensor]:
+    """Return views of the model's parameters by the tensor names of the family."""
+    config = model.config
     rows = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
     views: dict[str, Tensor] = {}
-    for ours, parameter in decoder.named_parameters():
+    for ours, parameter in model.named_parameters():
         if ".lora." in ours:
             continue  # adapters are files of their own: `ingot.interop.peft`
         pattern = re.sub(r"^blocks\.\d+", "blocks.{i}", ours)
@@ -381,6 +466,19 @@ def _normalize_names(weights: SafetensorsDir, family: Family, config: DecoderCon
                 hint="set tie_word_embeddings to false if the LM head has weights of its own",
             )
         del entries[LM_HEAD]
+
+
+def _normalize_encoder_names(weights: SafetensorsDir, family: Family) -> None:
+    """Remove the prefix and the tensors of another task; rename those of the oldest files."""
+    entries = weights.entries
+    if any(name.startswith(family.prefix) for name in entries):
+        entries = {name.removeprefix(family.prefix): entry for name, entry in entries.items()}
+    old = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+    weights.entries = {
+        re.sub(r"LayerNorm\.(gamma|beta)$", lambda match: old[match[0]], name): entry
+        for name, entry in entries.items()
+        if not re.fullmatch(family.ignored_tensors, name)
+    }
 
 
 def _weights_dtype(weights: SafetensorsDir, family: Family) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The mapping between config.json and `DecoderConfig`, in both directions.
+"""The mapping between config.json and `DecoderConfig` or `EncoderConfig`, in both directions.
 
 A `KeyMapping` covers a group of keys: `read` turns them into fields of `DecoderConfig`, `write`
 turns the fields back into keys. A `Family` (`model_type`) is a record that lists its mappings, the
@@ -21,6 +21,7 @@ from ingot.core.errors import ConfigError, UnknownName
 from ingot.nn.config import (
     Activation,
     DecoderConfig,
+    EncoderConfig,
     LinearScaling,
     Llama3Scaling,
     MoEConfig,
@@ -56,7 +57,7 @@ class KeyMapping:
     """A group of keys of config.json and the fields of `DecoderConfig` they set."""
 
     read: Callable[[RawConfig], dict[str, Any]]
-    write: Callable[[DecoderConfig], RawConfig]
+    write: Callable[[Any], RawConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +81,10 @@ class Family:
     """Parameters that are stored transposed."""
     ignored_tensors: str = r".*\.rotary_emb\.inv_freq"
     """Pattern of tensors that are constants rather than weights; old files contain some."""
+    config_type: type[DecoderConfig] | type[EncoderConfig] = DecoderConfig
 
-    def read(self, raw: RawConfig) -> DecoderConfig:
-        """Return the configuration of a config.json."""
+    def read(self, raw: RawConfig) -> Any:
+        """Return the configuration of a config.json, of type `config_type`."""
         raw = {**self.defaults, **raw}
         for key, supported in {**SUPPORTED_VALUES, **self.supported_values}.items():
             if key in raw and raw[key] not in supported:
@@ -93,9 +95,9 @@ class Family:
         fields = dict(self.constants)
         for mapping in self.mappings:
             fields |= mapping.read(raw)
-        return DecoderConfig(**fields)
+        return self.config_type(**fields)
 
-    def write(self, config: DecoderConfig, source: RawConfig) -> RawConfig:
+    def write(self, config: DecoderConfig | EncoderConfig, source: RawConfig) -> RawConfig:
         """Return a config.json for the configuration, with the other keys of `source`.
 
         Fields that the family cannot express are lost: compare with `read`.
@@ -347,7 +349,7 @@ def _write_interleaved_moe(config: DecoderConfig) -> RawConfig:
 INTERLEAVED_MOE = KeyMapping(_read_interleaved_moe, _write_interleaved_moe)
 """Qwen3-MoE: in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
 
-_GPT2_ACTIVATIONS = {
+_ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu": Activation.GELU,
@@ -355,22 +357,37 @@ _GPT2_ACTIVATIONS = {
 }
 
 
+def _read_activation(raw: RawConfig, key: str) -> Activation:
+    name = raw[key]
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise UnknownName(f"{key} in config.json:", str(name)[:100], _ACTIVATIONS)
+    return _ACTIVATIONS[name]
+
+
+def _activation_name(config: DecoderConfig | EncoderConfig) -> str:
+    names = [name for name, kind in _ACTIVATIONS.items() if kind is config.activation]
+    return (names or [""])[0]
+
+
 def _read_gpt2(raw: RawConfig) -> dict[str, Any]:
-    dim, name = raw.get("n_embd"), raw["activation_function"]
-    if not isinstance(name, str) or name not in _GPT2_ACTIVATIONS:
-        raise UnknownName("activation_function in config.json:", str(name)[:100], _GPT2_ACTIVATIONS)
+    dim = raw.get("n_embd")
     return {
         "kv_heads": raw.get("n_head"),
         "head_dim": _head_dim(dim, raw.get("n_head")),
         "ffn_dim": 4 * dim if raw["n_inner"] is None else raw["n_inner"],  # pyright: ignore
-        "activation": _GPT2_ACTIVATIONS[name],
+        "activation": _read_activation(raw, "activation_function"),
     }
 
 
 def _write_gpt2(config: DecoderConfig) -> RawConfig:
-    names = [name for name, kind in _GPT2_ACTIVATIONS.items() if kind is config.activation]
-    return {"n_inner": config.ffn_dim, "activation_function": (names or [""])[0]}
+    return {"n_inner": config.ffn_dim, "activation_function": _activation_name(config)}
 
 
 GPT2_MLP = KeyMapping(_read_gpt2, _write_gpt2)
 """GPT-2: sizes that default to values of other keys, and the activation."""
+
+HIDDEN_ACT = KeyMapping(
+    lambda raw: {"activation": _read_activation(raw, "hidden_act")},
+    lambda config: {"hidden_act": _activation_name(config)},
+)
+"""BERT: the activation of an MLP without a gate."""

@@ -1,7 +1,7 @@
 """The supported model families, as data.
 
-To add a family, append a `Family` to `FAMILIES`. If its config.json has keys that no mapping of
-`ingot.interop.hf_config` covers, write a `KeyMapping` for them.
+To add a family, append a `Family` to `FAMILIES`, or to `ENCODERS`. If its config.json has keys that
+no mapping of `ingot.interop.hf_config` covers, write a `KeyMapping` for them.
 """
 
 # pyright: basic
@@ -10,6 +10,7 @@ from __future__ import annotations
 from ingot.interop.hf_config import (
     GPT2_MLP,
     HEADS,
+    HIDDEN_ACT,
     INTERLEAVED_MOE,
     LAYERED_WINDOW,
     MOE,
@@ -19,7 +20,7 @@ from ingot.interop.hf_config import (
     Family,
     keys,
 )
-from ingot.nn.config import NormKind, NormPosition, QkNorm
+from ingot.nn.config import EncoderConfig, NormKind, NormPosition, QkNorm
 
 LM_HEAD = "lm_head.weight"
 
@@ -214,3 +215,70 @@ _FAMILIES = (
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 """By `model_type`. `write_config` takes the first family that can express a configuration."""
+
+_BERT_LAYER = "encoder.layer.{i}."
+_BERT_NAMES: dict[str, str | tuple[str, ...]] = {
+    "tok_embed.weight": "embeddings.word_embeddings.weight",
+    "pos_embed.weight": "embeddings.position_embeddings.weight",
+    "type_embed.weight": "embeddings.token_type_embeddings.weight",
+    **{
+        f"blocks.{{i}}.attention.qkv.{kind}": tuple(
+            f"{_BERT_LAYER}attention.self.{x}.{kind}" for x in ("query", "key", "value")
+        )
+        for kind in ("weight", "bias")
+    },
+    **{
+        f"{ours}.{kind}": f"{theirs}.{kind}"
+        for kind in ("weight", "bias")
+        for ours, theirs in {
+            "norm": "embeddings.LayerNorm",
+            "blocks.{i}.attention.out": _BERT_LAYER + "attention.output.dense",
+            "blocks.{i}.attention_norm": _BERT_LAYER + "attention.output.LayerNorm",
+            "blocks.{i}.mlp.up": _BERT_LAYER + "intermediate.dense",
+            "blocks.{i}.mlp.down": _BERT_LAYER + "output.dense",
+            "blocks.{i}.mlp_norm": _BERT_LAYER + "output.LayerNorm",
+        }.items()
+    },
+}
+
+ENCODERS: dict[str, Family] = {
+    "bert": Family(
+        model_type="bert",
+        architecture="BertModel",
+        prefix="bert.",
+        mappings=(
+            keys(
+                vocab_size="vocab_size",
+                dim="hidden_size",
+                layers="num_hidden_layers",
+                heads="num_attention_heads",
+                ffn_dim="intermediate_size",
+                max_seq_len="max_position_embeddings",
+                type_vocab_size="type_vocab_size",
+                norm_eps="layer_norm_eps",
+            ),
+            HIDDEN_ACT,
+        ),
+        tensor_names=_BERT_NAMES,
+        defaults={
+            "vocab_size": 30522,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 512,
+            "type_vocab_size": 2,
+            "layer_norm_eps": 1e-12,
+            "hidden_act": "gelu",
+        },
+        supported_values={
+            "position_embedding_type": ("absolute", None),
+            "is_decoder": (False,),
+            "add_cross_attention": (False,),
+        },
+        # The pooler and the heads of other tasks: embeddings do not depend on them.
+        ignored_tensors=r"embeddings\.position_ids|(pooler|cls|classifier)\..*",
+        config_type=EncoderConfig,
+    ),
+}
+"""Encoders by `model_type`; their files have the prefix only if they are those of another task."""

@@ -152,7 +152,8 @@ def _remote_file(repo: str, sibling: Any) -> RemoteFile:
 
 
 def _download_all(repo: str, commit: str, files: list[RemoteFile], partial: Path) -> None:
-    partial.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (partial / file.name).parent.mkdir(parents=True, exist_ok=True)
     present = {f.name: _present(partial / f.name) for f in files}
     missing = sum(file.size - min(present[file.name], file.size) for file in files)
     if shutil.disk_usage(partial).free < missing:

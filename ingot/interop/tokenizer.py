@@ -193,11 +193,14 @@ def _load_inner(path: Path) -> tokenizers.Tokenizer:
             "tokenizer of another format",
         )
     try:
-        return tokenizers.Tokenizer.from_buffer(content)
+        inner = tokenizers.Tokenizer.from_buffer(content)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is not an Exception
         raise _malformed(path, str(error)[:500]) from error
+    inner.no_truncation()  # a tokenizer.json may enable either; transformers ignores both
+    inner.no_padding()
+    return inner
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from ingot.nn.attention import Attention
 from ingot.nn.config import (
     Activation,
     DecoderConfig,
+    EncoderConfig,
     MoEConfig,
     NormKind,
     NormPosition,
@@ -23,6 +24,7 @@ from ingot.nn.conv import CNN, CNNConfig, ResNet, ResNetConfig
 from ingot.nn.decoder import Decoder
 from ingot.nn.dense import Dense, DenseConfig
 from ingot.nn.dropout import Dropout
+from ingot.nn.encoder import Encoder
 from ingot.nn.gru import GRU, GRUConfig
 from ingot.nn.layout import BatchLayout, KVCache, KVSpec
 from ingot.nn.linear import Embedding, Linear
@@ -46,6 +48,8 @@ __all__ = [
     "DenseConfig",
     "Dropout",
     "Embedding",
+    "Encoder",
+    "EncoderConfig",
     "GRUConfig",
     "KVCache",
     "KVSpec",

@@ -32,9 +32,10 @@ from ingot.ops.codec import round_kv
 
 
 class Attention(nn.Module):
-    """Causal self-attention over packed tokens; usable in custom models.
+    """Self-attention over packed tokens, causal by default; usable in custom models.
 
-    `layer` is the index of its keys and values in the `KVCache`; number the layers from 0.
+    `layer` is the index of its keys and values in the `KVCache`; number the layers from 0. Without
+    `causal` a token attends to all tokens of its sequence, and nothing can be cached.
 
     >>> attention = Attention(32, heads=4, kv_heads=2, rope=Rope())
     >>> layout = BatchLayout.packed([3, 2])
@@ -56,8 +57,10 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         o_bias: bool = False,
         eps: float = 1e-5,
+        causal: bool = True,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         self.head_dim = dim // heads if head_dim is None else head_dim
         if heads % self.kv_heads or (head_dim is None and dim % heads):
@@ -85,13 +88,15 @@ class Attention(nn.Module):
         return [(self.qkv, qkv), (self.out, LoraShape.of(self.out, "o_proj"))]
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """Shape and dtype of the keys and values that this layer caches for a token."""
+    def kv_spec(self) -> KVSpec | None:
+        """Shape and dtype of the keys and values cached for a token; None if it is not causal."""
+        if not self.causal:
+            return None
         dtype = torch.int8 if self.kv_cache_dtype == "int8" else self.qkv.dtype
         return KVSpec(layers=1, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
 
     def forward(self, x_TD: Tensor, layout: BatchLayout, residual: Tensor | None = None) -> Tensor:
-        """Attend to the preceding tokens; add `residual` if given."""
+        """Attend to the tokens of each sequence; add `residual` if given."""
         q_TNH, k, v = self._project(x_TD, layout.adapters)
         if layout.kv_cache is None:
             q_TNH = recomputable(self.rotary, q_TNH, layout.positions)
@@ -116,7 +121,7 @@ class Attention(nn.Module):
             layout.cu_seqlens,
             layout.context_lens,
             layout.block_table,
-            True,
+            self.causal,
             self.sliding_window,
         )
 

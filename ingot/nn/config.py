@@ -1,4 +1,4 @@
-"""The configuration of a decoder. Model families differ in these fields only.
+"""The configurations of decoders and encoders. Model families differ in these fields only.
 
     GPT-2                learned position embeddings, LayerNorm, MLP without a gate, biases
     Llama, SmolLM2       RoPE, RMSNorm, SwiGLU, grouped-query attention; tied embeddings or not
@@ -6,6 +6,7 @@
     Qwen2, Qwen3         + bias of q, k, v; or RMSNorm of each head of q and k
     OLMo2                post-norm, and RMSNorm over all heads of q and k
     Mixtral, Qwen3-MoE   mixture of experts, in all layers or in some
+    BERT, MiniLM         encoders: attention to all tokens, token types, LayerNorm after the sum
 
 Every number is checked against bounds before anything is allocated: a configuration often comes
 from an untrusted file.
@@ -63,6 +64,7 @@ _MAX = {
     "kv_heads": 2**11,
     "head_dim": 2**12,
     "ffn_dim": 2**20,
+    "type_vocab_size": 2**10,
     "max_seq_len": 2**27,
     "sliding_window": 2**27,
     "num_experts": 2**12,
@@ -272,3 +274,54 @@ class DecoderConfig:
             return (False,) * self.layers
         chosen = range(self.layers) if self.moe.layers is None else self.moe.layers
         return tuple(layer in chosen for layer in range(self.layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Architecture of an `Encoder`.
+
+    >>> sizes = {"vocab_size": 256, "dim": 64, "layers": 2, "heads": 4, "ffn_dim": 128}
+    >>> EncoderConfig(**sizes, max_seq_len=512).head_dim
+    16
+    """
+
+    vocab_size: int
+    """Number of token ids."""
+    dim: int
+    """Width of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Number of attention heads; must divide `dim`."""
+    ffn_dim: int
+    """Hidden width of the MLP."""
+    max_seq_len: int
+    """Maximum sequence length."""
+    type_vocab_size: int = 2
+    """Number of token types."""
+    norm_eps: float = 1e-12
+    """Epsilon of the norms."""
+    activation: Activation = Activation.GELU
+    """Activation of the MLP; SwiGLU is not supported."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "vocab_size", "dim", "layers", "heads", "ffn_dim", "max_seq_len")
+        _check_sizes(self, "type_vocab_size")
+        _check_positive("norm_eps", self.norm_eps, 1.0)
+        if self.dim % self.heads:
+            raise ConfigError(
+                f"heads must divide dim, got {self.heads} and {self.dim}",
+                hint="give a number of heads that divides dim",
+            )
+        if self.activation is Activation.SWIGLU:
+            raise ConfigError("encoders have no SwiGLU", hint="set activation to gelu")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.dim // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key-value heads: as many as query heads."""
+        return self.heads

@@ -71,10 +71,11 @@ class KVSpec:
         >>> KVSpec.of(nn.Linear(2, 2)) is None
         True
         """
-        layers = [module for module in model.modules() if _has_kv_cache(module)]
+        modules = [module for module in model.modules() if _has_kv_cache(module)]
+        layers = [(module, spec) for module in modules if (spec := module.kv_spec) is not None]
         if not layers:
             return None
-        specs, count = {layer.layer: layer.kv_spec for layer in layers}, len(layers)
+        specs, count = {layer.layer: spec for layer, spec in layers}, len(layers)
         if set(specs) != set(range(count)):
             raise IngotError(
                 f"layer indices of {count} attention layers: expected 0 to {count - 1}, each once, "
@@ -98,8 +99,8 @@ class CachedLayer(Protocol):
     layer: int
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """Spec of this layer alone."""
+    def kv_spec(self) -> KVSpec | None:
+        """Spec of this layer alone; None if it caches nothing."""
         ...
 
 

@@ -136,14 +136,15 @@ def load(
     place = devices.resolve(device)
     directory = hub.model_path(model)
     with ThreadPoolExecutor(1) as pool:
-        kernels = pool.submit(_load_kernels, place)  # while the weights are read
+        kernels = pool.submit(load_kernels, place)  # while the weights are read
         decoder, tokenizer = hf.load(directory, dtype, place), Tokenizer.load(directory)
         on_status("compiling the CPU kernels, once per machine")
         kernels.result()
     return decoder, tokenizer
 
 
-def _load_kernels(place: torch.device) -> None:
+def load_kernels(place: torch.device) -> None:
+    """Compile and load the CPU kernels, if the device uses them."""
     if place.type == "cpu":
         from ingot.kernels.cpu import build
 
@@ -282,7 +283,7 @@ class LLM:
             ignore_eos: Continue after the model's end-of-sequence tokens.
             adapter: Name of the adapter to use; by default none.
         """
-        texts, batch = _as_batch(prompts)
+        texts, batch = as_batch(prompts)
         parts: list[list[CompletionChunk]] = [[] for _ in batch]
         token_ids = [self._encode(prompt) for prompt in batch]
         for chunk in self._stream(
@@ -319,7 +320,7 @@ class LLM:
         if isinstance(prompts, Iterator):
             lazy = map(self._encode, prompts)
             return self._stream(lazy, sampling_params, max_tokens, stop, ignore_eos, adapter)
-        _, batch = _as_batch(prompts)
+        _, batch = as_batch(prompts)
         token_ids = [self._encode(prompt) for prompt in batch]
         return self._stream(token_ids, sampling_params, max_tokens, stop, ignore_eos, adapter)
 
@@ -361,7 +362,7 @@ class LLM:
 
         They are bitwise equal to those of training: `-ops.linear_cross_entropy`.
         """
-        several, batch = _as_batch(prompts)
+        several, batch = as_batch(prompts)
         token_ids = [self._encode(prompt) for prompt in batch]
         if short := [index for index, ids in enumerate(token_ids) if len(ids) < 2]:
             raise ConfigError(
@@ -509,10 +510,10 @@ class _RequestStream:
         return token in self.request.sampling_params.stop_token_ids
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
     """Return whether several prompts were given, and a list of them.
 
-    >>> _as_batch("a"), _as_batch([1, 2]), _as_batch(["a"])
+    >>> as_batch("a"), as_batch([1, 2]), as_batch(["a"])
     ((False, ['a']), (False, [[1, 2]]), (True, ['a']))
     """
     several = not isinstance(prompts, str) and not (prompts and isinstance(prompts[0], int))

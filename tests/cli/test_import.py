@@ -82,3 +82,11 @@ def test_names_from_files_are_escaped(cli: Run, tmp_path: Path) -> None:
     assert "next: ingot generate out" in result.stdout
     wrong = cli("import", "\x1b[2Jnone", "out")
     assert "error: ?[2Jnone: no such file or directory" in wrong.stderr
+
+
+def test_encoder_is_imported_with_its_pooling(cli: Run, tmp_path: Path, minilm: Path) -> None:
+    result = cli("import", str(minilm), "minilm")
+    assert result.returncode == 0, result.stderr
+    assert "architecture   bert" in result.stdout
+    assert "next: ingot serve minilm" in result.stdout
+    assert (tmp_path / "minilm/1_Pooling/config.json").is_file()

@@ -25,6 +25,18 @@ def test_description_of_a_real_model(smollm2: Path, capsys: pytest.CaptureFixtur
     assert "SmolLM2-135M-Instruct.Q4_1.gguf, b179c9523d0e6a0f" in lines[6]
 
 
+def test_description_of_an_encoder(minilm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info(str(minilm))
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "architecture   bert: 6 layers of 384, MLP 1536; 12 heads of 32",
+        "vocabulary     30,522",
+        "context        512 tokens",
+        "parameters     22.7 million",
+        "weights        90.9 MB: 103 float32, 1 int64",
+        "memory         no KV cache",
+    ]
+
+
 def test_json_of_a_model_without_lineage(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     info(str(tiny), json=True)
     found = json.loads(capsys.readouterr().out)

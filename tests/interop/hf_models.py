@@ -53,6 +53,15 @@ MOE: dict[str, Any] = {
 }
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 11}
 
+BERT = transformers.BertConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+)
+
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2-untied-relu": lambda: transformers.GPT2Config(

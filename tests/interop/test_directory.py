@@ -50,6 +50,19 @@ def test_files_are_copied_and_hashed(source: Path, tmp_path: Path) -> None:
     assert directory.count_parameters(tmp_path / "out") == 11
 
 
+def test_pooling_of_sentence_transformers_is_copied(source: Path, tmp_path: Path) -> None:
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text("{}")
+    (source / "1_Pooling/code.py").write_text("x")
+    directory.copy_model(source, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out/1_Pooling").iterdir()] == ["config.json"]
+    (step,) = lineage.read(tmp_path / "out").steps
+    assert step["files"]["1_Pooling/config.json"] == hashlib.sha256(b"{}").hexdigest()
+    before = directory.hash_model(source)
+    (source / "1_Pooling/config.json").write_text("{ }")
+    assert directory.hash_model(source) != before
+
+
 def test_code_pickles_and_unknown_files_are_not_copied(source: Path, tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "modeling.py", "other.safetensors", "notes.txt", ".hidden"):
         (source / name).write_text("x")

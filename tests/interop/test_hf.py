@@ -24,7 +24,7 @@ from ingot.interop import hf
 from ingot.nn import BatchLayout, Decoder, KVCache, Rope
 from ingot.nn.weights import SINGLE, WeightsError
 
-from .hf_models import LLAMA3, MODELS, VOCABULARY, YARN
+from .hf_models import BERT, LLAMA3, MODELS, VOCABULARY, YARN
 
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -261,3 +261,87 @@ def test_malformed_config_raises(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin1")
     with pytest.raises(IngotError):
         hf.load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder that transformers made and saved."""
+    torch.manual_seed(0)
+    model = transformers.BertModel(BERT)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "LayerNorm.weight" in key else 0.0, 0.2)
+    directory = tmp_path_factory.mktemp("bert")
+    model.save_pretrained(directory)
+    return directory
+
+
+@torch.inference_mode()
+def hidden_states(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states by ingot and by transformers, with two token types."""
+    tokens, types = prompt(50), torch.arange(50) // 25
+    actual = hf.load_encoder(directory)(tokens, BatchLayout.packed([50]), types)
+    model = transformers.BertModel.from_pretrained(directory).eval()
+    expected = model(tokens[None], token_type_ids=types[None]).last_hidden_state[0]
+    return actual, expected
+
+
+def test_encoder_matches_transformers(bert: Path) -> None:
+    actual, expected = hidden_states(bert)
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_encoder_files_of_other_tasks_and_ages_are_read(bert: Path, tmp_path: Path) -> None:
+    """With the prefix, with the head of a task, with the names of the first files."""
+    tensors = load_file(bert / SINGLE)
+    renamed = {
+        "bert." + name.replace("LayerNorm.weight", "LayerNorm.gamma"): tensor
+        for name, tensor in tensors.items()
+    }
+    renamed["cls.predictions.bias"] = torch.zeros(3)
+    renamed["bert.embeddings.position_ids"] = torch.arange(128)[None]
+    shutil.copy(bert / "config.json", tmp_path)
+    save_file(renamed, tmp_path / SINGLE)
+    for one, other in zip(
+        hf.load_encoder(tmp_path).parameters(), hf.load_encoder(bert).parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_encoder_is_saved_for_transformers(bert: Path, tmp_path: Path) -> None:
+    encoder = hf.load_encoder(bert)
+    hf.save_encoder(encoder, tmp_path / "loaded")
+    encoder.source_config = None
+    hf.save_encoder(encoder, tmp_path / "own")
+    stored = load_file(bert / SINGLE)
+    for directory in (tmp_path / "loaded", tmp_path / "own"):
+        actual, expected = hidden_states(directory)
+        assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert hf.load_encoder(directory).config == encoder.config
+        for name, tensor in load_file(directory / SINGLE).items():
+            assert torch.equal(tensor, stored[name])
+
+
+def test_encoders_and_decoders_are_not_mixed_up(bert: Path, saved: Any) -> None:
+    assert hf.is_encoder(bert)
+    assert not hf.is_encoder(saved("smollm2"))
+    with pytest.raises(ConfigError, match="generates no text"):
+        hf.load(bert)
+    with pytest.raises(UnknownName, match="llama"):
+        hf.load_encoder(saved("smollm2"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position_embedding_type": "relative_key"},
+        {"is_decoder": True},
+        {"hidden_act": "silu"},
+        {"quantization_config": {"quant_method": "gptq"}},
+    ],
+)
+def test_unsupported_encoders_raise(change: dict[str, Any], bert: Path, tmp_path: Path) -> None:
+    shutil.copy(bert / SINGLE, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(read(bert) | change))
+    with pytest.raises(IngotError, match=next(iter(change))):
+        hf.load_encoder(tmp_path)

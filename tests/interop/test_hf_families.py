@@ -11,17 +11,17 @@ import transformers
 
 from ingot.core.errors import ConfigError
 from ingot.interop import hf
-from ingot.interop.hf_families import FAMILIES
+from ingot.interop.hf_families import ENCODERS, FAMILIES
 from ingot.nn import NormPosition, QkNorm, preset
 
 from .hf_models import MODELS
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*FAMILIES, *ENCODERS])
 def test_defaults_match_transformers(model_type: str) -> None:
     """What transformers takes for a key that config.json leaves out."""
     config = transformers.AutoConfig.for_model(model_type)
-    family = FAMILIES[model_type]
+    family = (FAMILIES | ENCODERS)[model_type]
     for key, value in family.defaults.items():
         if key == "rope_theta":
             assert config.rope_parameters["rope_theta"] == value

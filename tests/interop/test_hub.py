@@ -23,6 +23,8 @@ def repository(tmp_path: Path) -> hub.Repository:
     source = models.small(tmp_path / "source")
     (source / "modeling_tiny.py").write_text("raise SystemExit('code of a model ran')")
     (source / "pytorch_model.bin").write_bytes(b"a pickle")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text("{}")
     (source / "training").mkdir()
     (source / "training/model.safetensors").write_bytes(b"not part of the model")
     return hub.Repository(source)
@@ -73,9 +75,9 @@ def test_pull_downloads_weights_configuration_and_tokenizer_only(
     assert result.returncode == 0, result.stderr
     source, model = repository.directory, client.model
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {path.name for path in model.iterdir()} - {"generation_config.json"} == names | {
-        lineage.NAME
-    }
+    names |= {"1_Pooling/config.json"}
+    found = {str(path.relative_to(model)) for path in model.rglob("*") if path.is_file()}
+    assert found - {"generation_config.json"} == names | {lineage.NAME}
     for name in names:
         assert (model / name).read_bytes() == (source / name).read_bytes()
     step = lineage.read(model).steps[-1]

@@ -40,6 +40,18 @@ def test_real_text_round_trips_whole_and_streamed(tokenizer: Tokenizer) -> None:
         assert streamed(tokenizer, ids) == text
 
 
+def test_padding_and_truncation_of_the_file_are_ignored(smollm2: Path, tmp_path: Path) -> None:
+    """As in transformers: a prompt is neither cut nor padded unless asked."""
+    inner = tokenizers.Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    inner.enable_padding(length=16)
+    inner.enable_truncation(4)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    for text in ("Hello", "Hello " * 20):
+        ids = Tokenizer.load(smollm2).encode(text)
+        assert Tokenizer.load(tmp_path).encode(text) == ids
+    assert len(ids) > 16
+
+
 @given(st.text())
 def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     """But for bytes that never occurred where SmolLM2's vocabulary was made, 21 of the 256."""

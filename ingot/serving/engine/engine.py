@@ -192,6 +192,11 @@ class Engine:
         busy = set(self._adapter_slots.values())
         return self.adapters.load(name, source, replace=replace, busy=busy)
 
+    @property
+    def loaded_adapters(self) -> list[LoadedAdapter]:
+        """The adapters that requests can name."""
+        return self.adapters.loaded
+
     def unload_adapter(self, name: str) -> None:
         """Remove the name of an adapter; requests that use it finish."""
         self.adapters.unload(name)

@@ -42,6 +42,8 @@ class Output(msgspec.Struct, frozen=True):
     """Set in the last output of a request."""
     error: str | None = None
     """Error message, if the request failed or was rejected."""
+    embedding: bytes | None = None
+    """Embedding of the prompt, as little-endian float32, from a `PoolingEngine`."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

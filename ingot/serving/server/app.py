@@ -65,8 +65,8 @@ def create_app(service: Service) -> RequestGuard:
         return await service.chat(body.to_chat(), request.scope, MessagesWriter)
 
     @app.post("/v1/embeddings", response_class=Response)
-    async def embeddings(body: EmbeddingRequest) -> Response:
-        return service.embed(body)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return await service.embed(body, request.scope)
 
     @app.post("/tokenize", response_class=Response)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:

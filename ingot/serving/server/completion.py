@@ -28,12 +28,13 @@ from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.writer import Reply, Usage, Writer, encode
 
 DEFAULT_RETRY_AFTER_S = 2
-_ERRORS = {
+FINISH_ERRORS = {
     FinishReason.DEADLINE: (504, "request timed out", "raise `timeout` or lower `max_tokens`"),
     FinishReason.REJECTED: (429, "too many queued requests", "retry in a few seconds"),
     FinishReason.CANCELLED: (503, "the request was cancelled", "send it again"),
     FinishReason.FAILED: (500, "the engine step failed", "send the request again"),
 }
+"""Status, message and hint of requests that the engine did not complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,11 @@ class Choice:
         self._stop_token_ids = job.sampling_params.stop_token_ids
         plain = job.sampling_params.logprobs is None and not job.echo and self._parser is None
         self._affixes = completion.writer.affixes(index) if plain and job.stream else None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None before that."""
+        return self.reply.finish_reason
 
     def request(self) -> Request:
         """Return the request to the engine."""
@@ -125,7 +131,7 @@ class Choice:
         if output.finish_reason is FinishReason.REJECTED and output.error is not None:
             self.on_error(422, output.error, "change the request")
         else:
-            self.on_error(*_ERRORS[output.finish_reason])
+            self.on_error(*FINISH_ERRORS[output.finish_reason])
 
     def _send(self, text: str, last: bool = False) -> None:
         """Add the text to the reply, and to the stream."""
@@ -160,7 +166,8 @@ class CompletionStream:
 
     def __init__(self, writer: Writer, context: RequestContext) -> None:
         self.writer, self.context = writer, context
-        self.job = job = writer.job
+        self.job, self.id = writer.job, writer.id
+        job = writer.job
         self.started = time.monotonic()
         self.ttft: float | None = None
         """Seconds to the first token."""
@@ -258,7 +265,7 @@ class CompletionStream:
 
     def _abort_choices(self) -> None:
         for choice in self.choices:
-            if choice.reply.finish_reason is None:
+            if choice.finish_reason is None:
                 self.context.engine.abort(choice.id, FinishReason.CANCELLED)
 
     def _complete(self) -> None:

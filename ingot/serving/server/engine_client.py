@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol, cast
 
@@ -97,14 +97,19 @@ class EngineClient:
 
     def add_request(self, request: Request, handler: OutputHandler) -> None:
         """Send a request to the engine; its outputs go to `handler` until it finishes."""
+        self.add_requests([(request, handler)])
+
+    def add_requests(self, requests: Sequence[tuple[Request, OutputHandler]]) -> None:
+        """Send requests at once, so that the engine can compute them in one batch."""
         if self._transport is None or not self.ready:
-            handler.on_error(503, "the engine is not available", "retry in a few seconds")
+            for _, handler in requests:
+                handler.on_error(503, "the engine is not available", "retry in a few seconds")
             return
-        frame = wire.frame(request)
+        frames = b"".join([wire.frame(request) for request, _ in requests])
         if not self._handlers:
             self.last_step_at = time.monotonic()
-        self._handlers[request.id] = handler
-        self._transport.write(frame)
+        self._handlers |= {request.id: handler for request, handler in requests}
+        self._transport.write(frames)
 
     def abort(self, id: int, reason: FinishReason) -> None:
         """Abort a request; its handler receives nothing more."""

@@ -150,7 +150,7 @@ class EngineCollector(Collector):
         metrics, labels, values = self._metrics, ["model_name", "engine"], [self._model, "0"]
         if stats is not None:
             yield from _engine_metrics(stats, labels, values)
-        if info is not None:
+        if info is not None and info.num_blocks:
             family = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
             sizes = {
                 "block_size": str(info.block_size),

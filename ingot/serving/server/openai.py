@@ -34,6 +34,8 @@ from ingot.serving.engine.sampling_params import (
 MAX_TOKENS = 1 << 20
 MAX_TEXT = 1 << 22
 MAX_CHOICES = 128
+MAX_INPUTS = 2048
+"""Texts of a request for embeddings, as OpenAI's."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
@@ -55,6 +57,13 @@ def _bias(value: dict[str, float]) -> dict[str, float]:
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
             raise ValueError("keys must be token ids")
     return value
+
+
+def _as_list(value: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Return one or several texts as a list; a list of numbers is one text."""
+    if isinstance(value, str) or isinstance(value[0], int):
+        return [value]  # pyright: ignore[reportReturnType]
+    return list(value)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
 class Strict(BaseModel):
@@ -209,12 +218,7 @@ class CompletionRequest(CommonParams):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts as a list."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], int):
-            return [prompt]  # pyright: ignore[reportReturnType]
-        return list(prompt)  # pyright: ignore[reportReturnType, reportArgumentType]
+        return _as_list(self.prompt)
 
 
 class Function(Strict):
@@ -331,10 +335,21 @@ class EmbeddingRequest(Strict):
     """The body of `/v1/embeddings`."""
 
     model: ShortText = ""
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | _Tokens
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+        | _Tokens
+        | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
+    """Text or token ids; or a list of them."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    """Elements of an embedding: those of the model are not shortened."""
     user: Any = None
+
+    def inputs(self) -> list[str | list[int]]:
+        """Return the inputs as a list."""
+        return _as_list(self.input)
 
 
 class TokenizeRequest(Strict):

@@ -1,4 +1,4 @@
-"""The response to a generation request, streamed or not.
+"""The response to a request that the engine computes: text, streamed or not, or embeddings.
 
 It waits for the engine and for the client, whichever ends first: if the client disconnects, its
 requests are aborted at once. Nothing is sent before the first token, so that errors until then get
@@ -16,6 +16,7 @@ from ingot.core.log import logger
 from ingot.serving.server.admission import Admission, Ticket
 from ingot.serving.server.asgi import Receive, Scope, Send
 from ingot.serving.server.completion import CompletionStream
+from ingot.serving.server.embedding import EmbeddingBatch
 from ingot.serving.server.errors import ApiError, error_response, json_response
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.protocol import TRANSPORT
@@ -39,7 +40,7 @@ class EngineResponse(Response):
 
     def __init__(
         self,
-        completion: CompletionStream,
+        completion: CompletionStream | EmbeddingBatch,
         ticket: Ticket,
         *,
         admission: Admission,
@@ -58,8 +59,8 @@ class EngineResponse(Response):
         try:
             completion.submit()
             if await self._wait(completion.began, disconnect) and completion.error is None:
-                if completion.job.stream:
-                    await self._stream(scope, send, disconnect)
+                if isinstance(completion, CompletionStream) and completion.job.stream:
+                    await self._stream(completion, scope, send, disconnect)
                 elif await self._wait(completion.done, disconnect) and completion.error is None:
                     await json_response(200, completion.body())(scope, receive, send)
             if completion.error is not None and not self._streaming:
@@ -82,8 +83,13 @@ class EngineResponse(Response):
             self._completion.fail(ApiError(504, "request timed out", hint))
         return event.done()
 
-    async def _stream(self, scope: Scope, send: Send, disconnect: asyncio.Future[None]) -> None:
-        completion = self._completion
+    async def _stream(
+        self,
+        completion: CompletionStream,
+        scope: Scope,
+        send: Send,
+        disconnect: asyncio.Future[None],
+    ) -> None:
         transport: asyncio.Transport = scope[TRANSPORT]
         self._streaming = True
         await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
@@ -111,8 +117,7 @@ class EngineResponse(Response):
         completion, now = self._completion, time.monotonic()
         self._admission.release(self._ticket, now)
         error = completion.error
-        finished = completion.choices[0].reply.finish_reason
-        reason = "abort" if aborted else "error" if error else finished
+        reason = "abort" if aborted else "error" if error else completion.choices[0].finish_reason
         seconds = now - completion.started
         self._metrics.record_request(
             reason or "error",
@@ -122,7 +127,7 @@ class EngineResponse(Response):
             generated_tokens=completion.num_generated_tokens,
         )
         fields = {
-            "id": completion.writer.id,
+            "id": completion.id,
             "tenant": self._ticket.tenant.name,
             "finish_reason": reason,
             "status": error.status if error else 200,
@@ -136,7 +141,7 @@ class EngineResponse(Response):
         }
         _access_log.info(
             "%s, %s: %s, %d prompt + %d generated tokens in %.2f s",
-            *(completion.writer.id, fields["tenant"], fields["error"] or reason),
+            *(completion.id, fields["tenant"], fields["error"] or reason),
             *(completion.num_prompt_tokens, completion.num_generated_tokens, seconds),
             extra={"fields": fields},
         )

@@ -21,7 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -256,8 +256,10 @@ class Server:
     def _on_status_change(self) -> None:
         info = self.engine.info
         if self.engine.ready and info is not None:
-            tokens = QUEUE_DEPTH_FACTOR * info.num_blocks * info.block_size
-            limits = AdmissionLimits(requests=self.config.max_requests, tokens=tokens)
+            limits = AdmissionLimits(requests=self.config.max_requests)
+            if info.num_blocks:
+                tokens = QUEUE_DEPTH_FACTOR * info.num_blocks * info.block_size
+                limits = replace(limits, tokens=tokens)
             self.admission.limits = limits
             self.on_ready()
 

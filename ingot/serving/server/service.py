@@ -31,8 +31,14 @@ from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server.admission import Admission, Ticket, estimate_tokens
 from ingot.serving.server.asgi import Scope, headers_of
 from ingot.serving.server.completion import CompletionStream, RequestContext
+from ingot.serving.server.embedding import (
+    EmbeddingBatch,
+    EmbeddingJob,
+    check_inputs,
+    encode_inputs,
+)
 from ingot.serving.server.engine_client import EngineClient
-from ingot.serving.server.errors import ApiError, RequestError, error_response, json_response
+from ingot.serving.server.errors import ApiError, RequestError, json_response
 from ingot.serving.server.keys import ANONYMOUS, Keys, Tenant
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.openai import (
@@ -206,11 +212,36 @@ class Service:
         fields = {"tokens": ids, "count": len(ids), "max_model_len": self._max_model_len()}
         return json_response(200, _encode(fields))
 
-    def embed(self, body: EmbeddingRequest) -> Response:
-        """Handle `/v1/embeddings`: not supported."""
+    async def embed(self, body: EmbeddingRequest, scope: Scope) -> Response:
+        """Handle `/v1/embeddings`."""
         self.check_model_name(body.model)
-        message = f"'{self.model}' does not support embeddings"
-        return error_response(ApiError(400, message, "use an embedding model", code="unsupported"))
+        self._check_task(embeds=True)
+        assert self.engine.info is not None
+        if body.dimensions not in (None, self.engine.info.embedding_dim):
+            message = f"dimensions: must be {self.engine.info.embedding_dim}"
+            raise RequestError(ApiError(422, message, "omit it", param="dimensions"))
+        ticket = self.admission.acquire(
+            scope["ingot.tenant"],
+            requests=1,
+            tokens=estimate_tokens(scope["ingot.size"]),
+            now=time.monotonic(),
+        )
+        try:
+            inputs = await asyncio.to_thread(encode_inputs, body.inputs(), self.tokenizer)
+            check_inputs(inputs, self.engine.info)
+            self.admission.correct(ticket, sum(map(len, inputs)))
+            batch = EmbeddingBatch(
+                EmbeddingJob(
+                    model=body.model or self.model,
+                    inputs=inputs,
+                    base64=body.encoding_format == "base64",
+                ),
+                self._context(ticket, None),
+            )
+            return EngineResponse(batch, ticket, admission=self.admission, metrics=self.metrics)
+        except BaseException:
+            self.admission.release(ticket, time.monotonic())
+            raise
 
     async def load_adapter(self, body: LoadAdapterRequest) -> Response:
         """Handle `/v1/load_lora_adapter` of the admin listener."""
@@ -329,11 +360,27 @@ class Service:
 
     def _respond(self, writer: Writer, ticket: Ticket, timeout: float | None) -> Response:
         job = writer.job
+        self._check_task(embeds=False)
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
+        completion = CompletionStream(writer, self._context(ticket, timeout))
+        return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)
+
+    def _check_task(self, *, embeds: bool) -> None:
+        """Raise a 400 unless the model computes embeddings, or generates text."""
+        assert self.engine.info is not None
+        if embeds == (self.engine.info.embedding_dim is not None):
+            return
+        message = (
+            f"'{self.model}' {'does not support embeddings' if embeds else 'generates no text'}"
+        )
+        hint = "serve an embedding model" if embeds else "it has /v1/embeddings only"
+        raise RequestError(ApiError(400, message, hint, code="unsupported"))
+
+    def _context(self, ticket: Ticket, timeout: float | None) -> RequestContext:
         anonymous = ticket.tenant is ANONYMOUS
         max_request_s = min(timeout or self.max_request_s, self.max_request_s)
-        context = RequestContext(
+        return RequestContext(
             engine=self.engine,
             tokenizer=self.tokenizer,
             metrics=self.metrics,
@@ -341,5 +388,3 @@ class Service:
             priority=0 if anonymous else ticket.priority,
             deadline=time.monotonic() + max_request_s,
         )
-        completion = CompletionStream(writer, context)
-        return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)

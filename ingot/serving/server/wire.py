@@ -76,7 +76,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_blocks: int
     kv_cache_dtype: str
     kv_cache_bytes: int
+    """This and the three above are 0 or empty for an embedding model, which has no KV cache."""
     device: str = "cpu"
+    embedding_dim: int | None = None
+    """Elements of an embedding; None for a model that generates text."""
     adapters: list[LoadedAdapter] = []
     max_loras: int = 0
     max_lora_rank: int = 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from ingot.core.errors import IngotError
+from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger, setup
 from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.output import Output
@@ -28,7 +28,10 @@ from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server import wire
 
 if TYPE_CHECKING:
+    import torch
+
     from ingot.serving.engine.engine import Engine
+    from ingot.serving.engine.pooling import PoolingEngine
 
 _log = logger(__name__)
 _READ_BYTES = 1 << 18
@@ -63,7 +66,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Worker:
     """Serves an engine over a socket."""
 
-    def __init__(self, engine: Engine, connection: socket.socket, model: str = "") -> None:
+    def __init__(
+        self, engine: Engine | PoolingEngine, connection: socket.socket, model: str = ""
+    ) -> None:
         self.engine, self.model = engine, model
         self.dropped = 0
         """Number of malformed messages."""
@@ -125,7 +130,7 @@ class Worker:
         except (OSError, RuntimeError, ValueError) as caught:  # no memory, a file that changed
             _log.exception("loading adapter %s failed", message.name)
             error, hint = f"{type(caught).__name__}: {caught}"[:1000], "see the server's log"
-        self._send(wire.AdaptersChanged(message.id, engine.adapters.loaded, error, hint))
+        self._send(wire.AdaptersChanged(message.id, engine.loaded_adapters, error, hint))
 
     def _send(self, message: wire.ToClient) -> None:
         try:
@@ -155,14 +160,26 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
 
     send(wire.Loading("importing PyTorch"))
     from ingot.core.device import resolve
+    from ingot.interop.sentence_transformers import is_embedding_model
+
+    directory, device = Path(settings.directory), resolve(settings.device)
+    send(wire.Loading(f"loading {directory}"))
+    create = _create_pooling_engine if is_embedding_model(directory) else _create_engine
+    engine, ready = create(settings, directory, device)
+    send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
+    warm_up(engine, ready.max_model_len)
+    send(ready)
+    return Worker(engine, connection, ready.model)
+
+
+def _create_engine(
+    settings: WorkerSettings, directory: Path, device: torch.device
+) -> tuple[Engine, wire.EngineReady]:
     from ingot.interop import hf
     from ingot.interop.tokenizer import Tokenizer
     from ingot.serving.engine import engine as engines
     from ingot.serving.engine.speculate import create_proposer
 
-    directory, device = Path(settings.directory), resolve(settings.device)
-    name = directory.resolve().name
-    send(wire.Loading(f"loading {directory}"))
     decoder, tokenizer = hf.load(directory).to(device), Tokenizer.load(directory)
     decoder.set_kv_cache_dtype(settings.kv_cache_dtype)
     adapters = AdapterPool.of(
@@ -182,32 +199,54 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
         adapters=adapters,
         runner=runner,
     )
-    send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
-    warm_up(engine)
-    config = decoder.config
-    send(
-        wire.EngineReady(
-            model=name,
-            vocab_size=config.vocab_size,
-            max_model_len=config.max_seq_len,
-            block_size=scheduler_config.block_size,
-            num_blocks=scheduler_config.num_blocks,
-            kv_cache_dtype=str(decoder.kv_spec.dtype).removeprefix("torch."),
-            kv_cache_bytes=engine.runner.kv_cache.memory.nbytes,
-            device=str(device),
-            adapters=adapters.loaded,
-            max_loras=adapters.max_loras,
-            max_lora_rank=adapters.max_lora_rank,
-        )
+    ready = wire.EngineReady(
+        model=directory.resolve().name,
+        device=str(device),
+        vocab_size=decoder.config.vocab_size,
+        max_model_len=decoder.config.max_seq_len,
+        block_size=scheduler_config.block_size,
+        num_blocks=scheduler_config.num_blocks,
+        kv_cache_dtype=str(decoder.kv_spec.dtype).removeprefix("torch."),
+        kv_cache_bytes=engine.runner.kv_cache.memory.nbytes,
+        adapters=adapters.loaded,
+        max_loras=adapters.max_loras,
+        max_lora_rank=adapters.max_lora_rank,
     )
-    return Worker(engine, connection, name)
+    return engine, ready
 
 
-def warm_up(engine: Engine) -> None:
+def _create_pooling_engine(
+    settings: WorkerSettings, directory: Path, device: torch.device
+) -> tuple[PoolingEngine, wire.EngineReady]:
+    from ingot.interop import sentence_transformers
+    from ingot.serving.engine.pooling import PoolingEngine
+
+    plain = WorkerSettings(directory=settings.directory)
+    for name in ("kv_cache_bytes", "kv_cache_dtype", "speculate", "adapters", "max_loras"):
+        if getattr(settings, name) != getattr(plain, name):
+            raise ConfigError(
+                f"{name}: not supported by an embedding model", hint="remove the option"
+            )
+    model, config = sentence_transformers.load(directory, device=device)
+    ready = wire.EngineReady(
+        model=directory.resolve().name,
+        device=str(device),
+        vocab_size=model.config.vocab_size,
+        max_model_len=config.max_seq_len,
+        block_size=0,
+        num_blocks=0,
+        kv_cache_dtype="",
+        kv_cache_bytes=0,
+        embedding_dim=model.config.dim,
+    )
+    return PoolingEngine(model, config), ready
+
+
+def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
     """Run every kernel once, so that the first request does not wait for compilation."""
-    prompt = tuple(range(min(3, engine.decoder.config.max_seq_len - 3)))
+    prompt = tuple(range(max(1, min(3, max_model_len - 3))))
     params = SamplingParams(logprobs=0)
-    adapters = [adapter.name for adapter in engine.adapters.loaded[:1]]
+    adapters = [adapter.name for adapter in engine.loaded_adapters[:1]]
     for id, adapter in enumerate(("", "", *adapters)):
         engine.add_request(
             Request(

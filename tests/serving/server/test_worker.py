@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from struct import pack
+from typing import Any
 
 import pytest
 
+from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.output import Output
+from ingot.serving.engine.pooling import PoolingEngine
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.engine.speculate import NgramProposer
 from ingot.serving.server import wire
 from ingot.serving.server.worker import Worker, WorkerSettings, load
+from ingot.workflows.embed import Embedder
+from tests import models
 
 
 class Other:
@@ -163,6 +170,7 @@ def test_a_model_directory_is_loaded_with_its_facts(directory: str) -> None:
             WorkerSettings(directory=str(directory), kv_cache_bytes=1 << 22, speculate="ngram"),
             theirs,
         )
+        assert isinstance(worker.engine, Engine)
         assert isinstance(worker.engine.proposer, NgramProposer)
         assert not worker.engine.has_unfinished_requests
         assert worker.engine.stats().num_used_blocks == 0
@@ -190,3 +198,30 @@ def test_an_answer_too_large_for_a_frame_fails_its_requests(
         assert other.outputs(2)[-1].finish_reason is FinishReason.FAILED
         monkeypatch.undo()
         assert tokens(other, 3)
+
+
+def test_a_decoder_of_sentence_transformers_computes_embeddings(tmp_path: Path) -> None:
+    """As Qwen3-Embedding: what is in the directory decides, not the architecture."""
+    source = models.small(tmp_path / "small")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
+    kinds = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    modules = [{"type": f"sentence_transformers.models.{k}", "path": path} for k, path in kinds]
+    (source / "modules.json").write_text(json.dumps(modules))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = load(WorkerSettings(directory=str(source)), theirs)
+        assert isinstance(worker.engine, PoolingEngine)
+        worker.engine.add_request(Request(id=1, prompt=(72, 73), max_tokens=1))
+        (output,) = worker.engine.step()
+    expected = Embedder(source).embed([72, 73])
+    assert output.embedding == expected.numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "option", [{"speculate": "ngram"}, {"adapters": {"a": "b"}}, {"kv_cache_dtype": "int8"}]
+)
+def test_options_without_effect_on_embeddings_raise(option: Any, minilm: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(ConfigError, match=next(iter(option))):
+        load(WorkerSettings(directory=str(minilm), **option), theirs)

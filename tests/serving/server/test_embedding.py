@@ -1,0 +1,103 @@
+"""`/v1/embeddings` of a real server with a real encoder, by the real client."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from ingot.workflows.embed import Embedder
+from tests.serving.conftest import Served, serving
+
+TEXTS = [f"Sentence number {n}" + ", and so forth" * (n % 9) + "." for n in range(32)]
+
+
+@pytest.fixture(scope="module")
+def embedder(minilm: Path) -> Embedder:
+    return Embedder(minilm)
+
+
+@pytest.fixture(scope="module")
+def server(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(minilm, tmp_path_factory.mktemp("embeddings"), "--max-requests", "20") as made:
+        yield made
+
+
+def embed(server: Served, input: Any, **options: Any) -> torch.Tensor:
+    answer = server.client().embeddings.create(model="minilm", input=input, **options)
+    assert [one.index for one in answer.data] == list(range(len(answer.data)))
+    return torch.tensor([one.embedding for one in answer.data])
+
+
+def test_embeddings_have_the_bits_of_the_embedder(server: Served, embedder: Embedder) -> None:
+    expected = embedder.embed(TEXTS)
+    ids = [embedder.tokenizer.encode(text) for text in TEXTS]
+    assert torch.equal(embed(server, TEXTS), expected)  # base64, the default of the client
+    assert torch.equal(embed(server, TEXTS, encoding_format="float"), expected)
+    assert torch.equal(embed(server, ids, dimensions=384), expected)
+    assert torch.equal(embed(server, TEXTS[5]), expected[5:6])
+    assert torch.equal(embed(server, ids[5]), expected[5:6])
+
+
+def test_formats_and_usage(server: Served, embedder: Embedder) -> None:
+    num_tokens = sum(len(embedder.tokenizer.encode(text)) for text in TEXTS[:3])
+    for encoding in ("float", "base64", None):
+        body = {"input": TEXTS[:3], "encoding_format": encoding}
+        status, answer, _ = server.call("/v1/embeddings", body)
+        assert (status, answer["object"], answer["model"]) == (200, "list", "minilm")
+        assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        first = answer["data"][0]
+        assert (first["object"], first["index"]) == ("embedding", 0)
+        value = first["embedding"]
+        assert (
+            len(base64.b64decode(value)) == 4 * 384 if encoding == "base64" else len(value) == 384
+        )
+
+
+def test_texts_of_a_request_are_one_batch(server: Served) -> None:
+    before = server.metric("ingot:engine_steps_total")
+    embed(server, TEXTS)
+    assert server.metric("ingot:engine_steps_total") == before + 1
+
+
+def test_concurrent_requests_get_their_own_embeddings(server: Served, embedder: Embedder) -> None:
+    expected = embedder.embed(TEXTS)
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(lambda text: embed(server, text), TEXTS))
+    assert torch.equal(torch.cat(rows), expected)
+    server.wait(server.quiet)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"dimensions": 128}, 422, "dimensions: must be 384"),
+        ({"input": "word " * 300}, 400, "input.0 has 302 tokens; a text may have 256"),
+        ({"input": [[5], [40_000]]}, 422, "input.1: token ids must be below 30,522"),
+        ({"input": []}, 422, "input"),
+        ({"input": [[]]}, 422, "input"),
+        ({"input": ["x"] * 2049}, 422, "input"),
+        ({"encoding_format": "int8"}, 422, "encoding_format"),
+        ({"model": "other"}, 404, "model 'other' not found"),
+    ],
+)
+def test_impossible_requests_get_their_status(
+    change: dict[str, Any], status: int, message: str, server: Served
+) -> None:
+    found, answer, _ = server.call("/v1/embeddings", {"input": "Hello"} | change)
+    assert found == status, answer
+    assert message in answer["error"]["message"]
+    assert server.quiet()
+
+
+def test_encoders_generate_no_text(server: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="generates no text"):
+        server.client().completions.create(model="minilm", prompt="Hello")
+    assert server.call("/v1/chat/completions", {"messages": []})[0] == 422
+    assert server.call("/tokenize", {"prompt": "Hello"})[1]["tokens"] == [101, 7592, 102]
