@@ -13,8 +13,9 @@ from ingot.cli.tables import new_grid
 from ingot.core import log
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.scheduler import SchedulerConfig
-from ingot.serving.simulate import SLO, CostModel, LoadReport, RequestWorkload, SimulationReport
+from ingot.serving.simulate import SLO, CostModel, FleetConfig, LoadReport, SimulationReport
 from ingot.serving.simulate import simulate as run
+from ingot.serving.workload import RequestWorkload
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 def simulate(
     workload: Annotated[RequestWorkload, tyro.conf.OmitArgPrefixes] = RequestWorkload(),  # noqa: B008
+    fleet: Annotated[FleetConfig, tyro.conf.OmitArgPrefixes] = FleetConfig(),  # noqa: B008
     scheduler: SchedulerConfig = SchedulerConfig(num_blocks=2048),  # noqa: B008
     costs: CostModel = CostModel(),  # noqa: B008
     slo: SLO = SLO(),  # noqa: B008
@@ -40,6 +42,7 @@ def simulate(
 
     Args:
         workload: The requests.
+        fleet: The replicas and their router.
         scheduler: Limits of the scheduler.
         costs: Cost of a step on the simulated machine.
         slo: Latency objectives; requests that meet them count as goodput.
@@ -53,7 +56,7 @@ def simulate(
     if model:
         costs = _model_costs(model, scheduler, costs, calibrate)
     with log.progress("simulating", workload.num_requests) as bar:
-        report = run(scheduler, costs, workload, slo, bar.advance)
+        report = run(scheduler, costs, workload, slo, bar.advance, fleet)
     measured = run_on_engine(model, scheduler, workload, slo) if compare and model else None
     if json:
         settings = {"workload": workload, "scheduler": scheduler, "costs": costs, "slo": slo}
