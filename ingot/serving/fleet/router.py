@@ -8,13 +8,13 @@ the prefix that is cached there, and no longer once its first token arrived.
 
     round-robin     no criterion: the least recently chosen replica
     least-loaded    load
-    prefix          load - cached tokens of the prompt: tokens before its first token, up to a
-                    constant; the replica of the request's session is preferred
+    prefix          load - PREFIX_WEIGHT * cached tokens of the prompt; before that, the replica
+                    of the request's session
 
-So the prefix policy sends a request to a replica with its prefix, unless that one is *overloaded*:
-another one has less load, by more tokens than the prefix has. Then the other one computes the
-prefix, too, and a prefix in demand spreads over as many replicas as it needs. A session stays on
-its replica while that has at most `overload_tokens` more load than the least loaded one.
+So the prefix policy sends a request to a replica that has its prefix, unless that one is
+overloaded: another one has less load, by more than the weighted prefix. Then the other one computes
+the prefix, too, and a prefix in demand spreads over as many replicas as it needs. A session stays
+on its replica unless that has over `overload_tokens` more load than the least loaded one.
 
 **Which replica has which blocks** is what the router sent there: a map from block keys (those of
 the scheduler) to replicas. The map holds as many keys as all replicas have blocks; the least
@@ -36,14 +36,20 @@ from ingot.serving.engine.blocks import block_key, root_key
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.scheduler import SchedulerConfig
 
+# Simulated: with 256, hits of short prefixes are lost (37 instead of 39 %); 16 and 64 are alike.
 SEQUENCE_TOKENS = 64
+# A cached token saves more than its own computation: a second copy of a prefix takes the memory of
+# another one. With prefixes that fill the caches of all replicas, 3 instead of 1 lowers TTFT p90
+# from 1.09 to 0.27 s (20 replicas, 600 prefixes of 1,024 tokens); with few and short ones it raises
+# it from 0.086 to 0.092 s.
+PREFIX_WEIGHT = 3
 
 
 class RouterPolicy(Enum):
     """How a replica is chosen."""
 
     PREFIX = "prefix"
-    """Least load, less the prefix of the request that is cached there."""
+    """Session, then cached prefix and load."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
 
@@ -176,7 +182,7 @@ class Router:
             return owner
         cached.setdefault(least, 0)
         candidates = [replica for replica in self._active if replica in cached]
-        return min(candidates, key=lambda replica: loads[replica] - cached[replica])
+        return min(candidates, key=lambda r: loads[r] - PREFIX_WEIGHT * cached[r])
 
     def _block_keys(self, request: Request) -> list[bytes]:
         """Return the keys of the full blocks of the prompt, as the scheduler computes them."""
@@ -194,14 +200,15 @@ class Router:
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
         cached: dict[int, int] = {}
-        holders = set(self._active)
-        for end, key in enumerate(keys[: limit // size], 1):
-            holders.intersection_update(self._blocks.get(key, ()))
-            if not holders:
-                break
-            for replica in holders:
-                cached[replica] = end * size
-        return cached
+        holders, num_tokens = set(self._active), 0
+        for key in keys[: limit // size]:
+            remaining = holders.intersection(self._blocks.get(key, ()))
+            if num_tokens and len(remaining) < len(holders):
+                cached.update(dict.fromkeys(holders - remaining, num_tokens))
+            if not remaining:
+                return cached
+            holders, num_tokens = remaining, num_tokens + size
+        return cached | dict.fromkeys(holders, num_tokens) if num_tokens else cached
 
     def _remember(self, keys: list[bytes], replica: int, session: str) -> None:
         for key in reversed(keys):  # the last block is dropped first
