@@ -210,7 +210,7 @@ class FleetConfig:
 
     replicas: int = 1
     """Number of replicas; the request rate is that of all together."""
-    policy: RouterPolicy = RouterPolicy.PREFIX
+    policy: RouterPolicy = "prefix"
     """How the router chooses a replica."""
     fail_at: float | None = None
     """Seconds after which one replica fails."""

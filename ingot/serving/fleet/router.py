@@ -29,9 +29,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal, TypeAlias, get_args
 
 from ingot.core.config import check_bounds
+from ingot.core.errors import ConfigError
 from ingot.serving.engine.blocks import block_key, root_key
 from ingot.serving.engine.request import Request
 from ingot.serving.engine.scheduler import SchedulerConfig
@@ -45,26 +46,23 @@ SEQUENCE_TOKENS = 64
 PREFIX_WEIGHT = 3
 
 
-class RouterPolicy(Enum):
-    """How a replica is chosen."""
-
-    PREFIX = "prefix"
-    """Session, then cached prefix and load."""
-    LEAST_LOADED = "least-loaded"
-    ROUND_ROBIN = "round-robin"
+RouterPolicy: TypeAlias = Literal["prefix", "least-loaded", "round-robin"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Settings of the router."""
 
-    policy: RouterPolicy = RouterPolicy.PREFIX
+    policy: RouterPolicy = "prefix"
     overload_tokens: int = 4096
     """Load above that of the least loaded replica at which a session moves: raise it if sessions
     lose their cached prefixes, lower it if they wait while other replicas are idle."""
 
     def __post_init__(self) -> None:
         check_bounds(self, overload_tokens=(0, 2**31))
+        if self.policy not in get_args(RouterPolicy):
+            hint = f"give one of {', '.join(get_args(RouterPolicy))}"
+            raise ConfigError(f"policy is {self.policy!r}", hint=hint)
 
 
 class _Outstanding:
@@ -143,9 +141,9 @@ class Router:
         if not self._active:
             return None
         cached: dict[int, int] = {}
-        if self.config.policy is RouterPolicy.ROUND_ROBIN:
+        if self.config.policy == "round-robin":
             replica = next(iter(self._active))
-        elif self.config.policy is RouterPolicy.LEAST_LOADED:
+        elif self.config.policy == "least-loaded":
             replica = self._least_loaded()
         else:
             keys = self._block_keys(request)

@@ -21,7 +21,6 @@ from ingot.serving.fleet.router import (
     SEQUENCE_TOKENS,
     Router,
     RouterConfig,
-    RouterPolicy,
 )
 from tests.serving.planted import EFFORT, execute
 
@@ -53,7 +52,7 @@ class Machine(RuleBasedStateMachine):
         module: Any = self.module
         scheduler = SchedulerConfig(num_blocks=num_blocks, block_size=size)
         self.policy, self.overload = policy, overload
-        config = module.RouterConfig(policy=module.RouterPolicy(policy), overload_tokens=overload)
+        config = module.RouterConfig(policy=policy, overload_tokens=overload)
         self.size, self.num_blocks = size, num_blocks
         self.new: Callable[[], Any] = lambda: module.Router(scheduler, config)
         self.router = self.new()
@@ -81,7 +80,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         text=st.sampled_from(TEXTS),
         length=st.sampled_from([1, 3, 40, 41, 120, 300]),
-        session=st.sampled_from(["", "a", "a", "b", "c", "d"]),
+        session=st.sampled_from(["", "a", "a", "b", "c", "d", "e", "f"]),
         cache_salt=st.sampled_from([b"", b"", b"x"]),
         adapter=st.sampled_from(["", "", "x"]),
         max_cached_tokens=st.sampled_from([None, None, None, 0, 50]),
@@ -299,10 +298,10 @@ def test_the_machine_finds_nothing_where_nothing_is_planted() -> None:
 
 
 def make(
-    policy: str = "prefix", replicas: int = 3, num_blocks: int = 1000, **config: Any
+    policy: Any = "prefix", replicas: int = 3, num_blocks: int = 1000, **config: Any
 ) -> Router:
     scheduler = SchedulerConfig(num_blocks=num_blocks, block_size=32)
-    router = Router(scheduler, RouterConfig(policy=RouterPolicy(policy), **config))
+    router = Router(scheduler, RouterConfig(policy=policy, **config))
     for replica in range(replicas):
         router.add(replica)
     return router
@@ -401,6 +400,7 @@ def test_the_keys_are_those_of_the_scheduler() -> None:
     assert len(sealed) == 3
 
 
-def test_the_threshold_is_bounded() -> None:
+@pytest.mark.parametrize("wrong", [{"overload_tokens": -1}, {"policy": "random"}])
+def test_settings_are_bounded(wrong: Any) -> None:
     with pytest.raises(ConfigError):
-        RouterConfig(overload_tokens=-1)
+        RouterConfig(**wrong)
