@@ -136,8 +136,11 @@ def _fleet_lines(report: SimulationReport) -> list[tuple[str, str]]:
         mean = sum(busy) / len(busy)
         lines.append(("busy", f"{min(busy):.0%} to {max(busy):.0%} of the time, mean {mean:.0%}"))
     if failover := report.failover:
-        lines.append(("retried", f"{failover.retried}: TTFT {format_latency(failover.ttft)}"))
-        lines.append(("continued", f"{failover.continued}: pause {format_latency(failover.pause)}"))
+        for name, count, metric, latency in (
+            ("retried", failover.retried, "TTFT", failover.ttft),
+            ("continued", failover.continued, "pause", failover.pause),
+        ):
+            lines.append((name, f"{count}: {metric} {format_latency(latency)}" if count else "0"))
     return lines
 
 

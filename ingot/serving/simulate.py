@@ -100,8 +100,10 @@ def count_work(scheduled: Sequence[ScheduledSeq]) -> tuple[int, int, float]:
     """
     counts = [len(seq.tokens) for seq in scheduled]
     starts = [seq.start for seq in scheduled]
-    pairs = sum(n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1)
-    return sum(counts), sum(counts) + sum(starts), pairs
+    tokens, pairs = sum(counts), 0.0
+    if tokens > len(counts):
+        pairs = sum([n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1])
+    return tokens, tokens + sum(starts), pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +215,7 @@ class FleetConfig:
     policy: RouterPolicy = "prefix"
     """How the router chooses a replica."""
     fail_at: float | None = None
-    """Seconds after which one replica fails."""
+    """Seconds after which the replica with the most load fails."""
     restart_s: float = 60.0
     """Seconds after which it is available again, with an empty cache."""
 
@@ -445,21 +447,22 @@ class _Simulation:
         self.replicas[index] = _SimulatedReplica(self.config, self.stats[index])
         self.router.add(index)
 
-    def _restart_replica(self) -> None:
-        self._start_replica(0)
+    def _restart_replica(self, index: int) -> None:
+        self._start_replica(index)
         requests, self.unrouted = self.unrouted, []
         self._route_all(requests)
 
     def _fail_replica(self) -> None:
-        """The first replica dies; its requests go to others with the tokens they have."""
-        replica = self.replicas.pop(0)
+        """The replica with the most load dies; others get its requests with their tokens."""
+        index = max(self.router.loads, key=self.router.loads.__getitem__)
+        replica = self.replicas.pop(index)
         replica.failed = True
         if replica.plan:
             for seq in replica.plan.scheduled:
                 if seq.id not in replica.prefilling:
                     self.clients[seq.id].last_token_at = replica.step_began
         requests: list[Request] = []
-        for id in self.router.lose(0):
+        for id in self.router.lose(index):
             client = self.clients[id]
             client.moved = True
             has_token = not math.isnan(client.first_token_at)
@@ -469,7 +472,8 @@ class _Simulation:
             max_tokens = client.request.max_len - len(prompt)
             requests.append(replace(client.request, prompt=prompt, max_tokens=max_tokens))
         self._route_all(requests)
-        self._set_timer(self.now + self.fleet.restart_s, self._restart_replica)
+        restart = partial(self._restart_replica, index)
+        self._set_timer(self.now + self.fleet.restart_s, restart)
 
     def _report(self, wall: float) -> SimulationReport:
         seconds, stats = max(self.now, 1e-9), self.stats
