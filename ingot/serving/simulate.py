@@ -286,7 +286,7 @@ class _Simulation:
         self.timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self.num_timers = 0
         self.clients: dict[int, _SimulatedClient] = {}
-        self.unrouted: list[Request] = []  # while there is no replica
+        self.unrouted: list[Request] = []  # while all replicas are down
         self.finish_reasons: Counter[str] = Counter()
         self.num_finished = 0
         self.ttft, self.e2e = array("d"), array("d")
@@ -300,6 +300,7 @@ class _Simulation:
         begin = time.perf_counter()
         arrivals = self.workload.generate()
         upcoming = next(arrivals, None)
+        requests: list[Request]
         for index in range(self.fleet.replicas):
             self._start_replica(index)
         if self.fleet.fail_at is not None:

@@ -249,7 +249,7 @@ def test_one_replica_gives_the_results_of_before_there_were_several() -> None:
     assert (report.steps, report.decisions, report.output_tokens) == (461, 11588, 11381)
 
 
-PREFIXES = {
+PREFIXES: dict[str, Any] = {
     "shared_prefix_ratio": 1,
     "num_prefixes": 60,
     "prefix_len": 1024,

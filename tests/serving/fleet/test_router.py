@@ -139,7 +139,7 @@ class Machine(RuleBasedStateMachine):
         self.check_state()
 
     def teardown(self) -> None:
-        """Without requests there is no load, and the same calls give the same answers."""
+        """Without requests all loads are 0, and the same calls give the same answers."""
         if not self.sound:
             return
         while self.owned:
@@ -378,7 +378,7 @@ def test_a_session_stays_until_its_replica_is_overloaded_drained_or_lost() -> No
     assert router.choose(make_request(8), "a") == owner
 
 
-def test_without_replicas_there_is_no_choice() -> None:
+def test_without_replicas_none_is_chosen() -> None:
     router = make(replicas=1)
     router.drain(0)
     assert router.choose(make_request(0)) is None
