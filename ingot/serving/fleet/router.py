@@ -178,6 +178,8 @@ class Router:
         owner = self._sessions.get(session)
         if owner in self._active and loads[owner] <= loads[least] + self.config.overload_tokens:
             return owner
+        if not cached:
+            return least
         cached.setdefault(least, 0)
         candidates = [replica for replica in self._active if replica in cached]
         return min(candidates, key=lambda r: loads[r] - PREFIX_WEIGHT * cached[r])
@@ -198,15 +200,19 @@ class Router:
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
         cached: dict[int, int] = {}
-        holders, num_tokens = set(self._active), 0
+        active, num_tokens = self._active, 0
+        previous: tuple[int, ...] = ()
+        holders: set[int] = set()  # of all blocks so far
         for key in keys[: limit // size]:
-            remaining = holders.intersection(self._blocks.get(key, ()))
-            if num_tokens and len(remaining) < len(holders):
+            held = self._blocks.get(key, ())
+            if held != previous:
+                remaining = {r for r in held if r in (holders if num_tokens else active)}
                 cached.update(dict.fromkeys(holders - remaining, num_tokens))
-            if not remaining:
+                holders, previous = remaining, held
+            if not holders:
                 return cached
-            holders, num_tokens = remaining, num_tokens + size
-        return cached | dict.fromkeys(holders, num_tokens) if num_tokens else cached
+            num_tokens += size
+        return cached | dict.fromkeys(holders, num_tokens)
 
     def _remember(self, keys: list[bytes], replica: int, session: str) -> None:
         for key in reversed(keys):  # the last block is dropped first
