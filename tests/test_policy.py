@@ -52,7 +52,8 @@ def test_every_module_of_core_imports_without_torch() -> None:
 
 def test_the_scheduler_and_its_simulator_import_without_torch() -> None:
     engine = ", ".join(f"ingot.serving.engine.{n}" for n in ("request", "blocks", "scheduler"))
-    names = f"{engine}, ingot.serving.simulate, ingot.cli.simulate"
+    fleet = "ingot.serving.fleet.router, ingot.serving.fleet.autoscaler"
+    names = f"{engine}, {fleet}, ingot.serving.simulate, ingot.cli.simulate"
     assert modules_after(f"import {names}").isdisjoint({"torch", "numpy"})
 
 

@@ -22,7 +22,8 @@ from ingot.interop import hf
 from ingot.nn import Decoder
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.scheduler import SchedulerConfig, SchedulerOutput
-from ingot.serving.simulate import CostModel, RequestWorkload, count_work
+from ingot.serving.simulate import CostModel, count_work
+from ingot.serving.workload import RequestWorkload
 
 # Concurrent clients, and the tokens of their prompts.
 _LOADS = ((1, 64), (2, 256), (4, 32), (8, 256), (16, 64), (32, 128))

@@ -43,7 +43,8 @@ import numpy as np
 from ingot.core.errors import ConfigError, IngotError
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.simulate import SLO, LoadReport, RequestWorkload, percentiles
+from ingot.serving.simulate import SLO, LoadReport, percentiles
+from ingot.serving.workload import RequestWorkload
 
 if TYPE_CHECKING:
     from ingot.serving.engine.engine import Engine

@@ -15,7 +15,8 @@ import ingot
 from ingot.cli.simulate import report_table
 from ingot.core import log
 from ingot.core.errors import ConfigError
-from ingot.serving.simulate import SLO, RequestWorkload
+from ingot.serving.simulate import SLO
+from ingot.serving.workload import RequestWorkload
 
 if TYPE_CHECKING:
     from ingot.bench.serve import Load, RequestRecord

@@ -13,8 +13,9 @@ from ingot.cli.tables import new_grid
 from ingot.core import log
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.scheduler import SchedulerConfig
-from ingot.serving.simulate import SLO, CostModel, LoadReport, RequestWorkload, SimulationReport
+from ingot.serving.simulate import SLO, CostModel, FleetConfig, LoadReport, SimulationReport
 from ingot.serving.simulate import simulate as run
+from ingot.serving.workload import RequestWorkload
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 def simulate(
     workload: Annotated[RequestWorkload, tyro.conf.OmitArgPrefixes] = RequestWorkload(),  # noqa: B008
+    fleet: Annotated[FleetConfig, tyro.conf.OmitArgPrefixes] = FleetConfig(),  # noqa: B008
     scheduler: SchedulerConfig = SchedulerConfig(num_blocks=2048),  # noqa: B008
     costs: CostModel = CostModel(),  # noqa: B008
     slo: SLO = SLO(),  # noqa: B008
@@ -36,10 +38,12 @@ def simulate(
     Examples: `ingot simulate` for 10,000 requests at 8 per second, `ingot simulate --request-rate
     16 --shared-prefix-ratio 0.9`, `ingot simulate --num-requests 1000000 --burst-size 20
     --scheduler.max-num-batched-tokens 1024`, `ingot simulate --model smollm2 --calibrate` for a
-    model on this machine.
+    model on this machine, `ingot simulate --replicas 10 --request-rate 80 --fail-at 60` for several
+    replicas, one of which fails.
 
     Args:
         workload: The requests.
+        fleet: The replicas, and how requests are distributed to them.
         scheduler: Limits of the scheduler.
         costs: Cost of a step on the simulated machine.
         slo: Latency objectives; requests that meet them count as goodput.
@@ -48,15 +52,18 @@ def simulate(
         compare: Then run the same workload on the real engine and report the error.
         json: Print JSON instead of a table.
     """
+    if compare and (fleet.replicas > 1 or fleet.fail_at is not None):
+        raise ConfigError("--compare runs one engine", hint="leave out --replicas and --fail-at")
     if (calibrate or compare) and not model:
         raise ConfigError("--calibrate and --compare need a model", hint="add --model DIR")
     if model:
         costs = _model_costs(model, scheduler, costs, calibrate)
     with log.progress("simulating", workload.num_requests) as bar:
-        report = run(scheduler, costs, workload, slo, bar.advance)
+        report = run(scheduler, costs, workload, slo, bar.advance, fleet)
     measured = run_on_engine(model, scheduler, workload, slo) if compare and model else None
     if json:
-        settings = {"workload": workload, "scheduler": scheduler, "costs": costs, "slo": slo}
+        settings = {"workload": workload, "fleet": fleet, "scheduler": scheduler}
+        settings |= {"costs": costs, "slo": slo}
         fields = {name: dataclasses.asdict(value) for name, value in settings.items()}
         fields["report"] = dataclasses.asdict(report)
         if measured:
@@ -107,6 +114,7 @@ def _table(report: SimulationReport, slo: SLO) -> Table:
         ("workload", report),
         slo,
         ("prefix hits", f"{report.hit_rate:.1%} of tokens"),
+        *_fleet_lines(report),
         ("preemptions", f"{report.preemptions:,}"),
         ("steps", f"{report.steps:,}, {report.tokens_per_step:.1f} tokens on average"),
         (
@@ -115,6 +123,25 @@ def _table(report: SimulationReport, slo: SLO) -> Table:
             f"{report.wall_seconds:.1f} s in total",
         ),
     )
+
+
+def _fleet_lines(report: SimulationReport) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+    if len(report.replicas) > 1:
+        busy = [replica.busy_s / report.duration_s for replica in report.replicas]
+        counts = [replica.requests for replica in report.replicas]
+        lines.append(
+            ("replicas", f"{len(counts)}, {min(counts):,} to {max(counts):,} requests each")
+        )
+        mean = sum(busy) / len(busy)
+        lines.append(("busy", f"{min(busy):.0%} to {max(busy):.0%} of the time, mean {mean:.0%}"))
+    if failover := report.failover:
+        for name, count, metric, latency in (
+            ("retried", failover.retried, "TTFT", failover.ttft),
+            ("continued", failover.continued, "pause", failover.pause),
+        ):
+            lines.append((name, f"{count}: {metric} {format_latency(latency)}" if count else "0"))
+    return lines
 
 
 def report_table(named: tuple[str, LoadReport], slo: SLO, *more: tuple[str, str]) -> Table:

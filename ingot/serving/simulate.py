@@ -12,21 +12,24 @@ larger of memory and compute time.) The scheduler's decisions are those of the e
 batching, prefix hits, preemption and rejection are those of a server. Use it to size a deployment
 or to judge a change of the scheduler.
 
-The workload is generated from a seed: arrivals are Poisson or bursts; lengths are lognormal, as
-they are in production traces; some prompts start with one of a few shared prefixes.
+A fleet has a scheduler for each replica, and the real router. If a replica fails, its requests are
+sent to others at once: those without a first token are retried, the others continue with the tokens
+generated so far as a part of their prompt.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
+
+from msgspec.structs import replace
 
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
@@ -39,9 +42,10 @@ from ingot.serving.engine.scheduler import (
     SchedulerOutput,
     StepDone,
 )
+from ingot.serving.fleet.router import Router, RouterConfig, RouterPolicy
+from ingot.serving.workload import RequestWorkload
 
 PERCENTILES = (50, 90, 99)
-_UNIQUE_TOKEN = 2**31  # token ids from here on are not part of a shared prefix
 _SAMPLED = (0,)
 _PROGRESS_EVERY = 1000  # finished requests between two calls of `progress`
 
@@ -96,99 +100,10 @@ def count_work(scheduled: Sequence[ScheduledSeq]) -> tuple[int, int, float]:
     """
     counts = [len(seq.tokens) for seq in scheduled]
     starts = [seq.start for seq in scheduled]
-    pairs = sum(n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1)
-    return sum(counts), sum(counts) + sum(starts), pairs
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestWorkload:
-    """Synthetic requests: how many, how often, how long.
-
-    >>> workload = RequestWorkload(num_requests=1000, request_rate=10.0)
-    >>> arrivals = [arrival for arrival, _, _ in workload.generate()]
-    >>> len(arrivals), round(arrivals[-1])
-    (1000, 103)
-    """
-
-    num_requests: int = 10_000
-    request_rate: float = 8.0
-    """Mean requests per second."""
-    burst_size: int = 1
-    """Requests that arrive together; 1 is a Poisson process."""
-    input_len: int = 128
-    """Mean prompt length in tokens, without the shared prefix."""
-    output_len: int = 64
-    """Mean output length in tokens."""
-    length_sigma: float = 0.8
-    """Sigma of both lognormal lengths; 0 for constant lengths."""
-    max_len: int = 4096
-    """Maximum prompt length, and maximum output length."""
-    shared_prefix_ratio: float = 0.5
-    """Fraction of prompts that start with a shared prefix."""
-    prefix_len: int = 256
-    """Tokens of a shared prefix."""
-    num_prefixes: int = 20
-    """Number of distinct shared prefixes."""
-    cancel_ratio: float = 0.0
-    """Fraction of requests whose client disconnects, after 2 seconds on average."""
-    deadline: float | None = None
-    """Seconds after which a request is dropped."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        count = (1, 10**7)
-        check_bounds(
-            self,
-            num_requests=count,
-            burst_size=count,
-            input_len=count,
-            output_len=count,
-            max_len=count,
-            prefix_len=count,
-            num_prefixes=count,
-            request_rate=(1e-6, 1e9),
-            length_sigma=(0, 4),
-            shared_prefix_ratio=(0, 1),
-            cancel_ratio=(0, 1),
-        )
-        if self.deadline is not None:
-            check_bounds(self, deadline=(0, 1e9))
-        if self.prefix_len * self.num_prefixes > 10**7:
-            raise ConfigError(
-                "prefix_len * num_prefixes: expected at most 10,000,000, got "
-                f"{self.prefix_len * self.num_prefixes:,}",
-                hint="lower one of them",
-            )
-
-    def generate(self) -> Iterator[tuple[float, Request, float | None]]:
-        """Yield arrival time, request, and the time at which its client disconnects, if any."""
-        numbers, now = random.Random(self.seed), 0.0
-        size = self.prefix_len
-        prefixes = [tuple(range(p * size, (p + 1) * size)) for p in range(self.num_prefixes)]
-        for id in range(self.num_requests):
-            if id % self.burst_size == 0:
-                now += numbers.expovariate(self.request_rate / self.burst_size)
-            length = self._length(numbers, self.input_len)
-            shared = numbers.random() < self.shared_prefix_ratio
-            prefix = numbers.choice(prefixes) if shared else ()
-            # Unique because of its first token: block keys cover all tokens before.
-            tail = (_UNIQUE_TOKEN + id, *range(1, length))
-            cancels = numbers.random() < self.cancel_ratio
-            yield (
-                now,
-                Request(
-                    id=id,
-                    prompt=prefix + tail,
-                    max_tokens=self._length(numbers, self.output_len),
-                    deadline=None if self.deadline is None else now + self.deadline,
-                ),
-                now + numbers.expovariate(0.5) if cancels else None,
-            )
-
-    def _length(self, numbers: random.Random, mean: int) -> int:
-        sigma = self.length_sigma
-        length = numbers.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-        return max(1, min(self.max_len, round(length)))
+    tokens, pairs = sum(counts), 0.0
+    if tokens > len(counts):
+        pairs = sum([n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1])
+    return tokens, tokens + sum(starts), pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +154,37 @@ class SimulationReport(LoadReport):
     steps_per_s: float
     """Per second of CPU time in the scheduler."""
     wall_seconds: float
+    replicas: list[ReplicaReport]
+    failover: FailoverReport | None
+    """None if no replica failed."""
+
+
+@dataclass(kw_only=True)
+class ReplicaReport:
+    """What a replica did."""
+
+    requests: int = 0
+    """Requests that it completed."""
+    steps: int = 0
+    busy_s: float = 0.0
+    """Seconds in which it computed steps."""
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailoverReport:
+    """What happened to the requests of the replica that failed. Latencies as in `LoadReport`."""
+
+    retried: int
+    """Requests without a first token, which were retried on other replicas."""
+    continued: int
+    """Requests with tokens, which were continued."""
+    ttft: dict[str, float]
+    """Time to first token of those retried, from their arrival."""
+    pause: dict[str, float]
+    """Time between two tokens of those continued."""
 
 
 def percentiles(values: Any, counts: Any = None) -> dict[str, float]:
@@ -260,12 +206,32 @@ def percentiles(values: Any, counts: Any = None) -> dict[str, float]:
     return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, levels, strict=True)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """Replicas that serve the workload."""
+
+    replicas: int = 1
+    """Number of replicas; the request rate is that of all together."""
+    policy: RouterPolicy = "prefix"
+    """How the router chooses a replica."""
+    fail_at: float | None = None
+    """Seconds after which the replica with the most load fails."""
+    restart_s: float = 60.0
+    """Seconds after which it is available again, with an empty cache."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, replicas=(1, 10_000), restart_s=(0, 1e9))
+        if self.fail_at is not None:
+            check_bounds(self, fail_at=(0, 1e9))
+
+
 def simulate(
     config: SchedulerConfig,
     costs: CostModel,
     workload: RequestWorkload,
     slo: SLO,
     progress: Callable[[int], object] = lambda finished: None,
+    fleet: FleetConfig = FleetConfig(),  # noqa: B008
 ) -> SimulationReport:
     """Serve the workload; `progress` is called with the number of newly finished requests.
 
@@ -273,123 +239,249 @@ def simulate(
     >>> simulate(config, CostModel(), workload, SLO()).finish_reasons
     {'length': 100}
     """
-    return _Simulation(config, costs, workload, slo).run(progress)
+    return _Simulation(config, costs, workload, slo, fleet).run(progress)
 
 
 class _SimulatedClient:
     """A request in progress, and when its tokens arrived."""
 
-    __slots__ = ("arrival", "first_token_at", "last_token_at", "request")
+    __slots__ = ("arrival", "disconnect", "first_token_at", "last_token_at", "moved", "request")
 
-    def __init__(self, arrival: float, request: Request) -> None:
-        self.arrival, self.request = arrival, request
+    def __init__(self, arrival: float, request: Request, disconnect: float | None) -> None:
+        self.arrival, self.request, self.disconnect = arrival, request, disconnect
+        # While it decodes without interruption, the second of these is that of its replica's step.
         self.first_token_at = self.last_token_at = math.nan
+        self.moved = False  # to another replica, without a token from there yet
+
+
+class _SimulatedReplica:
+    """A scheduler, its step in flight, and the events that wait for the end of that step."""
+
+    def __init__(self, config: SchedulerConfig, stats: ReplicaReport) -> None:
+        self.stats = stats
+        self.scheduler = Scheduler(config)
+        self.events: list[Event] = []
+        self.disconnects: list[tuple[float, int]] = []  # a heap
+        self.plan: SchedulerOutput | None = None  # in flight
+        self.step_began = math.nan
+        self.prefilling: set[int] = set()  # admitted, without a token since
+        self.failed = False
 
 
 class _Simulation:
     def __init__(
-        self, config: SchedulerConfig, costs: CostModel, workload: RequestWorkload, slo: SLO
+        self,
+        config: SchedulerConfig,
+        costs: CostModel,
+        workload: RequestWorkload,
+        slo: SLO,
+        fleet: FleetConfig,
     ) -> None:
-        self.costs, self.workload, self.slo = costs, workload, slo
-        self.scheduler = Scheduler(config)
+        self.config, self.costs, self.workload, self.slo = config, costs, workload, slo
+        self.fleet = fleet
+        self.router = Router(config, RouterConfig(policy=fleet.policy))
+        self.stats = [ReplicaReport() for _ in range(fleet.replicas)]
+        self.replicas: dict[int, _SimulatedReplica] = {}
         self.now = 0.0
+        self.timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self.num_timers = 0
         self.clients: dict[int, _SimulatedClient] = {}
-        self.disconnects: list[tuple[float, int]] = []  # a heap
+        self.unrouted: list[Request] = []  # while all replicas are down
         self.finish_reasons: Counter[str] = Counter()
+        self.num_finished = 0
         self.ttft, self.e2e = array("d"), array("d")
         self.itl: Counter[int] = Counter()  # by bucket
-        self.num_good = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.preemptions = self.steps = self.decisions = self.computed_tokens = 0
+        self.num_good = self.prompt_tokens = self.preemptions = self.decisions = 0
         self.scheduler_seconds = 0.0
+        self.num_retried = self.num_continued = 0
+        self.retry_ttft, self.pauses = array("d"), array("d")
 
     def run(self, progress: Callable[[int], object]) -> SimulationReport:
         begin = time.perf_counter()
         arrivals = self.workload.generate()
-        upcoming, finished = next(arrivals, None), 0
-        events: list[Event] = []
-        while True:
-            while upcoming and upcoming[0] <= self.now:
-                self._add_request(*upcoming, events)
-                upcoming = next(arrivals, None)
-            while self.disconnects and self.disconnects[0][0] <= self.now:
-                events.append(Abort(heappop(self.disconnects)[1], FinishReason.CANCELLED))
-            plan = self._schedule(events)
-            self._record(plan)
-            finished += len(plan.finished)
-            if finished >= _PROGRESS_EVERY:
-                progress(finished)
-                finished = 0
-            if plan.scheduled:
-                events = [self._compute(plan)]
-            elif upcoming:
-                events, self.now = [], max(self.now, upcoming[0])
+        upcoming = next(arrivals, None)
+        requests: list[Request]
+        for index in range(self.fleet.replicas):
+            self._start_replica(index)
+        if self.fleet.fail_at is not None:
+            self._set_timer(self.fleet.fail_at, self._fail_replica)
+        while upcoming or self.clients:
+            if upcoming and not (self.timers and self.timers[0][0] < upcoming[0]):
+                self.now, requests = upcoming[0], []
+                while upcoming and upcoming[0] <= self.now:
+                    requests.append(self._add_client(*upcoming))
+                    upcoming = next(arrivals, None)
+                self._route_all(requests)
             else:
-                progress(finished)
-                return self._report(time.perf_counter() - begin)
+                self.now, _, action = heappop(self.timers)
+                action()
+            if self.num_finished >= _PROGRESS_EVERY:
+                progress(self.num_finished)
+                self.num_finished = 0
+        progress(self.num_finished)
+        return self._report(time.perf_counter() - begin)
 
-    def _add_request(
-        self, arrival: float, request: Request, disconnect: float | None, events: list[Event]
-    ) -> None:
-        self.clients[request.id] = _SimulatedClient(arrival, request)
+    def _set_timer(self, at: float, action: Callable[[], None]) -> None:
+        self.num_timers += 1
+        heappush(self.timers, (at, self.num_timers, action))
+
+    # Requests
+
+    def _add_client(self, arrival: float, request: Request, disconnect: float | None) -> Request:
+        self.clients[request.id] = _SimulatedClient(arrival, request, disconnect)
         self.prompt_tokens += len(request.prompt)
-        events.append(request)
-        if disconnect is not None:
-            heappush(self.disconnects, (disconnect, request.id))
+        return request
 
-    def _schedule(self, events: list[Event]) -> SchedulerOutput:
+    def _route_all(self, requests: Iterable[Request]) -> None:
+        """Send requests to replicas, and start steps on those that were idle."""
+        woken: dict[int, _SimulatedReplica] = {}
+        for request in requests:
+            index = self.router.choose(request)
+            if index is None:
+                self.unrouted.append(request)
+                continue
+            replica = self.replicas[index]
+            replica.events.append(request)
+            disconnect = self.clients[request.id].disconnect
+            if disconnect is not None:
+                heappush(replica.disconnects, (disconnect, request.id))
+            if replica.plan is None:
+                woken[index] = replica
+        for replica in woken.values():
+            self._start_step(replica)
+
+    # Steps
+
+    def _start_step(self, replica: _SimulatedReplica) -> None:
+        now, disconnects = self.now, replica.disconnects
+        while disconnects and disconnects[0][0] <= now:
+            replica.events.append(Abort(heappop(disconnects)[1], FinishReason.CANCELLED))
         begin = time.thread_time()  # CPU time: other processes do not count
-        plan = self.scheduler.step(self.now, events)
+        plan = replica.scheduler.step(now, replica.events)
         self.scheduler_seconds += time.thread_time() - begin
-        return plan
+        replica.events = []
+        if plan.preempted:
+            self._preempt(replica, plan.preempted)
+        replica.prefilling.update([start.id for start in plan.admitted])
+        self._record(replica, plan)
+        replica.plan = None
+        if not plan.scheduled:
+            return
+        replica.plan, replica.step_began = plan, now
+        tokens, keys, pairs = count_work(plan.scheduled)
+        replica.stats.computed_tokens += tokens
+        self._set_timer(
+            now + self.costs.step_seconds(tokens, keys, pairs), partial(self._end_step, replica)
+        )
 
-    def _record(self, plan: SchedulerOutput) -> None:
+    def _record(self, replica: _SimulatedReplica, plan: SchedulerOutput) -> None:
+        stats = replica.stats
         self.preemptions += len(plan.preempted)
         for admitted in plan.admitted:
-            self.cached_tokens += admitted.num_cached_tokens
+            stats.cached_tokens += admitted.num_cached_tokens
         for finished in plan.finished:
             self.finish_reasons[finished.reason.value] += 1
+            self.num_finished += 1
+            replica.prefilling.discard(finished.id)
+            self.router.finish(finished.id)
             client = self.clients.pop(finished.id)
             if finished.reason is FinishReason.LENGTH:
+                stats.requests += 1
                 self._record_latency(client)
 
     def _record_latency(self, client: _SimulatedClient) -> None:
         ttft, tokens = client.first_token_at - client.arrival, client.request.max_tokens
         self.ttft.append(ttft)
-        self.e2e.append(client.last_token_at - client.arrival)
-        tpot = (client.last_token_at - client.first_token_at) / max(1, tokens - 1)
+        self.e2e.append(self.now - client.arrival)
+        tpot = (self.now - client.first_token_at) / max(1, tokens - 1)
         self.num_good += ttft <= self.slo.ttft and tpot <= self.slo.tpot
 
-    def _compute(self, plan: SchedulerOutput) -> StepDone:
-        """Advance the clock by the duration of the step."""
-        scheduled, before = plan.scheduled, self.now
-        tokens, keys, pairs = count_work(scheduled)
-        self.now = now = before + self.costs.step_seconds(tokens, keys, pairs)
-        self.steps += 1
+    def _end_step(self, replica: _SimulatedReplica) -> None:
+        """Deliver the tokens of the step, and begin the next one."""
+        plan = replica.plan
+        if replica.failed or plan is None:
+            return
+        scheduled, prefilling = plan.scheduled, replica.prefilling
+        num_decoding = len(scheduled)
+        sampled = (_SAMPLED,) * num_decoding
+        if prefilling:
+            sampled = tuple([_SAMPLED if seq.needs_sampling else () for seq in scheduled])
+            for seq in scheduled:
+                if seq.id in prefilling:
+                    num_decoding -= 1
+                    if seq.needs_sampling:
+                        prefilling.remove(seq.id)
+                        self._resume(self.clients[seq.id])
+        if num_decoding:
+            self.itl[_bucket(self.now - replica.step_began)] += num_decoding
+        stats = replica.stats
+        stats.steps += 1
+        stats.busy_s += self.now - replica.step_began
+        stats.output_tokens += len(sampled) - sampled.count(())
         self.decisions += len(scheduled)
-        self.computed_tokens += tokens
-        clients, steady = self.clients, 0
-        sampled: list[tuple[int, ...]] = []
-        for seq in scheduled:
-            if not seq.needs_sampling:
-                sampled.append(())
-                continue
-            sampled.append(_SAMPLED)
-            client = clients[seq.id]
-            if client.last_token_at == before:
-                steady += 1
-            elif math.isnan(client.first_token_at):
-                client.first_token_at = now
-            else:
-                self.itl[_bucket(now - client.last_token_at)] += 1
-            client.last_token_at = now
-        self.output_tokens += len(scheduled) - sampled.count(())
-        if steady:
-            self.itl[_bucket(now - before)] += steady
-        return StepDone(plan.step, tuple(sampled))
+        replica.events.insert(0, StepDone(plan.step, sampled))
+        self._start_step(replica)
+
+    def _resume(self, client: _SimulatedClient) -> None:
+        """The first token arrived, or the first after an interruption."""
+        self.router.start_decoding(client.request.id)
+        if math.isnan(client.first_token_at):
+            client.first_token_at = self.now
+            if client.moved:
+                self.retry_ttft.append(self.now - client.arrival)
+        else:
+            self.itl[_bucket(self.now - client.last_token_at)] += 1
+            if client.moved:
+                self.pauses.append(self.now - client.last_token_at)
+        client.moved = False
+
+    def _preempt(self, replica: _SimulatedReplica, ids: Sequence[int]) -> None:
+        """Note when those that were decoding got their last token: in the step that just ended."""
+        for id in ids:
+            if id not in replica.prefilling:
+                self.clients[id].last_token_at = self.now
+        replica.prefilling.difference_update(ids)
+
+    # Replicas
+
+    def _start_replica(self, index: int) -> None:
+        self.replicas[index] = _SimulatedReplica(self.config, self.stats[index])
+        self.router.add(index)
+
+    def _restart_replica(self, index: int) -> None:
+        self._start_replica(index)
+        requests, self.unrouted = self.unrouted, []
+        self._route_all(requests)
+
+    def _fail_replica(self) -> None:
+        """The replica with the most load dies; others get its requests with their tokens."""
+        index = max(self.router.loads, key=self.router.loads.__getitem__)
+        replica = self.replicas.pop(index)
+        replica.failed = True
+        if replica.plan:
+            for seq in replica.plan.scheduled:
+                if seq.id not in replica.prefilling:
+                    self.clients[seq.id].last_token_at = replica.step_began
+        requests: list[Request] = []
+        for id in self.router.lose(index):
+            client = self.clients[id]
+            client.moved = True
+            has_token = not math.isnan(client.first_token_at)
+            self.num_continued += has_token
+            self.num_retried += not has_token
+            prompt = replica.scheduler.tokens(id) or client.request.prompt
+            max_tokens = client.request.max_len - len(prompt)
+            requests.append(replace(client.request, prompt=prompt, max_tokens=max_tokens))
+        self._route_all(requests)
+        restart = partial(self._restart_replica, index)
+        self._set_timer(self.now + self.fleet.restart_s, restart)
 
     def _report(self, wall: float) -> SimulationReport:
-        seconds = max(self.now, 1e-9)
-        total_tokens = self.cached_tokens + self.computed_tokens
+        seconds, stats = max(self.now, 1e-9), self.stats
+        cached_tokens = sum(replica.cached_tokens for replica in stats)
+        computed_tokens = sum(replica.computed_tokens for replica in stats)
+        output_tokens = sum(replica.output_tokens for replica in stats)
+        steps = sum(replica.steps for replica in stats)
         return SimulationReport(
             num_requests=self.workload.num_requests,
             finish_reasons=dict(sorted(self.finish_reasons.items())),
@@ -397,19 +489,31 @@ class _Simulation:
             requests_per_s=round(len(self.e2e) / seconds, 3),
             goodput_per_s=round(self.num_good / seconds, 3),
             prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            output_tokens_per_s=round(self.output_tokens / seconds, 1),
+            output_tokens=output_tokens,
+            output_tokens_per_s=round(output_tokens / seconds, 1),
             ttft=_bucket_percentiles(map(_bucket, self.ttft)),
             itl=_bucket_percentiles(self.itl),
             e2e=_bucket_percentiles(map(_bucket, self.e2e)),
-            hit_rate=round(self.cached_tokens / max(1, total_tokens), 4),
+            hit_rate=round(cached_tokens / max(1, cached_tokens + computed_tokens), 4),
             preemptions=self.preemptions,
-            steps=self.steps,
-            tokens_per_step=round(self.computed_tokens / max(1, self.steps), 2),
+            steps=steps,
+            tokens_per_step=round(computed_tokens / max(1, steps), 2),
             decisions=self.decisions,
             decisions_per_s=round(self.decisions / max(self.scheduler_seconds, 1e-9)),
-            steps_per_s=round(self.steps / max(self.scheduler_seconds, 1e-9)),
+            steps_per_s=round(steps / max(self.scheduler_seconds, 1e-9)),
             wall_seconds=round(wall, 2),
+            replicas=stats,
+            failover=self._report_failover(),
+        )
+
+    def _report_failover(self) -> FailoverReport | None:
+        if self.fleet.fail_at is None:
+            return None
+        return FailoverReport(
+            retried=self.num_retried,
+            continued=self.num_continued,
+            ttft=percentiles(self.retry_ttft),
+            pause=percentiles(self.pauses),
         )
 
 

@@ -10,7 +10,8 @@ from ingot.bench.serve import Load, run_on_engine, summarize
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.scheduler import SchedulerConfig
-from ingot.serving.simulate import SLO, CostModel, RequestWorkload, simulate
+from ingot.serving.simulate import SLO, CostModel, simulate
+from ingot.serving.workload import RequestWorkload
 
 
 @given(

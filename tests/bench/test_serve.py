@@ -23,7 +23,8 @@ from ingot.core.errors import ConfigError
 from ingot.nn import Decoder, preset
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.scheduler import SchedulerConfig
-from ingot.serving.simulate import SLO, RequestWorkload
+from ingot.serving.simulate import SLO
+from ingot.serving.workload import RequestWorkload
 
 WORKLOAD = RequestWorkload(
     num_requests=7,

@@ -35,6 +35,26 @@ def test_json_says_what_was_simulated_and_what_came_of_it(cli: Run) -> None:
     assert set(found["report"]["ttft"]) == {"p50", "p90", "p99"}
 
 
+def test_a_fleet_and_its_failure(cli: Run) -> None:
+    options = ("--num-requests", "300", "--request-rate", "30", "--replicas", "3")
+    result = cli("simulate", *options, "--policy", "round-robin", "--fail-at", "5")
+    assert result.returncode == 0, result.stderr
+    assert "requests each" in result.stdout
+    assert "of the time, mean" in result.stdout
+    assert "pause p50" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    found = json.loads(cli("simulate", *options, "--json").stdout)
+    assert found["fleet"]["policy"] == "prefix"
+    assert len(found["report"]["replicas"]) == 3
+    assert found["report"]["failover"] is None
+
+
+def test_one_engine_is_not_compared_with_a_fleet(cli: Run) -> None:
+    result = cli("simulate", "--compare", "--replicas", "2")
+    assert result.returncode == 2
+    assert "leave out --replicas" in result.stderr
+
+
 def test_where_nothing_is_answered_it_says_so(cli: Run) -> None:
     result = cli(
         "simulate", "--num-requests", "3", "--scheduler.num-blocks", "1", "--prefix-len", "100"

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -11,15 +10,17 @@ from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.fleet.router import RouterPolicy
 from ingot.serving.simulate import (
     SLO,
     CostModel,
-    RequestWorkload,
+    FleetConfig,
     SimulationReport,
     _bucket,
     _bucket_percentiles,
     simulate,
 )
+from ingot.serving.workload import RequestWorkload
 
 FREE = CostModel(
     weight_bytes=0, flops_per_token=0, kv_bytes_per_token=0, attention_flops=0, overhead_s=1.0
@@ -27,13 +28,17 @@ FREE = CostModel(
 
 
 def run(
-    config: SchedulerConfig | None = None, costs: CostModel | None = None, **workload: Any
+    config: SchedulerConfig | None = None,
+    costs: CostModel | None = None,
+    fleet: FleetConfig | None = None,
+    **workload: Any,
 ) -> SimulationReport:
     return simulate(
         config or SchedulerConfig(num_blocks=512),
         costs or CostModel(),
         RequestWorkload(**workload),
         SLO(),
+        fleet=fleet or FleetConfig(),
     )
 
 
@@ -192,27 +197,6 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert results(1) == results(1) != results(2)
 
 
-def test_a_trace_is_what_it_is_asked_to_be() -> None:
-    workload = RequestWorkload(
-        num_requests=20_000,
-        request_rate=5,
-        burst_size=10,
-        input_len=100,
-        output_len=50,
-        shared_prefix_ratio=0.25,
-        prefix_len=7,
-    )
-    drawn = list(workload.generate())
-    times = [arrival for arrival, _, _ in drawn]
-    assert times == sorted(times)
-    assert set(Counter(times).values()) == {10}
-    assert times[-1] == pytest.approx(20_000 / 5, rel=0.1)
-    prompts = [len(request.prompt) for _, request, _ in drawn]
-    assert sum(prompts) / 20_000 == pytest.approx(100 + 0.25 * 7, rel=0.05)
-    assert sum(r.max_tokens for _, r, _ in drawn) / 20_000 == pytest.approx(50, rel=0.05)
-    assert len({request.prompt for _, request, _ in drawn}) == 20_000
-
-
 def test_progress_hears_of_every_request() -> None:
     heard: list[int] = []
     simulate(
@@ -234,24 +218,127 @@ def test_percentiles_are_within_a_percent(values: list[float], percentile: int) 
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_requests": 0},
-        {"request_rate": 0.0},
-        {"request_rate": math.nan},
-        {"shared_prefix_ratio": 1.5},
-        {"deadline": -1.0},
-        {"prefix_len": 10**5, "num_prefixes": 10**5},
-    ],
-)
-def test_a_trace_is_bounded(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        RequestWorkload(**wrong)
-
-
-@pytest.mark.parametrize(
     "wrong", [{"bandwidth": 0.0}, {"peak_flops": math.nan}, {"overhead_s": -1.0}]
 )
 def test_costs_are_bounded(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CostModel(**wrong)
+
+
+def test_one_replica_gives_the_results_of_before_there_were_several() -> None:
+    """Numbers of the simulator that had one scheduler and no router."""
+    report = run(
+        SchedulerConfig(num_blocks=256, max_queue=50),
+        num_requests=1000,
+        request_rate=40,
+        cancel_ratio=0.3,
+        deadline=3.0,
+        burst_size=20,
+    )
+    assert report.finish_reasons == {
+        "cancelled": 151,
+        "deadline": 441,
+        "length": 106,
+        "rejected": 302,
+    }
+    assert report.duration_s == 30.205
+    assert report.ttft == {"p50": 1.477, "p90": 2.034, "p99": 2.2255}
+    assert report.itl == {"p50": 0.0314, "p90": 0.1075, "p99": 0.113}
+    assert report.e2e == {"p50": 2.56, "p90": 2.9447, "p99": 3.0042}
+    assert (report.hit_rate, report.preemptions) == (0.2623, 9)
+    assert (report.steps, report.decisions, report.output_tokens) == (461, 11588, 11381)
+
+
+PREFIXES: dict[str, Any] = {
+    "shared_prefix_ratio": 1,
+    "num_prefixes": 60,
+    "prefix_len": 1024,
+    "input_len": 64,
+    "output_len": 16,
+}
+
+
+def test_the_prefix_policy_finds_what_others_compute_again() -> None:
+    """The prefixes fit into the caches of all replicas together, not into each."""
+
+    def serve(policy: RouterPolicy) -> SimulationReport:
+        fleet = FleetConfig(replicas=8, policy=policy)
+        return run(fleet=fleet, num_requests=800, request_rate=28, **PREFIXES)
+
+    prefix, *others = reports = [serve(policy) for policy in get_args(RouterPolicy)]
+    for report in reports:
+        assert report.finish_reasons == {"length": 800}
+        assert sum(replica.requests for replica in report.replicas) == 800
+        assert report.output_tokens == prefix.output_tokens
+    for other in others:
+        assert prefix.hit_rate > 0.8 > 0.4 > other.hit_rate
+        assert prefix.ttft["p50"] <= 0.6 * other.ttft["p50"]
+    counts = [replica.requests for replica in others[-1].replicas]
+    assert max(counts) - min(counts) <= 1, "round robin"
+
+
+def test_replicas_share_the_load() -> None:
+    """Four replicas serve four times the rate, with the latency of one at most."""
+    one = run(num_requests=500, request_rate=8)
+    four = run(fleet=FleetConfig(replicas=4), num_requests=2000, request_rate=32)
+    assert 0.5 * one.ttft["p50"] < four.ttft["p50"] <= one.ttft["p50"]
+    assert four.duration_s == pytest.approx(one.duration_s, rel=0.15)
+    busy = [replica.busy_s for replica in four.replicas]
+    assert max(busy) < 1.1 * min(busy)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_requests_of_a_replica_that_fails_are_retried_or_continued(replicas: int) -> None:
+    """All tokens arrive, none twice; on a fleet of one, after the restart."""
+
+    def serve(fleet: FleetConfig) -> SimulationReport:
+        rate = 10 * replicas
+        return run(fleet=fleet, num_requests=400, request_rate=rate, burst_size=10)
+
+    whole = serve(FleetConfig(replicas=replicas))
+    broken = serve(FleetConfig(replicas=replicas, fail_at=4.0, restart_s=5.0))
+    assert whole.failover is None
+    failover = broken.failover
+    assert failover
+    assert failover.continued > 0
+    assert broken.finish_reasons == whole.finish_reasons == {"length": 400}
+    assert broken.output_tokens == whole.output_tokens
+    assert broken.e2e["p99"] > whole.e2e["p99"]
+    if replicas == 1:
+        assert failover.pause["p50"] > 5
+    else:
+        assert failover.pause["p99"] < 5
+        assert min(r.busy_s for r in broken.replicas) < min(r.busy_s for r in whole.replicas)
+
+
+def test_a_request_without_a_token_is_retried_and_one_with_tokens_continued() -> None:
+    """Steps take a second. Prompts of 100 tokens; one is computed when the replica dies at 2.5 s,
+    and has two tokens then; the other one has arrived in the second step and has none."""
+    config = SchedulerConfig(num_blocks=512)
+    workload = {"num_requests": 2, "input_len": 100, "output_len": 10, "length_sigma": 0}
+    arrivals = [a for a, _, _ in RequestWorkload(request_rate=0.7, seed=5, **workload).generate()]
+    first, second = arrivals
+    fail_at = first + 2.5
+    assert first + 1 < second < fail_at
+    fleet = FleetConfig(fail_at=fail_at, restart_s=10.0)
+    report = run(config, FREE, fleet, request_rate=0.7, seed=5, shared_prefix_ratio=0.5, **workload)
+    failover = report.failover
+    assert failover
+    assert (failover.continued, failover.retried) == (1, 1)
+    # The last token before came at the end of the second step, the next one a step after 12.5 s.
+    assert failover.pause["p50"] == pytest.approx(11.5, rel=0.01)
+    assert failover.ttft["p50"] == pytest.approx(first + 13.5 - second, rel=0.01)
+    assert report.output_tokens == 20
+
+
+def test_a_failure_after_the_last_request_changes_nothing() -> None:
+    late = run(fleet=FleetConfig(fail_at=1e6), num_requests=50)
+    assert late.duration_s == run(num_requests=50).duration_s
+    assert late.failover
+    assert late.failover.continued == late.failover.retried == 0
+
+
+@pytest.mark.parametrize("wrong", [{"replicas": 0}, {"fail_at": -1.0}, {"restart_s": math.nan}])
+def test_a_fleet_is_bounded(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        FleetConfig(**wrong)

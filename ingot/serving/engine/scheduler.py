@@ -269,6 +269,11 @@ class Scheduler:
         """Number of requests that wait for blocks."""
         return len(self._waiting)
 
+    def tokens(self, id: int) -> tuple[int, ...] | None:
+        """Return prompt and sampled tokens of a request; None if it is not known, or finished."""
+        state = self._states.get(id)
+        return tuple(state.tokens) if state else None
+
     def step(self, now: float, events: Iterable[Event] = ()) -> SchedulerOutput:
         """Process the events since the last call; schedule a step if none is in flight."""
         if not self.now <= now < math.inf:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -27,6 +25,7 @@ from ingot.serving.engine.scheduler import (
     replay,
 )
 from tests.serving.machine import Machine
+from tests.serving.planted import EFFORT, execute
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=200, stateful_step_count=40)
@@ -196,36 +195,12 @@ FAULTS = {
 
 def planted(original: ModuleType, old: str, new: str) -> ModuleType:
     """The scheduler with a mistake in it or in its blocks."""
-
-    def executed(module: ModuleType, change: bool) -> ModuleType:
-        assert module.__file__
-        source = Path(module.__file__).read_text()
-        if change:
-            assert old in source
-            source = source.replace(old, new)
-        copy = ModuleType(f"planted_{module.__name__.rpartition('.')[2]}")
-        sys.modules[copy.__name__] = copy  # where dataclasses look for their types
-        exec(compile(source, copy.__name__, "exec"), copy.__dict__)
-        return copy
-
-    copy: Any = executed(scheduler, original is scheduler)
+    copy: Any = execute(scheduler, *((old, new) if original is scheduler else ("", "")))
     if original is blocks:
-        faulty: Any = executed(blocks, True)
+        faulty: Any = execute(blocks, old, new)
         copy.BlockPool = faulty.BlockPool
         copy.block_key, copy.root_key = faulty.block_key, faulty.root_key
     return copy
-
-
-EFFORT = settings(
-    # Hypothesis also tries constants of the imported modules, so how soon a fault is found depends
-    # on the other tests of the run: one was found after more than 400 examples.
-    max_examples=2000,
-    stateful_step_count=40,
-    phases=[Phase.generate],
-    database=None,
-    derandomize=True,
-    report_multiple_bugs=False,
-)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,0 +1,1 @@
+"""Several replicas of the engine: which one gets a request, and how many there should be."""
