@@ -173,7 +173,7 @@ def test_whatever_goes_wrong_is_one_clean_failure(
         assert completion.error.status == status
         assert "secret" not in completion.error.message
         assert completion.done.done()
-        assert b"".join(completion.out).count(b'"error"') == stream
+        assert b"".join(completion.out).count(b'"error":{') == stream
         assert (second.id, FinishReason.CANCELLED) in engine.aborts
 
     run(test)
