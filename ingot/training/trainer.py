@@ -323,8 +323,10 @@ class Trainer:
 
     def _stopping(self) -> bool:
         """Return whether `stop` was called, on any rank: all have to do the same steps."""
-        self._stop = any(flag for (flag,) in self.ranks.gather([float(self._stop)]))
-        return self._stop
+        stopping = any(flag for (flag,) in self.ranks.gather([float(self._stop)]))
+        if stopping:
+            self._stop = True  # but never to False: a signal may have come meanwhile
+        return stopping
 
     def _reshard(self) -> None:
         if self.sharded:

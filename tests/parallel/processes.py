@@ -48,8 +48,12 @@ def run_ranks(size: int, function: str, options: dict[str, Any], directory: Path
     finally:
         for process in processes:
             process.kill()
-    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}: {output}"
+    failed = [
+        f"rank {rank}: {output}"
+        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
+        if process.returncode != 0
+    ]
+    assert not failed, "\n".join(failed)
 
 
 def _main(function: str, options: str, directory: str) -> None:

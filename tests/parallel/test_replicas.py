@@ -59,7 +59,8 @@ def train_with_a_wrong_bit(ranks: Ranks, options: dict[str, Any], directory: Pat
 
 
 def test_a_wrong_bit_is_found_and_its_rank_named(tmp_path: Path) -> None:
-    recipe_of("dense", JOB, tmp_path)  # writes its data, before the ranks read it
+    # Builds the data set, before the ranks read it.
+    Trainer(recipe_of("dense", {}, tmp_path), tmp_path / "one")
     run_ranks(4, f"{__name__}:train_with_a_wrong_bit", {}, tmp_path)
 
 
