@@ -41,7 +41,7 @@ class ApiError:
     """An error as HTTP status and body.
 
     >>> ApiError(429, "too many requests", "wait", 3).body()[:60]
-    b'{"error":{"message":"too many requests; wait","type":"rate_l'
+    b'{"type":"error","error":{"message":"too many requests; wait"'
     """
 
     status: int
