@@ -55,7 +55,9 @@ class ReplyParser:
         self._held = ""
         self._deltas: list[Delta] = []
         self._json = _JsonEnd()
-        self._answer = self._content if tools is None or tools.trigger else self._call_or_content
+        self._answer = self._plain
+        if tools is not None:
+            self._answer = self._content if tools.trigger else self._call_or_content
         self._state = self._reasoning_or_answer if reasoning else self._answer
         if in_reasoning:
             self._begin_reasoning()
@@ -104,10 +106,7 @@ class ReplyParser:
         return self._emit_until(END_THINK, "reasoning", self._blank)
 
     def _content(self) -> bool:
-        if self._tools is None:
-            self._deltas.append(Delta("content", self._held))
-            self._held = ""
-            return False
+        assert self._tools is not None
         return self._emit_until(self._tools.trigger, "content", self._start)
 
     def _emit_until(

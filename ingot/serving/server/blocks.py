@@ -6,7 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from ingot.serving.engine.detokenizer import TokenTexts
 from ingot.serving.engine.reply import Delta
+from ingot.serving.server.openai import GenerationJob
 from ingot.serving.server.writer import Reply, Writer, encode
 
 
@@ -33,8 +35,8 @@ def blocks_of(reply: Reply) -> list[ReplyBlock]:
 class BlockWriter(Writer):
     """Opens a block at its first text, and closes it at the next one or at the end."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, job: GenerationJob, token_texts: TokenTexts) -> None:
+        super().__init__(job, token_texts)
         self._block: ReplyBlock | None = None
         self.num_blocks = 0
         """Blocks that were opened."""

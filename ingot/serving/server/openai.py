@@ -259,12 +259,28 @@ class TextPart(Strict):
     text: Text
 
 
+class FunctionArguments(FunctionName):
+    """A function that was called, with its arguments as JSON."""
+
+    arguments: Text
+
+
+class MessageToolCall(Strict):
+    """A tool call of an earlier reply."""
+
+    id: ShortText = ""
+    type: Literal["function"] = "function"
+    function: FunctionArguments
+    index: Any = None  # of streamed calls, which some clients send back
+
+
 class Message(BaseModel):
     """A chat message. Further fields are kept: chat templates may read them."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
     content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
 
     def plain(self) -> dict[str, Any]:

@@ -242,6 +242,8 @@ def test_impossible_tools_are_errors(served: Served) -> None:
         ({"tools": [text]}, "the parameters of 'f' must be an object"),
         ({"tools": TOOLS, "response_format": {"type": "regex", "regex": "a"}}, "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "tool_calls"),
     ):
         status, found, _ = served.call("/v1/chat/completions", {"messages": USER, **change})
         assert status == 422, change
