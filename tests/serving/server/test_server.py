@@ -217,7 +217,7 @@ def test_second_signal_stops_at_once(directory: Path, tmp_path: Path) -> None:
         served.process.send_signal(signal.SIGINT)
         start = time.monotonic()
         assert served.process.wait(10) == 0
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 8  # not the 30 of --drain-timeout
         content = b""
         while data := connection.recv(65536):
             content += data
