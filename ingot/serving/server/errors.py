@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -124,12 +125,39 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Return the first violation. The input is not repeated: it may be long or private."""
-    first = errors[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
+    """Return one violation. The input is not repeated: it may be long or private."""
+    error = _most_specific(errors)
+    if error["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", "send a JSON object")
+    path = [str(part) for part in error["loc"] if part != "body" and not _is_alternative(part)]
     field = ".".join(path)
-    message = f"{field}: {first['msg']}" if field else str(first["msg"])
+    message = f"{field}: {error['msg']}" if field else str(error["msg"])
     param = path[0] if path else None
     return ApiError(422, message[:1000], "see /openapi.json for the fields", param=param)
+
+
+def _most_specific(errors: Sequence[Any]) -> Any:
+    """Return the error that the client most likely means to fix.
+
+    A value that matches no alternative of a union has the errors of all of them: the deepest, of
+    the alternative that is not of another `type` and has the fewest, is the one to report.
+    """
+    depth = 2 if errors[0]["loc"][:1] == ("body",) else 1
+    own = [error for error in errors if error["loc"][:depth] == errors[0]["loc"][:depth]]
+    counts = Counter(error["loc"][:-1] for error in own)
+    other_types = {
+        error["loc"][:-1]
+        for error in own
+        if error["type"] == "literal_error" and error["loc"][-1] == "type"
+    }
+
+    def rank(error: Any) -> tuple[int, bool, int]:
+        parent = error["loc"][:-1]
+        return -len(error["loc"]), parent in other_types, counts[parent]
+
+    return min(own, key=rank)
+
+
+def _is_alternative(part: str | int) -> bool:
+    """Return whether pydantic has named an alternative of a union, not a field."""
+    return isinstance(part, str) and (part[:1].isupper() or not part.isidentifier())

@@ -62,7 +62,10 @@ def test_invalid_chat_is_rejected_with_the_field(served: Served) -> None:
     for body, message in (
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "a"}]}, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type: Input should be 'text'",
+        ),
         ({"messages": USER, "top_logprobs": 2}, "needs logprobs"),
         ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "may not set"),
         ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
@@ -70,3 +73,16 @@ def test_invalid_chat_is_rejected_with_the_field(served: Served) -> None:
         status, answer, _ = served.call("/v1/chat/completions", body)
         assert status == 422, answer
         assert message in answer["error"]["message"]
+
+
+def test_the_best_alternative_of_a_union_is_reported(served: Served) -> None:
+    image = {"type": "input_image", "image_url": "https://x"}
+    for item, message in (
+        ({"role": "user", "content": [image]}, "input.0.content.0.type: Input should be 'input_t"),
+        ({"role": "usr", "content": "Hi"}, "input.0.role: Input should be 'user'"),
+        ({"type": "function_call_output", "output": "3"}, "input.0.call_id: Field required"),
+    ):
+        status, answer, _ = served.call("/v1/responses", {"model": "", "input": [item]})
+        assert status == 422, answer
+        assert answer["error"]["message"].startswith(message)
+        assert answer["error"]["param"] == "input"
