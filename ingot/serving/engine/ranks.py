@@ -169,7 +169,7 @@ class _MainRunner(Runner):
             self._ranks.send(RunStep(self._number, list(work)))
             return super().run(work, slots)
         except Exception as error:
-            _log.exception("a step failed on a rank")
+            _log.error("a step failed on a rank: %s", error)
             raise SystemExit("the ranks no longer compute the same step") from error
 
 

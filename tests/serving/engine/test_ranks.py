@@ -90,6 +90,7 @@ def test_models_that_cannot_be_divided(tiny: Path) -> None:
         TensorParallel.start(tiny, 64)
 
 
+@pytest.mark.slow
 def test_a_server_of_two_ranks_and_the_loss_of_one(
     served: Served, directory: Path, tmp_path: Path
 ) -> None:
