@@ -31,6 +31,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     device: str = "auto",
+    tp: int = 1,
     admin_address: str | None = None,
     api_key_file: Path | None = None,
     kv_cache_gib: float | None = None,
@@ -59,6 +60,8 @@ def serve(
         host: Address to listen at; 0.0.0.0 accepts other machines.
         port: Port; 0 for any free one.
         device: Device of the engine: auto, cpu, cuda, cuda:1...
+        tp: Tensor parallelism: number of processes that the layers are divided among, with the bits
+            of a single one; for models that do not fit on one device.
         admin_address: HOST:PORT of /metrics, /drain and loading of adapters; default: loopback,
             --port + 1000.
         api_key_file: File of tenants and hashed API keys; default: no authentication.
@@ -92,6 +95,7 @@ def serve(
         host=host,
         port=port,
         device=device,
+        tp=tp,
         admin_host=admin_host,
         admin_port=admin_port,
         max_requests=max_requests,

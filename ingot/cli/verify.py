@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -29,6 +30,7 @@ def verify(
     adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     device: str = "auto",
     kv_cache_dtype: Literal["auto", "int8"] = "auto",
+    tp: int = 1,
     ranks: str | None = None,
     steps: int = 10,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
@@ -58,6 +60,7 @@ def verify(
         device: Where to compute: auto, cpu, cuda, cuda:1. The certificate is valid for this kind of
             processor.
         kv_cache_dtype: Dtype of cached keys and values; int8 also rounds them in the reference.
+        tp: Number of ranks that the engine's layers are divided among (tensor parallelism).
         ranks: Numbers of ranks to train a recipe on, separated by commas.
         steps: Number of training steps with `--ranks`.
         json: Print JSON instead of text.
@@ -68,7 +71,9 @@ def verify(
     if overrides:
         raise ConfigError("overrides: apply to a recipe only", hint="give --ranks, or remove them")
     place = resolve(device)  # before a model is downloaded
-    _verify_model(model, adapter, place, kv_cache_dtype, schedules, seed, json)
+    if tp > 1 and adapter:
+        raise ConfigError("tp: adapters are not supported", hint="remove --adapter or --tp")
+    _verify_model(model, adapter, place, kv_cache_dtype, tp, schedules, seed, json)
 
 
 def _verify_model(
@@ -76,6 +81,7 @@ def _verify_model(
     adapter: tuple[str, ...],
     place: torch.device,
     kv_cache_dtype: Literal["auto", "int8"],
+    tp: int,
     schedules: int,
     seed: int,
     json: bool,
@@ -84,15 +90,19 @@ def _verify_model(
     from ingot.interop import hub, peft
     from ingot.serving import verify as serving
     from ingot.serving.engine.adapters import parse_adapters
+    from ingot.serving.engine.ranks import TensorParallel
 
     named = parse_adapters(adapter)
     directory = hub.model_path(model)
     decoder = load(directory, str(place), kv_cache_dtype=kv_cache_dtype).decoder
     adapters = {name: peft.load(path, decoder) for name, path in named.items()}
-    with log.progress("verifying", schedules) as bar:
+    options = {"device": str(place), "kv_cache_dtype": kv_cache_dtype}
+    divided = TensorParallel.start(directory, tp, **options) if tp != 1 else None
+    with divided or nullcontext(), log.progress("verifying", schedules) as bar:
         certificate = serving.verify(
             decoder,
             adapters=adapters,
+            ranks=divided,
             schedules=schedules,
             seed=seed,
             progress=lambda: bar.advance(),
@@ -187,7 +197,8 @@ def _print_lines(certificate: Certificate) -> None:
         f"{certificate.cached_tokens:,} cached tokens, {certificate.accepted_tokens:,} of "
         f"{certificate.draft_tokens:,} draft tokens accepted; "
         f"{_describe_models(certificate)}"
-        f"{certificate.dtype}, {' and '.join(map(str, certificate.threads))} threads",
+        + ("" if certificate.tp == 1 else f"{certificate.tp} ranks; ")
+        + f"{certificate.dtype}, {' and '.join(map(str, certificate.threads))} threads",
         highlight=False,
     )
     if certificate.difference:

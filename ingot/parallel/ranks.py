@@ -159,21 +159,41 @@ def connect(timeout_s: float = 600.0, device: str = "cpu") -> Ranks:
         )
     global _heartbeat
     if not dist.is_initialized():
-        timeout = timedelta(seconds=timeout_s)
         record_collectives()
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        options = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
-        dist.init_process_group(_backend(device), **options)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        join(store, rank, size, timeout_s, device, int(os.environ["LOCAL_RANK"]))
         _heartbeat = Heartbeat(store, rank, size)
     return Ranks(dist.get_rank(), size, dist.group.WORLD)
 
 
-def _backend(device: str) -> str:
+def create_store() -> dist.TCPStore:
+    """Return the store where the ranks of this machine find each other: see `join`."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines cannot connect
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def find_store(port: int) -> dist.TCPStore:
+    """Return the store that another process of this machine has created."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+def join(
+    store: dist.Store, rank: int, size: int, timeout_s: float, device: str, local_rank: int
+) -> Ranks:
+    """Join the process group of a store; `local_rank` is the index among those of a machine."""
+    options = {"store": store, "rank": rank, "world_size": size}
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(_backend(device, local_rank), timeout=timeout, **options)
+    return Ranks(rank, size, dist.group.WORLD)
+
+
+def _backend(device: str, index: int) -> str:
     """Return the library of collectives for a device, after selecting that of this rank."""
     kind = resolve(device).type
     if kind == "cpu":
         return "gloo"
-    index, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
     if index >= count:
         raise ConfigError(
             f"device: rank {index} of this machine needs a device of its own, torch sees {count}",

@@ -35,6 +35,7 @@ from ingot.nn import Decoder, DecoderConfig
 from ingot.nn.attention import Attention
 from ingot.nn.linear import Linear
 from ingot.nn.mlp import MLP, SwiGLU
+from ingot.nn.quantized import QuantizedModule
 from ingot.ops.epilogue import IDENTITY
 from ingot.parallel.ranks import Ranks, all_gather, all_to_all
 
@@ -53,6 +54,8 @@ def divide_decoder(model: nn.Module, ranks: Ranks) -> Rows:
     """
     check_divisible(getattr(model, "config", None), ranks.size)
     assert isinstance(model, Decoder)
+    if any(isinstance(module, QuantizedModule) for module in model.modules()):
+        raise ConfigError("tp: quantized weights cannot be divided", hint="set tp to 1")
     rows: Rows = {}
     for name, module in model.blocks.named_modules(prefix="blocks"):
         if isinstance(module, Attention):
@@ -77,18 +80,18 @@ def check_divisible(config: Any, size: int) -> None:
     >>> check_divisible(preset("tiny"), 2)
     """
     if not isinstance(config, DecoderConfig):
-        raise ConfigError("parallel.tp: only divides decoders", hint="set parallel.tp=1")
+        raise ConfigError("tp: only decoders can be divided", hint="set tp to 1")
     for name in ("moe", "qk_norm"):
         if getattr(config, name):
             raise ConfigError(
-                f"parallel.tp: does not divide models with model.{name}",
-                hint="set parallel.tp=1: then the weights are sharded over the ranks (FSDP)",
+                f"tp: models with {name} cannot be divided",
+                hint="set tp to 1; in training, ranks then shard the weights (FSDP)",
             )
     for name in ("heads", "kv_heads", "dim", "ffn_dim"):
         if getattr(config, name) % size:
             raise ConfigError(
-                f"parallel.tp: must divide model.{name}, {getattr(config, name)}, got {size}",
-                hint="lower parallel.tp: other ranks shard the weights (FSDP)",
+                f"tp: must divide the model's {name}, {getattr(config, name)}, got {size}",
+                hint="lower tp; in training, other ranks shard the weights (FSDP)",
             )
 
 

@@ -36,6 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -51,6 +52,7 @@ from ingot.nn.lora import LoraConfig
 from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.output import Output
+from ingot.serving.engine.ranks import TensorParallel
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.sampler import OnLogits, SamplingState, sampling_tensors
@@ -96,6 +98,8 @@ class Certificate:
     seed: int
     adapters: int = 0
     """Number of LoRA adapters, besides the base model."""
+    tp: int = 1
+    """Number of ranks that the engine's layers are divided among."""
     max_models_per_step: int = 1
     """The most models (adapters and the base) that were computed in one step."""
     difference: str | None = None
@@ -127,13 +131,15 @@ def verify(
     decoder: Decoder,
     *,
     adapters: Mapping[str, Adapter] | None = None,
+    ranks: TensorParallel | None = None,
     schedules: int = 1000,
     seed: int = 0,
     progress: Callable[[], object] = lambda: None,
 ) -> Certificate:
     """Compare `schedules` random schedules with the reference; `progress` is called after each.
 
-    For `adapters`, by name, the decoder gets slots.
+    For `adapters`, by name, the decoder gets slots. With `ranks`, their tensor-parallel engine is
+    compared with the decoder.
 
     >>> from ingot.nn import preset
     >>> verify(Decoder.from_config(preset("tiny"), seed=0), schedules=2).bitwise_equal
@@ -146,7 +152,7 @@ def verify(
         )
     numbers = random.Random(seed)
     texts = reference_texts(decoder, adapters or {}, numbers, seed)
-    runners = _RunnerCache(decoder, adapters or {})
+    runners = _RunnerCache(decoder, adapters or {}, ranks)
     counts: Counter[str] = Counter()
     # On a GPU, log-probabilities of stored logits differ from training's in float32's last bits.
     first_difference = compare_distributions(texts) if decoder.device.type == "cpu" else None
@@ -169,6 +175,7 @@ def verify(
         kv_cache_dtype=str(decoder.kv_spec.dtype).removeprefix("torch."),
         seed=seed,
         adapters=len(adapters or {}),
+        tp=1 if ranks is None else ranks.size,
         max_models_per_step=runners.max_models_per_step,
         difference=first_difference,
         **{name: counts[name] for name in _COUNTERS},
@@ -387,15 +394,19 @@ class _RunnerCache:
     """Runners by model and block size. They are reused from schedule to schedule, with whatever the
     earlier schedules left in the KV cache and in the captured steps."""
 
-    def __init__(self, decoder: Decoder, adapters: Mapping[str, Adapter]) -> None:
-        self.decoder, self.draft_model = decoder, truncated_draft_model(decoder)
+    def __init__(
+        self, decoder: Decoder, adapters: Mapping[str, Adapter], ranks: TensorParallel | None
+    ) -> None:
+        self.draft_model, self._ranks = truncated_draft_model(decoder), ranks
+        self.decoder = decoder if ranks is None else ranks.decoder
         self.max_seqs = max(_MAX_SEQS, 2 * len(adapters) if adapters else 0)
         self.max_models_per_step = 1
         rank = max([adapter.rank for adapter in adapters.values()], default=1)
-        self.adapters, self._pool = adapters, AdapterPool(decoder, len(adapters), rank)
+        self.adapters, self._pool = adapters, AdapterPool(self.decoder, len(adapters), rank)
         self.int4_copy: Decoder | None = None
-        with suppress(ConfigError):
-            self.int4_copy = int4_copy(decoder)
+        if ranks is None:
+            with suppress(ConfigError):
+                self.int4_copy = int4_copy(decoder)
         self._runners: dict[tuple[Decoder, int], Runner] = {}
         self._quantized: dict[int, QuantizedProposer] = {}
 
@@ -450,9 +461,10 @@ class _RunnerCache:
                 max_num_batched_tokens=_MAX_STEP_TOKENS,
                 max_num_seqs=self.max_seqs,
             )
-            self._runners[decoder, size] = Runner(
-                decoder, largest, num_scratch_blocks=NUM_SCRATCH_BLOCKS
-            )
+            create = partial(Runner, decoder)
+            if self._ranks is not None and decoder is self.decoder:
+                create = self._ranks.runner
+            self._runners[decoder, size] = create(largest, num_scratch_blocks=NUM_SCRATCH_BLOCKS)
         return self._runners[decoder, size]
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from ingot.core.errors import ConfigError
 from ingot.nn import Activation, BatchLayout, Decoder, DenseConfig, MoEConfig
 from ingot.nn.config import QkNorm
+from ingot.nn.formats import Int8
+from ingot.nn.quantized import quantize_
 from ingot.ops.inputs import TensorMaker
 from ingot.parallel import tensor
 from ingot.parallel.config import ParallelConfig
@@ -158,15 +160,19 @@ def test_all_ranks_together_have_every_row_once() -> None:
 def test_models_that_cannot_be_divided_are_an_error() -> None:
     moe = MoEConfig(num_experts=2, top_k=1, ffn_dim=48)
     for config, size, message in (
-        (DenseConfig(in_features=2, hidden_dims=(8,), out_features=2), 2, "only divides decoders"),
-        (replace(DIVIDED, moe=moe), 2, "model.moe"),
-        (replace(DIVIDED, qk_norm=QkNorm.PER_HEAD), 2, "model.qk_norm"),
-        (DIVIDED, 8, "must divide model.kv_heads, 4, got 8"),
-        (replace(DIVIDED, ffn_dim=77), 2, "must divide model.ffn_dim, 77, got 2"),
+        (DenseConfig(in_features=2, hidden_dims=(8,), out_features=2), 2, "only decoders"),
+        (replace(DIVIDED, moe=moe), 2, "models with moe"),
+        (replace(DIVIDED, qk_norm=QkNorm.PER_HEAD), 2, "models with qk_norm"),
+        (DIVIDED, 8, "must divide the model's kv_heads, 4, got 8"),
+        (replace(DIVIDED, ffn_dim=77), 2, "must divide the model's ffn_dim, 77, got 2"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_divisible(config, size)
     check_divisible(DIVIDED, 4)
+    decoder = Decoder.from_config(DIVIDED, seed=0, dtype=torch.bfloat16)
+    quantize_(decoder, Int8())
+    with pytest.raises(ConfigError, match="quantized weights cannot be divided"):
+        divide_decoder(decoder, Ranks(0, 2))
 
 
 def test_recipes_that_cannot_be_divided_are_an_error(tmp_path: Path) -> None:

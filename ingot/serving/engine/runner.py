@@ -81,6 +81,7 @@ class Runner:
         *,
         num_scratch_blocks: int = 0,
         kv_cache: KVCache | None = None,
+        captures: bool = True,
     ) -> None:
         self.decoder, self.config, self.size = decoder, config, config.block_size
         device, spec = decoder.device, decoder.kv_spec
@@ -97,6 +98,7 @@ class Runner:
         self._max_tokens, self._rows = config.prefill_only_budget, config.max_num_seqs
         self._steps = torch.arange(self._rows + 1, dtype=torch.int32, device=device)
         self._allocate(8)
+        self._captures_steps = captures
         self._seen: set[_Shape] = set()
         self._num_sampled, self._samples_all = 0, False
 
@@ -168,7 +170,7 @@ class Runner:
 
     def _can_capture(self, shape: _Shape) -> bool:
         """Return whether a step is small enough; a CUDA graph is worth its memory for decoding."""
-        if shape.tokens > MAX_CAPTURED_TOKENS:
+        if shape.tokens > MAX_CAPTURED_TOKENS or not self._captures_steps:
             return False
         kind = self._device.type
         return kind == "cpu" or (kind in CUDA_GRAPH_DEVICES and shape.tokens == shape.requests)

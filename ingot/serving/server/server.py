@@ -65,6 +65,8 @@ class ServerConfig:
     admin_port: int = 9000
     device: str = "auto"
     """Device of the engine: "auto", "cpu", "cuda:0"..."""
+    tp: int = 1
+    """Number of ranks that the layers are divided among (tensor parallelism)."""
     max_requests: int = 256
     """Maximum concurrent requests; further ones are rejected with 429."""
     timeout: float = 600.0
@@ -90,6 +92,7 @@ class ServerConfig:
             self,
             port=(0, 65535),
             admin_port=(0, 65535),
+            tp=(1, 64),
             max_requests=(1, 100_000),
             timeout=(0.1, 86_400),
             stall_timeout=(0.1, 86_400),
@@ -169,6 +172,7 @@ class Server:
         settings = WorkerSettings(
             directory=str(directory),
             device=config.device,
+            tp=config.tp,
             kv_cache_bytes=config.kv_cache_bytes,
             kv_cache_dtype=config.kv_cache_dtype,
             speculate=config.speculate,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ingot.serving.engine.engine import Engine
     from ingot.serving.engine.pooling import PoolingEngine
+    from ingot.serving.engine.ranks import TensorParallel
 
 _log = logger(__name__)
 _READ_BYTES = 1 << 18
@@ -46,8 +47,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     directory: str
     device: str = "auto"
+    tp: int = 1
+    """Number of ranks that the layers are divided among: see `ingot.serving.engine.ranks`."""
     kv_cache_bytes: int | None = None
-    """None for the default of `config_for_memory`."""
+    """Of each rank; None for the default of `config_for_memory`."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -178,10 +181,12 @@ def _create_engine(
     from ingot.interop import hf
     from ingot.interop.tokenizer import Tokenizer
     from ingot.serving.engine import engine as engines
-    from ingot.serving.engine.speculate import create_proposer
+    from ingot.serving.engine.speculate import NgramProposer, create_proposer
 
-    decoder, tokenizer = hf.load(directory).to(device), Tokenizer.load(directory)
+    ranks = _start_ranks(settings) if settings.tp != 1 else None
+    decoder = hf.load(directory).to(device) if ranks is None else ranks.decoder
     decoder.set_kv_cache_dtype(settings.kv_cache_dtype)
+    tokenizer = Tokenizer.load(directory)
     adapters = AdapterPool.of(
         decoder,
         settings.adapters,
@@ -190,7 +195,11 @@ def _create_engine(
         skip_broken=settings.skip_broken_adapters,
     )
     scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
-    runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
+    if ranks is None:
+        runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
+    else:
+        runner = ranks.runner(scheduler_config)
+        proposer = NgramProposer() if settings.speculate else None
     engine = engines.Engine(
         decoder,
         scheduler_config=scheduler_config,
@@ -215,6 +224,18 @@ def _create_engine(
     return engine, ready
 
 
+def _start_ranks(settings: WorkerSettings) -> TensorParallel:
+    from ingot.serving.engine.ranks import TensorParallel
+
+    if settings.adapters or settings.max_loras or settings.speculate == "int4":
+        raise ConfigError(
+            "tp: adapters and speculation with a 4-bit copy are not supported",
+            hint="remove --tp, or those options",
+        )
+    options = {"device": settings.device, "kv_cache_dtype": settings.kv_cache_dtype}
+    return TensorParallel.start(settings.directory, settings.tp, **options)
+
+
 def _create_pooling_engine(
     settings: WorkerSettings, directory: Path, device: torch.device
 ) -> tuple[PoolingEngine, wire.EngineReady]:
@@ -222,7 +243,7 @@ def _create_pooling_engine(
     from ingot.serving.engine.pooling import PoolingEngine
 
     plain = WorkerSettings(directory=settings.directory)
-    for name in ("kv_cache_bytes", "kv_cache_dtype", "speculate", "adapters", "max_loras"):
+    for name in ("tp", "kv_cache_bytes", "kv_cache_dtype", "speculate", "adapters", "max_loras"):
         if getattr(settings, name) != getattr(plain, name):
             raise ConfigError(
                 f"{name}: not supported by an embedding model", hint="remove the option"
