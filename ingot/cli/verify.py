@@ -96,8 +96,11 @@ def _verify_model(
     directory = hub.model_path(model)
     decoder = load(directory, str(place), kv_cache_dtype=kv_cache_dtype).decoder
     adapters = {name: peft.load(path, decoder) for name, path in named.items()}
-    options = {"device": str(place), "kv_cache_dtype": kv_cache_dtype}
-    divided = TensorParallel.start(directory, tp, **options) if tp != 1 else None
+    divided = None
+    if tp != 1:
+        divided = TensorParallel.start(
+            directory, tp, device=str(place), kv_cache_dtype=kv_cache_dtype
+        )
     with divided or nullcontext(), log.progress("verifying", schedules) as bar:
         certificate = serving.verify(
             decoder,

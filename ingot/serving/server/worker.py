@@ -232,8 +232,12 @@ def _start_ranks(settings: WorkerSettings) -> TensorParallel:
             "tp: adapters and speculation with a 4-bit copy are not supported",
             hint="remove --tp, or those options",
         )
-    options = {"device": settings.device, "kv_cache_dtype": settings.kv_cache_dtype}
-    return TensorParallel.start(settings.directory, settings.tp, **options)
+    return TensorParallel.start(
+        settings.directory,
+        settings.tp,
+        device=settings.device,
+        kv_cache_dtype=settings.kv_cache_dtype,
+    )
 
 
 def _create_pooling_engine(
