@@ -38,7 +38,7 @@ VARIABLES = {
     "`~/.local/share`.",
     "GOMP_SPINCOUNT": "How long PyTorch's OpenMP threads spin before they sleep. The `ingot` "
     "command sets it to 10000 unless it is set.",
-    "GLOO_SOCKET_IFNAME": "Network interface of the collectives of CPU ranks. `ingot train --ranks` "
+    "GLOO_SOCKET_IFNAME": "Network interface of collectives on CPUs. `ingot train --ranks` "
     "and `--tp` set it to `lo` unless it is set.",
     "TRITON_INTERPRET": "`1` runs the Triton kernels in Triton's interpreter on the CPU.",
     "TRITON_CACHE_DIR": "Where Triton keeps compiled kernels; `ingot kernels` sets it for its "
