@@ -30,6 +30,7 @@ from ingot.serving.server import wire
 if TYPE_CHECKING:
     import torch
 
+    from ingot.nn.shared import SharedWeights
     from ingot.serving.engine.engine import Engine
     from ingot.serving.engine.pooling import PoolingEngine
 
@@ -48,6 +49,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "auto"
     kv_cache_bytes: int | None = None
     """None for the default of `config_for_memory`."""
+    default_kv_cache_bytes: int | None = None
+    """Used instead of that default by models that have a KV cache."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -60,6 +63,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None for the largest rank of `adapters`, at least 16."""
     skip_broken_adapters: bool = False
     """Whether to serve without an adapter that cannot be loaded: after a restart."""
+    weights_fd: int | None = None
+    """File of weights that several workers share: see `ingot.nn.shared`."""
     json_logs: bool = False
 
 
@@ -180,7 +185,8 @@ def _create_engine(
     from ingot.serving.engine import engine as engines
     from ingot.serving.engine.speculate import create_proposer
 
-    decoder, tokenizer = hf.load(directory).to(device), Tokenizer.load(directory)
+    shared = _shared_weights(settings, directory, device)
+    decoder, tokenizer = hf.load(directory, shared=shared).to(device), Tokenizer.load(directory)
     decoder.set_kv_cache_dtype(settings.kv_cache_dtype)
     adapters = AdapterPool.of(
         decoder,
@@ -189,7 +195,8 @@ def _create_engine(
         max_lora_rank=settings.max_lora_rank,
         skip_broken=settings.skip_broken_adapters,
     )
-    scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
+    kv_cache_bytes = settings.kv_cache_bytes or settings.default_kv_cache_bytes
+    scheduler_config = engines.config_for_memory(decoder, kv_cache_bytes)
     runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
     engine = engines.Engine(
         decoder,
@@ -227,7 +234,8 @@ def _create_pooling_engine(
             raise ConfigError(
                 f"{name}: not supported by an embedding model", hint="remove the option"
             )
-    model, config = sentence_transformers.load(directory, device=device)
+    shared = _shared_weights(settings, directory, device)
+    model, config = sentence_transformers.load(directory, device=device, shared=shared)
     ready = wire.EngineReady(
         model=directory.resolve().name,
         device=str(device),
@@ -240,6 +248,17 @@ def _create_pooling_engine(
         embedding_dim=model.config.dim,
     )
     return PoolingEngine(model, config), ready
+
+
+def _shared_weights(
+    settings: WorkerSettings, directory: Path, device: torch.device
+) -> SharedWeights | None:
+    """Return the memory that the weights share with other workers; None if they are on a device."""
+    from ingot.nn.shared import SharedWeights
+
+    if settings.weights_fd is None or device.type != "cpu":
+        return None
+    return SharedWeights(settings.weights_fd, directory)
 
 
 def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
