@@ -138,6 +138,9 @@ class Deployment:
         else:
             configured = spec.config.kv_cache_bytes or spec.default_kv_cache_bytes or 0
             private = PROCESS_BYTES + (configured if info is None else info.kv_cache_bytes)
+            private += sum(_weights_bytes(Path(path)) for path in spec.config.adapters.values())
+            if spec.config.speculate == "int4":
+                private += self._weights_bytes // 3  # the copy with its scales
             weights = self._weights_bytes
         return Footprint(weights=spec.weights, weights_bytes=weights, private_bytes=private)
 
