@@ -157,7 +157,7 @@ async def _serve(server: Server, started: float) -> None:
         logger("ingot.serving.access").setLevel("WARNING")
     addresses = {"address": server.address, "admin_address": server.admin_address}
     _log.info("listening at %s; loading", server.address, extra={"fields": addresses})
-    if several:
+    if several and live:
         stderr().print(deployment_table(server.gateway.pool))
     if server.is_public and server.gateway.keys is None:
         _log.warning(

@@ -34,7 +34,8 @@ _log = logger(__name__)
 QUEUE_DEPTH_FACTOR = 8
 """Maximum tokens in flight, as a multiple of the KV cache's capacity."""
 PROCESS_BYTES = 400 << 20
-"""Memory of an engine process without weights and KV cache."""
+"""Memory of an engine process without weights and KV cache: 0.24 GiB after loading SmolLM2, and
+activations."""
 
 
 class DeploymentState(StrEnum):

@@ -87,7 +87,7 @@ class Supervisor:
         """Run one worker, from its start to its exit."""
         ours, theirs = socket.socketpair()
         weights = self._settings.weights_fd
-        with theirs:
+        try:
             # A session of its own: Ctrl-C in the terminal is handled by this process alone.
             self.process = process = subprocess.Popen(
                 [*self.command, str(theirs.fileno()), self._worker_settings()],
@@ -96,6 +96,11 @@ class Supervisor:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         protocol = self._engine.connect()
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: protocol, sock=ours)
