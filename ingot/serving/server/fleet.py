@@ -65,7 +65,7 @@ class DeploymentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetConfig:
+class FleetFile:
     """The content of the file."""
 
     memory_gib: float | None = None
@@ -110,13 +110,13 @@ def load_fleet(
         raise ConfigError(
             "--adapter: the base model is not known", hint=f"add it to a deployment in {path}"
         )
-    fleet = config.load(FleetConfig, path)
+    fleet = config.load(FleetFile, path)
     specs = [
         _spec(name, deployment, path.parent, server, find_model)
         for name, deployment in fleet.deployments.items()
     ]
     if len(specs) == 1:
-        specs = [replace(specs[0], pinned=True)]  # there is no other to make room for
+        specs = [replace(specs[0], pinned=True)]  # it would be loaded again at once
     return fleet.memory_bytes, specs
 
 
