@@ -63,11 +63,6 @@ class DeploymentSpec:
     default_kv_cache_bytes: int | None = None
     """Size of a KV cache whose size is not configured."""
 
-    @property
-    def weights(self) -> str:
-        """Identity of the weights."""
-        return str(self.directory.resolve())
-
     def __post_init__(self) -> None:
         for name in self.config.adapters:
             check_name(name)
@@ -103,7 +98,10 @@ class Deployment:
         """Called when the state has changed, or an engine has become ready again."""
         self._supervisor: Supervisor | None = None
         self._num_earlier_restarts = 0
+        self._directory = str(spec.directory.resolve())
         self._weights_bytes = _weights_bytes(spec.directory)
+        paths = map(Path, spec.config.adapters.values())
+        self._adapter_bytes = sum(map(_weights_bytes, paths))
         self.engine.on_status_change = self._on_status_change
 
     @property
@@ -130,20 +128,27 @@ class Deployment:
         return tuple(loaded)
 
     @property
+    def weights(self) -> str:
+        """Identity of the weights. Only CPUs share them: elsewhere, each process has a copy."""
+        device = self.spec.config.device if self.engine.info is None else self.engine.info.device
+        return self._directory if device in ("auto", "cpu") else f"{self.name} on {device}"
+
+    @property
     def footprint(self) -> Footprint:
         """The memory that it takes when it is loaded."""
-        spec, info = self.spec, self.engine.info
+        spec, info, weights_bytes = self.spec, self.engine.info, self._weights_bytes
         if spec.memory_bytes is not None:
-            weights = min(self._weights_bytes, spec.memory_bytes)
-            private = spec.memory_bytes - weights
+            weights_bytes = min(weights_bytes, spec.memory_bytes)
+            private_bytes = spec.memory_bytes - weights_bytes
         else:
             configured = spec.config.kv_cache_bytes or spec.default_kv_cache_bytes or 0
-            private = PROCESS_BYTES + (configured if info is None else info.kv_cache_bytes)
-            private += sum(_weights_bytes(Path(path)) for path in spec.config.adapters.values())
+            kv_cache_bytes = configured if info is None else info.kv_cache_bytes
+            private_bytes = PROCESS_BYTES + kv_cache_bytes + self._adapter_bytes
             if spec.config.speculate == "int4":
-                private += self._weights_bytes // 3  # the copy with its scales
-            weights = self._weights_bytes
-        return Footprint(weights=spec.weights, weights_bytes=weights, private_bytes=private)
+                private_bytes += weights_bytes // 3  # the copy with its scales
+        return Footprint(
+            weights=self.weights, weights_bytes=weights_bytes, private_bytes=private_bytes
+        )
 
     @property
     def use(self) -> DeploymentUse:
@@ -217,7 +222,8 @@ class Deployment:
             "engine_restarts": self.num_restarts,
             "model_loads": self.num_loads,
         }
-        return ModelMetrics(self.name, self.metrics, self.engine.info, self.engine.stats, gauges)
+        stats = self.engine.stats if self.use.is_loaded else None
+        return ModelMetrics(self.name, self.metrics, self.engine.info, stats, gauges)
 
     def _create_supervisor(self, weights_fd: int | None) -> Supervisor:
         config = self.spec.config

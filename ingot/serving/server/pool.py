@@ -195,8 +195,8 @@ class DeploymentPool:
     def _weights_fd(self, deployment: Deployment) -> int | None:
         """Return the file of weights that the deployment shares with another; None if it has its
         own."""
-        key = deployment.spec.weights
-        if sum(one.spec.weights == key for one in self.deployments.values()) < 2:
+        key = deployment.weights
+        if sum(one.weights == key for one in self.deployments.values()) < 2:
             return None
         if key not in self._weights and hasattr(os, "memfd_create"):
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -204,8 +204,8 @@ class DeploymentPool:
         return self._weights.get(key)
 
     def _close_weights(self, deployment: Deployment) -> None:
-        key = deployment.spec.weights
-        users = [one.use.is_loaded for one in self.deployments.values() if one.spec.weights == key]
+        key = deployment.weights
+        users = [one.use.is_loaded for one in self.deployments.values() if one.weights == key]
         if key in self._weights and not any(users):
             os.close(self._weights.pop(key))
 
