@@ -63,7 +63,7 @@ def serve(
 
     Args:
         model: A model directory, ORG/NAME on the Hugging Face hub, or a TOML file of several
-            models, whose deployments may override the options from --device on.
+            models, whose deployments may override options of the engine.
         host: Address to listen at; 0.0.0.0 accepts other machines.
         port: Port; 0 for any free one.
         device: Device of the engine: auto, cpu, cuda, cuda:1...

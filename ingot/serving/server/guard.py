@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -51,6 +52,7 @@ class RequestGuard:
                 await response(scope, receive, count_and_send)
                 return
             held = scope["ingot.size"] = len(body.content)
+            scope["ingot.received_at"] = time.monotonic()
             gateway.body_bytes += held
             await self._app(scope, body.replay, count_and_send)
         finally:

@@ -105,7 +105,7 @@ class Service:
                 prompt_only=body.max_tokens == 0,
             )
             writer = CompletionWriter(job, self.token_texts)
-            return self._respond(writer, ticket, body.timeout)
+            return self._respond(writer, ticket, self._deadline(scope, body.timeout))
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -141,7 +141,8 @@ class Service:
                 parser=partial(self.chat_format.parser, prompt, bool(functions)) if parts else None,
                 visible=self.chat_format.visible if parts else (),
             )
-            return self._respond(writer(job, self.token_texts), ticket, body.timeout)
+            deadline = self._deadline(scope, body.timeout)
+            return self._respond(writer(job, self.token_texts), ticket, deadline)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -207,7 +208,7 @@ class Service:
                     inputs=inputs,
                     base64=body.encoding_format == "base64",
                 ),
-                self._context(ticket, None),
+                self._context(ticket, self._deadline(scope, None)),
             )
             return EngineResponse(batch, ticket, admission=self.admission, metrics=self.metrics)
         except BaseException:
@@ -294,12 +295,12 @@ class Service:
             raise Unprocessable("messages: must not be empty", hint="give at least one token")
         return tuple(ids)
 
-    def _respond(self, writer: Writer, ticket: Ticket, timeout: float | None) -> Response:
+    def _respond(self, writer: Writer, ticket: Ticket, deadline: float) -> Response:
         job = writer.job
         self._check_task(embeds=False)
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
-        completion = CompletionStream(writer, self._context(ticket, timeout))
+        completion = CompletionStream(writer, self._context(ticket, deadline))
         return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)
 
     def _check_task(self, *, embeds: bool) -> None:
@@ -313,14 +314,17 @@ class Service:
         hint = "serve an embedding model" if embeds else "it has /v1/embeddings only"
         raise RequestError(ApiError(400, message, hint, code="unsupported"))
 
-    def _context(self, ticket: Ticket, timeout: float | None) -> RequestContext:
+    def _deadline(self, scope: Scope, timeout: float | None) -> float:
+        """Return when a request fails; it may have waited for its model."""
+        return scope["ingot.received_at"] + min(timeout or self.max_request_s, self.max_request_s)
+
+    def _context(self, ticket: Ticket, deadline: float) -> RequestContext:
         anonymous = ticket.tenant is ANONYMOUS
-        max_request_s = min(timeout or self.max_request_s, self.max_request_s)
         return RequestContext(
             engine=self.engine,
             tokenizer=self.tokenizer,
             metrics=self.metrics,
             cache_salt=b"" if anonymous else ticket.tenant.cache_salt,
             priority=0 if anonymous else ticket.priority,
-            deadline=time.monotonic() + max_request_s,
+            deadline=deadline,
         )

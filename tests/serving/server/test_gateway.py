@@ -19,7 +19,7 @@ import pytest
 
 from tests import models
 from tests.serving.conftest import Served, serving
-from tests.serving.load import ask
+from tests.serving.load import LoadReport, ask
 from tests.serving.server.test_adapters import admin
 
 ASK: dict[str, Any] = {"prompt": "Hello", "max_tokens": 5, "temperature": 0}
@@ -174,6 +174,18 @@ def test_many_requests_of_all_models_at_a_time(fleet: Served) -> None:
     assert [status for status, _, _ in found] == [200] * len(names)
     assert [answer["model"] for _, answer, _ in found] == names
     assert fleet.metric("ingot:memory_reserved_bytes") <= 2**30
+
+
+def test_a_bounded_number_of_requests_waits(fleet: Served) -> None:
+    complete(fleet, "a")
+
+    async def run() -> list[LoadReport]:
+        return await asyncio.gather(*[ask(fleet, {**ASK, "model": "b"}) for _ in range(50)])
+
+    found = asyncio.run(run())
+    assert {one.status for one in found} == {200, 429}
+    assert sum(one.status == 200 for one in found) >= 20, "max_requests of b"
+    assert all(one.retry for one in found if one.status == 429)
 
 
 def test_adapters_of_several_models(fleet: Served, folder: Path) -> None:
