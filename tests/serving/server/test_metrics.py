@@ -84,7 +84,7 @@ def test_a_family_has_the_samples_of_all_models() -> None:
     ]
     families = {family.name: family for family in render(models)}
     assert len(families) == len(render(models)), "a family is on the page once"
-    for name in ("ingot:engine_up", "vllm:num_requests_running", "vllm:cache_config"):
+    for name in ("ingot:engine_up", "vllm:num_requests_running", "vllm:cache_config_info"):
         assert {one.labels["model_name"] for one in families[name].samples} == {"a", "b"}
     up = {one.labels["model_name"]: one.value for one in families["ingot:engine_up"].samples}
     assert up == {"a": 1.0, "b": 0.0}
