@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,9 +17,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ingot.cli.serve import format_stats
+from ingot.cli.serve import deployment_table, format_fleet, format_stats
 from ingot.serving.engine.output import EngineStats
+from ingot.serving.server.config import ServerConfig
+from ingot.serving.server.deployment import Deployment, DeploymentSpec
+from ingot.serving.server.pool import DeploymentPool
 from tests.cli.conftest import COMMAND, Run
 
 
@@ -116,3 +121,25 @@ def test_the_line() -> None:
     )
     assert format_stats(stats, 1234.5, 3).startswith("running 3, waiting 0, 1,234 tokens/s, KV 0%")
     assert format_stats(stats, 0.0, 0).startswith("running 0"), "the last step is not now"
+
+
+def test_several_models_are_shown_with_their_memory_and_state(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(3 << 30)
+    specs = [
+        DeploymentSpec(
+            name=name,
+            directory=tmp_path,
+            config=ServerConfig(kv_cache_bytes=1 << 30, adapters={f"{name}-lora": tmp_path / "x"}),
+            pinned=name == "one",
+        )
+        for name in ("one", "two")
+    ]
+    deployments = [Deployment(spec) for spec in specs]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(deployment_table(DeploymentPool(deployments, 16 << 30)))
+    shown = console.export_text()
+    assert "of 16.00 GiB" in shown
+    assert re.search(r"one .* one-lora +at the start, pinned +4.39 GiB", shown)
+    assert re.search(r"two .* two-lora +on demand +4.39 GiB", shown)
+    assert format_fleet(deployments, 7.0) == "one: unloaded, two: unloaded, 7 tokens/s"

@@ -12,6 +12,8 @@ frames ends the worker.
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import sys
 from pathlib import Path
@@ -30,6 +32,7 @@ from ingot.serving.server import wire
 if TYPE_CHECKING:
     import torch
 
+    from ingot.nn.shared import SharedWeights
     from ingot.serving.engine.engine import Engine
     from ingot.serving.engine.pooling import PoolingEngine
     from ingot.serving.engine.ranks import TensorParallel
@@ -51,6 +54,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Number of ranks that the layers are divided among: see `ingot.serving.engine.ranks`."""
     kv_cache_bytes: int | None = None
     """Of each rank; None for the default of `config_for_memory`."""
+    default_kv_cache_bytes: int | None = None
+    """Used instead of that default by models that have a KV cache."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -63,6 +68,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None for the largest rank of `adapters`, at least 16."""
     skip_broken_adapters: bool = False
     """Whether to serve without an adapter that cannot be loaded: after a restart."""
+    weights_fd: int | None = None
+    """File of weights that several workers share: see `ingot.nn.shared`."""
     json_logs: bool = False
 
 
@@ -184,7 +191,11 @@ def _create_engine(
     from ingot.serving.engine.speculate import NgramProposer, create_proposer
 
     ranks = _start_ranks(settings) if settings.tp != 1 else None
-    decoder = hf.load(directory).to(device) if ranks is None else ranks.decoder
+    if ranks is None:
+        shared = _shared_weights(settings, directory, device)
+        decoder = hf.load(directory, shared=shared).to(device)
+    else:
+        decoder = ranks.decoder
     decoder.set_kv_cache_dtype(settings.kv_cache_dtype)
     tokenizer = Tokenizer.load(directory)
     adapters = AdapterPool.of(
@@ -194,7 +205,8 @@ def _create_engine(
         max_lora_rank=settings.max_lora_rank,
         skip_broken=settings.skip_broken_adapters,
     )
-    scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
+    kv_cache_bytes = settings.kv_cache_bytes or settings.default_kv_cache_bytes
+    scheduler_config = engines.config_for_memory(decoder, kv_cache_bytes)
     if ranks is None:
         runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
     else:
@@ -252,7 +264,8 @@ def _create_pooling_engine(
             raise ConfigError(
                 f"{name}: not supported by an embedding model", hint="remove the option"
             )
-    model, config = sentence_transformers.load(directory, device=device)
+    shared = _shared_weights(settings, directory, device)
+    model, config = sentence_transformers.load(directory, device=device, shared=shared)
     ready = wire.EngineReady(
         model=directory.resolve().name,
         device=str(device),
@@ -265,6 +278,17 @@ def _create_pooling_engine(
         embedding_dim=model.config.dim,
     )
     return PoolingEngine(model, config), ready
+
+
+def _shared_weights(
+    settings: WorkerSettings, directory: Path, device: torch.device
+) -> SharedWeights | None:
+    """Return the memory that the weights share with other workers; None if they are on a device."""
+    from ingot.nn.shared import SharedWeights
+
+    if settings.weights_fd is None or device.type != "cpu":
+        return None
+    return SharedWeights(settings.weights_fd, directory)
 
 
 def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
@@ -300,6 +324,9 @@ def main() -> None:
     except ConnectionError:
         sys.exit(0)
     worker.run()
+    # Without Python's finalization (0.9 s of CPU time): another model may wait for the memory.
+    logging.shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":
