@@ -151,7 +151,7 @@ class Router:
             cached = self._find_cached(request, keys)
             replica = self._prefer(cached, session)
             self._remember(keys, replica, session)
-        prompt_tokens = len(request.prompt) - cached.get(replica, 0)
+        prompt_tokens = len(request.tokens) - cached.get(replica, 0)
         self._outstanding[request.id] = _Outstanding(replica, prompt_tokens)
         self.loads[replica] += prompt_tokens + SEQUENCE_TOKENS
         self._active.move_to_end(replica)
@@ -187,17 +187,17 @@ class Router:
 
     def _block_keys(self, request: Request) -> list[bytes]:
         """Return the keys of the full blocks of the prompt, as the scheduler computes them."""
-        size, prompt = self.scheduler.block_size, request.prompt
+        size, tokens = self.scheduler.block_size, request.tokens
         key = root_key(request.adapter, self.scheduler.model_version, request.cache_salt)
         keys: list[bytes] = []
-        for start in range(0, len(prompt) - size + 1, size):
-            key = block_key(key, prompt[start : start + size])
+        for start in range(0, len(tokens) - size + 1, size):
+            key = block_key(key, tokens[start : start + size])
             keys.append(key)
         return keys
 
     def _find_cached(self, request: Request, keys: list[bytes]) -> dict[int, int]:
         """Return the cached tokens of the prompt, for each replica that has any."""
-        size, limit = self.scheduler.block_size, len(request.prompt) - 1
+        size, limit = self.scheduler.block_size, len(request.tokens) - 1
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
         cached: dict[int, int] = {}
