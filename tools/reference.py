@@ -48,6 +48,8 @@ VARIABLES = {
     "WORLD_SIZE": "The number of ranks of a training run; torchrun and `--ranks` set it.",
     "TORCHELASTIC_RESTART_COUNT": "How often torchrun has started a training run again; above 0, "
     "it continues from its newest checkpoint.",
+    "OMP_NUM_THREADS": "The threads of a process on the CPU. Replicas of `ingot serve` and ranks "
+    "share the cores unless it is set.",
     "COLUMNS": "The width of tables when the output is not a terminal.",
     "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",
     "OPENAI_API_KEY": "The key that `ingot compare` sends to a server, if it is set.",

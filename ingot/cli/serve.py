@@ -31,6 +31,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     device: str = "auto",
+    replicas: int = 1,
     admin_address: str | None = None,
     api_key_file: Path | None = None,
     kv_cache_gib: float | None = None,
@@ -59,10 +60,13 @@ def serve(
         host: Address to listen at; 0.0.0.0 accepts other machines.
         port: Port; 0 for any free one.
         device: Device of the engine: auto, cpu, cuda, cuda:1...
+        replicas: Number of engine processes. They share the cores; if one dies, its requests
+            continue on another.
         admin_address: HOST:PORT of /metrics, /drain and loading of adapters; default: loopback,
             --port + 1000.
         api_key_file: File of tenants and hashed API keys; default: no authentication.
-        kv_cache_gib: KV-cache size in GiB; default: 4, at most a quarter of the machine's memory.
+        kv_cache_gib: KV-cache size of a replica in GiB; default: 4, and at most a quarter of the
+            machine's memory for all.
         kv_cache_dtype: Dtype of cached keys and values: auto, that of the model, or int8 for nearly
             twice as many tokens in the same memory (CPU only).
         max_requests: Maximum concurrent requests; further ones get 429 with Retry-After.
@@ -92,6 +96,7 @@ def serve(
         host=host,
         port=port,
         device=device,
+        replicas=replicas,
         admin_host=admin_host,
         admin_port=admin_port,
         max_requests=max_requests,
@@ -128,13 +133,14 @@ def _admin_address(text: str | None, port: int) -> tuple[str, int]:
 async def _serve(server: Server, started: float) -> None:
     live = sys.stderr.isatty() and not server.config.json_logs
     view = _StatusLine(server) if live else nullcontext()
-    greeted = False
+    greeted, total = False, server.config.replicas
 
     def greet() -> None:
         nonlocal greeted
         _log.info(
-            "serving %s at %s, admin API at %s, %s, after %.1f s",
+            "serving %s%s at %s, admin API at %s, %s, after %.1f s",
             server.service.model,
+            f" on {server.engine.num_ready} of {total} replicas" if total > 1 else "",
             server.address,
             server.admin_address,
             describe_cache(server.engine.info),

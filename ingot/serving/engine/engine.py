@@ -59,13 +59,23 @@ _GRAMMAR_POLL_S = 0.01  # how long an idle step waits for a grammar to compile
 _LOG = log.logger(__name__)
 
 
+def default_kv_cache_bytes(num_engines: int = 1) -> int:
+    """Return 4 GiB, or a quarter of the machine's memory, divided among its engines, if that is
+    less.
+
+    >>> default_kv_cache_bytes() <= 4 << 30
+    True
+    """
+    return min(DEFAULT_KV_CACHE_BYTES, device.detect().memory // 4 // num_engines)
+
+
 def config_for_memory(
     decoder: Decoder, kv_cache_bytes: int | None = None, config: SchedulerConfig | None = None
 ) -> SchedulerConfig:
     """Return the config with as many blocks as fit in `kv_cache_bytes`.
 
-    The default is 4 GiB, or a quarter of the machine's memory if that is less. There are never more
-    blocks than all running requests can use together.
+    The default is `default_kv_cache_bytes`. There are never more blocks than all running requests
+    can use together.
 
     >>> from ingot.nn import preset
     >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
@@ -74,7 +84,7 @@ def config_for_memory(
     """
     config = config or SchedulerConfig(num_blocks=1)
     if kv_cache_bytes is None:
-        kv_cache_bytes = min(DEFAULT_KV_CACHE_BYTES, device.detect().memory // 4)
+        kv_cache_bytes = default_kv_cache_bytes()
     block_bytes = config.block_size * decoder.kv_spec.bytes_per_token
     max_blocks = config.max_num_seqs * -(-decoder.config.max_seq_len // config.block_size)
     if kv_cache_bytes < block_bytes:

@@ -87,8 +87,8 @@ class Router:
     1
     >>> router.loads == {0: 3 + SEQUENCE_TOKENS, 1: 2 + SEQUENCE_TOKENS}
     True
-    >>> router.lose(0)
-    [1]
+    >>> router.owner(2), router.lose(0), router.owner(1)
+    (1, [1], None)
     >>> router.choose(Request(id=1, prompt=(5, 6, 7), max_tokens=9))
     1
     """
@@ -156,6 +156,11 @@ class Router:
         self.loads[replica] += prompt_tokens + SEQUENCE_TOKENS
         self._active.move_to_end(replica)
         return replica
+
+    def owner(self, id: int) -> int | None:
+        """Return the replica of a request; None if it has none, or has finished."""
+        request = self._outstanding.get(id)
+        return None if request is None else request.replica
 
     def start_decoding(self, id: int) -> None:
         """The first token of a request arrived: its prompt is computed."""

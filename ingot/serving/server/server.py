@@ -1,4 +1,4 @@
-"""The server: two listeners, the supervisor of the engine process, startup and shutdown.
+"""The server: two listeners, the engine processes, startup and shutdown.
 
     main     for clients: OpenAI's API, /healthz, /readyz
     admin    for operators: /metrics, /drain, loading of adapters; on loopback by default
@@ -34,12 +34,11 @@ from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.server.admission import Admission, AdmissionLimits
 from ingot.serving.server.app import create_admin_app, create_app
-from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.keys import Keys
 from ingot.serving.server.metrics import EngineCollector
 from ingot.serving.server.protocol import LimitedHttpProtocol
+from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.service import Service
-from ingot.serving.server.supervisor import Supervisor
 from ingot.serving.server.worker import WorkerSettings
 
 _log = logger(__name__)
@@ -65,6 +64,8 @@ class ServerConfig:
     admin_port: int = 9000
     device: str = "auto"
     """Device of the engine: "auto", "cpu", "cuda:0"..."""
+    replicas: int = 1
+    """Engine processes; requests of one that dies continue on another."""
     max_requests: int = 256
     """Maximum concurrent requests; further ones are rejected with 429."""
     timeout: float = 600.0
@@ -74,6 +75,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish at shutdown."""
     kv_cache_bytes: int | None = None
+    """Of each replica."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -90,6 +92,7 @@ class ServerConfig:
             self,
             port=(0, 65535),
             admin_port=(0, 65535),
+            replicas=(1, 1024),
             max_requests=(1, 100_000),
             timeout=(0.1, 86_400),
             stall_timeout=(0.1, 86_400),
@@ -164,20 +167,8 @@ class Server:
         self._admin = listen(config.admin_host, config.admin_port, "--admin-address")
         _raise_file_limit()
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        self.engine = EngineClient()
         self.admission = Admission(AdmissionLimits(requests=config.max_requests))
-        settings = WorkerSettings(
-            directory=str(directory),
-            device=config.device,
-            kv_cache_bytes=config.kv_cache_bytes,
-            kv_cache_dtype=config.kv_cache_dtype,
-            speculate=config.speculate,
-            adapters=_check_adapters(config.adapters, directory.resolve().name),
-            max_loras=config.max_loras,
-            max_lora_rank=config.max_lora_rank,
-            json_logs=config.json_logs,
-        )
-        self.supervisor = Supervisor(self.engine, settings, config.stall_timeout)
+        self.engine = create_replicas(directory, config)
         self.service = Service(
             model=directory.resolve().name,
             tokenizer=Tokenizer.load(directory),
@@ -185,7 +176,6 @@ class Server:
             admission=self.admission,
             keys=keys,
             max_request_s=config.timeout,
-            stalled=lambda: self.supervisor.stalled,
         )
         self.on_ready: Callable[[], None] = lambda: None
         """Called when a worker has loaded the model."""
@@ -212,23 +202,23 @@ class Server:
         collector = EngineCollector(
             self.service.metrics,
             self.service.model,
-            lambda: (self.engine.info, self.engine.stats),
+            lambda: [(engine.info, engine.stats) for engine in self.engine.engines],
             self._gauges,
         )
         main = _uvicorn(create_app(self.service))
         admin = _uvicorn(create_admin_app(self.service, collector, self.drain))
-        self.engine.on_status_change = self._on_status_change
+        self.engine.on_ready = self._on_ready
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.drain)
-        supervising = asyncio.create_task(self.supervisor.run())
+        supervising = asyncio.create_task(self.engine.run())
         listening = [
             asyncio.create_task(main.serve([self._main])),
             asyncio.create_task(admin.serve([self._admin])),
         ]
         draining = asyncio.create_task(self._drain())
         await asyncio.wait((supervising, draining), return_when=asyncio.FIRST_COMPLETED)
-        self.supervisor.stop("the server is stopping")
+        self.engine.stop("the server is stopping")
         main.should_exit = admin.should_exit = True
         await asyncio.gather(*listening)
         draining.cancel()
@@ -253,25 +243,43 @@ class Server:
             if self._stop_now.is_set():
                 break
 
-    def _on_status_change(self) -> None:
+    def _on_ready(self) -> None:
         info = self.engine.info
-        if self.engine.ready and info is not None:
-            limits = AdmissionLimits(requests=self.config.max_requests)
-            if info.num_blocks:
-                tokens = QUEUE_DEPTH_FACTOR * info.num_blocks * info.block_size
-                limits = replace(limits, tokens=tokens)
-            self.admission.limits = limits
-            self.on_ready()
+        assert info is not None
+        limits = AdmissionLimits(requests=self.config.max_requests)
+        if info.num_blocks:
+            capacity = self.config.replicas * info.num_blocks * info.block_size
+            limits = replace(limits, tokens=QUEUE_DEPTH_FACTOR * capacity)
+        self.admission.limits = limits
+        self.on_ready()
 
     def _gauges(self) -> dict[str, float]:
         return {
             "requests_in_flight": self.admission.requests,
             "tokens_in_flight": self.admission.tokens,
             "requests_rejected": self.admission.num_rejected,
-            "engine_up": float(self.engine.ready),
-            "engine_restarts": self.supervisor.restarts,
+            "engine_up": self.engine.num_ready,
+            "engine_restarts": self.engine.restarts,
+            "request_retries": self.engine.num_retries,
             "draining": float(self.service.draining),
         }
+
+
+def create_replicas(directory: Path, config: ServerConfig) -> ReplicaSet:
+    """Return the engine processes of a model, which are not started yet."""
+    settings = WorkerSettings(
+        directory=str(directory),
+        device=config.device,
+        engines_per_machine=config.replicas,
+        kv_cache_bytes=config.kv_cache_bytes,
+        kv_cache_dtype=config.kv_cache_dtype,
+        speculate=config.speculate,
+        adapters=_check_adapters(config.adapters, directory.resolve().name),
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        json_logs=config.json_logs,
+    )
+    return ReplicaSet(settings, num_replicas=config.replicas, stall_timeout=config.stall_timeout)
 
 
 def _check_adapters(adapters: Mapping[str, Path | str], model: str) -> dict[str, str]:

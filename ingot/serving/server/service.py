@@ -37,13 +37,13 @@ from ingot.serving.server.embedding import (
     check_inputs,
     encode_inputs,
 )
-from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.errors import ApiError, RequestError, json_response
 from ingot.serving.server.keys import ANONYMOUS, Keys, Tenant
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.openai import (
     DEFAULT_MAX_TOKENS,
     ChatRequest,
+    CommonParams,
     CompletionRequest,
     EmbeddingRequest,
     GenerationJob,
@@ -54,6 +54,7 @@ from ingot.serving.server.openai import (
     UnloadAdapterRequest,
     Unprocessable,
 )
+from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.response import EngineResponse
 from ingot.serving.server.writer import ChatWriter, CompletionWriter, Writer
 
@@ -68,14 +69,13 @@ class Service:
 
     model: str
     tokenizer: Tokenizer
-    engine: EngineClient
+    engine: ReplicaSet
     admission: Admission
     keys: Keys | None = None
     max_request_s: float = 600.0
     """Maximum duration of a request."""
     metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
-    stalled: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -89,7 +89,7 @@ class Service:
             return ApiError(503, "the server is shutting down", "use another server", 5)
         if not self.engine.ready:
             return ApiError(503, f"the engine is {self.engine.status}", "retry soon", 2)
-        if self.stalled():
+        if self.engine.stalled:
             return ApiError(503, "the engine is stalled and will be restarted", "retry soon", 5)
         return None
 
@@ -133,7 +133,7 @@ class Service:
                 prompt_only=body.max_tokens == 0,
             )
             writer = CompletionWriter(job, self.token_texts)
-            return self._respond(writer, ticket, body.timeout)
+            return self._respond(writer, ticket, body)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -169,7 +169,7 @@ class Service:
                 parser=partial(self.chat_format.parser, prompt, bool(functions)) if parts else None,
                 visible=self.chat_format.visible if parts else (),
             )
-            return self._respond(writer(job, self.token_texts), ticket, body.timeout)
+            return self._respond(writer(job, self.token_texts), ticket, body)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -236,7 +236,7 @@ class Service:
                     inputs=inputs,
                     base64=body.encoding_format == "base64",
                 ),
-                self._context(ticket, None),
+                self._context(ticket),
             )
             return EngineResponse(batch, ticket, admission=self.admission, metrics=self.metrics)
         except BaseException:
@@ -358,12 +358,13 @@ class Service:
             raise Unprocessable("messages: must not be empty", hint="give at least one token")
         return tuple(ids)
 
-    def _respond(self, writer: Writer, ticket: Ticket, timeout: float | None) -> Response:
+    def _respond(self, writer: Writer, ticket: Ticket, body: CommonParams) -> Response:
         job = writer.job
         self._check_task(embeds=False)
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
-        completion = CompletionStream(writer, self._context(ticket, timeout))
+        context = self._context(ticket, body.timeout, body.prompt_cache_key)
+        completion = CompletionStream(writer, context)
         return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)
 
     def _check_task(self, *, embeds: bool) -> None:
@@ -377,7 +378,9 @@ class Service:
         hint = "serve an embedding model" if embeds else "it has /v1/embeddings only"
         raise RequestError(ApiError(400, message, hint, code="unsupported"))
 
-    def _context(self, ticket: Ticket, timeout: float | None) -> RequestContext:
+    def _context(
+        self, ticket: Ticket, timeout: float | None = None, session: str | None = None
+    ) -> RequestContext:
         anonymous = ticket.tenant is ANONYMOUS
         max_request_s = min(timeout or self.max_request_s, self.max_request_s)
         return RequestContext(
@@ -387,4 +390,5 @@ class Service:
             cache_salt=b"" if anonymous else ticket.tenant.cache_salt,
             priority=0 if anonymous else ticket.priority,
             deadline=time.monotonic() + max_request_s,
+            session=f"{ticket.tenant.name} {session}" if session else "",
         )

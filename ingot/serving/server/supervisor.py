@@ -1,10 +1,10 @@
 """Keeps an engine process running.
 
 A worker is dead when its socket closes, and stalled when requests are outstanding and no step has
-completed for `stall_timeout` seconds: then it is killed. Either way waiting requests fail at once,
-and the next worker starts: the first time immediately, then after 1, 2, 4... seconds, at most 30,
-until one has served for a minute. If the first worker reports why it cannot load the model, it is
-not restarted: `Supervisor.run` raises the error.
+completed for `stall_timeout` seconds: then it is killed. Either way its requests are handed over
+(`EngineClient.on_lost`), and the next worker starts: the first time immediately, then after 1, 2,
+4... seconds, at most 30, until one has served for a minute. If the first worker reports why it
+cannot load the model, it is not restarted: `Supervisor.run` raises the error.
 """
 
 from __future__ import annotations

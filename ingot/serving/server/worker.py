@@ -12,6 +12,7 @@ frames ends the worker.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -46,8 +47,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     directory: str
     device: str = "auto"
+    engines_per_machine: int = 1
+    """Engines that share the cores and the memory of this machine."""
     kv_cache_bytes: int | None = None
-    """None for the default of `config_for_memory`."""
+    """None for the default of `default_kv_cache_bytes`."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -162,6 +165,7 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     from ingot.core.device import resolve
     from ingot.interop.sentence_transformers import is_embedding_model
 
+    _share_cores(settings.engines_per_machine)
     directory, device = Path(settings.directory), resolve(settings.device)
     send(wire.Loading(f"loading {directory}"))
     create = _create_pooling_engine if is_embedding_model(directory) else _create_engine
@@ -170,6 +174,14 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     warm_up(engine, ready.max_model_len)
     send(ready)
     return Worker(engine, connection, ready.model)
+
+
+def _share_cores(num_engines: int) -> None:
+    """Use this engine's share of the cores, unless the number of threads is set."""
+    if num_engines > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_engines))
 
 
 def _create_engine(
@@ -189,7 +201,10 @@ def _create_engine(
         max_lora_rank=settings.max_lora_rank,
         skip_broken=settings.skip_broken_adapters,
     )
-    scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
+    kv_cache_bytes = settings.kv_cache_bytes
+    if kv_cache_bytes is None:
+        kv_cache_bytes = engines.default_kv_cache_bytes(settings.engines_per_machine)
+    scheduler_config = engines.config_for_memory(decoder, kv_cache_bytes)
     runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
     engine = engines.Engine(
         decoder,

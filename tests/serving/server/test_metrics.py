@@ -18,7 +18,7 @@ STATS = EngineStats(
 
 def page(metrics: Metrics, info: EngineReady | None, stats: EngineStats | None) -> dict[str, float]:
     facts = EngineCollector(
-        metrics, 'a "model"\n', lambda: (info, stats), lambda: {"engine_up": 1.0}
+        metrics, 'a "model"\n', lambda: [(info, stats)], lambda: {"engine_up": 1.0}
     )
     families = parse(facts.render().decode())
     return {
