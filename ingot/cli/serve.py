@@ -32,6 +32,7 @@ def serve(
     port: int = 8000,
     device: str = "auto",
     replicas: int = 1,
+    ray: bool = False,
     admin_address: str | None = None,
     api_key_file: Path | None = None,
     kv_cache_gib: float | None = None,
@@ -62,6 +63,8 @@ def serve(
         device: Device of the engine: auto, cpu, cuda, cuda:1...
         replicas: Number of engine processes. They share the cores; if one dies, its requests
             continue on another.
+        ray: Run the replicas on the nodes of a Ray cluster: that of RAY_ADDRESS, one that runs on
+            this machine, or a new one.
         admin_address: HOST:PORT of /metrics, /drain and loading of adapters; default: loopback,
             --port + 1000.
         api_key_file: File of tenants and hashed API keys; default: no authentication.
@@ -97,6 +100,7 @@ def serve(
         port=port,
         device=device,
         replicas=replicas,
+        ray=ray,
         admin_host=admin_host,
         admin_port=admin_port,
         max_requests=max_requests,

@@ -27,6 +27,7 @@ from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.fleet.router import Router, RouterConfig
 from ingot.serving.server import wire
+from ingot.serving.server.cluster import RayCluster
 from ingot.serving.server.engine_client import (
     EngineClient,
     EngineUnavailable,
@@ -46,10 +47,19 @@ class ReplicaSet:
     """Engine processes of one model, their supervisors, and the requests they have."""
 
     def __init__(
-        self, settings: WorkerSettings, *, num_replicas: int = 1, stall_timeout: float = 60.0
+        self,
+        settings: WorkerSettings,
+        *,
+        num_replicas: int = 1,
+        stall_timeout: float = 60.0,
+        cluster: RayCluster | None = None,
     ) -> None:
         self.engines = [EngineClient() for _ in range(num_replicas)]
-        self.supervisors = [Supervisor(one, settings, stall_timeout) for one in self.engines]
+        self._cluster = cluster
+        self.supervisors = [
+            Supervisor(engine, settings, stall_timeout, cluster and partial(cluster.launch, index))
+            for index, engine in enumerate(self.engines)
+        ]
         self.on_ready = lambda: None
         """Called when a worker has loaded the model."""
         self.num_retries = 0
@@ -194,6 +204,8 @@ class ReplicaSet:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         self.stop("another replica cannot load the model")
         results = await asyncio.gather(*tasks, return_exceptions=True)
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
         for error in results:
             if error is not None:
                 raise error

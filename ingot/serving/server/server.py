@@ -34,6 +34,7 @@ from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.server.admission import Admission, AdmissionLimits
 from ingot.serving.server.app import create_admin_app, create_app
+from ingot.serving.server.cluster import RayCluster
 from ingot.serving.server.keys import Keys
 from ingot.serving.server.metrics import EngineCollector
 from ingot.serving.server.protocol import LimitedHttpProtocol
@@ -66,6 +67,8 @@ class ServerConfig:
     """Device of the engine: "auto", "cpu", "cuda:0"..."""
     replicas: int = 1
     """Engine processes; requests of one that dies continue on another."""
+    ray: bool = False
+    """Whether the replicas run on a Ray cluster instead of this machine."""
     max_requests: int = 256
     """Maximum concurrent requests; further ones are rejected with 429."""
     timeout: float = 600.0
@@ -279,7 +282,12 @@ def create_replicas(directory: Path, config: ServerConfig) -> ReplicaSet:
         max_lora_rank=config.max_lora_rank,
         json_logs=config.json_logs,
     )
-    return ReplicaSet(settings, num_replicas=config.replicas, stall_timeout=config.stall_timeout)
+    return ReplicaSet(
+        settings,
+        num_replicas=config.replicas,
+        stall_timeout=config.stall_timeout,
+        cluster=RayCluster(config.replicas) if config.ray else None,
+    )
 
 
 def _check_adapters(adapters: Mapping[str, Path | str], model: str) -> dict[str, str]:

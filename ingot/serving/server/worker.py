@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -155,7 +157,11 @@ def _too_large(id: int) -> Output:
     return Output(id, finish_reason=FinishReason.FAILED, error=message)
 
 
-def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
+def load(
+    settings: WorkerSettings,
+    connection: socket.socket,
+    clock: Callable[[], float] = time.monotonic,
+) -> Worker:
     """Load the model; report progress to the other side."""
 
     def send(message: wire.ToClient) -> None:
@@ -169,7 +175,7 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     directory, device = Path(settings.directory), resolve(settings.device)
     send(wire.Loading(f"loading {directory}"))
     create = _create_pooling_engine if is_embedding_model(directory) else _create_engine
-    engine, ready = create(settings, directory, device)
+    engine, ready = create(settings, directory, device, clock)
     send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
     warm_up(engine, ready.max_model_len)
     send(ready)
@@ -185,7 +191,7 @@ def _share_cores(num_engines: int) -> None:
 
 
 def _create_engine(
-    settings: WorkerSettings, directory: Path, device: torch.device
+    settings: WorkerSettings, directory: Path, device: torch.device, clock: Callable[[], float]
 ) -> tuple[Engine, wire.EngineReady]:
     from ingot.interop import hf
     from ingot.interop.tokenizer import Tokenizer
@@ -213,6 +219,7 @@ def _create_engine(
         proposer=proposer,
         adapters=adapters,
         runner=runner,
+        clock=clock,
     )
     ready = wire.EngineReady(
         model=directory.resolve().name,
@@ -231,7 +238,7 @@ def _create_engine(
 
 
 def _create_pooling_engine(
-    settings: WorkerSettings, directory: Path, device: torch.device
+    settings: WorkerSettings, directory: Path, device: torch.device, clock: Callable[[], float]
 ) -> tuple[PoolingEngine, wire.EngineReady]:
     from ingot.interop import sentence_transformers
     from ingot.serving.engine.pooling import PoolingEngine
@@ -254,7 +261,7 @@ def _create_pooling_engine(
         kv_cache_bytes=0,
         embedding_dim=model.config.dim,
     )
-    return PoolingEngine(model, config), ready
+    return PoolingEngine(model, config, clock=clock), ready
 
 
 def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
@@ -277,19 +284,29 @@ def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
         engine.step()
 
 
-def main() -> None:
-    """Load and serve; errors of the model are sent to the other side."""
-    settings = msgspec.json.decode(sys.argv[2], type=WorkerSettings)
-    setup(json=settings.json_logs)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+def serve(
+    settings: str, connection: socket.socket, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Load and serve; errors of the model are sent to the other side. Return the exit status.
+
+    `settings` are `WorkerSettings` as JSON; deadlines are times of the `clock`.
+    """
+    decoded = msgspec.json.decode(settings, type=WorkerSettings)
+    setup(json=decoded.json_logs)
     try:
-        worker = load(settings, connection)
+        worker = load(decoded, connection, clock)
     except IngotError as error:
         connection.sendall(wire.frame(wire.EngineFailed(error.message, error.hint)))
-        sys.exit(2)
+        return 2
     except ConnectionError:
-        sys.exit(0)
+        return 0
     worker.run()
+    return 0
+
+
+def main() -> None:
+    """Serve over an open socket: see above."""
+    sys.exit(serve(sys.argv[2], socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":
