@@ -62,6 +62,20 @@ def test_names_that_dashboards_and_gateways_know() -> None:
         assert found[name] == value, name
 
 
+def test_each_replica_has_its_samples_in_one_family() -> None:
+    engines = [(READY, STATS), (None, None), (READY, STATS)]
+    text = EngineCollector(Metrics(), "m", lambda: engines, dict[str, float]).render().decode()
+    families = list(parse(text))
+    assert len({family.name for family in families}) == len(families)
+    labels = [
+        sample.labels["engine"]
+        for family in families
+        for sample in family.samples
+        if sample.name in ("vllm:prompt_tokens_total", "vllm:cache_config_info")
+    ]
+    assert sorted(labels) == ["0", "0", "2", "2"]
+
+
 def test_before_there_is_an_engine_there_is_a_page() -> None:
     found = page(Metrics(), None, None)
     assert "vllm:num_requests_running" not in found

@@ -1,0 +1,117 @@
+"""A server on a Ray cluster of one node, whose actors are killed.
+
+    unshare -n sh -c 'ip link set lo up && exec python -m tests.serving.on_ray DIRECTORY FOLDER'
+
+Prints what Ray costs, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.serving.conftest import Served, serving
+from tests.serving.server.test_replicas import BODIES, complete_all, generated
+
+ACTOR = "ray::_WorkerActor"
+CALLER = "import ray, sys; ray.init(address=sys.argv[1]); print(ray.cluster_resources())"
+
+
+def main() -> None:
+    """Kill each actor once under load; the answers are those of an undisturbed run."""
+    directory, folder = map(Path, sys.argv[1:3])
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    start = time.monotonic()
+    options = ("--replicas", "2", "--ray")
+    with serving(directory, folder, *options, wait=False) as served:
+        served.wait(lambda: served.metric("ingot:engine_up") == 2, 180)
+        facts: dict[str, Any] = {"start_s": round(time.monotonic() - start, 1)}
+        facts["pss_mb"] = ray_memory()
+        check_caller(served)
+        undisturbed = asyncio.run(complete_all(served, lambda: True, lambda: None))
+        for _ in range(2):
+            facts["restart_s"] = check_killed(served, undisturbed)
+        served.wait(served.quiet)
+    assert not actors(), "no actor is left"
+    sys.stdout.write(json.dumps(facts))
+
+
+def check_killed(served: Served, undisturbed: Any) -> float:
+    before, retries = generated(served), served.metric("ingot:request_retries")
+    victim = actors()[0]
+    answers = asyncio.run(
+        complete_all(
+            served,
+            lambda: generated(served) - before > 500,
+            lambda: os.kill(victim, signal.SIGKILL),
+        )
+    )
+    start = time.monotonic()
+    for index, (answer, wanted) in enumerate(zip(answers, undisturbed, strict=True)):
+        assert answer == wanted, BODIES[index // 2]
+    assert served.metric("ingot:request_retries") > retries
+    served.wait(lambda: served.metric("ingot:engine_up") == 2, 120)
+    return round(time.monotonic() - start, 1)
+
+
+def check_caller(served: Served) -> None:
+    """A caller with the token reaches the cluster; others do not."""
+    page = Path(f"/proc/{served.process.pid}/net/tcp").read_text()
+    assert page, "the server is in this network"
+    address = Path("/tmp/ray/ray_current_cluster").read_text()
+    token = os.environ["RAY_AUTH_TOKEN"]
+    for given, works in ((token, True), (secrets.token_hex(32), False), (None, False)):
+        mode = {"RAY_AUTH_TOKEN": given} if given else {"RAY_AUTH_MODE": "disabled"}
+        try:
+            run = subprocess.run(
+                [sys.executable, "-c", CALLER, address],
+                env={**os.environ, **mode},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        except subprocess.TimeoutExpired:
+            assert not works
+            continue
+        assert ("CPU" in run.stdout) == works, run.stderr
+
+
+def actors() -> list[int]:
+    """The processes of the actors."""
+    return [pid for pid, command in processes() if command.startswith(ACTOR)]
+
+
+def ray_memory() -> int:
+    """The memory of Ray's own processes, in MB."""
+    total = 0
+    for pid, command in processes():
+        if re.search(r"raylet|gcs_server|ray/_private|ray/dashboard|ray::IDLE", command):
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += int(re.findall(r"^Pss: +(\d+)", rollup, re.MULTILINE)[0])
+    return total // 1000
+
+
+def processes() -> list[tuple[int, str]]:
+    """The processes of this network namespace, and their commands."""
+    ours, found = os.readlink("/proc/self/ns/net"), list[tuple[int, str]]()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(path / "ns/net") == ours:
+                command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found.append((int(path.name), command))
+        except OSError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main()
