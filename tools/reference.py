@@ -50,6 +50,7 @@ VARIABLES = {
     "it continues from its newest checkpoint.",
     "OMP_NUM_THREADS": "The threads of a process on the CPU. Replicas of `ingot serve` and ranks "
     "share the cores unless it is set.",
+    "RAY_ADDRESS": "The Ray cluster of `ingot serve --ray`; read by Ray.",
     "COLUMNS": "The width of tables when the output is not a terminal.",
     "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",
     "OPENAI_API_KEY": "The key that `ingot compare` sends to a server, if it is set.",

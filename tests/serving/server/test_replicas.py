@@ -25,7 +25,7 @@ from ingot.serving.server.engine_client import EngineUnavailable
 from ingot.serving.server.replicas import MAX_RETRIES, ReplicaSet
 from ingot.serving.server.worker import WorkerSettings
 from tests.serving.conftest import Served, serving
-from tests.serving.load import ask
+from tests.serving.load import LoadReport, ask
 from tests.serving.server.messages import READY
 
 STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1))
@@ -485,3 +485,61 @@ def test_a_request_that_kills_every_engine_fails_alone(pair: Served) -> None:
     pair.wait(lambda: pair.metric("ingot:engine_up") == 2, 60)
     pair.tokens()
     pair.wait(pair.quiet)
+
+
+@pytest.mark.slow
+def test_20_kills_at_random_moments(
+    directory: Path, tmp_path: Path, record_property: Callable[[str, float], None]
+) -> None:
+    """No request fails, and each has the text of an undisturbed run."""
+    rng = random.Random(1)
+    bodies: list[dict[str, Any]] = [
+        {
+            "prompt": [rng.randrange(256) for _ in range(rng.choice((2, 30, 300)))],
+            "max_tokens": rng.choice((1, 20, 150, 400)),
+            "temperature": rng.choice((0, 0.8)),
+            "seed": n,
+            "frequency_penalty": rng.choice((0, 0, 0.8)),
+            "stream": n % 2 == 0,
+        }
+        for n in range(60)
+    ]
+    with serving(directory, tmp_path, "--replicas", "3") as served:
+        served.wait(lambda: served.metric("ingot:engine_up") == 3, 90)
+
+        async def ask_each(*numbers: int) -> list[LoadReport]:
+            return await asyncio.gather(*[ask(served, bodies[n]) for n in numbers])
+
+        undisturbed = asyncio.run(ask_each(*range(len(bodies))))
+        killing, asked = True, 0
+
+        async def client() -> None:
+            nonlocal asked
+            while killing:
+                n = rng.randrange(len(bodies))
+                (outcome,) = await ask_each(n)
+                assert outcome.done, outcome
+                assert outcome.text == undisturbed[n].text, bodies[n]
+                asked += 1
+
+        async def kill() -> None:
+            nonlocal killing
+            for _ in range(20):
+                await asyncio.sleep(rng.uniform(0.0, 1.5))
+                while await asyncio.to_thread(served.metric, "ingot:engine_up") < 2:
+                    await asyncio.sleep(0.05)
+                os.kill(rng.choice(served.workers), signal.SIGKILL)
+            killing = False
+
+        async def run() -> None:
+            await asyncio.gather(kill(), *[client() for _ in range(8)])
+
+        asyncio.run(run())
+        served.wait(lambda: served.metric("ingot:engine_up") == 3, 90)
+        served.wait(served.quiet)
+        retries = served.metric("ingot:request_retries")
+        assert asked > 200
+        assert retries > 20
+        assert served.metric("vllm:request_success_total") == asked + len(bodies)
+        record_property("requests during 20 kills", asked)
+        record_property("retries", retries)
