@@ -153,17 +153,20 @@ class _WorkerActor:
 
 def connect_back(address: tuple[str, int], token: bytes) -> tuple[socket.socket, float]:
     """Connect to the HTTP process; return how far its clock is ahead of this machine's, too."""
-    connection = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
-    connection.sendall(token)
-    answer = b""
-    while len(answer) < _TIME.size:
-        data = connection.recv(_TIME.size - len(answer))
-        if not data:
-            raise ConnectionError("the HTTP process did not accept the connection")
-        answer += data
-    connection.settimeout(None)
-    _keep_alive(connection)
-    return connection, _TIME.unpack(answer)[0] - time.monotonic()
+    with contextlib.ExitStack() as closing:
+        connection = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+        closing.enter_context(connection)
+        connection.sendall(token)
+        answer = b""
+        while len(answer) < _TIME.size:
+            data = connection.recv(_TIME.size - len(answer))
+            if not data:
+                raise ConnectionError("the HTTP process did not accept the connection")
+            answer += data
+        connection.settimeout(None)
+        _keep_alive(connection)
+        closing.pop_all()  # it stays open
+        return connection, _TIME.unpack(answer)[0] - time.monotonic()
 
 
 async def accept(listener: socket.socket, token: bytes) -> socket.socket:
@@ -173,11 +176,12 @@ async def accept(listener: socket.socket, token: bytes) -> socket.socket:
     handshakes: set[asyncio.Task[None]] = set()
 
     async def shake_hands(connection: socket.socket) -> None:
-        if await _sends_token(connection, token) and not accepted.done():
-            await loop.sock_sendall(connection, _TIME.pack(time.monotonic()))
-            accepted.set_result(connection)
-        else:
-            connection.close()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+            closing.enter_context(connection)
+            if await _sends_token(connection, token) and not accepted.done():
+                connection.send(_TIME.pack(time.monotonic()))
+                accepted.set_result(connection)
+                closing.pop_all()  # it stays open
 
     async def listen() -> None:
         while True:

@@ -82,13 +82,13 @@ class ReplicaSet:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker with a loaded model is connected."""
-        return any(engine.ready for engine in self.engines)
+        """Whether a replica accepts requests."""
+        return self.num_ready > 0
 
     @property
     def num_ready(self) -> int:
-        """Number of workers with a loaded model."""
-        return sum(engine.ready for engine in self.engines)
+        """Number of replicas that accept requests."""
+        return 0 if self._router is None else len(self._router.loads)
 
     @property
     def info(self) -> wire.EngineReady | None:
@@ -164,7 +164,7 @@ class ReplicaSet:
         """Send requests, and those of lost engines, to engines that are ready."""
         self._waiting.update({one.request.id: one for one in requests})
         router = self._router
-        if router is None or not router.loads:
+        if router is None or not self.ready:
             return
         chosen = [(one, router.choose(one.request, one.session)) for one in self._waiting.values()]
         for one, replica in chosen:
@@ -317,6 +317,8 @@ class ReplicaSet:
                     await engine.load_adapter(name, one.directory, name in engine.adapters)
                 except IngotError as error:
                     _log.warning("replica %d: adapter %s: %s", replica, name, error.message)
+            if engine.ready and not self.ready:  # what it could not load is gone
+                self.adapters = dict(engine.adapters)
             if engine.ready:
                 self._activate(replica)
 

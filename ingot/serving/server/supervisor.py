@@ -150,7 +150,7 @@ class Supervisor:
     def _worker_settings(self) -> str:
         """Return the settings as JSON; after a restart, with the adapters of the last worker."""
         settings, engine = self._settings, self._engine
-        if engine.info is not None:
+        if engine.info is not None and engine.info.embedding_dim is None:
             adapters = {one.name: one.directory for one in engine.adapters.values()}
             settings = msgspec.structs.replace(
                 settings,

@@ -390,8 +390,7 @@ def cut(request: Request, outputs: list[Output], count: int) -> tuple[Request, l
     return msgspec.structs.replace(request, generated=tuple(whole[:count])), rest
 
 
-@pytest.mark.parametrize("kind", [None, "ngram", "int4"])
-@pytest.mark.parametrize("num_blocks", [200, 16])
+@pytest.mark.parametrize(("kind", "num_blocks"), [(None, 16), ("ngram", 200), ("int4", 16)])
 def test_a_request_continues_on_another_engine_with_the_same_bits(
     kind: str | None, num_blocks: int
 ) -> None:
