@@ -211,9 +211,7 @@ class Server:
         main = _uvicorn(create_app(self.service))
         admin = _uvicorn(create_admin_app(self.service, collector, self.drain))
         self.engine.on_ready = self._on_ready
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.drain)
+        self._handle_signals()
         supervising = asyncio.create_task(self.engine.run())
         listening = [
             asyncio.create_task(main.serve([self._main])),
@@ -226,6 +224,11 @@ class Server:
         await asyncio.gather(*listening)
         draining.cancel()
         await supervising
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain)
 
     def drain(self) -> None:
         """Finish running requests, then stop; stop at once if called again."""
@@ -254,6 +257,7 @@ class Server:
             capacity = self.config.replicas * info.num_blocks * info.block_size
             limits = replace(limits, tokens=QUEUE_DEPTH_FACTOR * capacity)
         self.admission.limits = limits
+        self._handle_signals()  # Ray has replaced the handlers when it started
         self.on_ready()
 
     def _gauges(self) -> dict[str, float]:
