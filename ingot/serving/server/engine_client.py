@@ -66,6 +66,9 @@ class Outstanding:
     >>> one.prepare_retry()
     >>> one.request.tokens, one.new_tokens, one.num_losses
     ((5, 6, 7, 8), [], 1)
+    >>> one.prepare_retry()
+    >>> one.num_losses, one.num_stuck
+    (2, 2)
     """
 
     __slots__ = (
@@ -74,6 +77,7 @@ class Outstanding:
         "new_tokens",
         "num_losses",
         "num_prompt_logprobs",
+        "num_stuck",
         "request",
         "session",
     )
@@ -83,6 +87,7 @@ class Outstanding:
         self.new_tokens: list[int] = []  # of the current engine
         self.num_prompt_logprobs = 0
         self.num_losses = 0  # of engines that had it
+        self.num_stuck = 0  # of them, since its last new token
         self.adapter_digest: str | None = None
 
     def prepare_retry(self) -> None:
@@ -95,6 +100,7 @@ class Outstanding:
             start = max(params.prompt_logprobs_start, 1) + self.num_prompt_logprobs
             params = msgspec.structs.replace(params, prompt_logprobs_start=start)
         self.request = msgspec.structs.replace(request, generated=generated, sampling_params=params)
+        self.num_stuck = 1 if self.new_tokens else self.num_stuck + 1
         self.new_tokens, self.num_prompt_logprobs = [], 0
         self.num_losses += 1
 

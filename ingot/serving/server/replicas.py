@@ -9,7 +9,10 @@ depends only on the tokens before it, the request's parameters and its seed, so 
 log-probabilities are bitwise those of an undisturbed run, and the client only notices a pause. If
 no replica is ready, requests wait for one until their own deadline.
 
-A request that lost `MAX_RETRIES` + 1 engines fails: it may be what kills them.
+**A request that kills engines** must not kill them all, nor fail the requests that it runs with.
+One that was lost twice without a new token in between is a suspect. Suspects are sent one at a
+time, the next when the one before has a token: the others are cleared, and only the culprit reaches
+`MAX_STUCK` losses, or `MAX_LOSSES` with tokens in between, and fails.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from ingot.serving.server.engine_client import (
 from ingot.serving.server.supervisor import Supervisor
 from ingot.serving.server.worker import WorkerSettings
 
-MAX_RETRIES = 3
+MAX_STUCK = 4
+MAX_LOSSES = 16
 _log = logger(__name__)
 
 
@@ -70,6 +74,7 @@ class ReplicaSet:
         self._synchronizing: set[asyncio.Task[None]] = set()
         self._router: Router | None = None  # from the first worker that is ready
         self._waiting: dict[int, Outstanding] = {}  # those of lost engines, if none is ready
+        self._probe: int | None = None  # the suspect that runs
         self._stop_reason: str | None = None
         self._ids = count(1)
         for index, engine in enumerate(self.engines):
@@ -166,7 +171,7 @@ class ReplicaSet:
         router = self._router
         if router is None or not self.ready:
             return
-        chosen = [(one, router.choose(one.request, one.session)) for one in self._waiting.values()]
+        chosen = [(one, router.choose(one.request, one.session)) for one in self._next_requests()]
         for one, replica in chosen:
             assert replica is not None
             if self._has_other_adapter(replica, one):
@@ -175,12 +180,25 @@ class ReplicaSet:
         for one, replica in chosen:
             assert replica is not None
             if self._waiting.pop(one.request.id, None) is None:  # it failed just now
-                router.finish(one.request.id)
+                self._on_finished(one.request.id)
                 continue
             self.num_retries += one.num_losses > 0
             batches.setdefault(replica, []).append(one)
         for replica, batch in batches.items():
             self.engines[replica].add_requests(batch)
+
+    def _next_requests(self) -> list[Outstanding]:
+        """Return the requests to send now: one suspect, unless one runs, and all others."""
+        suspects = [one for one in self._waiting.values() if one.num_stuck > 1]
+        if suspects and self._probe is None:
+            self._probe = suspects.pop(0).request.id
+        held = {one.request.id for one in suspects}
+        return [one for id, one in self._waiting.items() if id not in held]
+
+    def _end_probe(self, id: int) -> None:
+        if id == self._probe:
+            self._probe = None
+            asyncio.get_running_loop().call_soon(self._submit, ())
 
     def _has_other_adapter(self, replica: int, one: Outstanding) -> bool:
         """Whether the request's tokens are those of another adapter than the replica has."""
@@ -190,10 +208,12 @@ class ReplicaSet:
     def _on_first_token(self, id: int) -> None:
         assert self._router is not None
         self._router.start_decoding(id)
+        self._end_probe(id)
 
     def _on_finished(self, id: int) -> None:
         assert self._router is not None
         self._router.finish(id)
+        self._end_probe(id)
 
     # Workers
 
@@ -243,11 +263,12 @@ class ReplicaSet:
         for one in lost:
             one.prepare_retry()
             self._waiting[one.request.id] = one
+            self._end_probe(one.request.id)
         if self._stop_reason is not None:
             self._fail(lost, self._stop_reason)
             return
-        times = f"; {MAX_RETRIES} others were lost with this request before"
-        self._fail([one for one in lost if one.num_losses > MAX_RETRIES], reason + times)
+        failed = [o for o in lost if o.num_stuck >= MAX_STUCK or o.num_losses >= MAX_LOSSES]
+        self._fail(failed, f"{reason}, as others before that had this request")
         self._submit(())
 
     def _fail(self, requests: Sequence[Outstanding], reason: str) -> None:

@@ -24,9 +24,10 @@ from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.server import wire
 from ingot.serving.server.engine_client import EngineUnavailable
-from ingot.serving.server.replicas import MAX_RETRIES, ReplicaSet
+from ingot.serving.server.replicas import MAX_LOSSES, MAX_STUCK, ReplicaSet
 from ingot.serving.server.worker import WorkerSettings
 from tests.serving.conftest import Served, serving
+from tests.serving.faulty import DEADLY
 from tests.serving.load import LoadReport, ask
 from tests.serving.server.messages import READY
 
@@ -225,22 +226,36 @@ def test_without_another_engine_they_wait_for_the_next_worker() -> None:
     run(test, num_replicas=1)
 
 
-def test_a_request_that_loses_every_engine_fails_and_its_siblings_are_aborted() -> None:
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_request_that_loses_every_engine_fails_and_its_siblings_are_aborted(
+    progress: bool,
+) -> None:
     async def test(replicas: ReplicaSet, workers: list[ScriptedWorker]) -> None:
         await workers[0].connect()
-        group = [submit(replicas, 20), submit(replicas, 20)]
+        group = [submit(replicas, 40), submit(replicas, 40)]
         group[0].group = group[1].group = group
-        for loss in range(MAX_RETRIES + 1):
+        losses = MAX_LOSSES if progress else 2
+        for loss in range(losses):
             assert not group[0].ends
             await workers[1 - loss % 2].connect()
-            await workers[loss % 2].step()
+            if progress:
+                await workers[loss % 2].step()
             await workers[loss % 2].die()
+        while not progress and not group[0].ends:  # they are suspects: one at a time
+            for worker in workers:
+                if not worker.engine.ready:
+                    await worker.connect()
+            busy = [worker for worker in workers if worker.engine.num_outstanding]
+            assert [worker.engine.num_outstanding for worker in busy] == [1]
+            losses += 1
+            await busy[0].die()
+        assert losses <= (MAX_LOSSES if progress else 2 * MAX_STUCK - 2)
         failed = [answer for answer in group if answer.ends != ["sibling"]]
         assert len(failed) == 1
         ((status, message),) = failed[0].ends
-        assert (status, failed[0].flushes) == (503, MAX_RETRIES + 2)
-        assert "lost with this request" in message
-        last = workers[(MAX_RETRIES + 1) % 2]
+        assert (status, message[-38:]) == (503, "as others before that had this request")
+        assert failed[0].flushes == (MAX_LOSSES if progress else 0) + 1
+        last = next(worker for worker in workers if worker.engine.ready)
         await last.read()
         assert not last.requests
         assert replicas.num_outstanding == 0
@@ -248,6 +263,36 @@ def test_a_request_that_loses_every_engine_fails_and_its_siblings_are_aborted() 
         await last.step()
         await last.step()
         assert fine.ends == [FinishReason.LENGTH]
+
+    run(test)
+
+
+def test_a_request_that_kills_its_engine_fails_alone() -> None:
+    """All run on the engine that it kills, and none of the others fails."""
+
+    async def test(replicas: ReplicaSet, workers: list[ScriptedWorker]) -> None:
+        await workers[0].connect()
+        answers = [submit(replicas, 12) for _ in range(6)]
+        killer = answers[3].request.id
+        kills = 0
+        while replicas.num_outstanding:
+            for worker in workers:
+                if not worker.engine.ready:
+                    await worker.connect()
+                await worker.read()
+                if killer in worker.requests:
+                    kills += 1
+                    await worker.die()
+                else:
+                    await worker.step()
+        assert kills == MAX_STUCK
+        assert [len(answer.ends) for answer in answers] == [1] * 6
+        for answer in answers:
+            if answer.request.id == killer:
+                assert answer.ends[0][0] == 503
+            else:
+                assert answer.ends == [FinishReason.LENGTH]
+                assert answer.tokens == expected(answer.request)
 
     run(test)
 
@@ -470,26 +515,23 @@ def test_each_replica_serves_and_has_its_own_metrics(pair: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_that_kills_every_engine_fails_alone(pair: Served) -> None:
-    """As seen from outside: each engine is killed at the request's first token."""
+def test_a_request_that_kills_real_engines_fails_alone(directory: Path, tmp_path: Path) -> None:
+    options, module = ("--replicas", "2"), "tests.serving.faulty"
+    with serving(directory, tmp_path, *options, module=module) as served:
+        served.wait(lambda: served.metric("ingot:engine_up") == 2, 60)
+        body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True}
 
-    async def run() -> Any:
-        body = {"prompt": "Hello", "max_tokens": 3500, "ignore_eos": True, "stream": True}
-        asked = asyncio.create_task(ask(pair, body))
-        for _ in range(MAX_RETRIES + 1):
-            while not pair.metric("vllm:num_requests_running"):
-                await asyncio.sleep(0.01)
-            for worker in pair.workers:
-                os.kill(worker, signal.SIGKILL)
-            while pair.metric("ingot:engine_up"):
-                await asyncio.sleep(0.01)
-        return await asked
+        async def run(*prompts: Any) -> list[LoadReport]:
+            bodies = [{**body, "seed": n, "prompt": prompt} for n, prompt in enumerate(prompts)]
+            return await asyncio.gather(*[ask(served, one) for one in bodies])
 
-    outcome = asyncio.run(run())
-    assert outcome.error == "service_unavailable_error"
-    pair.wait(lambda: pair.metric("ingot:engine_up") == 2, 60)
-    pair.tokens()
-    pair.wait(pair.quiet)
+        undisturbed = asyncio.run(run("a", "b", "c", "d"))
+        outcomes = asyncio.run(run("a", "b", "c", "d", [*DEADLY]))
+        assert [one.text for one in outcomes[:4]] == [one.text for one in undisturbed]
+        assert (outcomes[4].status, outcomes[4].error) == (503, "service_unavailable_error")
+        assert served.metric("ingot:engine_restarts") == MAX_STUCK
+        served.wait(lambda: served.metric("ingot:engine_up") == 2, 60)
+        served.wait(served.quiet)
 
 
 @pytest.mark.slow
@@ -533,7 +575,10 @@ def test_20_kills_at_random_moments(
                 await asyncio.sleep(rng.uniform(0.0, 1.5))
                 while await asyncio.to_thread(served.metric, "ingot:engine_up") < 2:
                     await asyncio.sleep(0.05)
+                killed = await asyncio.to_thread(served.metric, "ingot:engine_restarts")
                 os.kill(rng.choice(served.workers), signal.SIGKILL)
+                while await asyncio.to_thread(served.metric, "ingot:engine_restarts") == killed:
+                    await asyncio.sleep(0.01)
             killing = False
 
         async def run() -> None:
