@@ -2,7 +2,7 @@
 
     unshare -n sh -c 'ip link set lo up && exec python -m tests.serving.on_ray DIRECTORY FOLDER'
 
-Prints what Ray costs, as JSON.
+Prints what Ray costs compared with processes of this machine, as JSON.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import os
 import re
 import secrets
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +29,37 @@ CALLER = "import ray, sys; ray.init(address=sys.argv[1]); print(ray.cluster_reso
 
 
 def main() -> None:
-    """Kill each actor once under load; the answers are those of an undisturbed run."""
+    """Kill each actor once under load; the answers are those of plain processes."""
     directory, folder = map(Path, sys.argv[1:3])
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    start = time.monotonic()
-    options = ("--replicas", "2", "--ray")
-    with serving(directory, folder, *options, wait=False) as served:
-        served.wait(lambda: served.metric("ingot:engine_up") == 2, 180)
-        facts: dict[str, Any] = {"start_s": round(time.monotonic() - start, 1)}
-        facts["pss_mb"] = ray_memory()
-        check_caller()
+    with serving_measured(directory, folder) as (served, plain):
         undisturbed = complete_all(served)
+    with serving_measured(directory, folder, "--ray") as (served, on_ray):
+        check_caller()
         for _ in range(2):
-            facts["restart_s"] = check_killed(served, undisturbed)
+            on_ray["restart_s"] = check_killed(served, undisturbed)
         served.wait(served.quiet)
     assert not actors(), "no actor is left"
-    sys.stdout.write(json.dumps(facts))
+    sys.stdout.write("\n" + json.dumps({"plain": plain, "on_ray": on_ray}) + "\n")
+
+
+@contextmanager
+def serving_measured(
+    directory: Path, folder: Path, *options: str
+) -> Iterator[tuple[Served, dict[str, float]]]:
+    """A server with two replicas; its start, memory and latency."""
+    start = time.monotonic()
+    with serving(directory, folder, "--replicas", "2", *options, wait=False) as served:
+        served.wait(lambda: served.metric("ingot:engine_up") == 2, 180)
+        facts = {"start_s": round(time.monotonic() - start, 1), "pss_mb": memory()}
+        body = {"prompt": "Hello", "max_tokens": 1}
+        seconds: list[float] = []
+        for _ in range(200):
+            start = time.perf_counter()
+            assert served.call("/v1/completions", body)[0] == 200
+            seconds.append(time.perf_counter() - start)
+        facts["latency_ms"] = round(1000 * statistics.median(seconds), 2)
+        yield served, facts
 
 
 def check_killed(served: Served, undisturbed: Any) -> float:
@@ -81,11 +99,11 @@ def actors() -> list[int]:
     return [pid for pid, command in processes() if command.startswith(ACTOR)]
 
 
-def ray_memory() -> int:
-    """The memory of Ray's own processes, in MB."""
+def memory() -> int:
+    """The memory of the server and of all it has started, in MB."""
     total = 0
-    for pid, command in processes():
-        if re.search(r"raylet|gcs_server|ray/_private|ray/dashboard|ray::IDLE", command):
+    for pid, _ in processes():
+        if pid != os.getpid():
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
             total += int(re.findall(r"^Pss: +(\d+)", rollup, re.MULTILINE)[0])
     return total // 1000

@@ -57,7 +57,11 @@ class RayCluster:
         with socket.create_server((self._host, 0)) as listener:
             listener.setblocking(False)
             address = listener.getsockname()[:2]
-            worker = await asyncio.to_thread(self._start, replica, address, token, settings)
+            try:
+                worker = await asyncio.to_thread(self._start, replica, address, token, settings)
+            except Exception as error:  # Ray's have no common type
+                message = f"Ray did not start a replica: {str(error)[:500]}"
+                raise IngotError(message, hint="check the cluster: `ray status`") from error
             try:
                 connection = await _wait_for_worker(listener, token, worker)
             except BaseException:

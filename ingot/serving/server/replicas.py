@@ -73,7 +73,7 @@ class ReplicaSet:
         self._adapter_lock = asyncio.Lock()
         self._synchronizing: set[asyncio.Task[None]] = set()
         self._router: Router | None = None  # from the first worker that is ready
-        self._waiting: dict[int, Outstanding] = {}  # those of lost engines, if none is ready
+        self._waiting: dict[int, Outstanding] = {}  # for an engine, or as suspects
         self._probe: int | None = None  # the suspect that runs
         self._stop_reason: str | None = None
         self._ids = count(1)
