@@ -50,6 +50,9 @@ VARIABLES = {
     "WORLD_SIZE": "The number of ranks of a training run; torchrun and `--ranks` set it.",
     "TORCHELASTIC_RESTART_COUNT": "How often torchrun has started a training run again; above 0, "
     "it continues from its newest checkpoint.",
+    "OMP_NUM_THREADS": "The threads of a process on the CPU. Replicas of `ingot serve` and ranks "
+    "share the cores unless it is set.",
+    "RAY_ADDRESS": "The Ray cluster of `ingot serve --ray`; read by Ray.",
     "COLUMNS": "The width of tables when the output is not a terminal.",
     "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",
     "OPENAI_API_KEY": "The key that `ingot compare` sends to a server, if it is set.",
@@ -116,7 +119,7 @@ def render_metrics() -> str:
         kv_cache_bytes=960,
     )
     stats = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
-    model = ModelMetrics("", Metrics(), ready, stats, dict.fromkeys(GAUGES, 0.0))
+    model = ModelMetrics("", Metrics(), [(ready, stats)], dict.fromkeys(GAUGES, 0.0))
     server = ServerMetrics([model], {200: 1}, dict.fromkeys(SERVER_GAUGES, 0.0))
     collector = EngineCollector(lambda: server)
     rows: list[tuple[str, ...]] = []

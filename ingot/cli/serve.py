@@ -38,6 +38,8 @@ def serve(
     port: int = 8000,
     device: str = "auto",
     tp: int = 1,
+    replicas: int = 1,
+    ray: bool = False,
     admin_address: str | None = None,
     api_key_file: Path | None = None,
     kv_cache_gib: float | None = None,
@@ -70,10 +72,15 @@ def serve(
         device: Device of the engine: auto, cpu, cuda, cuda:1...
         tp: Tensor parallelism: number of processes that the layers are divided among, with the bits
             of a single one; for models that do not fit on one device.
+        replicas: Number of engine processes. They share the cores; if one dies, its requests
+            continue on another.
+        ray: Run the replicas on the nodes of a Ray cluster: that of RAY_ADDRESS, one that runs on
+            this machine, or a new one.
         admin_address: HOST:PORT of /metrics, /drain and loading of adapters; default: loopback,
             --port + 1000.
         api_key_file: File of tenants and hashed API keys; default: no authentication.
-        kv_cache_gib: KV-cache size in GiB; default: 4, at most a quarter of the machine's memory.
+        kv_cache_gib: KV-cache size of a replica in GiB; default: 4, and at most a quarter of the
+            machine's memory for all.
         kv_cache_dtype: Dtype of cached keys and values: auto, that of the model, or int8 for nearly
             twice as many tokens in the same memory (CPU only).
         max_requests: Maximum concurrent requests; further ones get 429 with Retry-After.
@@ -104,6 +111,8 @@ def serve(
         port=port,
         device=device,
         tp=tp,
+        replicas=replicas,
+        ray=ray,
         admin_host=admin_host,
         admin_port=admin_port,
         max_requests=max_requests,
@@ -145,8 +154,9 @@ async def _serve(server: Server, started: float) -> None:
     def greet(deployment: Deployment) -> None:
         nonlocal greeted
         _log.info(
-            "serving %s at %s, admin API at %s, %s, after %.1f s",
+            "serving %s%s at %s, admin API at %s, %s, after %.1f s",
             deployment.name,
+            _describe_replicas(deployment),
             server.address,
             server.admin_address,
             describe_cache(deployment.engine.info),
@@ -188,6 +198,12 @@ def deployment_table(pool: DeploymentPool) -> Table:
         cells = (one.name, str(one.spec.directory), ", ".join(one.adapters), loaded, memory)
         table.add_row(*map(escape_markup, cells))
     return table
+
+
+def _describe_replicas(deployment: Deployment) -> str:
+    engine = deployment.engine
+    count = len(engine.engines)
+    return f" on {engine.num_ready} of {count} replicas" if count > 1 else ""
 
 
 def describe_cache(info: EngineReady | None) -> str:

@@ -469,9 +469,9 @@ class _Simulation:
             has_token = not math.isnan(client.first_token_at)
             self.num_continued += has_token
             self.num_retried += not has_token
-            prompt = replica.scheduler.tokens(id) or client.request.prompt
-            max_tokens = client.request.max_len - len(prompt)
-            requests.append(replace(client.request, prompt=prompt, max_tokens=max_tokens))
+            tokens = replica.scheduler.tokens(id) or client.request.prompt
+            generated = tokens[len(client.request.prompt) :]
+            requests.append(replace(client.request, generated=generated))
         self._route_all(requests)
         restart = partial(self._restart_replica, index)
         self._set_timer(self.now + self.fleet.restart_s, restart)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -48,11 +49,22 @@ class Served:
     @property
     def worker(self) -> int:
         """The number of the engine's process."""
+        workers = self.workers
+        if not workers:
+            raise ProcessLookupError("no worker")
+        return workers[0]
+
+    @property
+    def workers(self) -> list[int]:
+        """The numbers of the engines' processes."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        found: list[int] = []
         for child in children.read_text().split():
-            if "\0-m\0" in Path(f"/proc/{child}/cmdline").read_text():  # not the chat template's
-                return int(child)
-        raise ProcessLookupError("no worker")
+            with contextlib.suppress(FileNotFoundError):
+                command = Path(f"/proc/{child}/cmdline").read_text()
+                if "\0-m\0" in command:  # not the chat template's
+                    found.append(int(child))
+        return found
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         options = {"max_retries": 0, "timeout": 60.0, **options}

@@ -2,14 +2,17 @@
 
     python -m tests.serving.faulty serve DIR ...
 
-A step that computes a prompt which begins with POISON fails, as for want of memory.
+A step that computes a prompt which begins with POISON fails, as for want of memory; one that begins
+with DEADLY kills the process.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 POISON = (1, 2, 3, 1, 2, 3)
+DEADLY = (3, 2, 1, 3, 2, 1)
 
 
 def main() -> None:
@@ -33,6 +36,8 @@ def _worker() -> None:
     def run(self, work, slots=None):  # pyright: ignore
         if any(item.tokens[: len(POISON)] == POISON for item in work):
             raise MemoryError("no memory, for a test")
+        if any(item.tokens[: len(DEADLY)] == DEADLY for item in work):
+            os._exit(1)
         return plain(self, work, slots)
 
     Runner.run = run  # pyright: ignore

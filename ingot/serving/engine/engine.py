@@ -59,13 +59,23 @@ _GRAMMAR_POLL_S = 0.01  # how long an idle step waits for a grammar to compile
 _LOG = log.logger(__name__)
 
 
+def default_kv_cache_bytes(num_engines: int = 1) -> int:
+    """Return 4 GiB, or a quarter of the machine's memory, divided among its engines, if that is
+    less.
+
+    >>> default_kv_cache_bytes() <= 4 << 30
+    True
+    """
+    return min(DEFAULT_KV_CACHE_BYTES, device.detect().memory // 4 // num_engines)
+
+
 def config_for_memory(
     decoder: Decoder, kv_cache_bytes: int | None = None, config: SchedulerConfig | None = None
 ) -> SchedulerConfig:
     """Return the config with as many blocks as fit in `kv_cache_bytes`.
 
-    The default is 4 GiB, or a quarter of the machine's memory if that is less. There are never more
-    blocks than all running requests can use together.
+    The default is `default_kv_cache_bytes`. There are never more blocks than all running requests
+    can use together.
 
     >>> from ingot.nn import preset
     >>> decoder = Decoder.from_config(preset("tiny"), seed=0)
@@ -74,7 +84,7 @@ def config_for_memory(
     """
     config = config or SchedulerConfig(num_blocks=1)
     if kv_cache_bytes is None:
-        kv_cache_bytes = min(DEFAULT_KV_CACHE_BYTES, device.detect().memory // 4)
+        kv_cache_bytes = default_kv_cache_bytes()
     block_bytes = config.block_size * decoder.kv_spec.bytes_per_token
     max_blocks = config.max_num_seqs * -(-decoder.config.max_seq_len // config.block_size)
     if kv_cache_bytes < block_bytes:
@@ -93,7 +103,7 @@ class _Sequence:
 
     def __init__(self, request: Request, sampling_state: SamplingState) -> None:
         self.request, self.sampling_state = request, sampling_state
-        self.tokens = list(request.prompt)
+        self.tokens = list(request.tokens)
         self.block_table: tuple[int, ...] = ()  # of the last step, for proposers
         self.admitted = False
         # Prompt log-probabilities reported so far, or not asked for.
@@ -174,7 +184,10 @@ class Engine:
             self._add_sequence(request)
         else:
             assert self._grammars is not None
-            self._compiling[request.id] = request, self._grammars.compile(grammar)
+            self._compiling[request.id] = (
+                request,
+                self._grammars.compile(grammar, request.generated),
+            )
 
     def abort(self, id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Finish a request early: its client left, or a stop string was found. An unknown id is
@@ -235,7 +248,7 @@ class Engine:
             )
             raise _error(request, f"{message}, got {count} tokens", "shorten the prompt")
         biased = [token for token, _ in params.logit_bias]
-        highest = max([*request.prompt, *params.stop_token_ids, *biased])
+        highest = max([*request.tokens, *params.stop_token_ids, *biased])
         if highest >= model.vocab_size:
             message = f"token ids must be below the vocabulary size {model.vocab_size}"
             hint = "encode the text with the tokenizer of this model"
@@ -248,6 +261,7 @@ class Engine:
         max_cached = request.max_cached_tokens
         if params.prompt_logprobs is not None:  # the token before the first one is computed
             max_cached = max(params.prompt_logprobs_start - 1, 0)
+        # Raises if the tokens that were generated before leave no room for another one.
         return msgspec.structs.replace(request, max_tokens=max_tokens, max_cached_tokens=max_cached)
 
     # Steps
@@ -312,7 +326,7 @@ class Engine:
             if not sequence.admitted:
                 sequence.admitted = True
                 num_cached[admitted.id] = admitted.num_cached_tokens
-                self._counts["prompt_tokens"] += len(sequence.request.prompt)
+                self._counts["prompt_tokens"] += len(sequence.tokens)
                 self._counts["cached_tokens"] += admitted.num_cached_tokens
         return num_cached
 

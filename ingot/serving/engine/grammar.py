@@ -52,18 +52,21 @@ class GrammarCompiler:
         self._tokens: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    def compile(self, grammar: Grammar) -> Future[GrammarMatcher]:
-        """Return a future of a matcher at the start of the grammar."""
-        return self._thread.submit(self._compile, grammar)
+    def compile(self, grammar: Grammar, generated: Sequence[int] = ()) -> Future[GrammarMatcher]:
+        """Return a future of a matcher after the tokens `generated` so far."""
+        return self._thread.submit(self._compile, grammar, generated)
 
-    def _compile(self, grammar: Grammar) -> GrammarMatcher:
+    def _compile(self, grammar: Grammar, generated: Sequence[int]) -> GrammarMatcher:
         found = self._compiled.pop(grammar, None)
         if found is None:
             found = self._build(grammar)
         self._compiled[grammar] = found
         if len(self._compiled) > MAX_CACHED_GRAMMARS:
             self._compiled.popitem(last=False)
-        return GrammarMatcher(found.deep_copy(), self._vocabulary)
+        matcher = GrammarMatcher(found.deep_copy(), self._vocabulary)
+        for token in generated:  # one at a time: each has the fuel of a step
+            matcher.accept((token,))
+        return matcher
 
     def _build(self, grammar: Grammar) -> Any:
         llguidance = _llguidance()

@@ -55,9 +55,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     steps: int
     prompt_tokens: int
-    """Prompt tokens of admitted requests."""
+    """Prompt tokens of admitted requests, and those that another engine generated for them."""
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Those of them that were found in the prefix cache."""
     generated_tokens: int
     preemptions: int
     draft_tokens: int

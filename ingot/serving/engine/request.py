@@ -66,6 +66,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Token ids."""
     max_tokens: int
     """Maximum number of generated tokens."""
+    generated: tuple[int, ...] = ()
+    """Tokens that another engine generated before it was lost; the request continues after them.
+    They count as generated: for `max_tokens`, penalties and the grammar."""
     priority: int = 0
     """Lower runs first. Waiting compensates for it: see `SchedulerConfig.priority_step_s`."""
     deadline: float | None = None
@@ -86,6 +89,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             raise self._error("token id out of range", f"give numbers from 0 to {MAX_TOKEN_ID}")
         if not 1 <= self.max_tokens <= MAX_TOKEN_ID:
             raise self._error(f"max_tokens must be at least 1, got {self.max_tokens}", "raise it")
+        if self.generated:
+            self._check_generated()
         if abs(self.priority) > MAX_PRIORITY:
             hint = f"give a number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
             raise self._error(f"priority out of range, got {self.priority}", hint)
@@ -93,8 +98,29 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             hint = "give a finite time, or None"
             raise self._error(f"deadline must be finite, got {self.deadline}", hint)
 
+    def _check_generated(self) -> None:
+        generated, stop_token_ids = self.generated, self.sampling_params.stop_token_ids
+        if min(generated) < 0 or max(generated) > MAX_TOKEN_ID:
+            hint = f"give numbers from 0 to {MAX_TOKEN_ID}"
+            raise self._error("generated: token id out of range", hint)
+        is_finished = len(generated) >= self.max_tokens
+        if is_finished or not set(generated).isdisjoint(stop_token_ids):
+            raise self._error(
+                f"generated: a request with these {len(generated)} tokens has finished",
+                "give fewer than max_tokens, and no stop token",
+            )
+
     def _error(self, message: str, hint: str) -> IngotError:
         return IngotError(f"request {self.id}: {message}", hint=hint)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens to compute before the first new one: the prompt, and those generated before.
+
+        >>> Request(id=1, prompt=(5, 6), max_tokens=16, generated=(7,)).tokens
+        (5, 6, 7)
+        """
+        return self.prompt + self.generated
 
     @property
     def max_len(self) -> int:

@@ -47,6 +47,7 @@ class SamplingState:
     __slots__ = (
         "biases",
         "counts",
+        "generated",
         "id",
         "matcher",
         "needs_logit_processing",
@@ -64,6 +65,7 @@ class SamplingState:
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
         self.prompt = request.prompt if self.penalized else ()
+        self.generated = request.generated if self.penalized else ()
         self.counts: tuple[np.ndarray, np.ndarray] | None = None
         self.needs_logit_processing = bool(self.penalized or params.logit_bias or matcher)
 
@@ -72,7 +74,8 @@ class SamplingState:
         if self.counts is None:
             prompt_V = np.zeros(vocabulary, np.bool_)
             prompt_V[list(self.prompt)] = True
-            self.counts = prompt_V, np.zeros(vocabulary, np.int32)
+            counts_V = np.bincount(np.array(self.generated, np.int64), minlength=vocabulary)
+            self.counts = prompt_V, counts_V.astype(np.int32)
         return self.counts
 
     def append(self, tokens: Sequence[int]) -> None:

@@ -205,7 +205,7 @@ class _RequestState:
         self.id = request.id
         self.finished = False
         self.rank_key = rank_key  # rank, arrival number
-        self.tokens = list(request.prompt)
+        self.tokens = list(request.tokens)
         self.num_computed = 0
         self.block_table: tuple[int, ...] = ()  # empty while it waits
         self.keys = [parent]  # block b has keys[b + 1]

@@ -87,8 +87,8 @@ class Router:
     1
     >>> router.loads == {0: 3 + SEQUENCE_TOKENS, 1: 2 + SEQUENCE_TOKENS}
     True
-    >>> router.lose(0)
-    [1]
+    >>> router.owner(2), router.lose(0), router.owner(1)
+    (1, [1], None)
     >>> router.choose(Request(id=1, prompt=(5, 6, 7), max_tokens=9))
     1
     """
@@ -151,11 +151,16 @@ class Router:
             cached = self._find_cached(request, keys)
             replica = self._prefer(cached, session)
             self._remember(keys, replica, session)
-        prompt_tokens = len(request.prompt) - cached.get(replica, 0)
+        prompt_tokens = len(request.tokens) - cached.get(replica, 0)
         self._outstanding[request.id] = _Outstanding(replica, prompt_tokens)
         self.loads[replica] += prompt_tokens + SEQUENCE_TOKENS
         self._active.move_to_end(replica)
         return replica
+
+    def owner(self, id: int) -> int | None:
+        """Return the replica of a request; None if it has none, or has finished."""
+        request = self._outstanding.get(id)
+        return None if request is None else request.replica
 
     def start_decoding(self, id: int) -> None:
         """The first token of a request arrived: its prompt is computed."""
@@ -187,17 +192,17 @@ class Router:
 
     def _block_keys(self, request: Request) -> list[bytes]:
         """Return the keys of the full blocks of the prompt, as the scheduler computes them."""
-        size, prompt = self.scheduler.block_size, request.prompt
+        size, tokens = self.scheduler.block_size, request.tokens
         key = root_key(request.adapter, self.scheduler.model_version, request.cache_salt)
         keys: list[bytes] = []
-        for start in range(0, len(prompt) - size + 1, size):
-            key = block_key(key, prompt[start : start + size])
+        for start in range(0, len(tokens) - size + 1, size):
+            key = block_key(key, tokens[start : start + size])
             keys.append(key)
         return keys
 
     def _find_cached(self, request: Request, keys: list[bytes]) -> dict[int, int]:
         """Return the cached tokens of the prompt, for each replica that has any."""
-        size, limit = self.scheduler.block_size, len(request.prompt) - 1
+        size, limit = self.scheduler.block_size, len(request.tokens) - 1
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
         cached: dict[int, int] = {}

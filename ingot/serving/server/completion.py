@@ -22,9 +22,9 @@ from ingot.serving.engine.detokenizer import StreamingDetokenizer
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.reply import Delta
 from ingot.serving.engine.request import FinishReason, Request
-from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.errors import ApiError
 from ingot.serving.server.metrics import Metrics
+from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.writer import Reply, Usage, Writer, encode
 
 DEFAULT_RETRY_AFTER_S = 2
@@ -41,12 +41,13 @@ FINISH_ERRORS = {
 class RequestContext:
     """What a completion needs besides its job: engine, tokenizer, metrics, tenant."""
 
-    engine: EngineClient
+    engine: ReplicaSet
     tokenizer: Tokenizer
     metrics: Metrics
     cache_salt: bytes = b""
     priority: int = 0
     deadline: float | None = None
+    session: str = ""
 
 
 class Choice:
@@ -63,6 +64,7 @@ class Choice:
         self._echo = job.echo[prompt] if job.echo else ""
         self._parser = job.parser() if job.parser is not None else None
         self._detokenizer = StreamingDetokenizer(context.tokenizer, job.stop, job.visible)
+        self._admitted = False
         self._observe_itl = context.metrics.itl.observe
         self._last = 0.0
         self._stop_token_ids = job.sampling_params.stop_token_ids
@@ -88,6 +90,11 @@ class Choice:
             sampling_params=msgspec.structs.replace(job.sampling_params, seed=self.seed),
         )
 
+    def submit(self) -> None:
+        """Send the request to the engine."""
+        context = self.client.context
+        context.engine.add_request(self.request(), self, context.session)
+
     def on_error(self, status: int, message: str, hint: str) -> None:
         """Fail the whole response."""
         retry_after = DEFAULT_RETRY_AFTER_S if status in (429, 503) else None
@@ -95,7 +102,8 @@ class Choice:
 
     def on_output(self, output: Output, now: float) -> None:
         """Process the output of a step."""
-        if output.num_cached_tokens is not None:
+        if output.num_cached_tokens is not None and not self._admitted:
+            self._admitted = True  # again after the loss of an engine, which does not count
             self.client.on_admitted(self, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
             self.reply.prompt_logprobs += output.prompt_logprobs
@@ -204,7 +212,7 @@ class CompletionStream:
             leader = self.choices[at]
             leader.followers = self.choices[at + 1 : at + n]
             if self.error is None:
-                self.context.engine.add_request(leader.request(), leader)
+                leader.submit()
 
     def stream_to(self, write: Callable[[bytes], None]) -> None:
         """Write buffered events now and new ones after each step."""
@@ -251,7 +259,7 @@ class CompletionStream:
         if self.job.stream and (events := self.writer.begin(choice.reply)):
             self.out.append(events)
         for follower in choice.followers:
-            self.context.engine.add_request(follower.request(), follower)
+            follower.submit()
 
     def on_finished(self) -> None:
         """Finish the response after its last choice."""

@@ -27,6 +27,10 @@ class ServerConfig:
     """Device of the engine: "auto", "cpu", "cuda:0"..."""
     tp: int = 1
     """Number of ranks that the layers are divided among (tensor parallelism)."""
+    replicas: int = 1
+    """Engine processes; requests of one that dies continue on another."""
+    ray: bool = False
+    """Whether the replicas run on a Ray cluster instead of this machine."""
     max_requests: int = 256
     """Maximum concurrent requests; further ones are rejected with 429."""
     timeout: float = 600.0
@@ -36,6 +40,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     """Seconds that running requests have to finish at shutdown."""
     kv_cache_bytes: int | None = None
+    """Of each replica."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -53,6 +58,7 @@ class ServerConfig:
             port=(0, 65535),
             admin_port=(0, 65535),
             tp=(1, 64),
+            replicas=(1, 1024),
             max_requests=(1, 100_000),
             timeout=(0.1, 86_400),
             stall_timeout=(0.1, 86_400),

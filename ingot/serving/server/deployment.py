@@ -23,11 +23,11 @@ from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.fleet.memory import DeploymentUse, Footprint
 from ingot.serving.server.admission import Admission, AdmissionLimits
+from ingot.serving.server.cluster import RayCluster
 from ingot.serving.server.config import ServerConfig
-from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.metrics import Metrics, ModelMetrics
+from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.service import Service
-from ingot.serving.server.supervisor import Supervisor
 from ingot.serving.server.worker import WorkerSettings
 
 _log = logger(__name__)
@@ -81,7 +81,12 @@ class Deployment:
         self.state = DeploymentState.UNLOADED
         self.error: IngotError | None = None
         """Why it could not be loaded."""
-        self.engine = EngineClient()
+        config = spec.config
+        self.engine = ReplicaSet(
+            num_replicas=config.replicas,
+            stall_timeout=config.stall_timeout,
+            cluster=RayCluster(config.replicas) if config.ray else None,
+        )
         self.admission = Admission(AdmissionLimits(requests=spec.config.max_requests))
         self.metrics = Metrics()
         self.service: Service | None = None
@@ -96,13 +101,11 @@ class Deployment:
         """When it began to load."""
         self.on_change: Callable[[Deployment], None] = lambda _: None
         """Called when the state has changed, or an engine has become ready again."""
-        self._supervisor: Supervisor | None = None
-        self._num_earlier_restarts = 0
         self._directory = str(spec.directory.resolve())
         self._weights_bytes = _weights_bytes(spec.directory)
         paths = map(Path, spec.config.adapters.values())
         self._adapter_bytes = sum(map(_weights_bytes, paths))
-        self.engine.on_status_change = self._on_status_change
+        self.engine.on_ready = self._on_ready
 
     @property
     def status(self) -> str:
@@ -111,43 +114,40 @@ class Deployment:
         return str(DeploymentState.LOADING if is_restarting else self.state)
 
     @property
-    def stalled(self) -> bool:
-        """Whether the engine is stalled and will be restarted."""
-        return self._supervisor is not None and self._supervisor.stalled
-
-    @property
-    def num_restarts(self) -> int:
-        """Restarts of the engine after it died or stalled."""
-        own = self._supervisor.restarts if self._supervisor else 0
-        return self._num_earlier_restarts + own
-
-    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that requests can select."""
         loaded = self.engine.adapters if self.engine.info is not None else self.spec.config.adapters
         return tuple(loaded)
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether its processes share the weights: those on the CPU of this machine do."""
+        config, info = self.spec.config, self.engine.info
+        device = config.device if info is None else info.device
+        return device in ("auto", "cpu") and config.tp == 1 and not config.ray
+
+    @property
     def weights(self) -> str:
-        """Identity of the weights. Only engines of one process on a CPU share them."""
-        device = self.spec.config.device if self.engine.info is None else self.engine.info.device
-        shared = device in ("auto", "cpu") and self.spec.config.tp == 1
-        return self._directory if shared else f"{self.name} on {device}"
+        """Identity of the weights; deployments of the same share them."""
+        return self._directory if self.shares_weights else f"those of {self.name}"
 
     @property
     def footprint(self) -> Footprint:
         """The memory that it takes when it is loaded."""
-        spec, info, ranks = self.spec, self.engine.info, self.spec.config.tp
-        weights_bytes = ranks * self._weights_bytes  # each rank has them all until it divides them
+        spec, info = self.spec, self.engine.info
+        num_processes = spec.config.tp * spec.config.replicas
+        # Each rank has them all until it divides them.
+        weights_bytes = self._weights_bytes * (1 if self.shares_weights else num_processes)
         if spec.memory_bytes is not None:
             weights_bytes = min(weights_bytes, spec.memory_bytes)
             private_bytes = spec.memory_bytes - weights_bytes
         else:
             configured = spec.config.kv_cache_bytes or spec.default_kv_cache_bytes or 0
             kv_cache_bytes = configured if info is None else info.kv_cache_bytes
-            private_bytes = ranks * (PROCESS_BYTES + kv_cache_bytes) + self._adapter_bytes
+            private_bytes = PROCESS_BYTES + kv_cache_bytes + self._adapter_bytes
             if spec.config.speculate == "int4":
-                private_bytes += weights_bytes // 3  # the copy with its scales
+                private_bytes += self._weights_bytes // 3  # the copy with its scales
+            private_bytes *= num_processes
         return Footprint(
             weights=self.weights, weights_bytes=weights_bytes, private_bytes=private_bytes
         )
@@ -185,16 +185,15 @@ class Deployment:
         loaded.
         """
         self.error, self.started_at = None, time.monotonic()
-        self._supervisor = self._create_supervisor(weights_fd)
         self._set_state(DeploymentState.LOADING)
-        return asyncio.create_task(self._run(self._supervisor))
+        return asyncio.create_task(self._run(self._worker_settings(weights_fd)))
 
-    async def _run(self, supervisor: Supervisor) -> None:
+    async def _run(self, settings: WorkerSettings) -> None:
         try:
             if self.service is None:
                 await asyncio.to_thread(self.prepare)
             if self.state is DeploymentState.LOADING:
-                await supervisor.run()
+                await self.engine.run(settings)
         except Exception as error:
             is_known = isinstance(error, IngotError)
             if not is_known:
@@ -203,16 +202,15 @@ class Deployment:
             self.error = error if is_known else IngotError(text, hint="see the server's log")
             raise
         finally:
-            self._num_earlier_restarts = self.num_restarts
-            self._supervisor = self.service = None
+            self.service = None
             failed = self.error is not None
             self._set_state(DeploymentState.FAILED if failed else DeploymentState.UNLOADED)
 
     def stop(self, reason: str) -> None:
         """Stop serving; the task ends when the process has exited."""
-        if self._supervisor is not None:
+        if self.state in (DeploymentState.LOADING, DeploymentState.READY):
             self._set_state(DeploymentState.UNLOADING)
-            self._supervisor.stop(reason)
+            self.engine.stop(reason)
 
     def read_metrics(self) -> ModelMetrics:
         """Return the metrics as they are now."""
@@ -220,19 +218,21 @@ class Deployment:
             "requests_in_flight": self.admission.requests,
             "tokens_in_flight": self.admission.tokens,
             "requests_rejected": self.admission.num_rejected,
-            "engine_up": float(self.engine.ready),
-            "engine_restarts": self.num_restarts,
+            "engine_up": self.engine.num_ready,
+            "engine_restarts": self.engine.restarts,
+            "request_retries": self.engine.num_retries,
             "model_loads": self.num_loads,
         }
-        stats = self.engine.stats if self.use.is_loaded else None
-        return ModelMetrics(self.name, self.metrics, self.engine.info, stats, gauges)
+        engines = [(engine.info, engine.stats) for engine in self.engine.engines]
+        return ModelMetrics(self.name, self.metrics, engines, gauges)
 
-    def _create_supervisor(self, weights_fd: int | None) -> Supervisor:
+    def _worker_settings(self, weights_fd: int | None) -> WorkerSettings:
         config = self.spec.config
-        settings = WorkerSettings(
+        return WorkerSettings(
             directory=str(self.spec.directory),
             device=config.device,
             tp=config.tp,
+            engines_per_machine=config.replicas,
             kv_cache_bytes=config.kv_cache_bytes,
             default_kv_cache_bytes=self.spec.default_kv_cache_bytes,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -243,16 +243,15 @@ class Deployment:
             weights_fd=weights_fd,
             json_logs=config.json_logs,
         )
-        return Supervisor(self.engine, settings, config.stall_timeout)
 
-    def _on_status_change(self) -> None:
+    def _on_ready(self) -> None:
+        """A worker has loaded the model."""
         info = self.engine.info
-        if not self.engine.ready or info is None:
-            return
+        assert info is not None
         limits = AdmissionLimits(requests=self.spec.config.max_requests)
         if info.num_blocks:
-            tokens = QUEUE_DEPTH_FACTOR * info.num_blocks * info.block_size
-            limits = replace(limits, tokens=tokens)
+            capacity = self.spec.config.replicas * info.num_blocks * info.block_size
+            limits = replace(limits, tokens=QUEUE_DEPTH_FACTOR * capacity)
         self.admission.limits = limits
         if self.state is DeploymentState.LOADING:
             self.num_loads += 1

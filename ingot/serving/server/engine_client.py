@@ -1,7 +1,8 @@
-"""Client of the engine process: sends requests, receives outputs.
+"""Client of one engine process: sends requests, receives outputs.
 
-An `EngineClient` outlives workers. If a worker dies or sends malformed messages, the requests that
-wait for it fail at once, and the supervisor starts the next worker.
+An `EngineClient` outlives workers. It remembers what each request has returned so far; if a worker
+dies or sends malformed messages, its requests are handed to `on_lost`, which can continue them on
+another engine, and the supervisor starts the next worker.
 
 Everything runs in the event loop's thread. The outputs of a step are passed to their handlers
 together, followed by one write per HTTP response.
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol, cast
+
+import msgspec
 
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
@@ -54,8 +57,56 @@ class EngineUnavailable(IngotError):
     """No worker with a loaded model is connected."""
 
 
+class Outstanding:
+    """A request that has not finished, and what it has returned so far.
+
+    >>> request = Request(id=1, prompt=(5, 6), max_tokens=9)
+    >>> one = Outstanding(request, cast(OutputHandler, None))
+    >>> one.new_tokens += (7, 8)
+    >>> one.prepare_retry()
+    >>> one.request.tokens, one.new_tokens, one.num_losses
+    ((5, 6, 7, 8), [], 1)
+    >>> one.prepare_retry()
+    >>> one.num_losses, one.num_stuck
+    (2, 2)
+    """
+
+    __slots__ = (
+        "adapter_digest",
+        "handler",
+        "new_tokens",
+        "num_losses",
+        "num_prompt_logprobs",
+        "num_stuck",
+        "request",
+        "session",
+    )
+
+    def __init__(self, request: Request, handler: OutputHandler, session: str = "") -> None:
+        self.request, self.handler, self.session = request, handler, session
+        self.new_tokens: list[int] = []  # of the current engine
+        self.num_prompt_logprobs = 0
+        self.num_losses = 0  # of engines that had it
+        self.num_stuck = 0  # of them, since its last new token
+        self.adapter_digest: str | None = None
+
+    def prepare_retry(self) -> None:
+        """Make the request one for another engine, which continues after the tokens so far."""
+        request, params = self.request, self.request.sampling_params
+        generated = request.generated + tuple(self.new_tokens)
+        if generated:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        elif self.num_prompt_logprobs:
+            start = max(params.prompt_logprobs_start, 1) + self.num_prompt_logprobs
+            params = msgspec.structs.replace(params, prompt_logprobs_start=start)
+        self.request = msgspec.structs.replace(request, generated=generated, sampling_params=params)
+        self.num_stuck = 1 if self.new_tokens else self.num_stuck + 1
+        self.new_tokens, self.num_prompt_logprobs = [], 0
+        self.num_losses += 1
+
+
 class EngineClient:
-    """Outstanding requests, and the state of the engine process."""
+    """Outstanding requests of an engine process, and its state."""
 
     def __init__(self) -> None:
         self.info: wire.EngineReady | None = None
@@ -71,19 +122,25 @@ class EngineClient:
         """Time of the last step, or of the first request after the engine was idle."""
         self.disconnected = asyncio.Event()
         """Set when the worker is lost."""
-        self.on_status_change: Callable[[], None] = lambda: None
-        """Called when `status` or `ready` changes."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called when a worker has loaded the model."""
+        self.on_first_token: Callable[[int], None] = lambda id: None
+        """Called with a request's id when its first token of this engine arrives."""
+        self.on_finished: Callable[[int], None] = lambda id: None
+        """Called with a request's id when it has finished or was aborted."""
+        self.on_lost: Callable[[list[Outstanding], str], None] = lambda requests, reason: None
+        """Called with the requests of a lost worker and the reason of the loss."""
         self.adapters: dict[str, LoadedAdapter] = {}
         """The adapters of the engine by name; kept when the worker dies, for the next one."""
         self._adapter_changes: dict[int, asyncio.Future[wire.AdaptersChanged]] = {}
-        self._handlers: dict[int, OutputHandler] = {}
-        self._ids = count(1)
+        self._outstanding: dict[int, Outstanding] = {}
+        self._message_ids = count(1)
         self._transport: asyncio.Transport | None = None
 
     @property
     def num_outstanding(self) -> int:
         """Number of requests that wait for the engine."""
-        return len(self._handlers)
+        return len(self._outstanding)
 
     def connect(self) -> asyncio.Protocol:
         """Return a protocol for the socket of a new worker."""
@@ -91,39 +148,38 @@ class EngineClient:
         self.disconnected = asyncio.Event()
         return _WorkerProtocol(self)
 
-    def new_id(self) -> int:
-        """Return a request id that was not used before."""
-        return next(self._ids)
-
-    def add_request(self, request: Request, handler: OutputHandler) -> None:
-        """Send a request to the engine; its outputs go to `handler` until it finishes."""
-        self.add_requests([(request, handler)])
-
-    def add_requests(self, requests: Sequence[tuple[Request, OutputHandler]]) -> None:
+    def add_requests(self, requests: Sequence[Outstanding]) -> None:
         """Send requests at once, so that the engine can compute them in one batch."""
-        if self._transport is None or not self.ready:
-            for _, handler in requests:
-                handler.on_error(503, "the engine is not available", "retry in a few seconds")
-            return
-        frames = b"".join([wire.frame(request) for request, _ in requests])
-        if not self._handlers:
+        assert self._transport is not None
+        assert self.ready
+        if not self._outstanding:
             self.last_step_at = time.monotonic()
-        self._handlers |= {request.id: handler for request, handler in requests}
-        self._transport.write(frames)
+        for one in requests:
+            self._outstanding[one.request.id] = one
+            one.adapter_digest = self.adapter_digest(one.request.adapter)
+        self._transport.write(b"".join([wire.frame(one.request) for one in requests]))
+
+    def adapter_digest(self, name: str) -> str | None:
+        """Return the digest of an adapter; None if there is none of this name."""
+        adapter = self.adapters.get(name)
+        return None if adapter is None else adapter.digest
 
     def abort(self, id: int, reason: FinishReason) -> None:
         """Abort a request; its handler receives nothing more."""
-        if self._handlers.pop(id, None) is not None and self._transport is not None:
-            self._transport.write(wire.frame(Abort(id, reason)))
+        if self._outstanding.pop(id, None) is not None:
+            self.on_finished(id)
+            if self._transport is not None:
+                self._transport.write(wire.frame(Abort(id, reason)))
 
     async def load_adapter(self, name: str, directory: str, replace: bool) -> LoadedAdapter:
         """Load an adapter of a directory; raise the error of one that cannot be loaded."""
-        await self._change_adapters(wire.LoadAdapter(self.new_id(), name, directory, replace))
+        id = next(self._message_ids)
+        await self._change_adapters(wire.LoadAdapter(id, name, directory, replace))
         return self.adapters[name]
 
     async def unload_adapter(self, name: str) -> None:
         """Remove the name of an adapter; requests that use it finish."""
-        await self._change_adapters(wire.UnloadAdapter(self.new_id(), name))
+        await self._change_adapters(wire.UnloadAdapter(next(self._message_ids), name))
 
     async def _change_adapters(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> None:
         if self._transport is None or not self.ready:
@@ -136,22 +192,19 @@ class EngineClient:
             raise IngotError(changed.message, hint=changed.hint)
 
     def on_worker_lost(self, reason: str) -> None:
-        """Fail all outstanding requests: the worker is gone."""
+        """Hand over all outstanding requests: the worker is gone."""
         transport, self._transport = self._transport, None
-        self.ready = False
+        self.ready, self.stats = False, None
         if transport is not None:
             transport.abort()
-        handlers, self._handlers = self._handlers, {}
-        if handlers:
-            _log.error("%s; requests in flight: %d", reason, len(handlers))
-        for handler in handlers.values():
-            handler.on_error(503, reason, "send the request again: the engine is being restarted")
-        _flush({handler.client for handler in handlers.values()})
+        lost, self._outstanding = list(self._outstanding.values()), {}
+        if lost:
+            _log.error("%s; requests in flight: %d", reason, len(lost))
         changes, self._adapter_changes = self._adapter_changes, {}
         for change in [change for change in changes.values() if not change.done()]:
             change.set_exception(EngineUnavailable(reason, hint="retry in a few seconds"))
         self.disconnected.set()
-        self.on_status_change()
+        self.on_lost(lost, reason)
 
     # Events of the socket
 
@@ -171,13 +224,13 @@ class EngineClient:
         if isinstance(message, wire.StepOutputs):
             self._on_step(message)
         elif isinstance(message, wire.RequestRejected):
-            handler = self._handlers.pop(message.id, None)
-            if handler is not None:
-                handler.on_error(422, message.message, message.hint)
-                _flush({handler.client})
+            one = self._outstanding.pop(message.id, None)
+            if one is not None:
+                self.on_finished(message.id)
+                one.handler.on_error(422, message.message, message.hint)
+                flush({one.handler.client})
         elif isinstance(message, wire.Loading):
             self.status = message.status
-            self.on_status_change()
         elif isinstance(message, wire.AdaptersChanged):
             self.adapters = {adapter.name: adapter for adapter in message.adapters}
             change = self._adapter_changes.pop(message.id, None)
@@ -186,21 +239,29 @@ class EngineClient:
         elif isinstance(message, wire.EngineReady):
             self.adapters = {adapter.name: adapter for adapter in message.adapters}
             self.info, self.ready, self.status = message, True, "serving"
-            self.on_status_change()
+            self.on_ready()
         else:
             self.startup_error = message
 
     def _on_step(self, step: wire.StepOutputs) -> None:
         now = time.monotonic()
         self.last_step_at, self.stats = now, step.stats
-        handlers = self._handlers
+        outstanding = self._outstanding
         clients: set[Flushable] = set()
         for output in step.outputs:
-            handler = handlers.get(output.id)
-            if handler is None:
+            one = outstanding.get(output.id)
+            if one is None:
                 continue
+            if output.tokens:
+                if not one.new_tokens:
+                    self.on_first_token(output.id)
+                one.new_tokens += output.tokens
+            if output.prompt_logprobs is not None:
+                one.num_prompt_logprobs += len(output.prompt_logprobs)
             if output.finish_reason is not None:
-                del handlers[output.id]
+                del outstanding[output.id]
+                self.on_finished(output.id)
+            handler = one.handler
             clients.add(handler.client)
             try:
                 handler.on_output(output, now)
@@ -208,10 +269,11 @@ class EngineClient:
                 _log.exception("processing the output of request %d failed", output.id)
                 self.abort(output.id, FinishReason.CANCELLED)
                 handler.on_error(500, "the response could not be written", "report this bug")
-        _flush(clients)
+        flush(clients)
 
 
-def _flush(clients: set[Flushable]) -> None:
+def flush(clients: set[Flushable]) -> None:
+    """Write the buffered events of responses; an error of one does not affect the others."""
     for client in clients:
         try:
             client.flush()

@@ -52,6 +52,7 @@ class DeploymentConfig:
     """Directories of LoRA adapters, relative to the file, by name."""
     device: str | None = None
     tp: int | None = None
+    replicas: int | None = None
     max_requests: int | None = None
     timeout: float | None = None
     stall_timeout: float | None = None

@@ -156,7 +156,7 @@ def _unavailable_reason(deployment: Deployment) -> ApiError | None:
     engine = deployment.engine
     if not engine.ready:
         return ApiError(503, f"the engine is {engine.status}", "retry soon", 2)
-    if deployment.stalled:
+    if engine.stalled:
         return ApiError(503, "the engine is stalled and will be restarted", "retry soon", 5)
     return None
 

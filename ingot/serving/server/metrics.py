@@ -57,8 +57,9 @@ GAUGES = {
     "requests_in_flight": "Admitted requests.",
     "tokens_in_flight": "Tokens reserved by admitted requests.",
     "requests_rejected": "Requests rejected with 429 since the start.",
-    "engine_up": "1 while the engine accepts requests.",
-    "engine_restarts": "Restarts of the engine process since the start.",
+    "engine_up": "Engine processes that accept requests.",
+    "engine_restarts": "Restarts of engine processes since the start.",
+    "request_retries": "Requests of lost engines that were sent to another since the start.",
     "model_loads": "How often the model was loaded since the start.",
 }
 """Gauges of a model in the HTTP process, with their descriptions."""
@@ -134,8 +135,8 @@ class ModelMetrics(NamedTuple):
 
     model: str
     metrics: Metrics
-    info: EngineReady | None
-    stats: EngineStats | None
+    engines: Sequence[tuple[EngineReady | None, EngineStats | None]]
+    """Of each replica."""
     gauges: Mapping[str, float]
     """Values of `GAUGES`."""
 
@@ -183,18 +184,7 @@ class EngineCollector(Collector):
 
 def _model_metrics(model: ModelMetrics) -> Iterator[Metric]:
     metrics, labels, values = model.metrics, ["model_name", "engine"], [model.model, "0"]
-    if model.stats is not None:
-        yield from _engine_metrics(model.stats, labels, values)
-    info = model.info
-    if info is not None and info.num_blocks:
-        family = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
-        sizes = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": info.kv_cache_dtype,
-        }
-        family.add_metric([], {**dict(zip(labels, values, strict=True)), **sizes})
-        yield family
+    yield from _engine_metrics(model)
     for name, text, histogram in (
         ("time_to_first_token_seconds", "Time to first token.", metrics.ttft),
         ("inter_token_latency_seconds", "Inter-token latency.", metrics.itl),
@@ -217,32 +207,50 @@ def _model_metrics(model: ModelMetrics) -> Iterator[Metric]:
         yield gauge
 
 
-def _engine_metrics(stats: EngineStats, labels: list[str], values: list[str]) -> Iterator[Metric]:
-    usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
-    for name, text, value in (
-        ("num_requests_running", "Running requests.", stats.num_running),
-        ("num_requests_waiting", "Waiting requests.", stats.num_waiting),
-        ("kv_cache_usage_perc", "KV-cache usage, from 0 to 1.", usage),
-    ):
-        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
-        gauge.add_metric(values, value)
-        yield gauge
-    for name, text, value in (
-        ("prompt_tokens", "Prompt tokens.", stats.prompt_tokens),
-        ("generation_tokens", "Generated tokens.", stats.generated_tokens),
-        ("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens),
-        ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens),
-        ("num_preemptions", "Preempted requests.", stats.preemptions),
-        ("spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens),
-        ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted_tokens),
-    ):
-        counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
-        counter.add_metric(values, value)
-        yield counter
-    for name, text, value in (
-        ("engine_steps", "Engine steps.", stats.steps),
-        ("engine_failed_steps", "Failed engine steps.", stats.failed_steps),
-    ):
-        counter = CounterMetricFamily(f"ingot:{name}", text, labels=labels)
-        counter.add_metric(values, value)
-        yield counter
+def _engine_metrics(model: ModelMetrics) -> Iterator[Metric]:
+    """Yield what each engine reports; the label `engine` is the number of the replica."""
+    labels, engines = ["model_name", "engine"], model.engines
+    caches = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
+    for index, (info, _) in enumerate(engines):
+        if info is not None and info.num_blocks:
+            sizes = {
+                "block_size": str(info.block_size),
+                "num_gpu_blocks": str(info.num_blocks),
+                "cache_dtype": info.kv_cache_dtype,
+            }
+            values = dict(zip(labels, [model.model, str(index)], strict=True))
+            caches.add_metric([], {**values, **sizes})
+    if caches.samples:
+        yield caches
+    all_stats = [(index, stats) for index, (_, stats) in enumerate(engines) if stats]
+    for name, text, field in _ENGINE_METRICS if all_stats else ():
+        kind = GaugeMetricFamily if name in _ENGINE_GAUGES else CounterMetricFamily
+        family = kind(name, text, labels=labels)
+        for index, stats in all_stats:
+            family.add_metric([model.model, str(index)], field(stats))
+        yield family
+
+
+_ENGINE_METRICS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:num_requests_running", "Running requests.", lambda s: s.num_running),
+    ("vllm:num_requests_waiting", "Waiting requests.", lambda s: s.num_waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "KV-cache usage, from 0 to 1.",
+        lambda s: s.num_used_blocks / max(s.num_blocks, 1),
+    ),
+    ("vllm:prompt_tokens", "Prompt tokens.", lambda s: s.prompt_tokens),
+    ("vllm:generation_tokens", "Generated tokens.", lambda s: s.generated_tokens),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prompt_tokens),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", lambda s: s.cached_tokens),
+    ("vllm:num_preemptions", "Preempted requests.", lambda s: s.preemptions),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.draft_tokens),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Accepted draft tokens.",
+        lambda s: s.accepted_tokens,
+    ),
+    ("ingot:engine_steps", "Engine steps.", lambda s: s.steps),
+    ("ingot:engine_failed_steps", "Failed engine steps.", lambda s: s.failed_steps),
+)
+_ENGINE_GAUGES = frozenset(name for name, *_ in _ENGINE_METRICS[:3])

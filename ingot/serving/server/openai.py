@@ -147,6 +147,8 @@ class CommonParams(Strict):
     """Generate `max_tokens`, ignoring EOS."""
     timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
     """Seconds after which the request fails with 504."""
+    prompt_cache_key: ShortText | None = None
+    """Requests of one key prefer the same replica, where their prefix is cached."""
 
     # Ignored: they do not change the output.
     user: Any = None
@@ -154,7 +156,6 @@ class CommonParams(Strict):
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
 
     def stop_strings(self) -> tuple[str, ...]:

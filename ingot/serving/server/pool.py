@@ -193,10 +193,11 @@ class DeploymentPool:
             self._close_weights(deployment)
 
     def _weights_fd(self, deployment: Deployment) -> int | None:
-        """Return the file of weights that the deployment shares with another; None if it has its
-        own."""
+        """Return the file of weights that the processes of the deployment, or of several, share;
+        None if it has a single process of its own."""
         key = deployment.weights
-        if sum(one.weights == key for one in self.deployments.values()) < 2:
+        sharing = [one for one in self.deployments.values() if one.weights == key]
+        if sum(one.spec.config.replicas for one in sharing) < 2 or not deployment.shares_weights:
             return None
         if key not in self._weights and hasattr(os, "memfd_create"):
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING

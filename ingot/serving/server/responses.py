@@ -136,6 +136,7 @@ class ResponsesRequest(Strict):
     tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    prompt_cache_key: ShortText | None = None
 
     # Ignored: they do not change the output.
     user: Any = None
@@ -143,7 +144,6 @@ class ResponsesRequest(Strict):
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
     reasoning: Any = None
     include: Any = None
     stream_options: Any = None
@@ -166,6 +166,7 @@ class ResponsesRequest(Strict):
             "tools": [_function(tool) for tool in self.tools or ()],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "prompt_cache_key": self.prompt_cache_key,
         }
         if isinstance(self.tool_choice, ResponsesToolChoice):
             name = {"name": self.tool_choice.name}

@@ -148,9 +148,7 @@ class Server:
         main = _uvicorn(create_app(self.gateway))
         collector = EngineCollector(self._read_metrics)
         admin = _uvicorn(create_admin_app(self.gateway, collector, self.drain))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.drain)
+        self._handle_signals()
         serving = asyncio.create_task(self.gateway.pool.run())
         listening = [
             asyncio.create_task(main.serve([self._main])),
@@ -163,6 +161,11 @@ class Server:
         await asyncio.gather(*listening, stopping)
         draining.cancel()
         await serving
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain)
 
     def drain(self) -> None:
         """Finish running requests, then stop; stop at once if called again."""
@@ -185,6 +188,7 @@ class Server:
 
     def _on_change(self, deployment: Deployment) -> None:
         if deployment.state is DeploymentState.READY:
+            self._handle_signals()  # Ray has replaced the handlers when it started
             self.on_ready(deployment)
 
     def _read_metrics(self) -> ServerMetrics:

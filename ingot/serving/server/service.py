@@ -37,7 +37,6 @@ from ingot.serving.server.embedding import (
     check_inputs,
     encode_inputs,
 )
-from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.errors import ApiError, RequestError, json_response
 from ingot.serving.server.keys import ANONYMOUS
 from ingot.serving.server.metrics import Metrics
@@ -52,6 +51,7 @@ from ingot.serving.server.openai import (
     TokenizeRequest,
     Unprocessable,
 )
+from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.response import EngineResponse
 from ingot.serving.server.writer import ChatWriter, CompletionWriter, Writer
 
@@ -66,7 +66,7 @@ class Service:
 
     model: str
     tokenizer: Tokenizer
-    engine: EngineClient
+    engine: ReplicaSet
     admission: Admission
     max_request_s: float = 600.0
     """Maximum duration of a request."""
@@ -105,7 +105,8 @@ class Service:
                 prompt_only=body.max_tokens == 0,
             )
             writer = CompletionWriter(job, self.token_texts)
-            return self._respond(writer, ticket, self._deadline(scope, body.timeout))
+            deadline = self._deadline(scope, body.timeout)
+            return self._respond(writer, ticket, deadline, body.prompt_cache_key)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -142,7 +143,8 @@ class Service:
                 visible=self.chat_format.visible if parts else (),
             )
             deadline = self._deadline(scope, body.timeout)
-            return self._respond(writer(job, self.token_texts), ticket, deadline)
+            writing = writer(job, self.token_texts)
+            return self._respond(writing, ticket, deadline, body.prompt_cache_key)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -295,12 +297,14 @@ class Service:
             raise Unprocessable("messages: must not be empty", hint="give at least one token")
         return tuple(ids)
 
-    def _respond(self, writer: Writer, ticket: Ticket, deadline: float) -> Response:
+    def _respond(
+        self, writer: Writer, ticket: Ticket, deadline: float, session: str | None
+    ) -> Response:
         job = writer.job
         self._check_task(embeds=False)
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
-        completion = CompletionStream(writer, self._context(ticket, deadline))
+        completion = CompletionStream(writer, self._context(ticket, deadline, session))
         return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)
 
     def _check_task(self, *, embeds: bool) -> None:
@@ -318,7 +322,9 @@ class Service:
         """Return when a request fails; it may have waited for its model."""
         return scope["ingot.received_at"] + min(timeout or self.max_request_s, self.max_request_s)
 
-    def _context(self, ticket: Ticket, deadline: float) -> RequestContext:
+    def _context(
+        self, ticket: Ticket, deadline: float, session: str | None = None
+    ) -> RequestContext:
         anonymous = ticket.tenant is ANONYMOUS
         return RequestContext(
             engine=self.engine,
@@ -327,4 +333,5 @@ class Service:
             cache_salt=b"" if anonymous else ticket.tenant.cache_salt,
             priority=0 if anonymous else ticket.priority,
             deadline=deadline,
+            session=f"{ticket.tenant.name} {session}" if session else "",
         )

@@ -1,10 +1,10 @@
 """Keeps an engine process running.
 
 A worker is dead when its socket closes, and stalled when requests are outstanding and no step has
-completed for `stall_timeout` seconds: then it is killed. Either way waiting requests fail at once,
-and the next worker starts: the first time immediately, then after 1, 2, 4... seconds, at most 30,
-until one has served for a minute. If the first worker reports why it cannot load the model, it is
-not restarted: `Supervisor.run` raises the error.
+completed for `stall_timeout` seconds: then it is killed. Either way its requests are handed over
+(`EngineClient.on_lost`), and the next worker starts: the first time immediately, then after 1, 2,
+4... seconds, at most 30, until one has served for a minute. If the first worker reports why it
+cannot load the model, it is not restarted: `Supervisor.run` raises the error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -38,16 +40,39 @@ def restart_delay(failures: int) -> float:
     return 0.0 if failures <= 1 else min(2.0 ** (min(failures, 10) - 2), MAX_RESTART_DELAY_S)
 
 
+class WorkerProcess(Protocol):
+    """A worker that was started."""
+
+    def poll(self) -> int | None:
+        """Return its exit status; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it."""
+        ...
+
+
+Launch: TypeAlias = Callable[[str], Awaitable[tuple[socket.socket, WorkerProcess]]]
+"""Starts a worker with these `WorkerSettings` as JSON; returns the socket to it."""
+
+
 class Supervisor:
-    """Starts the worker of an engine client, and restarts it when it dies or stalls."""
+    """Starts the worker of an engine client, and restarts it when it dies or stalls.
+
+    `launch` starts a worker; by default it is a process on this machine.
+    """
 
     command: tuple[str, ...] = (sys.executable, "-m", "ingot.serving.server.worker")
 
     def __init__(
-        self, engine: EngineClient, settings: WorkerSettings, stall_timeout: float
+        self,
+        engine: EngineClient,
+        settings: WorkerSettings,
+        stall_timeout: float,
+        launch: Launch | None = None,
     ) -> None:
         self.restarts = 0
-        self.process: subprocess.Popen[bytes] | None = None
+        self._launch = launch or self._start_process
         self._engine, self._settings, self._stall_timeout = engine, settings, stall_timeout
         self._stopping = asyncio.Event()
 
@@ -85,12 +110,37 @@ class Supervisor:
 
     async def _run_worker(self) -> None:
         """Run one worker, from its start to its exit."""
+        launching = asyncio.ensure_future(self._launch(self._worker_settings()))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((launching, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not launching.done():
+            launching.cancel()
+        try:
+            connection, process = await launching
+        except asyncio.CancelledError:
+            return
+        except IngotError as error:
+            if self._engine.info is None:
+                raise
+            _log.error("the engine could not be started: %s", error.message)
+            return
+        protocol, loop = self._engine.connect(), asyncio.get_running_loop()
+        is_unix = connection.family == socket.AF_UNIX
+        connect = loop.create_unix_connection if is_unix else loop.create_connection
+        await connect(lambda: protocol, sock=connection)
+        await self._watch(process)
+        status = await _wait_for_exit(process)
+        if not self._stopping.is_set():
+            _log.warning("the engine process exited with status %s", status)
+
+    async def _start_process(self, settings: str) -> tuple[socket.socket, WorkerProcess]:
         ours, theirs = socket.socketpair()
         weights = self._settings.weights_fd
         try:
             # A session of its own: Ctrl-C in the terminal is handled by this process alone.
-            self.process = process = subprocess.Popen(
-                [*self.command, str(theirs.fileno()), self._worker_settings()],
+            process = subprocess.Popen(
+                [*self.command, str(theirs.fileno()), settings],
                 pass_fds=[theirs.fileno(), *([] if weights is None else [weights])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -101,18 +151,12 @@ class Supervisor:
             raise
         finally:
             theirs.close()
-        protocol = self._engine.connect()
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: protocol, sock=ours)
-        await self._watch()
-        await _wait_for_exit(process)
-        if not self._stopping.is_set():
-            _log.warning("the engine process exited with status %s", process.returncode)
+        return ours, process
 
     def _worker_settings(self) -> str:
         """Return the settings as JSON; after a restart, with the adapters of the last worker."""
         settings, engine = self._settings, self._engine
-        if engine.info is not None:
+        if engine.info is not None and engine.info.embedding_dim is None:
             adapters = {one.name: one.directory for one in engine.adapters.values()}
             settings = msgspec.structs.replace(
                 settings,
@@ -123,7 +167,7 @@ class Supervisor:
             )
         return msgspec.json.encode(settings).decode()
 
-    async def _watch(self) -> None:
+    async def _watch(self, process: WorkerProcess) -> None:
         engine = self._engine
         if self._stopping.is_set():  # before the connection was made
             engine.on_worker_lost("the server is stopping")
@@ -132,15 +176,17 @@ class Supervisor:
                 interval = min(1.0, self._stall_timeout / 4)
                 await asyncio.wait_for(engine.disconnected.wait(), interval)
             if self.stalled:
-                assert self.process is not None
-                self.process.kill()
+                process.kill()
                 engine.on_worker_lost(f"no engine step completed for {self._stall_timeout:g} s")
 
 
-async def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a worker whose socket is closed; it exits after the current step, or is killed."""
+async def _wait_for_exit(process: WorkerProcess) -> int:
+    """Return the exit status of a worker whose socket is closed; it exits after the current step,
+    or is killed."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
-    while process.poll() is None:
+    while (status := process.poll()) is None:
         if time.monotonic() > deadline:
             process.kill()
+            deadline += EXIT_TIMEOUT_S
         await asyncio.sleep(0.01)
+    return status

@@ -16,6 +16,8 @@ import logging
 import os
 import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -52,10 +54,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "auto"
     tp: int = 1
     """Number of ranks that the layers are divided among: see `ingot.serving.engine.ranks`."""
+    engines_per_machine: int = 1
+    """Engines that share the cores and the memory of this machine."""
     kv_cache_bytes: int | None = None
-    """Of each rank; None for the default of `config_for_memory`."""
+    """Of each rank."""
     default_kv_cache_bytes: int | None = None
-    """Used instead of that default by models that have a KV cache."""
+    """Size of a KV cache whose size is not given; None for that of the engine."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -162,7 +166,11 @@ def _too_large(id: int) -> Output:
     return Output(id, finish_reason=FinishReason.FAILED, error=message)
 
 
-def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
+def load(
+    settings: WorkerSettings,
+    connection: socket.socket,
+    clock: Callable[[], float] = time.monotonic,
+) -> Worker:
     """Load the model; report progress to the other side."""
 
     def send(message: wire.ToClient) -> None:
@@ -172,18 +180,27 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
     from ingot.core.device import resolve
     from ingot.interop.sentence_transformers import is_embedding_model
 
+    _share_cores(settings.engines_per_machine)
     directory, device = Path(settings.directory), resolve(settings.device)
     send(wire.Loading(f"loading {directory}"))
     create = _create_pooling_engine if is_embedding_model(directory) else _create_engine
-    engine, ready = create(settings, directory, device)
+    engine, ready = create(settings, directory, device, clock)
     send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
     warm_up(engine, ready.max_model_len)
     send(ready)
     return Worker(engine, connection, ready.model)
 
 
+def _share_cores(num_engines: int) -> None:
+    """Use this engine's share of the cores, unless the number of threads is set."""
+    if num_engines > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_engines))
+
+
 def _create_engine(
-    settings: WorkerSettings, directory: Path, device: torch.device
+    settings: WorkerSettings, directory: Path, device: torch.device, clock: Callable[[], float]
 ) -> tuple[Engine, wire.EngineReady]:
     from ingot.interop import hf
     from ingot.interop.tokenizer import Tokenizer
@@ -205,7 +222,11 @@ def _create_engine(
         max_lora_rank=settings.max_lora_rank,
         skip_broken=settings.skip_broken_adapters,
     )
-    kv_cache_bytes = settings.kv_cache_bytes or settings.default_kv_cache_bytes
+    kv_cache_bytes = (
+        settings.kv_cache_bytes
+        or settings.default_kv_cache_bytes
+        or engines.default_kv_cache_bytes(settings.engines_per_machine)
+    )
     scheduler_config = engines.config_for_memory(decoder, kv_cache_bytes)
     if ranks is None:
         runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
@@ -219,6 +240,7 @@ def _create_engine(
         proposer=proposer,
         adapters=adapters,
         runner=runner,
+        clock=clock,
     )
     ready = wire.EngineReady(
         model=directory.resolve().name,
@@ -253,7 +275,7 @@ def _start_ranks(settings: WorkerSettings) -> TensorParallel:
 
 
 def _create_pooling_engine(
-    settings: WorkerSettings, directory: Path, device: torch.device
+    settings: WorkerSettings, directory: Path, device: torch.device, clock: Callable[[], float]
 ) -> tuple[PoolingEngine, wire.EngineReady]:
     from ingot.interop import sentence_transformers
     from ingot.serving.engine.pooling import PoolingEngine
@@ -277,7 +299,7 @@ def _create_pooling_engine(
         kv_cache_bytes=0,
         embedding_dim=model.config.dim,
     )
-    return PoolingEngine(model, config), ready
+    return PoolingEngine(model, config, clock=clock), ready
 
 
 def _shared_weights(
@@ -311,22 +333,32 @@ def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
         engine.step()
 
 
-def main() -> None:
-    """Load and serve; errors of the model are sent to the other side."""
-    settings = msgspec.json.decode(sys.argv[2], type=WorkerSettings)
-    setup(json=settings.json_logs)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+def serve(
+    settings: str, connection: socket.socket, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Load and serve; errors of the model are sent to the other side. Return the exit status.
+
+    `settings` are `WorkerSettings` as JSON; deadlines are times of the `clock`.
+    """
+    decoded = msgspec.json.decode(settings, type=WorkerSettings)
+    setup(json=decoded.json_logs)
     try:
-        worker = load(settings, connection)
+        worker = load(decoded, connection, clock)
     except IngotError as error:
         connection.sendall(wire.frame(wire.EngineFailed(error.message, error.hint)))
-        sys.exit(2)
+        return 2
     except ConnectionError:
-        sys.exit(0)
+        return 0
     worker.run()
+    return 0
+
+
+def main() -> None:
+    """Serve over an open socket: see above."""
+    status = serve(sys.argv[2], socket.socket(fileno=int(sys.argv[1])))
     # Without Python's finalization (0.9 s of CPU time): another model may wait for the memory.
     logging.shutdown()
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

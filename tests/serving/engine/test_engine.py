@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from ingot.core.errors import IngotError
 from ingot.nn import BatchLayout, Decoder, preset
 from ingot.serving.engine import engine as module
+from ingot.serving.engine.adapters import AdapterPool
 from ingot.serving.engine.engine import Engine, config_for_memory
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
-from tests import oracle
+from ingot.serving.engine.speculate import create_proposer
+from tests import adapters, oracle
+from tests.serving.engine.test_grammar import END, TOKENIZER
 
 DECODER = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
 LIMITS = SchedulerConfig(num_blocks=24, block_size=8, max_num_batched_tokens=24, max_num_seqs=5)
@@ -330,3 +335,99 @@ def test_an_int8_cache_has_nearly_twice_as_many_blocks() -> None:
     assert found == blocks * 2 * width // (width + 4)
     engine = Engine(decoder, scheduler_config=config_for_memory(decoder, 1 << 20))
     assert engine.runner.kv_cache.memory.nbytes <= 1 << 20
+
+
+def continuing_engine(decoder: Decoder, kind: Any = None, num_blocks: int = 200) -> Engine:
+    """A fresh engine with an adapter `a`."""
+    config = SchedulerConfig(
+        num_blocks=num_blocks, block_size=8, max_num_batched_tokens=32, max_num_seqs=8
+    )
+    runner, proposer = create_proposer(kind, decoder, config)
+    pool = AdapterPool(decoder, 1, 8)
+    pool.load("a", adapters.adapter(decoder, 1))
+    return Engine(
+        decoder,
+        scheduler_config=config,
+        tokenizer=TOKENIZER,
+        proposer=proposer,
+        adapters=pool,
+        runner=runner,
+    )
+
+
+def random_request(id: int, rng: random.Random) -> Request:
+    texts = ["[a-f ]{3,40}", "(yes|no), [0-9]{3}( [a-z]+){2,9}"]
+    grammar = Grammar(kind="regex", text=rng.choice(texts)) if rng.random() < 0.3 else None
+    penalized = rng.random() < 0.4
+    params = SamplingParams(
+        temperature=rng.choice((0.0, 0.0, 0.7, 1.3)),
+        top_k=rng.choice((None, 5)),
+        top_p=rng.choice((1.0, 0.8)),
+        seed=rng.getrandbits(40),
+        presence_penalty=rng.choice((0.0, 0.9)) if penalized else 0.0,
+        frequency_penalty=rng.choice((0.0, 0.7)) if penalized else 0.0,
+        repetition_penalty=rng.choice((1.0, 1.7)) if penalized else 1.0,
+        logit_bias=((END, -2.0), (rng.randrange(200), 1.5)) if rng.random() < 0.3 else (),
+        stop_token_ids=tuple(rng.sample(range(256), rng.choice((0, 6)))),
+        logprobs=rng.choice((None, 0, 3)),
+        logprobs_mode=rng.choice(("raw", "processed")),
+        grammar=grammar,
+    )
+    return Request(
+        id=id,
+        prompt=tuple(rng.randrange(256) for _ in range(rng.choice((1, 8, 25, 70)))),
+        max_tokens=rng.randrange(2, 50),
+        adapter=rng.choice(("", "a")),
+        sampling_params=params,
+    )
+
+
+def cut(request: Request, outputs: list[Output], count: int) -> tuple[Request, list[Any]]:
+    """The request to continue after `count` tokens, and what follows them undisturbed."""
+    whole = tokens(outputs)
+    scored = [one for output in outputs for one in output.logprobs or ()]
+    rest = [whole[count:], scored[count:], outputs[-1].finish_reason]
+    return msgspec.structs.replace(request, generated=tuple(whole[:count])), rest
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), [(None, 16), ("ngram", 200), ("int4", 16)])
+def test_a_request_continues_on_another_engine_with_the_same_bits(
+    kind: str | None, num_blocks: int
+) -> None:
+    decoder = Decoder.from_config(preset("tiny"), seed=0, dtype=torch.bfloat16)
+    rng = random.Random(5)
+    requests = [random_request(id, rng) for id in range(40)]
+    engine = continuing_engine(decoder)
+    for request in requests:
+        engine.add_request(request)
+    undisturbed = finish(engine)
+    engine, wanted = continuing_engine(decoder, kind, num_blocks), dict[int, list[Any]]()
+    for request in requests:
+        outputs = undisturbed[request.id]
+        rest, wanted[request.id] = cut(request, outputs, rng.randrange(len(tokens(outputs))))
+        engine.add_request(rest)
+    continued = finish(engine)
+    assert {request.id: cut(request, continued[request.id], 0)[1] for request in requests} == wanted
+    stats = engine.stats()
+    assert (stats.preemptions > 0) == (num_blocks == 16)
+    assert (stats.draft_tokens > 0) == (kind is not None)
+    assert {end for *_, end in wanted.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_tokens_that_leave_no_room_cannot_be_continued() -> None:
+    engine = Engine(DECODER, scheduler_config=SchedulerConfig(num_blocks=64, block_size=8))
+    given: dict[str, Any] = {"id": 1, "prompt": prompt(500), "max_tokens": 99}
+    with pytest.raises(IngotError, match="has finished"):
+        engine.add_request(Request(**given, generated=prompt(12)))
+    with pytest.raises(IngotError, match="vocabulary"):
+        engine.add_request(Request(id=1, prompt=(1,), max_tokens=9, generated=(300,)))
+
+
+def test_generated_tokens_that_the_grammar_forbids_are_rejected() -> None:
+    engine = continuing_engine(DECODER)
+    params = SamplingParams(grammar=Grammar(kind="regex", text="[a-z]+"))
+    wrong = tuple(TOKENIZER.encode("ab1"))
+    engine.add_request(
+        Request(id=1, prompt=(1,), max_tokens=9, generated=wrong, sampling_params=params)
+    )
+    assert finish(engine)[1][-1].finish_reason is FinishReason.REJECTED

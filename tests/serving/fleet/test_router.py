@@ -85,11 +85,16 @@ class Machine(RuleBasedStateMachine):
         adapter=st.sampled_from(["", "", "x"]),
         max_cached_tokens=st.sampled_from([None, None, None, 0, 50]),
         copies=st.integers(1, 4),
+        before=st.sampled_from([0, 0, 60]),
     )
-    def arrive(self, text: str, length: int, session: str, copies: int, **options: Any) -> None:
+    def arrive(
+        self, text: str, length: int, session: str, copies: int, before: int, **options: Any
+    ) -> None:
         for _ in range(copies):
             tokens = tuple(map(int, text[:length]))
-            request = Request(id=self.next_id, prompt=tokens, max_tokens=9, **options)
+            prompt, generated = tokens[: max(1, length - before)], tokens[max(1, length - before) :]
+            options |= {"prompt": prompt, "generated": generated, "max_tokens": 400}
+            request = Request(id=self.next_id, **options)
             self.next_id += 1
             self.check_choice(request, session, self.call("choose", request, session))
             self.check_state()
@@ -156,10 +161,10 @@ class Machine(RuleBasedStateMachine):
 
     def prefixes(self, request: Request, limit: int) -> list[Any]:
         ends = range(self.size, limit + 1, self.size)
-        return [(request.adapter, request.cache_salt, request.prompt[:end]) for end in ends]
+        return [(request.adapter, request.cache_salt, request.tokens[:end]) for end in ends]
 
     def cached(self, request: Request, replica: int) -> int:
-        limit = len(request.prompt) - 1
+        limit = len(request.tokens) - 1
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
         count = 0
@@ -176,11 +181,11 @@ class Machine(RuleBasedStateMachine):
         assert chosen in self.active
         assert chosen == self.expected(request, session)
         cached = self.cached(request, chosen) if self.policy == "prefix" else 0
-        self.owned[request.id] = Book(chosen, len(request.prompt) - cached)
+        self.owned[request.id] = Book(chosen, len(request.tokens) - cached)
         self.active.remove(chosen)
         self.active.append(chosen)
         if self.policy == "prefix":
-            for prefix in reversed(self.prefixes(request, len(request.prompt))):
+            for prefix in reversed(self.prefixes(request, len(request.tokens))):
                 self.blocks.setdefault(prefix, set()).add(chosen)
                 self.blocks.move_to_end(prefix)
             if session:
@@ -268,7 +273,15 @@ FAULTS = {
     "only one replica has a block": ("(*holders, replica)", "(replica,)"),
     "tenants share blocks": ("request.cache_salt)", 'b"")'),
     "adapters share blocks": ("root_key(request.adapter,", 'root_key("",'),
-    "the last token is taken from the cache": ("len(request.prompt) - 1", "len(request.prompt)"),
+    "the last token is taken from the cache": ("len(request.tokens) - 1", "len(request.tokens)"),
+    "tokens generated before are not counted": (
+        "len(request.tokens) - c",
+        "len(request.prompt) - c",
+    ),
+    "blocks of tokens generated before are not known": (
+        "self.scheduler.block_size, request.tokens",
+        "self.scheduler.block_size, request.prompt",
+    ),
     "the limit of cached tokens is ignored": ("min(limit, request.max_cached_tokens)", "limit"),
     "a prefix ends where the longest ends": (
         "holders - remaining, num_tokens)",

@@ -32,7 +32,7 @@ class FakeEngine:
         self.ids += 1
         return self.ids
 
-    def add_request(self, request: Request, handler: Any) -> None:
+    def add_request(self, request: Request, handler: Any, session: str) -> None:
         self.requests.append(request)
 
     def abort(self, id: int, reason: FinishReason) -> None:

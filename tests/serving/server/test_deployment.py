@@ -53,7 +53,7 @@ def test_it_is_loaded_and_unloaded_again_and_again(directory: Path) -> None:
             assert deployment.use.is_loaded, "until the process has exited"
             await task
             assert states == ["loading", "ready", "unloading", "unloaded"]
-            assert (deployment.num_loads, deployment.num_restarts) == (count, 0)
+            assert (deployment.num_loads, deployment.engine.restarts) == (count, 0)
             assert deployment.service is None
         assert deployment.footprint == before
         assert deployment.read_metrics().gauges["model_loads"] == 2

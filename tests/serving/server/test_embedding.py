@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +45,18 @@ def test_embeddings_have_the_bits_of_the_embedder(server: Served, embedder: Embe
     assert torch.equal(embed(server, ids, dimensions=384), expected)
     assert torch.equal(embed(server, TEXTS[5]), expected[5:6])
     assert torch.equal(embed(server, ids[5]), expected[5:6])
+
+
+def test_embeddings_of_a_killed_engine_are_computed_by_the_next(
+    server: Served, embedder: Embedder
+) -> None:
+    expected, retries = embedder.embed(TEXTS), server.metric("ingot:request_retries")
+    with ThreadPoolExecutor(8) as clients:
+        asked = [clients.submit(embed, server, TEXTS) for _ in range(8)]
+        server.wait(lambda: server.metric("ingot:requests_in_flight") >= 4)
+        os.kill(server.worker, signal.SIGKILL)
+        assert all(torch.equal(one.result(), expected) for one in asked)
+    assert server.metric("ingot:request_retries") >= retries + len(TEXTS)
 
 
 def test_formats_and_usage(server: Served, embedder: Embedder) -> None:

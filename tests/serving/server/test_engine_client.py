@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server import wire
-from ingot.serving.server.engine_client import EngineClient
+from ingot.serving.server.engine_client import EngineClient, Outstanding
 from tests.serving.server.messages import READY
 
 STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1))
@@ -68,23 +70,26 @@ async def say(worker: socket.socket, *messages: wire.ToClient) -> None:
     await asyncio.sleep(0.01)
 
 
-def request(engine: EngineClient) -> Request:
-    return Request(id=engine.new_id(), prompt=(1,), max_tokens=2)
+IDS = count(1)
+
+
+def add_request(engine: EngineClient, handler: Waiting) -> Request:
+    request = Request(id=next(IDS), prompt=(1,), max_tokens=2)
+    engine.add_requests([Outstanding(request, handler)])
+    return request
 
 
 def test_outputs_go_to_their_sinks_with_one_flush_a_step() -> None:
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, wire.Loading("weights"))
         assert (engine.ready, engine.status) == (False, "weights")
-        refused = Waiting()
-        engine.add_request(request(engine), refused)
-        assert refused.failures[0][0] == 503
         await say(worker, READY)
         assert engine.ready
+        heard: list[tuple[str, int]] = []
+        engine.on_first_token = lambda id: heard.append(("first", id))
+        engine.on_finished = lambda id: heard.append(("finished", id))
         handlers = [Waiting(), Waiting()]
-        asked = [request(engine) for _ in handlers]
-        for one, handler in zip(asked, handlers, strict=True):
-            engine.add_request(one, handler)
+        asked = [add_request(engine, handler) for handler in handlers]
         sent = await asyncio.get_running_loop().sock_recv(worker, 1 << 16)
         assert [wire.to_worker(c) for c in wire.Frames().feed(sent)] == asked
         first, second = (one.id for one in asked)
@@ -105,6 +110,12 @@ def test_outputs_go_to_their_sinks_with_one_flush_a_step() -> None:
         )
         assert len(handlers[0].taken) == 1, "nothing is heard of one that was ended"
         engine.abort(first, FinishReason.CANCELLED)  # twice is fine
+        assert heard == [
+            ("first", first),
+            ("first", second),
+            ("finished", second),
+            ("finished", first),
+        ]
 
     run(test)
 
@@ -113,9 +124,7 @@ def test_one_sink_that_breaks_breaks_no_other() -> None:
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, READY)
         broken, good = Waiting(breaks=True), Waiting()
-        asked = [request(engine), request(engine)]
-        engine.add_request(asked[0], broken)
-        engine.add_request(asked[1], good)
+        asked = [add_request(engine, broken), add_request(engine, good)]
         await say(worker, wire.StepOutputs([Output(one.id, (1,)) for one in asked], STATS))
         assert broken.failures[0][0] == 500
         assert len(good.taken) == 1
@@ -127,8 +136,8 @@ def test_one_sink_that_breaks_breaks_no_other() -> None:
 def test_rejection_reaches_its_own_request() -> None:
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, READY)
-        handler, one = Waiting(), request(engine)
-        engine.add_request(one, handler)
+        handler = Waiting()
+        one = add_request(engine, handler)
         await say(worker, wire.RequestRejected(one.id, "too long", "shorten it"))
         assert handler.failures == [(422, "too long")]
         assert handler.flushes == 1
@@ -138,14 +147,14 @@ def test_rejection_reaches_its_own_request() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "garbage", "too long", "broken"])
-def test_lost_worker_fails_all_requests_at_once(how: str) -> None:
+def test_lost_worker_hands_over_its_requests(how: str) -> None:
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, READY)
         handlers = [Waiting() for _ in range(3)]
-        for handler in handlers:
-            engine.add_request(request(engine), handler)
-        changes: list[bool] = []
-        engine.on_status_change = lambda: changes.append(engine.ready)
+        asked = [add_request(engine, handler) for handler in handlers]
+        await say(worker, wire.StepOutputs([Output(asked[0].id, (5, 6))], STATS))
+        losses: list[tuple[list[Outstanding], str]] = []
+        engine.on_lost = lambda lost, reason: losses.append((lost, reason))
         if how == "broken":
             await say(worker, wire.EngineFailed("no memory", "buy some"))
         if how in ("close", "broken"):
@@ -154,13 +163,13 @@ def test_lost_worker_fails_all_requests_at_once(how: str) -> None:
             data = b"\4\0\0\0abcd" if how == "garbage" else b"\xff" * 8
             await asyncio.get_running_loop().sock_sendall(worker, data)
         await asyncio.wait_for(engine.disconnected.wait(), 5)
-        assert all(handler.failures[0][0] == 503 for handler in handlers)
-        assert all(len(handler.failures) == handler.flushes == 1 for handler in handlers)
-        assert changes == [False]
-        assert engine.info is READY or engine.info == READY
-        late = Waiting()
-        engine.add_request(request(engine), late)
-        assert late.failures
+        ((lost, reason),) = losses
+        assert reason == ("no memory" if how == "broken" else "the engine process died")
+        assert [one.request for one in lost] == asked
+        assert [one.handler for one in lost] == handlers
+        assert [one.new_tokens for one in lost] == [[5, 6], [], []]
+        assert not any(handler.failures for handler in handlers)
+        assert (engine.ready, engine.num_outstanding, engine.info) == (False, 0, READY)
 
     run(test)
 
@@ -196,6 +205,31 @@ def test_strange_frames_from_a_worker_are_a_lost_worker_and_no_crash(
     record_property("strange frames", count)
 
 
+def test_a_retry_asks_only_for_what_was_not_returned() -> None:
+    def retried(start: int, **returned: Any) -> Request:
+        params = SamplingParams(prompt_logprobs=1, prompt_logprobs_start=start, logprobs=1)
+        prompt = tuple(range(9))
+        one = Outstanding(
+            Request(id=1, prompt=prompt, max_tokens=5, sampling_params=params), Waiting()
+        )
+        for name, value in returned.items():
+            setattr(one, name, value)
+        one.prepare_retry()
+        return one.request
+
+    def scored(request: Request) -> tuple[int | None, int]:
+        params = request.sampling_params
+        return params.prompt_logprobs, params.prompt_logprobs_start
+
+    assert scored(retried(0)) == (1, 0)
+    assert scored(retried(6)) == (1, 6)
+    # The first token of a prompt has none: 3 are those of tokens 1 to 3.
+    assert scored(retried(0, num_prompt_logprobs=3)) == (1, 4)
+    assert scored(retried(6, num_prompt_logprobs=2)) == (1, 8)
+    after = retried(0, num_prompt_logprobs=8, new_tokens=[4, 3])
+    assert (scored(after)[0], after.generated, after.sampling_params.logprobs) == (None, (4, 3), 1)
+
+
 def test_steps_and_work_set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: dict[str, Any] = {"now": 100.0}
     stopped = SimpleNamespace(monotonic=lambda: clock["now"])
@@ -203,10 +237,10 @@ def test_steps_and_work_set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, READY)
-        engine.add_request(request(engine), Waiting())
+        add_request(engine, Waiting())
         assert engine.last_step_at == 100.0
         clock["now"] = 105.0
-        engine.add_request(request(engine), Waiting())
+        add_request(engine, Waiting())
         assert engine.last_step_at == 100.0, "more work does not make a stuck engine lively"
         await say(worker, wire.StepOutputs([], STATS))
         assert engine.last_step_at == 105.0

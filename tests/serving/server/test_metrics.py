@@ -29,7 +29,7 @@ def render(models: list[ModelMetrics]) -> list[Metric]:
 
 
 def page(metrics: Metrics, info: EngineReady | None, stats: EngineStats | None) -> dict[str, float]:
-    model = ModelMetrics('a "model"\n', metrics, info, stats, {"engine_up": 1.0})
+    model = ModelMetrics('a "model"\n', metrics, [(info, stats)], {"engine_up": 1.0})
     families = render([model])
     return {
         sample.name
@@ -71,6 +71,19 @@ def test_names_that_dashboards_and_gateways_know() -> None:
         assert found[name] == value, name
 
 
+def test_each_replica_has_its_samples_in_one_family() -> None:
+    engines = [(READY, STATS), (None, None), (READY, STATS)]
+    families = render([ModelMetrics("m", Metrics(), engines, {})])
+    assert len({family.name for family in families}) == len(families)
+    labels = [
+        sample.labels["engine"]
+        for family in families
+        for sample in family.samples
+        if sample.name in ("vllm:prompt_tokens_total", "vllm:cache_config_info")
+    ]
+    assert sorted(labels) == ["0", "0", "2", "2"]
+
+
 def test_before_there_is_an_engine_there_is_a_page() -> None:
     found = page(Metrics(), None, None)
     assert "vllm:num_requests_running" not in found
@@ -79,7 +92,7 @@ def test_before_there_is_an_engine_there_is_a_page() -> None:
 
 def test_a_family_has_the_samples_of_all_models() -> None:
     models = [
-        ModelMetrics(name, Metrics(), READY, STATS, {"engine_up": float(name == "a")})
+        ModelMetrics(name, Metrics(), [(READY, STATS)], {"engine_up": float(name == "a")})
         for name in ("a", "b")
     ]
     families = {family.name: family for family in render(models)}

@@ -1,4 +1,4 @@
-"""A worker that dies, hangs or cannot start: its requests fail, and the next one serves."""
+"""A worker that dies, hangs or cannot start: its requests continue on the next one."""
 
 from __future__ import annotations
 
@@ -18,59 +18,64 @@ import pytest
 from tests.serving.conftest import Served, serving
 from tests.serving.load import LoadReport, ask
 
-BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 3500, "ignore_eos": True}
+BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 600, "ignore_eos": True}
 
 
-def under_load(served: Served, number: int, clients: int = 16) -> list[LoadReport]:
+def under_load(
+    served: Served, number: int, clients: int = 16, after: Callable[[], None] = lambda: None
+) -> list[LoadReport]:
     """Send the worker a signal when all clients are inside, half of them streaming."""
 
     async def run() -> list[LoadReport]:
         bodies = [{**BODY, "seed": n, "stream": n % 2 == 0} for n in range(clients)]
         asked = [asyncio.create_task(ask(served, body)) for body in bodies]
         while served.metric("vllm:num_requests_running") < clients:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
         os.kill(served.worker, number)
+        await asyncio.to_thread(after)
         return await asyncio.gather(*asked)
 
     return asyncio.run(run())
 
 
+def check_undisturbed(served: Served, outcomes: list[LoadReport]) -> None:
+    """Every client has the whole text that it gets without a signal."""
+    assert all(o.done and not o.error for o in outcomes), outcomes
+    again = under_load(served, 0, len(outcomes))
+    assert [o.text for o in outcomes] == [o.text for o in again]
+
+
 def test_a_killed_engine(served: Served, record_property: Callable[[str, float], None]) -> None:
     before, worker = served.tokens(), served.worker
-    restarts = served.metric("ingot:engine_restarts")
-    outcomes = under_load(served, signal.SIGKILL)
-    killed = time.monotonic()
-    assert all(o.clean for o in outcomes), outcomes
-    failed = [o for o in outcomes if o.error]
-    assert failed, "it was killed too late to matter"
-    assert all(o.error == "service_unavailable_error" for o in failed)
-    # All ended together, and that is when the engine died.
-    assert max(o.ended for o in outcomes) - min(o.ended for o in failed) < 2
-    status, answer, headers = served.call("/v1/completions", BODY)
-    assert status == 503, answer
-    assert int(headers["retry-after"]) >= 1
-    assert served.call("/readyz")[0] == 503
-    assert served.call("/healthz")[0] == 200
-    served.wait(served.ready, 30)
-    back = time.monotonic() - killed
-    assert back < 10
-    record_property("seconds to serve again after SIGKILL", back)
+    restarts, retries = (
+        served.metric(f"ingot:{name}") for name in ("engine_restarts", "request_retries")
+    )
+
+    def check_away() -> None:
+        served.wait(lambda: not served.ready())
+        status, answer, headers = served.call("/v1/completions", BODY)
+        assert status == 503, answer
+        assert int(headers["retry-after"]) >= 1
+        assert served.call("/healthz")[0] == 200
+        record_property("seconds to serve again after SIGKILL", served.wait(served.ready, 30))
+
+    outcomes = under_load(served, signal.SIGKILL, after=check_away)
     assert served.worker != worker
-    assert served.tokens() == before
-    assert served.quiet()
     assert served.metric("ingot:engine_restarts") == restarts + 1
+    assert served.metric("ingot:request_retries") == retries + 16
+    check_undisturbed(served, outcomes)
+    assert served.tokens() == before
+    served.wait(served.quiet)
 
 
 def test_a_stalled_step(served: Served) -> None:
     before = served.tokens()
     start = time.monotonic()
     outcomes = under_load(served, signal.SIGSTOP, clients=4)
-    assert all(o.clean for o in outcomes), outcomes
-    assert any(o.error == "service_unavailable_error" for o in outcomes)
-    assert time.monotonic() - start < 20
-    served.wait(served.ready, 30)
+    assert time.monotonic() - start < 30
+    check_undisturbed(served, outcomes)
     assert served.tokens() == before
-    assert served.quiet()
+    served.wait(served.quiet)
     assert "no engine step completed for 3 s" in served.log.read_text()
 
 

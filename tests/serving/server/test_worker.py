@@ -6,6 +6,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,3 +226,15 @@ def test_options_without_effect_on_embeddings_raise(option: Any, minilm: Path) -
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(ConfigError, match=next(iter(option))):
         load(WorkerSettings(directory=str(minilm), **option), theirs)
+
+
+def test_deadlines_are_times_of_the_other_side(tmp_path: Path) -> None:
+    directory, ahead = models.small(tmp_path / "small"), 1000.0
+    ours, theirs = socket.socketpair()
+    settings = WorkerSettings(directory=str(directory), engines_per_machine=8)
+    with ours, theirs:
+        engine = load(settings, theirs, lambda: time.monotonic() + ahead).engine
+        for id, deadline in enumerate((time.monotonic() + 900, time.monotonic() + 1100)):
+            engine.add_request(Request(id=id, prompt=(1,), max_tokens=1, deadline=deadline))
+        ends = {output.id: output.finish_reason for output in engine.step()}
+    assert ends == {0: FinishReason.DEADLINE, 1: FinishReason.LENGTH}
