@@ -113,7 +113,7 @@ def render_metrics() -> str:
     metrics = Metrics()
     metrics.statuses[200] = 1
     collector = EngineCollector(
-        metrics, "", lambda: (ready, stats), lambda: dict.fromkeys(GAUGES, 0.0)
+        metrics, "", lambda: [(ready, stats)], lambda: dict.fromkeys(GAUGES, 0.0)
     )
     rows: list[tuple[str, ...]] = []
     for family in collector.collect():
