@@ -12,6 +12,7 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ingot.core.errors import ConfigError
@@ -44,7 +45,7 @@ class EchoEngine:
         return list(self.adapters.values())
 
     def add_request(self, request: Request) -> None:
-        self.requests[request.id] = (request, 0)
+        self.requests[request.id] = (request, len(request.generated))
 
     def abort(self, id: int, reason: FinishReason) -> None:
         self.requests.pop(id, None)
@@ -74,7 +75,9 @@ class EchoEngine:
         return EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
 
 
-def load(settings: worker.WorkerSettings, connection: socket.socket) -> worker.Worker:
+def load(
+    settings: worker.WorkerSettings, connection: socket.socket, clock: Callable[[], float]
+) -> worker.Worker:
     """Return a worker with an echo of the directory's model."""
     directory = Path(settings.directory)
     config = json.loads((directory / "config.json").read_bytes())

@@ -42,11 +42,13 @@ _log = logger(__name__)
 
 
 class RayCluster:
-    """Starts workers on the nodes of a cluster."""
+    """Starts workers on the nodes of a cluster, which all deployments of this process use."""
+
+    _lock = threading.Lock()
+    _num_connected = 0
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
-        self._lock = threading.Lock()
         self._host = ""
         self._group: Any = None  # the placement group, once connected
 
@@ -75,8 +77,10 @@ class RayCluster:
             if self._group is not None:
                 ray = _ray()
                 ray.util.remove_placement_group(self._group)
-                ray.shutdown()
                 self._group = None
+                RayCluster._num_connected -= 1
+                if not RayCluster._num_connected:
+                    ray.shutdown()
 
     def _reserve(self) -> None:
         """Connect to the cluster, or start one on this machine, and reserve resources on it."""
@@ -84,8 +88,9 @@ class RayCluster:
             if self._group is not None:
                 return
             ray = _ray()
+            options = {"include_dashboard": False, "logging_level": logging.ERROR}
             try:
-                ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(log_to_driver=False, ignore_reinit_error=True, **options)
             except (RuntimeError, ConnectionError, OSError, ValueError) as error:
                 hint = "check RAY_ADDRESS, and the cluster: `ray status`"
                 raise IngotError(f"no connection to Ray: {str(error)[:500]}", hint=hint) from error
@@ -93,6 +98,7 @@ class RayCluster:
             cpus = max(1, int(ray.cluster_resources().get("CPU", 1)) // self._num_replicas)
             bundles = [{"CPU": cpus} for _ in range(self._num_replicas)]
             self._group = ray.util.placement_group(bundles, strategy="SPREAD")
+            RayCluster._num_connected += 1
             nodes = len(ray.nodes())
             _log.info("Ray cluster of %d nodes: %d CPUs for each replica", nodes, cpus)
 
