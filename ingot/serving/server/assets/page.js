@@ -1,0 +1,200 @@
+// The page at `/`: a chat with a model of this server.
+
+import { watch } from "./alternatives.js";
+import { events, request } from "./api.js";
+import { Reply, make } from "./reply.js";
+import { poll } from "./stats.js";
+
+const SETTINGS = "ingot-settings";
+const TOP = 5;
+const EXAMPLE = [{
+  type: "function",
+  function: {
+    name: "get_weather",
+    description: "Current weather of a city",
+    parameters: {
+      type: "object",
+      properties: { city: { type: "string" } },
+      required: ["city"],
+    },
+  },
+}];
+const [conversation, composer, input, send, stop, probabilities, form, toolsError] = [
+  "conversation", "composer", "input", "send", "stop", "probabilities", "settings-form",
+  "tools-error",
+].map((id) => document.getElementById(id));
+let messages = [];
+let running = null; // the AbortController of the reply that is being streamed
+
+// Settings
+
+function tools() {
+  const text = form.tools.value.trim();
+  if (!text) return undefined;
+  const list = [JSON.parse(text)].flat();
+  return list.map((tool) => (tool.function ? tool : { type: "function", function: tool }));
+}
+
+function checkTools() {
+  toolsError.textContent = "";
+  try {
+    return tools();
+  } catch (error) {
+    toolsError.textContent = `Tools: ${error.message}`;
+    document.getElementById("settings").open = true;
+    form.tools.focus();
+    throw error;
+  }
+}
+
+function saveSettings() {
+  const values = Object.fromEntries(new FormData(form));
+  sessionStorage.setItem(SETTINGS, JSON.stringify(values));
+}
+
+function restoreSettings() {
+  const values = JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}");
+  for (const [name, value] of Object.entries(values)) form[name].value = value;
+}
+
+function body() {
+  const system = form.system.value.trim();
+  const definitions = checkTools();
+  const body = {
+    model: document.getElementById("model").value,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+  for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
+    if (form[name].value !== "") body[name] = form[name].valueAsNumber;
+  }
+  if (definitions) Object.assign(body, { tools: definitions, tool_choice: form.tool_choice.value });
+  if (probabilities.checked) Object.assign(body, { logprobs: true, top_logprobs: TOP });
+  return body;
+}
+
+// Conversation
+
+function addItem(role, title) {
+  const item = make("li", role, make("h2", "", title));
+  conversation.append(item);
+  return item;
+}
+
+function addUser(text) {
+  addItem("user", "You").append(make("div", "text", text));
+  messages.push({ role: "user", content: text });
+}
+
+function scrollDown() {
+  conversation.scrollTop = conversation.scrollHeight;
+}
+
+function atEnd() {
+  return conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight < 40;
+}
+
+function setRunning(controller) {
+  running = controller;
+  send.hidden = controller !== null;
+  stop.hidden = controller === null;
+  conversation.setAttribute("aria-busy", String(controller !== null));
+}
+
+/** Stream the reply to the messages. */
+async function generate() {
+  const asked = body();
+  const item = addItem("assistant", asked.model);
+  const count = messages.length;
+  const controller = new AbortController();
+  const reply = new Reply(item, {
+    onResults: (results) => {
+      messages.push(...results);
+      return generate();
+    },
+    onRetry: () => retry(item, count),
+  });
+  setRunning(controller);
+  scrollDown();
+  let note;
+  try {
+    const response = await request("/v1/chat/completions", asked, controller.signal);
+    for await (const event of events(response)) {
+      const follow = atEnd();
+      reply.add(event);
+      if (follow) scrollDown();
+    }
+  } catch (error) {
+    note = controller.signal.aborted ? "stopped" : "failed";
+    if (note === "failed") showError(item, error);
+  }
+  if (messages.length !== count || !item.isConnected) return; // a new chat was started
+  setRunning(null);
+  reply.finish(note);
+  messages.push(...reply.messages());
+  scrollDown();
+}
+
+function showError(item, error) {
+  const message = make("p", "error", error.message);
+  message.setAttribute("role", "alert");
+  item.append(message);
+}
+
+/** Generate a reply again: remove it and what follows it. */
+function retry(item, count) {
+  if (running) return undefined;
+  while (item.nextElementSibling) item.nextElementSibling.remove();
+  item.remove();
+  messages = messages.slice(0, count);
+  return generate();
+}
+
+function clear() {
+  running?.abort();
+  setRunning(null);
+  messages = [];
+  conversation.replaceChildren();
+  input.focus();
+}
+
+// Events
+
+composer.addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = input.value.trim();
+  if (!text || running || !form.reportValidity()) return;
+  checkTools();
+  input.value = "";
+  addUser(text);
+  generate();
+});
+input.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    composer.requestSubmit();
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+stop.addEventListener("click", () => running?.abort());
+document.getElementById("clear").addEventListener("click", clear);
+document.getElementById("example").addEventListener("click", () => {
+  form.tools.value = JSON.stringify(EXAMPLE, null, 2);
+  form.dispatchEvent(new Event("change"));
+});
+form.addEventListener("submit", (event) => event.preventDefault());
+form.addEventListener("change", () => {
+  saveSettings();
+  checkTools();
+});
+probabilities.addEventListener("change", () => {
+  document.body.classList.toggle("show-probabilities", probabilities.checked);
+});
+
+document.getElementById("settings").open = matchMedia("(min-width: 801px)").matches;
+restoreSettings();
+watch(conversation);
+poll();
