@@ -4,7 +4,7 @@ The files in `assets` are plain HTML, CSS and ES modules, sent as they are. They
 hold no data; what the page requests needs the API key, like every other request.
 
 The statistics are on the main listener because browsers cannot reach the admin listener, which is
-on loopback by default. They are fewer than the metrics: what clients may know of the load. There are
+on loopback by default. They are fewer than the metrics: what clients may know of the load, and
 no counts of prompt tokens, from which a tenant could find the lengths of prompts of others.
 """
 

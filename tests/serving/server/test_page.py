@@ -208,7 +208,8 @@ def test_a_reply_can_be_stopped(page: Browser, keyed: Served) -> None:
         assert page.wait(FIGURES).startswith("first token after")
         assert page.text(f"{REPLY} .figures").endswith("stoppedRetry")
         keyed.wait(lambda: keyed.metric("ingot:requests_in_flight") == 0)
-        assert page.run("send.hidden === false && stop.hidden === true")
+        shown = "[...composer.querySelectorAll('button')].map(e => !e.hidden && e.id)"
+        assert page.run(shown) == ["clear", "send", False]
 
 
 @needs_browser
