@@ -40,6 +40,7 @@ from ingot.serving.server.metrics import EngineCollector
 from ingot.serving.server.protocol import LimitedHttpProtocol
 from ingot.serving.server.service import Service
 from ingot.serving.server.supervisor import Supervisor
+from ingot.serving.server.tracing import start_tracing
 from ingot.serving.server.worker import WorkerSettings
 
 _log = logger(__name__)
@@ -215,7 +216,9 @@ class Server:
             lambda: (self.engine.info, self.engine.stats),
             self._gauges,
         )
-        main = _uvicorn(create_app(self.service))
+        app = create_app(self.service)
+        traced = start_tracing(app)
+        main = _uvicorn(traced or app)
         admin = _uvicorn(create_admin_app(self.service, collector, self.drain))
         self.engine.on_status_change = self._on_status_change
         loop = asyncio.get_running_loop()
@@ -231,6 +234,8 @@ class Server:
         self.supervisor.stop("the server is stopping")
         main.should_exit = admin.should_exit = True
         await asyncio.gather(*listening)
+        if traced is not None:
+            traced.shutdown()
         draining.cancel()
         await supervising
 
