@@ -37,10 +37,10 @@ function hasKey() {
 function askForKey() {
   asking ??= new Promise((resolve) => {
     document.getElementById("key-error").textContent = hasKey() ? "The key was refused." : "";
-    keyInput.value = "";
+    keyInput.value = dialog.returnValue = "";
     dialog.showModal();
     dialog.addEventListener("close", () => {
-      const key = keyInput.value.trim();
+      const key = dialog.returnValue && keyInput.value.trim();
       if (key) sessionStorage.setItem(KEY, key);
       declined = key === "";
       changeKey.hidden = false;

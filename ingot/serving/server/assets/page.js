@@ -35,16 +35,18 @@ function tools() {
   return list.map((tool) => (tool.function ? tool : { type: "function", function: tool }));
 }
 
-function checkTools() {
+/** Whether all settings are valid; shows the first that is not. */
+function checkSettings() {
   toolsError.textContent = "";
   try {
-    return tools();
+    tools();
   } catch (error) {
     toolsError.textContent = `Tools: ${error.message}`;
     document.getElementById("settings").open = true;
     form.tools.focus();
-    throw error;
+    return false;
   }
+  return form.reportValidity();
 }
 
 function saveSettings() {
@@ -54,12 +56,12 @@ function saveSettings() {
 
 function restoreSettings() {
   const values = JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}");
-  for (const [name, value] of Object.entries(values)) form[name].value = value;
+  for (const [name, value] of Object.entries(values)) if (form[name]) form[name].value = value;
 }
 
 function body() {
   const system = form.system.value.trim();
-  const definitions = checkTools();
+  const definitions = tools();
   const body = {
     model: document.getElementById("model").value,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
@@ -110,8 +112,10 @@ async function generate() {
   const controller = new AbortController();
   const reply = new Reply(item, {
     onResults: (results) => {
+      if (running || !checkSettings()) return;
+      reply.close();
       messages.push(...results);
-      return generate();
+      generate();
     },
     onRetry: () => retry(item, count),
   });
@@ -144,11 +148,11 @@ function showError(item, error) {
 
 /** Generate a reply again: remove it and what follows it. */
 function retry(item, count) {
-  if (running) return undefined;
+  if (running || !checkSettings()) return;
   while (item.nextElementSibling) item.nextElementSibling.remove();
   item.remove();
   messages = messages.slice(0, count);
-  return generate();
+  generate();
 }
 
 function clear() {
@@ -164,8 +168,7 @@ function clear() {
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
   const text = input.value.trim();
-  if (!text || running || !form.reportValidity()) return;
-  checkTools();
+  if (!text || running || !checkSettings()) return;
   input.value = "";
   addUser(text);
   generate();
@@ -188,7 +191,7 @@ document.getElementById("example").addEventListener("click", () => {
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("change", () => {
   saveSettings();
-  checkTools();
+  checkSettings();
 });
 probabilities.addEventListener("change", () => {
   document.body.classList.toggle("show-probabilities", probabilities.checked);

@@ -17,6 +17,7 @@ export class Reply {
     this.onResults = onResults;
     this.onRetry = onRetry;
     this.calls = [];
+    this.tokens = null; // of the last event; null without log-probabilities
     this.early = []; // tokens before the first text
     this.usage = null;
     this.reason = null;
@@ -34,7 +35,8 @@ export class Reply {
     this.first ??= this.last;
     this.reason = choice.finish_reason ?? this.reason;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
-    const tokens = choice.logprobs?.content ?? null;
+    this.tokens = choice.logprobs?.content ?? (this.tokens ? [] : null);
+    const tokens = this.tokens;
     if (calls) for (const call of calls) this.#addCall(call);
     else if (reasoning) this.#addText(this.#reasoning, reasoning, tokens);
     else if (content) this.#addText(this.#content, content, tokens);
@@ -51,6 +53,12 @@ export class Reply {
     retry.type = "button";
     retry.onclick = this.onRetry;
     this.element.append(make("p", "figures", this.#figures(note), retry));
+  }
+
+  /** Accept no more results of calls. */
+  close() {
+    this.send.remove();
+    for (const { input } of this.calls) input.readOnly = true;
   }
 
   /** Return the message for the next request; none if there is nothing in it. */
@@ -108,15 +116,11 @@ export class Reply {
       call.input.rows = 2;
       call.element.append(make("label", "", "Result", call.input));
     }
-    const send = make("button", "", "Send results");
-    send.type = "button";
-    send.onclick = () => {
-      send.remove();
-      for (const { input } of this.calls) input.readOnly = true;
-      this.onResults(this.calls.map(({ id, name, input }) => (
-        { role: "tool", tool_call_id: id, name, content: input.value })));
-    };
-    this.element.append(send);
+    this.send = make("button", "", "Send results");
+    this.send.type = "button";
+    this.send.onclick = () => this.onResults(this.calls.map(({ id, name, input }) => (
+      { role: "tool", tool_call_id: id, name, content: input.value })));
+    this.element.append(this.send);
     this.calls[0].input.focus();
   }
 
