@@ -127,8 +127,9 @@ def test_the_key_is_asked_for_and_a_wrong_one_refused(browser: Browser, keyed: S
 @needs_browser
 def test_a_reply_is_streamed_and_measured(page: Browser) -> None:
     page.run(
-        "window.lengths = new Set(); new MutationObserver(() => lengths.add("
-        "conversation.textContent.length)).observe(conversation, {childList: true, subtree: true})"
+        "window.lengths = new Set();"
+        "new MutationObserver(() => lengths.add(conversation.textContent.length)).observe("
+        "conversation, {childList: true, characterData: true, subtree: true})"
     )
     send(page, "Hello", 40)
     assert page.run("lengths.size") > 5
@@ -143,7 +144,7 @@ def test_a_reply_is_streamed_and_measured(page: Browser) -> None:
     send(page, "More")
     assert [m["role"] for m in page.bodies[1]["messages"]] == ["user", "assistant", "user"]
     assert page.bodies[1]["messages"][1]["content"] == reply
-    page.wait("Number(throughput.textContent) >= 0 && document.querySelector('#kv-cache')")
+    page.wait("Number(throughput.textContent) >= 0")
     page.click(f"{REPLY} .figures button")
     page.wait(f"document.querySelectorAll('.assistant').length === 2 && {FIGURES}")
     assert page.bodies[2] == page.bodies[1], "retried"
@@ -180,7 +181,7 @@ def test_hostile_text_stays_text_with_the_probability_of_each_token(
     assert page.run("alternatives.querySelector('.chosen').textContent").startswith("m")
     page.run(f"document.querySelector('{REPLY} .text').focus()")
     page.press(*RIGHT)
-    assert page.text(".token.current") == "<"
+    assert page.text(".token.current") == "g", "the token after the one under the pointer"
     colour = f"getComputedStyle(document.querySelector('{REPLY} .token')).backgroundColor"
     shown = page.run(colour)
     page.click("#probabilities")
@@ -229,6 +230,7 @@ def test_tools_are_called_and_given_results(page: Browser) -> None:
     check_call("weather", arguments)
 
     page.run("document.querySelector('[name=tool_choice]').value = 'none'")
+    page.type("[name=max_tokens]", "20")
     page.type(f"{REPLY} .call textarea", "Sunny")
     page.click(f"{REPLY} > button")
     page.wait("document.querySelectorAll('.assistant').length === 2")

@@ -25,6 +25,8 @@ const [conversation, composer, input, send, stop, probabilities, form, toolsErro
 ].map((id) => document.getElementById(id));
 let messages = [];
 let running = null; // the AbortController of the reply that is being streamed
+let following = true; // whether the end of the conversation is visible
+let frame = null;
 
 // Settings
 
@@ -89,12 +91,12 @@ function addUser(text) {
   messages.push({ role: "user", content: text });
 }
 
+/** Show the end in the next frame: a layout for each token would take seconds in a long reply. */
 function scrollDown() {
-  conversation.scrollTop = conversation.scrollHeight;
-}
-
-function atEnd() {
-  return conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight < 40;
+  frame ??= requestAnimationFrame(() => {
+    frame = null;
+    conversation.scrollTop = conversation.scrollHeight;
+  });
 }
 
 function setRunning(controller) {
@@ -125,9 +127,8 @@ async function generate() {
   try {
     const response = await request("/v1/chat/completions", asked, controller.signal);
     for await (const event of events(response)) {
-      const follow = atEnd();
       reply.add(event);
-      if (follow) scrollDown();
+      if (following) scrollDown();
     }
   } catch (error) {
     note = controller.signal.aborted ? "stopped" : "failed";
@@ -181,6 +182,10 @@ input.addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
+});
+conversation.addEventListener("scroll", () => {
+  const below = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight;
+  following = below < 40;
 });
 stop.addEventListener("click", () => running?.abort());
 document.getElementById("clear").addEventListener("click", clear);

@@ -21,7 +21,7 @@ export class TokenText {
   add(text, tokens) {
     this.text += text;
     if (tokens === null) {
-      this.element.append(text);
+      this.#addPlain(text);
       return;
     }
     this.pending += text;
@@ -31,12 +31,18 @@ export class TokenText {
 
   /** Show what is left: no more tokens follow. */
   finish() {
-    this.element.append(this.pending);
+    this.#addPlain(this.pending);
     this.pending = "";
     if (this.element.querySelector(".token")) {
       this.element.classList.add("tokens");
       this.element.tabIndex = 0;
     }
+  }
+
+  #addPlain(text) {
+    const last = this.element.lastChild;
+    if (last?.nodeType === Node.TEXT_NODE) last.appendData(text);
+    else this.element.append(text);
   }
 
   /** Take the first tokens, which have this text; return false if more is needed to decide. */
