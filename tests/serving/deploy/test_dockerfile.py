@@ -23,7 +23,7 @@ def test_hadolint_finds_nothing() -> None:
     text = DOCKERFILE.read_text()
     assert hadolint(text) == []
     planted = text.replace("torch==2.13.0", "torch").replace("USER 1000", "USER root")
-    assert {found["code"] for found in hadolint(planted)} == {"DL3013", "DL3002"}
+    assert {"DL3013", "DL3002"} <= {found["code"] for found in hadolint(planted)}
 
 
 def test_what_is_copied_exists_and_is_not_ignored() -> None:

@@ -23,6 +23,7 @@ const [conversation, composer, input, send, stop, probabilities, form, toolsErro
   "conversation", "composer", "input", "send", "stop", "probabilities", "settings-form",
   "tools-error",
 ].map((id) => document.getElementById(id));
+const wide = matchMedia("(min-width: 801px)");
 let messages = [];
 let running = null; // the AbortController of the reply that is being streamed
 let following = true; // whether the end of the conversation is visible
@@ -59,6 +60,11 @@ function saveSettings() {
 function restoreSettings() {
   const values = JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}");
   for (const [name, value] of Object.entries(values)) if (form[name]) form[name].value = value;
+}
+
+/** Show the settings if there is room for them. */
+function openSettings() {
+  document.getElementById("settings").open = wide.matches;
 }
 
 function body() {
@@ -202,7 +208,8 @@ probabilities.addEventListener("change", () => {
   document.body.classList.toggle("show-probabilities", probabilities.checked);
 });
 
-document.getElementById("settings").open = matchMedia("(min-width: 801px)").matches;
 restoreSettings();
+openSettings();
+wide.addEventListener("change", openSettings);
 watch(conversation);
 poll();

@@ -51,8 +51,9 @@ function show(stats, state, context) {
     "kv-cache": percent(stats?.kv_cache_usage),
     "prefix-hits": percent(stats?.prefix_cache_hit_rate),
   };
+  const unknown = state === "ready" ? "0" : "–"; // no statistics before the first step
   for (const [id, value] of Object.entries(values)) {
-    document.getElementById(id).textContent = value ?? "–";
+    document.getElementById(id).textContent = value ?? unknown;
   }
   earlier = stats && { ...stats, now };
 }
