@@ -30,12 +30,17 @@ async function update() {
 }
 
 function list(models) {
-  const names = models.map(({ id }) => id);
-  if ([...select.options].map(({ value }) => value).join("\n") === names.join("\n")) return;
+  const options = models.map((model) => new Option(label(model), model.id));
+  const texts = (some) => [...some].map(({ text }) => text).join("\n");
+  if (texts(select.options) === texts(options)) return;
   const selected = select.value;
-  select.replaceChildren(...models.map(({ id, parent }) => (
-    new Option(parent ? `${id} (adapter of ${parent})` : id, id))));
-  if (names.includes(selected)) select.value = selected;
+  select.replaceChildren(...options);
+  if (models.some(({ id }) => id === selected)) select.value = selected;
+}
+
+function label({ id, parent, status: state }) {
+  if (parent) return `${id} (adapter of ${parent})`;
+  return state && state !== "ready" ? `${id} (${state})` : id;
 }
 
 function show(stats, state, context) {
