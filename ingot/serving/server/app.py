@@ -22,7 +22,7 @@ from ingot.serving.server.openai import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from ingot.serving.server.page import add_page
+from ingot.serving.server.page import add_page, model_stats
 from ingot.serving.server.responses import ResponsesRequest, ResponsesWriter
 from ingot.serving.server.service import Service
 
@@ -47,7 +47,7 @@ def create_app(service: Service) -> RequestGuard:
     app = FastAPI(title="ingot", docs_url=None, redoc_url=None, responses=_RESPONSES)
     add_error_handlers(app)
     _add_health(app, service)
-    add_page(app, service)
+    add_page(app, lambda: [model_stats(service.model, service.engine, service.draining)])
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -10,13 +10,14 @@ no counts of prompt tokens, from which a tenant could find the lengths of prompt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from ingot.serving.server.service import Service
+from ingot.serving.server.engine_client import EngineClient
 
 _MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _ASSETS = Path(__file__).parent / "assets"
@@ -32,7 +33,7 @@ _HEADERS = {
 }
 
 
-def add_page(app: FastAPI, service: Service) -> None:
+def add_page(app: FastAPI, list_stats: Callable[[], list[dict[str, Any]]]) -> None:
     """Add the page, its files and its statistics to an application."""
     _add_file(app, "/", _ASSETS / "index.html", "text/html")
     for path, file in _FILES.items():
@@ -40,33 +41,27 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
-        return {"object": "list", "data": [model_stats(service)]}
+        return {"object": "list", "data": list_stats()}
 
 
-def model_stats(service: Service) -> dict[str, Any]:
-    """Return the status of a model, its load and its generated tokens since the engine's start."""
-    fields: dict[str, Any] = {"model": service.model, "status": _status(service)}
-    stats = service.engine.stats if service.engine.ready else None
+def model_stats(model: str, engine: EngineClient, draining: bool) -> dict[str, Any]:
+    """Return the status of a model, its load, and its generated tokens since the engine's start."""
+    status = "draining" if draining else "ready" if engine.ready else engine.status
+    fields: dict[str, Any] = {"model": model, "status": status}
+    stats = engine.stats if engine.ready else None
     if stats is None:
         return fields
-    usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+    busy = engine.num_outstanding > 0  # if not, the last step may have had more requests
+    usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks and busy else 0.0
     hits = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
     return {
         **fields,
-        "num_requests_running": stats.num_running,
-        "num_requests_waiting": stats.num_waiting,
+        "num_requests_running": stats.num_running if busy else 0,
+        "num_requests_waiting": stats.num_waiting if busy else 0,
         "kv_cache_usage": round(usage, 2),
         "prefix_cache_hit_rate": round(hits, 2),
         "generated_tokens": stats.generated_tokens,
     }
-
-
-def _status(service: Service) -> str:
-    if service.draining:
-        return "draining"
-    if not service.engine.ready:
-        return service.engine.status
-    return "stalled" if service.stalled() else "ready"
 
 
 def _add_file(app: FastAPI, path: str, file: Path, media_type: str) -> None:

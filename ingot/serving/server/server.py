@@ -1,6 +1,6 @@
 """The server: two listeners, the supervisor of the engine process, startup and shutdown.
 
-    main     for clients: OpenAI's API, /healthz, /readyz
+    main     for clients: OpenAI's API, a page, /healthz, /readyz
     admin    for operators: /metrics, /drain, loading of adapters; on loopback by default
 
 Both sockets are bound before the model is loaded, so that a port in use is reported at once. While

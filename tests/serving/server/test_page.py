@@ -186,6 +186,10 @@ def test_hostile_text_stays_text_with_the_probability_of_each_token(
     shown = page.run(colour)
     page.click("#probabilities")
     assert page.run(colour) != shown, "the colours can be turned off"
+    send(page, "Again")
+    assert page.text(f"{REPLY} .text") == HOSTILE
+    assert page.run(f"document.querySelectorAll('{REPLY} .text *').length") == 0
+    assert page.run("window.hacked") is None
 
 
 @needs_browser
