@@ -47,7 +47,7 @@ function show(stats, state, context) {
   const length = context ? `, ${context.toLocaleString("en")} tokens of context` : "";
   const text = `${state ?? "unknown"}${state === "ready" ? length : ""}`;
   if (status.textContent !== text) status.textContent = text; // announced when it changes
-  status.className = state === "ready" ? "ready" : "unavailable";
+  status.className = stats === null ? "unavailable" : state === "ready" ? "ready" : "";
   const now = performance.now();
   const values = {
     running: stats?.num_requests_running,
