@@ -18,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from ingot.serving.server.tracing import SHUTDOWN_S, start_tracing
 from tests.serving.conftest import Served, serving
+from tests.serving.faulty import POISON
 from tests.test_policy import modules_after
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -100,7 +101,7 @@ def traced(
     with collecting() as (collector, url), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        with serving(directory, folder) as served:
+        with serving(directory, folder, module="tests.serving.faulty") as served:
             yield served, collector
             # A collector that does not respond delays neither requests nor the exit.
             collector.respond.clear()
@@ -160,7 +161,9 @@ def test_a_streamed_chat_is_a_span_of_its_trace(traced: tuple[Served, Collector]
     assert SECRET.encode() not in collector.content
 
 
-def test_rejected_and_aborted_requests_have_spans(traced: tuple[Served, Collector]) -> None:
+def test_rejected_failed_and_aborted_requests_have_spans(
+    traced: tuple[Served, Collector],
+) -> None:
     served, collector = traced
     with pytest.raises(openai.NotFoundError):
         served.client().completions.create(model="other", prompt="a")
@@ -169,6 +172,10 @@ def test_rejected_and_aborted_requests_have_spans(traced: tuple[Served, Collecto
     assert (span.name, found["error.type"]) == ("text_completion", "404")
     assert span.status.code == Status.STATUS_CODE_UNSET, "the fault of the client"
     assert not span.parent_span_id
+
+    assert served.call("/v1/completions", {"prompt": POISON})[0] == 500
+    span = collector.next()
+    assert (span.status.code, attributes(span)["error.type"]) == (Status.STATUS_CODE_ERROR, "500")
 
     body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with served.connect(body) as connection:
