@@ -56,6 +56,11 @@ VARIABLES = {
     "COLUMNS": "The width of tables when the output is not a terminal.",
     "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",
     "OPENAI_API_KEY": "The key that `ingot compare` sends to a server, if it is set.",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "The collector that `ingot serve` sends traces to, by OTLP over "
+    "HTTP; without it, there are none. All variables of OpenTelemetry's SDK apply, such as "
+    "`OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER` and `OTEL_EXPORTER_OTLP_HEADERS`.",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "The same, as the whole address for traces.",
+    "OTEL_TRACES_EXPORTER": "`none` disables traces.",
     "HF_TOKEN": "The access token for private and gated models; read by huggingface_hub.",
 }
 """Every environment variable that the package reads or sets; a test compares it with the code."""

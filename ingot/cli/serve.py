@@ -237,6 +237,7 @@ def example(server: Server, deployment: Deployment) -> str:
         f"\n  [bold]curl[/] {server.address}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d '{{{escape_markup(body)}}}'\n"
         f'  [bold]openai[/].OpenAI(base_url="{server.address}/v1", api_key="{given}")\n'
+        f"  [bold]browser[/] {server.address}\n"
         f"  [dim]Ctrl-C stops; metrics at {server.admin_address}/metrics[/]\n"
     )
 

@@ -23,6 +23,7 @@ from ingot.serving.server.openai import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from ingot.serving.server.page import add_page, model_stats
 from ingot.serving.server.responses import ResponsesRequest, ResponsesWriter
 
 _encode = msgspec.json.Encoder().encode
@@ -46,6 +47,12 @@ def create_app(gateway: Gateway) -> RequestGuard:
     app = FastAPI(title="ingot", docs_url=None, redoc_url=None, responses=_RESPONSES)
     add_error_handlers(app)
     _add_health(app, gateway)
+    add_page(
+        app,
+        lambda: [
+            model_stats(one.name, one.engine, gateway.draining) for one in gateway.deployments
+        ],
+    )
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:

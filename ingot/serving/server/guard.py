@@ -11,6 +11,7 @@ from typing import Any
 from ingot.serving.server.asgi import Receive, Scope, Send, headers_of
 from ingot.serving.server.errors import ApiError, error_response
 from ingot.serving.server.gateway import Gateway
+from ingot.serving.server.page import PATHS
 
 MAX_BODY = 1 << 22
 MAX_BODIES = 1 << 27
@@ -18,7 +19,7 @@ MAX_BODIES = 1 << 27
 MAX_DISCARDED = 1 << 26
 """Bytes of a body that are read and dropped so that the client reads the error response."""
 BODY_TIMEOUT_S = 60.0
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 
 
 class RequestGuard:

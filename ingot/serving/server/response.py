@@ -20,6 +20,7 @@ from ingot.serving.server.embedding import EmbeddingBatch
 from ingot.serving.server.errors import ApiError, error_response, json_response
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.protocol import TRANSPORT
+from ingot.serving.server.tracing import TRACE
 
 MAX_UNREAD = 1 << 18
 """Bytes of a stream that a client may leave unread, in addition to the socket's buffers."""
@@ -69,6 +70,8 @@ class EngineResponse(Response):
             aborted = disconnect.done() and not completion.done.done()
             disconnect.cancel()
             completion.cancel()
+            if TRACE in scope:
+                scope[TRACE].record(completion, aborted)
             self._record(aborted)
 
     async def _wait(self, event: asyncio.Future[None], disconnect: asyncio.Future[None]) -> bool:

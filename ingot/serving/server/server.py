@@ -1,6 +1,6 @@
 """The server: two listeners, the deployments of its models, startup and shutdown.
 
-    main     for clients: OpenAI's API, /healthz, /readyz
+    main     for clients: OpenAI's API, a page, /healthz, /readyz
     admin    for operators: /metrics, /drain, loading of adapters; on loopback by default
 
 Both sockets are bound before a model is loaded, so that a port in use is reported at once. While
@@ -36,6 +36,7 @@ from ingot.serving.server.keys import Keys
 from ingot.serving.server.metrics import EngineCollector, ServerMetrics
 from ingot.serving.server.pool import DeploymentPool
 from ingot.serving.server.protocol import LimitedHttpProtocol
+from ingot.serving.server.tracing import start_tracing
 
 _log = logger(__name__)
 MAX_CONNECTIONS = 4096
@@ -145,7 +146,9 @@ class Server:
 
     async def run(self) -> None:
         """Serve until drained; raise the error of a model that cannot be loaded."""
-        main = _uvicorn(create_app(self.gateway))
+        app = create_app(self.gateway)
+        traced = start_tracing(app)
+        main = _uvicorn(traced or app)
         collector = EngineCollector(self._read_metrics)
         admin = _uvicorn(create_admin_app(self.gateway, collector, self.drain))
         self._handle_signals()
@@ -159,6 +162,8 @@ class Server:
         stopping = asyncio.create_task(self.gateway.pool.stop())
         main.should_exit = admin.should_exit = True
         await asyncio.gather(*listening, stopping)
+        if traced is not None:
+            traced.shutdown()
         draining.cancel()
         await serving
 
