@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -158,15 +159,17 @@ def test_the_weights_of_two_deployments_take_the_memory_of_one(
         folder.mkdir()
         with serving(twin(folder, directory, other), folder) as served:
             assert complete(served, "one")[0] == 200
-            alone = memory(served)["Pss"]
+            alone = memory(served)
             assert complete(served, "two")[0] == 200
             both = memory(served)
-            process = alone - weights
-            ratios.append((both["Pss"] - 2 * process) / weights)
+            # Without files: libraries are shared by all processes of the machine.
+            own = [one["Pss_Anon"] + one["Pss_Shmem"] for one in (alone, both)]
+            ratios.append((own[1] - 2 * (own[0] - weights)) / weights)
             assert both["Pss"] < served.metric("ingot:memory_reserved_bytes")
     record_property("weights of two deployments, in weights of one", ratios[0])
+    record_property("of two directories", ratios[1])
     assert ratios[0] < 1.15
-    assert ratios[1] > 1.7
+    assert ratios[1] > 1.9
 
 
 @pytest.mark.slow
@@ -204,5 +207,6 @@ def test_an_evicted_model_answers_within_its_load_time_and_a_second(
             loads = [row["message"] for row in rows if f"serving {name}" in row["message"]]
             added.append(answered - float(loads[-1].rpartition("after ")[2].removesuffix(" s")))
             assert sorted(statuses(served).values()) == ["ready", "unloaded"]
-    record_property("seconds to answer in addition to loading, at the median", sorted(added)[1])
-    assert sorted(added)[1] < 1, "machines are noisy: the median"
+    for number, seconds in enumerate(added):
+        record_property(f"load {number}: seconds to answer in addition to loading", seconds)
+    assert median(added) < 1, added  # a single one is above it on a busy machine
