@@ -30,6 +30,7 @@ from torch import Tensor
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.core.paths import write_atomic
 from ingot.interop import compressed_tensors, gptq_awq
+from ingot.interop.classifier import CLASSIFIERS
 from ingot.interop.compressed_tensors import COMPRESSED_TENSORS
 from ingot.interop.directory import count_dtypes, count_parameters
 from ingot.interop.hf_config import Family, RawConfig
@@ -220,6 +221,11 @@ def read_config(raw: RawConfig) -> DecoderConfig:
             hint="compute embeddings with it: ingot.Embedder, or /v1/embeddings of `ingot serve`",
         )
     if model_type not in FAMILIES:
+        if model_type in CLASSIFIERS:
+            raise ConfigError(
+                f"the model is a classifier ({model_type}): it generates no text",
+                hint="serve it over the Open Inference Protocol: ingot serve",
+            )
         raise UnknownName("model_type in config.json:", model_type[:100], FAMILIES)
     return FAMILIES[model_type].read(raw)
 

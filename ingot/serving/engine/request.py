@@ -100,3 +100,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def max_len(self) -> int:
         """Number of tokens, prompt included, at which it finishes with `LENGTH`."""
         return len(self.prompt) + self.max_tokens
+
+
+class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Named tensors for a model that keeps no state.
+
+    >>> InferenceRequest(id=1, rows=2, inputs=(bytes(16),)).deadline is None
+    True
+    """
+
+    id: int
+    """Unique among the requests that have not finished."""
+    rows: int
+    """First dimension of all inputs."""
+    inputs: tuple[bytes, ...]
+    """Little-endian elements of each input of the signature, in its order."""
+    deadline: float | None = None
+    """Time, on the engine's clock, at which the request is dropped."""
