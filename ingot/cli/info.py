@@ -41,8 +41,9 @@ def info(
 def report(directory: Path) -> dict[str, Any]:
     """Return everything that `--json` prints."""
     from ingot.interop import classifier, hf
+    from ingot.interop.signature import is_classifier
 
-    if classifier.is_classifier(directory):
+    if is_classifier(directory):
         described, memory = classifier.describe(directory), 0
     elif hf.is_encoder(directory):
         described, memory = hf.describe_encoder(directory), 0

@@ -35,12 +35,11 @@ from ingot.nn.weights import READABLE, SafetensorsDir, read_json, write
 
 Classifier = Dense | CNN | ResNet
 ClassifierConfig = DenseConfig | CNNConfig | ResNetConfig
-CLASSIFIERS: dict[str, tuple[Any, Any]] = {
+_MODELS: dict[str, tuple[Any, Any]] = {
     "dense": (DenseConfig, Dense),
     "cnn": (CNNConfig, CNN),
     "resnet": (ResNetConfig, ResNet),
 }
-"""Config and module of each `model_type`."""
 _OTHER_KEYS = ("model_type", "inputs", "outputs")
 _HINT = "restore config.json as `ingot train` wrote it"
 
@@ -56,12 +55,6 @@ class ClassifierDescription:
     bytes: int
     dtypes: Mapping[str, int]
     """Number of tensors of each dtype."""
-
-
-def is_classifier(directory: Path | str) -> bool:
-    """Return whether the model of a directory is a classifier."""
-    path = Path(directory) / CONFIG
-    return path.is_file() and read_json(path).get("model_type") in CLASSIFIERS
 
 
 def save(model: Classifier, directory: Path | str, row_shape: Sequence[int]) -> None:
@@ -94,7 +87,7 @@ def load(directory: Path | str, device: torch.device | str = "cpu") -> tuple[Cla
                 "tensors",
                 hint="check that config.json belongs to these weights",
             )
-    _, build = CLASSIFIERS[config.kind]
+    _, build = _MODELS[config.kind]
     with torch.device("meta"):
         model = build(config).to(_weights_dtype(weights)).eval()
     weights.check_matches(_stored_tensors(model))  # before memory is allocated
@@ -130,9 +123,9 @@ def read_config(raw: dict[str, Any]) -> tuple[ClassifierConfig, Signature]:
     ((8,), (2,))
     """
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CLASSIFIERS:
-        raise UnknownName("model_type of a classifier:", str(model_type)[:100], CLASSIFIERS)
-    config_type, _ = CLASSIFIERS[model_type]
+    if not isinstance(model_type, str) or model_type not in _MODELS:
+        raise UnknownName("model_type of a classifier:", str(model_type)[:100], _MODELS)
+    config_type, _ = _MODELS[model_type]
     names = [field.name for field in dataclasses.fields(config_type) if field.name != "kind"]
     for key in raw:
         if key not in names and key not in _OTHER_KEYS:

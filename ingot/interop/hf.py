@@ -30,7 +30,6 @@ from torch import Tensor
 from ingot.core.errors import ConfigError, IngotError, UnknownName
 from ingot.core.paths import write_atomic
 from ingot.interop import compressed_tensors, gptq_awq
-from ingot.interop.classifier import CLASSIFIERS
 from ingot.interop.compressed_tensors import COMPRESSED_TENSORS
 from ingot.interop.directory import count_dtypes, count_parameters
 from ingot.interop.hf_config import Family, RawConfig
@@ -42,6 +41,7 @@ from ingot.interop.quantization_scheme import (
     QuantizationScheme,
     describe_layers,
 )
+from ingot.interop.signature import CLASSIFIERS
 from ingot.nn.config import DecoderConfig, EncoderConfig
 from ingot.nn.decoder import Decoder
 from ingot.nn.encoder import Encoder

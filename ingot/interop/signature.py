@@ -8,7 +8,10 @@ Imports no torch, so that the HTTP process can check requests without loading it
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
@@ -20,6 +23,22 @@ DATATYPES = (*ITEM_BYTES, "BYTES")
 MAX_NAME = 256
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 24
+CLASSIFIERS = ("dense", "cnn", "resnet")
+"""The `model_type` of classifiers: see `ingot.interop.classifier`."""
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+def is_classifier(directory: Path | str) -> bool:
+    """Return whether the model of a directory is a classifier.
+
+    False if it cannot be read: that is an error where it is loaded.
+    """
+    try:
+        with (Path(directory) / "config.json").open("rb") as file:
+            config = json.loads(file.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and cast(Any, config).get("model_type") in CLASSIFIERS
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

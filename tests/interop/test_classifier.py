@@ -11,6 +11,7 @@ import torch
 
 from ingot.core.errors import IngotError
 from ingot.interop import classifier, hf
+from ingot.interop.signature import CLASSIFIERS, is_classifier
 from ingot.nn import CNN, CNNConfig, Dense, DenseConfig, ResNet, ResNetConfig
 from ingot.nn.weights import SafetensorsDir, write
 from tests import models
@@ -51,7 +52,8 @@ def test_a_saved_model_has_the_same_logits(kind: str, dtype: torch.dtype, tmp_pa
     assert (described.model_type, described.config) == (kind, model.config)
     assert described.signature == signature
     assert described.bytes == described.parameters * dtype.itemsize
-    assert classifier.is_classifier(tmp_path)
+    assert is_classifier(tmp_path)
+    assert set(MODELS) == set(CLASSIFIERS)
     assert not hf.is_encoder(tmp_path)
 
 
@@ -141,8 +143,14 @@ def test_a_shape_that_the_model_cannot_compute_is_not_saved(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_language_models_are_other_directories(directory: Path, tmp_path: Path) -> None:
-    assert not classifier.is_classifier(models.small(tmp_path / "small"))
-    assert not classifier.is_classifier(tmp_path / "missing")
+def test_language_models_are_other_directories(tmp_path: Path) -> None:
+    assert not is_classifier(models.small(tmp_path / "small"))
+    for content in ("{", "[]", "[" * 100_000, '{"model_type": []}', "\0"):
+        (tmp_path / "config.json").write_text(content)
+        assert not is_classifier(tmp_path)
+    assert not is_classifier(tmp_path / "missing")
+
+
+def test_classifiers_generate_no_text(directory: Path) -> None:
     with pytest.raises(IngotError, match="generates no text"):
         hf.load(directory)

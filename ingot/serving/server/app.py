@@ -1,4 +1,4 @@
-"""The ASGI applications: the APIs of OpenAI and Anthropic for one model, and the admin API."""
+"""The ASGI applications: the APIs of OpenAI, Anthropic and KServe for one model; the admin API."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ingot.serving.server.errors import add_error_handlers, error_response, json_response
 from ingot.serving.server.guard import RequestGuard
+from ingot.serving.server.kserve import add_inference_routes
 from ingot.serving.server.messages import MessagesRequest, MessagesWriter
 from ingot.serving.server.metrics import EngineCollector
 from ingot.serving.server.openai import (
@@ -82,6 +83,7 @@ def create_app(service: Service) -> RequestGuard:
         service.check_model_name(name)
         return _model_card(service, name)
 
+    add_inference_routes(app, service)
     return RequestGuard(service, app)
 
 

@@ -19,7 +19,7 @@ from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
-from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.request import Abort, FinishReason, InferenceRequest, Request
 from ingot.serving.server import wire
 
 _log = logger(__name__)
@@ -95,11 +95,13 @@ class EngineClient:
         """Return a request id that was not used before."""
         return next(self._ids)
 
-    def add_request(self, request: Request, handler: OutputHandler) -> None:
+    def add_request(self, request: Request | InferenceRequest, handler: OutputHandler) -> None:
         """Send a request to the engine; its outputs go to `handler` until it finishes."""
         self.add_requests([(request, handler)])
 
-    def add_requests(self, requests: Sequence[tuple[Request, OutputHandler]]) -> None:
+    def add_requests(
+        self, requests: Sequence[tuple[Request | InferenceRequest, OutputHandler]]
+    ) -> None:
         """Send requests at once, so that the engine can compute them in one batch."""
         if self._transport is None or not self.ready:
             for _, handler in requests:

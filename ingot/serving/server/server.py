@@ -30,8 +30,10 @@ import uvicorn
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger
+from ingot.interop.signature import is_classifier
 from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
+from ingot.serving.engine.batcher import BatchingConfig
 from ingot.serving.server.admission import Admission, AdmissionLimits
 from ingot.serving.server.app import create_admin_app, create_app
 from ingot.serving.server.engine_client import EngineClient
@@ -83,6 +85,10 @@ class ServerConfig:
     """Maximum number of loaded adapters; by default that of `adapters`."""
     max_lora_rank: int | None = None
     """Maximum rank; by default the largest of `adapters`, at least 16."""
+    max_batch_size: int = BatchingConfig.max_batch_size
+    """Maximum number of rows of a batch of a classifier."""
+    max_queue_delay: float = BatchingConfig.max_queue_delay
+    """Seconds that a request to a classifier may wait for others."""
     json_logs: bool = False
 
     def __post_init__(self) -> None:
@@ -95,6 +101,7 @@ class ServerConfig:
             stall_timeout=(0.1, 86_400),
             drain_timeout=(0.0, 86_400),
         )
+        BatchingConfig(max_batch_size=self.max_batch_size, max_queue_delay=self.max_queue_delay)
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
@@ -175,12 +182,14 @@ class Server:
             adapters=_check_adapters(config.adapters, directory.resolve().name),
             max_loras=config.max_loras,
             max_lora_rank=config.max_lora_rank,
+            max_batch_size=config.max_batch_size,
+            max_queue_delay=config.max_queue_delay,
             json_logs=config.json_logs,
         )
         self.supervisor = Supervisor(self.engine, settings, config.stall_timeout)
         self.service = Service(
             model=directory.resolve().name,
-            tokenizer=Tokenizer.load(directory),
+            tokenizer=_load_tokenizer(directory),
             engine=self.engine,
             admission=self.admission,
             keys=keys,
@@ -272,6 +281,10 @@ class Server:
             "engine_restarts": self.supervisor.restarts,
             "draining": float(self.service.draining),
         }
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.empty() if is_classifier(directory) else Tokenizer.load(directory)
 
 
 def _check_adapters(adapters: Mapping[str, Path | str], model: str) -> dict[str, str]:

@@ -68,6 +68,7 @@ class Service:
 
     model: str
     tokenizer: Tokenizer
+    """That of a classifier is empty."""
     engine: EngineClient
     admission: Admission
     keys: Keys | None = None
@@ -236,7 +237,7 @@ class Service:
                     inputs=inputs,
                     base64=body.encoding_format == "base64",
                 ),
-                self._context(ticket, None),
+                self.context(ticket, None),
             )
             return EngineResponse(batch, ticket, admission=self.admission, metrics=self.metrics)
         except BaseException:
@@ -283,6 +284,7 @@ class Service:
 
     def _admit(self, scope: Scope, model: str, choices: int, max_tokens: int | None) -> Ticket:
         self.check_model_name(model)
+        self._check_text()
         max_len = self._max_model_len()
         prompt_tokens = min(max_len, estimate_tokens(scope["ingot.size"]))
         tokens = choices * min(
@@ -363,8 +365,15 @@ class Service:
         self._check_task(embeds=False)
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
-        completion = CompletionStream(writer, self._context(ticket, timeout))
+        completion = CompletionStream(writer, self.context(ticket, timeout))
         return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)
+
+    def _check_text(self) -> None:
+        """Raise a 400 unless the model has a tokenizer."""
+        assert self.engine.info is not None
+        if self.engine.info.signature is not None:
+            message, hint = f"'{self.model}' is a classifier", f"use /v2/models/{self.model}/infer"
+            raise RequestError(ApiError(400, message, hint, code="unsupported"))
 
     def _check_task(self, *, embeds: bool) -> None:
         """Raise a 400 unless the model computes embeddings, or generates text."""
@@ -377,7 +386,8 @@ class Service:
         hint = "serve an embedding model" if embeds else "it has /v1/embeddings only"
         raise RequestError(ApiError(400, message, hint, code="unsupported"))
 
-    def _context(self, ticket: Ticket, timeout: float | None) -> RequestContext:
+    def context(self, ticket: Ticket, timeout: float | None) -> RequestContext:
+        """Return what a request needs of the server, with its deadline."""
         anonymous = ticket.tenant is ANONYMOUS
         max_request_s = min(timeout or self.max_request_s, self.max_request_s)
         return RequestContext(

@@ -194,8 +194,8 @@ def load(settings: WorkerSettings, connection: socket.socket) -> Worker:
 
     send(wire.Loading("importing PyTorch"))
     from ingot.core.device import resolve
-    from ingot.interop.classifier import is_classifier
     from ingot.interop.sentence_transformers import is_embedding_model
+    from ingot.interop.signature import is_classifier
 
     directory, device = Path(settings.directory), resolve(settings.device)
     send(wire.Loading(f"loading {directory}"))
