@@ -11,7 +11,7 @@ starts `ingot serve MODEL` twice,
 and sends requests of one row, as binary data, on some connections, each after the answer to the one
 before it. The servers are interleaved; each line has the median of the rounds. `late` is the
 percentage of requests that were answered after the deadline. Every answer is compared bitwise with
-the model's own logits of this row. Without MODEL, dense layers of 1,024, 2,048, 2,048 and 1,000
+the model's own logits of this row. Without MODEL, dense layers of 1,024, 4,096, 4,096 and 1,000
 features are served.
 """
 
@@ -142,7 +142,7 @@ def _summarize(
 
 
 def _dense(directory: Path) -> Path:
-    config = DenseConfig(in_features=1024, hidden_dims=(2048, 2048), out_features=1000)
+    config = DenseConfig(in_features=1024, hidden_dims=(4096, 4096), out_features=1000)
     directory.mkdir()
     classifier.save(Dense.from_config(config, seed=0), directory, (1024,))
     return directory
@@ -154,7 +154,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--deadline-ms", type=float, default=100.0)
+    parser.add_argument("--deadline-ms", type=float, default=250.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         path = args.model or _dense(Path(temporary) / "dense")

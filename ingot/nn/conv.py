@@ -117,15 +117,20 @@ class ConvNorm(nn.Module):
 def _convolve(x_BCHW: Tensor, conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> Tensor:
     """Convolve with the stride and padding of a layer, by the matmul of all patches.
 
-    Images are computed a few at a time: their patches have 9 times their size.
+    Tensors are channels-last in memory: no layer transposes. Images are computed a few at a time,
+    since their patches have 9 times their size.
     """
     size, stride, padding = conv.kernel_size[0], conv.stride[0], int(conv.padding[0])
+    weight_CK = weight.permute(0, 2, 3, 1).flatten(1).contiguous()
     height, width = ((n + 2 * padding - size) // stride + 1 for n in x_BCHW.shape[2:])
-    weight_CK, parts = weight.flatten(1), list[Tensor]()
-    for part_BCHW in x_BCHW.split(max(1, _PATCH_ELEMENTS // (weight[0].numel() * height * width))):
-        patches_BKL = F.unfold(part_BCHW, size, padding=padding, stride=stride)
-        parts.append(ops.linear(patches_BKL.transpose(1, 2).contiguous(), weight_CK, bias))
-    return torch.cat(parts).transpose(1, 2).unflatten(2, (height, width))
+    parts = list[Tensor]()
+    count = max(1, _PATCH_ELEMENTS // (weight_CK.shape[1] * height * width))
+    for part_BHWC in x_BCHW.permute(0, 2, 3, 1).split(count):
+        padded = F.pad(part_BHWC, (0, 0, padding, padding, padding, padding))
+        windows = padded.unfold(1, size, stride).unfold(2, size, stride)
+        patches_BLK = windows.permute(0, 1, 2, 4, 5, 3).flatten(3).flatten(1, 2)
+        parts.append(ops.linear(patches_BLK, weight_CK, bias))
+    return torch.cat(parts).unflatten(1, (height, width)).permute(0, 3, 1, 2)
 
 
 def _average(x_BCHW: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from torch import Tensor
 from ingot.interop import classifier
 from ingot.nn import CNN, CNNConfig
 from tests.serving.conftest import Served, serving
+from tests.serving.fuzz import HARMLESS, send_strange
 
 SHAPE, CLASSES, MAX_ROWS = (2, 6, 5), 7, 16
 MODEL = CNN.from_config(CNNConfig(in_channels=2, widths=(8, 16), num_classes=CLASSES), seed=0)
 IMAGES = torch.randn(64, *SHAPE, generator=torch.Generator().manual_seed(0))
 INFER = "/v2/models/shapes/infer"
-HARMLESS = {200, 400, 404, 405, 413, 415, 422, 429, 504}
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +206,14 @@ def test_strange_requests(
     assert server.metric("ingot:engine_restarts") == 0
     assert torch.equal(infer(server, IMAGES[:3]), logits[:3])
     record_property("strange requests", count)
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
+def test_requests_of_the_schema(server: Served, count: int, logits: Tensor) -> None:
+    assert send_strange(server, count, "/v2", "shapes") > 4 * count
+    server.wait(server.quiet)
+    assert server.metric("ingot:http_responses_total", status="500") == 0
+    assert torch.equal(infer(server, IMAGES[:3]), logits[:3])
 
 
 def test_clients_that_leave_are_forgotten(server: Served, logits: Tensor) -> None:
