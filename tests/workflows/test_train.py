@@ -81,8 +81,8 @@ def test_a_classifier_is_exported_with_the_logits_of_its_run(tmp_path: Path) -> 
     model = CNNConfig(widths=(4, 6), num_classes=10, dropout=0.1)
     recipe = runs.digits(model, ema_decay=0.5)
     run = TrainingRun(recipe, run_dir=tmp_path / "run")
-    directory = run.train().model_dir
-    assert directory == tmp_path / "run/model"
+    directory = tmp_path / "run/model"
+    assert run.train().model_dir == directory
     assert lineage.read(directory).steps[-1]["data"] == "digits 0.2"
     found, signature = classifier.load(directory)
     assert signature.inputs[0].shape == (1, 8, 8)

@@ -193,7 +193,7 @@ def test_outputs_are_chosen_by_name() -> None:
 
 
 def test_responses_have_json_and_then_binary_data() -> None:
-    y, z = np.float32([[1, 2], [3, 0.1]]), np.float32([5, float("nan")])
+    y, z = np.array([[1, 2], [3, 0.1]], "<f4"), np.array([5, np.nan], "<f4")
     tensors = [y.tobytes(), z.tobytes()]
     content, size = encode_response({"id": "7"}, 2, signature(), tensors, [(1, False), (0, True)])
     found = json.loads(content[:size])
