@@ -102,6 +102,11 @@ class ServerConfig:
             drain_timeout=(0.0, 86_400),
         )
         BatchingConfig(max_batch_size=self.max_batch_size, max_queue_delay=self.max_queue_delay)
+        if self.max_queue_delay >= self.stall_timeout:
+            raise ConfigError(
+                "max_queue_delay: must be below stall_timeout, which restarts the engine",
+                hint="lower --max-queue-delay-ms",
+            )
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:

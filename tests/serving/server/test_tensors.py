@@ -49,7 +49,7 @@ def tensor(datatype: str, array: Any, **fields: Any) -> dict[str, Any]:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_json_and_binary_data_are_the_same_elements(data: st.DataObject) -> None:
     datatype = data.draw(st.sampled_from(sorted(FORMATS)))
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
