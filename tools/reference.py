@@ -94,7 +94,14 @@ def render_variables() -> str:
 def render_metrics() -> str:
     """Render every metric that the server exports, with its type and labels."""
     from ingot.serving.engine.output import EngineStats
-    from ingot.serving.server.metrics import GAUGES, EngineCollector, Metrics
+    from ingot.serving.server.metrics import (
+        GAUGES,
+        SERVER_GAUGES,
+        EngineCollector,
+        Metrics,
+        ModelMetrics,
+        ServerMetrics,
+    )
     from ingot.serving.server.wire import EngineReady
 
     ready = EngineReady(
@@ -107,11 +114,9 @@ def render_metrics() -> str:
         kv_cache_bytes=960,
     )
     stats = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
-    metrics = Metrics()
-    metrics.statuses[200] = 1
-    collector = EngineCollector(
-        metrics, "", lambda: (ready, stats), lambda: dict.fromkeys(GAUGES, 0.0)
-    )
+    model = ModelMetrics("", Metrics(), ready, stats, dict.fromkeys(GAUGES, 0.0))
+    server = ServerMetrics([model], {200: 1}, dict.fromkeys(SERVER_GAUGES, 0.0))
+    collector = EngineCollector(lambda: server)
     rows: list[tuple[str, ...]] = []
     for family in collector.collect():
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,11 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ingot.cli import escape_markup
+from ingot.cli.tables import new_table
 from ingot.core.errors import ConfigError
 from ingot.core.log import logger, setup, stderr
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ingot.serving.engine.output import EngineStats
+    from ingot.serving.server.deployment import Deployment
+    from ingot.serving.server.pool import DeploymentPool
     from ingot.serving.server.server import Server
     from ingot.serving.server.wire import EngineReady
 
@@ -57,10 +63,12 @@ def serve(
     Examples: `ingot serve smollm2`, `ingot serve smollm2 --host 0.0.0.0 --api-key-file keys.txt`
     (`ingot keys create NAME >> keys.txt` creates a key),
     `ingot serve smollm2 --log-format json`,
-    `ingot serve smollm2 --adapter pirate=runs/pirate` (requests select it as their `model`).
+    `ingot serve smollm2 --adapter pirate=runs/pirate` (requests select it as their `model`),
+    `ingot serve fleet.toml` (several models, loaded on demand).
 
     Args:
-        model: A model directory, or ORG/NAME on the Hugging Face hub.
+        model: A model directory, ORG/NAME on the Hugging Face hub, or a TOML file of several
+            models, whose deployments may override options of the engine.
         host: Address to listen at; 0.0.0.0 accepts other machines.
         port: Port; 0 for any free one.
         device: Device of the engine: auto, cpu, cuda, cuda:1...
@@ -137,20 +145,20 @@ def _admin_address(text: str | None, port: int) -> tuple[str, int]:
 async def _serve(server: Server, started: float) -> None:
     live = sys.stderr.isatty() and not server.config.json_logs
     view = _StatusLine(server) if live else nullcontext()
-    greeted = False
+    greeted, several = False, len(server.gateway.deployments) > 1
 
-    def greet() -> None:
+    def greet(deployment: Deployment) -> None:
         nonlocal greeted
         _log.info(
             "serving %s at %s, admin API at %s, %s, after %.1f s",
-            server.service.model,
+            deployment.name,
             server.address,
             server.admin_address,
-            describe_cache(server.engine.info),
-            time.monotonic() - started,
+            describe_cache(deployment.engine.info),
+            time.monotonic() - (deployment.started_at if several else started),
         )
         if live and not greeted:
-            stderr().print(example(server), highlight=False, soft_wrap=True)
+            stderr().print(example(server, deployment), highlight=False, soft_wrap=True)
         greeted = True
 
     server.on_ready = greet
@@ -158,7 +166,9 @@ async def _serve(server: Server, started: float) -> None:
         logger("ingot.serving.access").setLevel("WARNING")
     addresses = {"address": server.address, "admin_address": server.admin_address}
     _log.info("listening at %s; loading", server.address, extra={"fields": addresses})
-    if server.is_public and server.service.keys is None:
+    if several and live:
+        stderr().print(deployment_table(server.gateway.pool))
+    if server.is_public and server.gateway.keys is None:
         _log.warning(
             "%s accepts requests from other machines without a key; see --api-key-file",
             server.address,
@@ -171,6 +181,18 @@ async def _serve(server: Server, started: float) -> None:
             if showing is not None:
                 showing.cancel()
     _log.info("server stopped")
+
+
+def deployment_table(pool: DeploymentPool) -> Table:
+    """Return the deployments of a server and their memory."""
+    budget = f"memory, of {pool.budget / 2**30:.2f} GiB"
+    table = new_table(("model", "directory", "adapters", "loaded"), (budget,))
+    for one in pool.deployments.values():
+        loaded = "at the start, pinned" if one.spec.pinned else "on demand"
+        memory = f"{one.footprint.total / 2**30:.2f} GiB"
+        cells = (one.name, str(one.spec.directory), ", ".join(one.adapters), loaded, memory)
+        table.add_row(*map(escape_markup, cells))
+    return table
 
 
 def describe_cache(info: EngineReady | None) -> str:
@@ -189,23 +211,25 @@ def describe_cache(info: EngineReady | None) -> str:
     return f"KV cache of {tokens:,} tokens in {info.kv_cache_dtype} ({size:.2f} GiB)"
 
 
-def example(server: Server) -> str:
+def example(server: Server, deployment: Deployment) -> str:
     """Return example requests for the terminal."""
-    key = " -H 'Authorization: Bearer KEY'" if server.service.keys else ""
-    info = server.engine.info
+    keys, info, service = server.gateway.keys, deployment.engine.info, deployment.service
+    key = " -H 'Authorization: Bearer KEY'" if keys else ""
     if info is not None and info.signature is not None:
-        url = f"{server.address}/v2/models/{server.service.model}"
+        url = f"{server.address}/v2/models/{deployment.name}"
         return (
             f"\n  [bold]curl[/] {url}{key}    (inputs and outputs)\n  POST {url}/infer\n"
             f"  [dim]Ctrl-C stops; metrics at {server.admin_address}/metrics[/]\n"
         )
     if info is not None and info.embedding_dim is not None:
         path, body = "embeddings", '"input": ["Hello", "Once upon a time"]'
-    elif server.service.tokenizer.chat_template is not None:
+    elif service is not None and service.tokenizer.chat_template is not None:
         path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     else:
         path, body = "completions", '"prompt": "Once upon a time", "max_tokens": 40'
-    given = "KEY" if server.service.keys else "none"
+    if len(server.gateway.deployments) > 1:
+        body = f'"model": "{deployment.name}", {body}'
+    given = "KEY" if keys else "none"
     return (
         f"\n  [bold]curl[/] {server.address}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d '{{{escape_markup(body)}}}'\n"
@@ -233,20 +257,33 @@ class _StatusLine:
     async def run(self) -> None:
         """Update the line twice a second."""
         before, then = 0, time.monotonic()
+        gateway = self._server.gateway
         while True:
-            engine, now = self._server.engine, time.monotonic()
-            stats = engine.stats
-            tokens = stats.generated_tokens if stats else 0
+            engines, now = [one.engine for one in gateway.deployments], time.monotonic()
+            tokens = sum(engine.stats.generated_tokens for engine in engines if engine.stats)
             rate = max(0, tokens - before) / max(now - then, 1e-3)
             before, then = tokens, now
-            if self._server.service.draining:
-                text = f"finishing {self._server.admission.requests} requests"
-            elif not engine.ready:
-                text = engine.status
+            if gateway.draining:
+                text = f"finishing {gateway.num_requests} requests"
+            elif len(engines) > 1:
+                text = format_fleet(gateway.deployments, rate)
+            elif not engines[0].ready:
+                text = engines[0].status
             else:
-                text = format_stats(stats, rate, engine.num_outstanding)
+                text = format_stats(engines[0].stats, rate, engines[0].num_outstanding)
             self._live.update(f"[dim]{escape_markup(text)}[/]", refresh=True)
             await asyncio.sleep(0.5)
+
+
+def format_fleet(deployments: Sequence[Deployment], rate: float) -> str:
+    """Return the state of several models in one line."""
+    states = [
+        f"{one.name}: {one.admission.requests} requests"
+        if one.status == "ready"
+        else f"{one.name}: {one.status}"
+        for one in deployments
+    ]
+    return f"{', '.join(states)}, {rate:,.0f} tokens/s"
 
 
 def format_stats(stats: EngineStats | None, rate: float, outstanding: int) -> str:

@@ -49,6 +49,7 @@ from ingot.nn.formats import WeightFormat
 from ingot.nn.layout import KVSpec
 from ingot.nn.linear import Linear
 from ingot.nn.quantized import QuantizedEmbedding, QuantizedModule, quantize_
+from ingot.nn.shared import SharedWeights
 from ingot.nn.weights import (
     READABLE,
     SHARD_BYTES,
@@ -61,9 +62,13 @@ from ingot.nn.weights import (
 
 
 def load(
-    directory: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    directory: Path | str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    shared: SharedWeights | None = None,
 ) -> Decoder:
-    """Load the model of a directory, by default in the dtype of its files."""
+    """Load the model of a directory, by default in the dtype of its files; into `shared` memory, or
+    from it, if given."""
     directory = Path(directory)
     raw = _read_raw_config(directory)
     config, family = read_config(raw), FAMILIES[raw["model_type"]]
@@ -81,10 +86,14 @@ def load(
         for name, shape in layer.shapes(layout)
     }
     weights.check_matches(named_views(decoder, family), stored)
-    _allocate(decoder, device)
-    weights.read(named_views(decoder, family))
-    for layer in _quantized_layers(decoder, family):
-        layer.read(weights, layout)
+
+    def read() -> None:
+        _allocate(decoder, device)
+        weights.read(named_views(decoder, family))
+        for layer in _quantized_layers(decoder, family):
+            layer.read(weights, layout)
+
+    read() if shared is None else shared.load(decoder, read)
     decoder.source_config = raw
     return decoder
 
@@ -106,7 +115,10 @@ def save(decoder: Decoder, directory: Path | str, shard_bytes: int = SHARD_BYTES
 
 
 def load_encoder(
-    directory: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    directory: Path | str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    shared: SharedWeights | None = None,
 ) -> Encoder:
     """Load the encoder of a directory, without its pooler or the head of another task."""
     directory = Path(directory)
@@ -118,8 +130,12 @@ def load_encoder(
     _normalize_encoder_names(weights, family)
     encoder = Encoder.on_meta(config, dtype or _weights_dtype(weights, family))
     weights.check_matches(named_views(encoder, family))
-    _allocate(encoder, device)
-    weights.read(named_views(encoder, family))
+
+    def read() -> None:
+        _allocate(encoder, device)
+        weights.read(named_views(encoder, family))
+
+    read() if shared is None else shared.load(encoder, read)
     encoder.source_config = raw
     return encoder
 

@@ -26,6 +26,7 @@ from ingot.interop import hf
 from ingot.nn.decoder import Decoder
 from ingot.nn.encoder import Encoder
 from ingot.nn.pooling import Pooling
+from ingot.nn.shared import SharedWeights
 from ingot.nn.weights import read_json
 
 MODULES = "modules.json"
@@ -57,13 +58,16 @@ def is_embedding_model(directory: Path | str) -> bool:
 
 
 def load(
-    directory: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    directory: Path | str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    shared: SharedWeights | None = None,
 ) -> tuple[Encoder | Decoder, EmbeddingConfig]:
     """Load the encoder or decoder of a directory, and how it computes embeddings."""
     directory = Path(directory)
     read = hf.load_encoder if hf.is_encoder(directory) else hf.load
     pooling, max_seq_len = _read_pooling(directory), _read_max_seq_len(directory)
-    model = read(directory, dtype, device)
+    model = read(directory, dtype, device, shared)
     if pooling is None:
         pooling = Pooling.MEAN if isinstance(model, Encoder) else Pooling.LAST
     context = model.config.max_seq_len

@@ -1,4 +1,4 @@
-"""Serve a model over OpenAI's API.
+"""Serve a model, or several, over OpenAI's API.
 
 ingot.serve("smollm2", port=8000)    # until Ctrl-C or SIGTERM
 
@@ -24,9 +24,10 @@ def serve(model: Path | str, *, api_key_file: Path | None = None, **settings: An
     """Serve a model until Ctrl-C or SIGTERM, which finish the running requests first.
 
     Args:
-        model: A model directory, or `ORG/NAME` on the Hugging Face hub.
+        model: A model directory, `ORG/NAME` on the Hugging Face hub, or a TOML file of several
+            models.
         api_key_file: Lines of names and hashed keys; without it, no key is needed.
-        settings: Fields of `ingot.serving.server.server.ServerConfig`: host, port, timeout, ...
+        settings: Fields of `ingot.serving.server.config.ServerConfig`: host, port, timeout, ...
     """
     run(build_server(model, api_key_file=api_key_file, **settings).run())
 
@@ -34,8 +35,11 @@ def serve(model: Path | str, *, api_key_file: Path | None = None, **settings: An
 def build_server(model: Path | str, *, api_key_file: Path | None = None, **settings: Any) -> Server:
     """Return a server that listens but has not started to load its model: see `serve`."""
     try:
+        from ingot.serving.server.config import ServerConfig
+        from ingot.serving.server.deployment import DeploymentSpec
+        from ingot.serving.server.fleet import SUFFIX, load_fleet
         from ingot.serving.server.keys import Keys
-        from ingot.serving.server.server import Server, ServerConfig
+        from ingot.serving.server.server import Server
     except ImportError as error:
         raise IngotError(
             f"the server needs the package {error.name}", hint="pip install 'ingot[serve]'"
@@ -44,7 +48,13 @@ def build_server(model: Path | str, *, api_key_file: Path | None = None, **setti
     if unknown := [name for name in settings if name not in fields]:
         raise UnknownName("setting of the server", unknown[0], fields)
     keys = None if api_key_file is None else Keys.load(api_key_file)
-    return Server(hub.model_path(model), ServerConfig(**settings), keys)
+    config = ServerConfig(**settings)
+    if Path(model).suffix == SUFFIX and not Path(model).is_dir():
+        memory_bytes, specs = load_fleet(Path(model), config, hub.model_path)
+        return Server(specs, config, keys, memory_bytes)
+    directory = hub.model_path(model)
+    spec = DeploymentSpec(name=directory.resolve().name, directory=directory, config=config)
+    return Server([spec], config, keys)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,11 +17,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ingot.cli.serve import describe_cache, example, format_stats
+from ingot.cli.serve import deployment_table, describe_cache, example, format_fleet, format_stats
 from ingot.interop import classifier
 from ingot.nn import CNN, CNNConfig
 from ingot.serving.engine.output import EngineStats
+from ingot.serving.server.config import ServerConfig
+from ingot.serving.server.deployment import Deployment, DeploymentSpec
+from ingot.serving.server.pool import DeploymentPool
 from ingot.serving.server.wire import EngineReady
 from ingot.workflows.serve import build_server
 from tests.cli.conftest import COMMAND, Run
@@ -128,7 +133,8 @@ def test_what_a_classifier_greets_with(tmp_path: Path) -> None:
     classifier.save(model, tmp_path / "digits", (1, 2, 2))
     server = build_server(tmp_path / "digits", port=0, admin_port=0)
     sizes = dict.fromkeys(("vocab_size", "max_model_len", "block_size", "num_blocks"), 0)
-    server.engine.info = EngineReady(
+    (deployment,) = server.gateway.deployments
+    deployment.engine.info = EngineReady(
         model="digits",
         kv_cache_dtype="",
         kv_cache_bytes=0,
@@ -136,7 +142,29 @@ def test_what_a_classifier_greets_with(tmp_path: Path) -> None:
         max_batch_size=64,
         **sizes,
     )
-    assert describe_cache(server.engine.info) == "batches of up to 64 rows"
-    assert f"POST {server.address}/v2/models/digits/infer" in example(server)
+    assert describe_cache(deployment.engine.info) == "batches of up to 64 rows"
+    assert f"POST {server.address}/v2/models/digits/infer" in example(server, deployment)
     server._main.close()
     server._admin.close()
+
+
+def test_several_models_are_shown_with_their_memory_and_state(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(3 << 30)
+    specs = [
+        DeploymentSpec(
+            name=name,
+            directory=tmp_path,
+            config=ServerConfig(kv_cache_bytes=1 << 30, adapters={f"{name}-lora": tmp_path / "x"}),
+            pinned=name == "one",
+        )
+        for name in ("one", "two")
+    ]
+    deployments = [Deployment(spec) for spec in specs]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(deployment_table(DeploymentPool(deployments, 16 << 30)))
+    shown = console.export_text()
+    assert "of 16.00 GiB" in shown
+    assert re.search(r"one .* one-lora +at the start, pinned +4.39 GiB", shown)
+    assert re.search(r"two .* two-lora +on demand +4.39 GiB", shown)
+    assert format_fleet(deployments, 7.0) == "one: unloaded, two: unloaded, 7 tokens/s"

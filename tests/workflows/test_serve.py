@@ -10,6 +10,7 @@ import pytest
 
 import ingot
 from ingot.core.errors import IngotError, UnknownName
+from ingot.serving.server.deployment import Deployment
 from ingot.workflows.serve import build_server, run
 from tests import models
 
@@ -35,8 +36,8 @@ def test_the_server_loads_its_model_and_stops(directory: Path) -> None:
     server = build_server(directory, port=0, admin_port=admin)
     started: list[bool] = []
 
-    def stop() -> None:
-        started.append(True)
+    def stop(deployment: Deployment) -> None:
+        started.append(deployment.engine.ready)
         server.drain()
 
     server.on_ready = stop

@@ -34,8 +34,8 @@ DEFAULT_MAX_LORA_RANK = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
-def check_name(name: str) -> None:
-    """Raise unless a name can be that of an adapter.
+def check_name(name: str, kind: str = "an adapter") -> None:
+    """Raise unless a name can be that of an adapter, or of another kind of model.
 
     >>> check_name("no spaces")
     Traceback (most recent call last):
@@ -45,7 +45,7 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"invalid name of an adapter: {name[:128]!r}",
+            f"invalid name of {kind}: {name[:128]!r}",
             hint="use up to 128 letters, digits and . _ : -",
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ingot.serving.server.asgi import Receive, Scope, Send, headers_of
 from ingot.serving.server.errors import ApiError, error_response
-from ingot.serving.server.service import Service
+from ingot.serving.server.gateway import Gateway
 from ingot.serving.server.tensors import HEADER
 
 MAX_BODY = 1 << 22
@@ -28,19 +29,19 @@ class RequestGuard:
     """Rejects requests by API key, server state and body size; passes on the rest with the whole
     body."""
 
-    def __init__(self, service: Service, app: Callable[..., Awaitable[None]]) -> None:
-        self._service, self._app = service, app
+    def __init__(self, gateway: Gateway, app: Callable[..., Awaitable[None]]) -> None:
+        self._gateway, self._app = gateway, app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        service = self._service
+        gateway = self._gateway
 
         async def count_and_send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                service.metrics.statuses[message["status"]] += 1
+                gateway.statuses[message["status"]] += 1
             await send(message)
 
         if scope["path"] in PUBLIC_PATHS:
@@ -55,13 +56,15 @@ class RequestGuard:
                 await response(scope, receive, count_and_send)
                 return
             held = scope["ingot.size"] = len(body.content)
-            service.body_bytes += held
+            scope["ingot.received_at"] = time.monotonic()
+            gateway.body_bytes += held
             await self._app(scope, body.replay, count_and_send)
         finally:
-            service.body_bytes -= held
+            gateway.body_bytes -= held
+            gateway.pool.update()
 
     def _check(self, scope: Scope) -> ApiError | None:
-        tenant = self._service.tenant(scope)
+        tenant = self._gateway.tenant(scope)
         if tenant is None:
             hint = "send one of the server's keys: Authorization: Bearer KEY"
             return ApiError(401, "missing or wrong API key", hint, code="invalid_api_key")
@@ -72,7 +75,7 @@ class RequestGuard:
         if not any(_is_json(*header) for header in headers_of(scope)) and not _is_binary(scope):
             message = "the content type must be application/json"
             return ApiError(415, message, "send Content-Type: application/json")
-        return self._service.unavailable_reason()
+        return self._gateway.unavailable_reason()
 
     async def _read(self, scope: Scope, body: _Body) -> ApiError | None:
         """Read the body; return an error if it is too large or too slow."""
@@ -87,7 +90,7 @@ class RequestGuard:
                     body.content += await body.next()
                     if len(body.content) > MAX_BODY:
                         return too_large
-                    if self._service.body_bytes + len(body.content) > MAX_BODIES:
+                    if self._gateway.body_bytes + len(body.content) > MAX_BODIES:
                         return ApiError(429, "too many large requests at a time", "wait", 1)
         except TimeoutError:
             message = f"the body was not received within {BODY_TIMEOUT_S:g} s"

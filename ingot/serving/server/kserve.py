@@ -21,6 +21,7 @@ from starlette.responses import Response
 from ingot.interop.signature import DATATYPES, MAX_DIMENSIONS, TensorSpec
 from ingot.serving.server.embedding import check_inputs, encode_inputs
 from ingot.serving.server.errors import ApiError, RequestError, error_response, json_response
+from ingot.serving.server.gateway import Gateway
 from ingot.serving.server.inference import InferenceJob, TensorBatch, TextBatch, signature_of
 from ingot.serving.server.response import EngineResponse
 from ingot.serving.server.service import Service
@@ -35,6 +36,7 @@ from ingot.serving.server.tensors import (
     split_binary,
     split_body,
 )
+from ingot.serving.server.wire import EngineReady
 
 OFFLOAD_BYTES = 1 << 14
 """Bodies from this size on are decoded in a thread."""
@@ -102,13 +104,14 @@ _OPENAPI: dict[str, Any] = {
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "not ready"}}
 
 
-def add_inference_routes(app: FastAPI, service: Service) -> None:
+def add_inference_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add the endpoints of the protocol to an application."""
 
-    def ready(path: str, fields: dict[str, Any]) -> Response:
-        error = service.unavailable_reason()
+    def ready(path: str, name: str | None = None) -> Response:
+        error = gateway.not_ready_reason() if name is None else gateway.loading_reason(name)
         if error is not None:
             return error_response(error, path=path)
+        fields = {} if name is None else {"name": name}
         return json_response(200, _encode(fields | {"ready": True}))
 
     @app.get("/v2")
@@ -122,27 +125,24 @@ def add_inference_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v2/health/ready", response_class=Response, responses=_NOT_READY)
     async def server_ready(request: Request) -> Response:
-        return ready(request.scope["path"], {})
+        return ready(request.scope["path"])
 
     @app.get("/v2/models/{name}/ready", response_class=Response, responses=_NOT_READY)
     async def model_ready(name: str, request: Request) -> Response:
-        service.check_model_name(name)
-        return ready(request.scope["path"], {"name": name})
+        return ready(request.scope["path"], name)
 
     @app.get("/v2/models/{name}")
     async def model_metadata(name: str) -> dict[str, Any]:
-        service.check_model_name(name)
-        return _metadata(service, name)
+        service = await gateway.find(name)
+        assert service.engine.info is not None
+        return _metadata(service.engine.info, name)
 
     @app.post("/v2/models/{name}/infer", response_class=Response, openapi_extra=_OPENAPI)
     async def infer(name: str, request: Request) -> Response:
-        return await _infer(service, name, request)
+        return await _infer(gateway, name, request)
 
 
-def _metadata(service: Service, name: str) -> dict[str, Any]:
-    info = service.engine.info
-    if info is None:
-        raise RequestError(ApiError(503, f"the engine is {service.engine.status}", "retry soon", 2))
+def _metadata(info: EngineReady, name: str) -> dict[str, Any]:
     found = signature_of(info)
     inputs, outputs = (found[0].inputs, found[0].outputs) if found else ((), ())
     return {
@@ -158,15 +158,17 @@ def _describe(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
 
 
-async def _infer(service: Service, name: str, request: Request) -> Response:
-    service.check_model_name(name)
+async def _infer(gateway: Gateway, name: str, request: Request) -> Response:
+    gateway.resolve(name)
+    body, data = split_body(await request.body(), request.headers.get(HEADER))
+    timeout = body.parameters.timeout / 1e6 or None
+    service = await gateway.find(name, timeout)
     assert service.engine.info is not None
     found = signature_of(service.engine.info)
     if found is None:
         message, hint = f"'{name}' generates text", "use /v1/completions"
         raise RequestError(ApiError(400, message, hint))
     signature, max_rows = found
-    body, data = split_body(await request.body(), request.headers.get(HEADER))
     rows = count_rows(body, signature, max_rows)
     outputs = choose_outputs(body, signature)
     job = InferenceJob(model=name, id=body.id, rows=rows, signature=signature, outputs=outputs)
@@ -174,7 +176,7 @@ async def _infer(service: Service, name: str, request: Request) -> Response:
         request.scope["ingot.tenant"], requests=1, tokens=rows, now=time.monotonic()
     )
     try:
-        context = service.context(ticket, body.parameters.timeout / 1e6 or None)
+        context = service.context(ticket, service.deadline(request.scope, timeout))
         if service.engine.info.signature is None:
             ids = await asyncio.to_thread(_encode_texts, service, body, data)
             check_inputs(ids, service.engine.info)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -58,7 +59,12 @@ GAUGES = {
     "requests_rejected": "Requests rejected with 429 since the start.",
     "engine_up": "1 while the engine accepts requests.",
     "engine_restarts": "Restarts of the engine process since the start.",
+    "model_loads": "How often the model was loaded since the start.",
+}
+"""Gauges of a model in the HTTP process, with their descriptions."""
+SERVER_GAUGES = {
     "draining": "1 while the server drains.",
+    "memory_reserved_bytes": "Memory of the loaded models, as it is counted for the budget.",
 }
 """Gauges of the HTTP process, with their descriptions."""
 
@@ -94,7 +100,7 @@ class Histogram:
 
 
 class Metrics:
-    """Metrics of the HTTP process."""
+    """Metrics of a model in the HTTP process."""
 
     def __init__(self) -> None:
         self.ttft = Histogram(_TTFT_SECONDS)
@@ -104,8 +110,6 @@ class Metrics:
         self.generated_tokens = Histogram(_COUNTS)
         self.finish_reasons: Counter[str] = Counter()
         """Requests by finish reason; `abort` is a client that disconnected."""
-        self.statuses: Counter[int] = Counter()
-        """Responses by status."""
 
     def record_request(
         self,
@@ -125,17 +129,32 @@ class Metrics:
         self.generated_tokens.observe(generated_tokens)
 
 
+class ModelMetrics(NamedTuple):
+    """The metrics of a model when they are read."""
+
+    model: str
+    metrics: Metrics
+    info: EngineReady | None
+    stats: EngineStats | None
+    gauges: Mapping[str, float]
+    """Values of `GAUGES`."""
+
+
+class ServerMetrics(NamedTuple):
+    """The metrics of the HTTP process when they are read."""
+
+    models: Sequence[ModelMetrics]
+    statuses: Mapping[int, int]
+    """Responses by status."""
+    gauges: Mapping[str, float]
+    """Values of `SERVER_GAUGES`."""
+
+
 class EngineCollector(Collector):
     """Collects all metrics when they are read."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        model: str,
-        engine: Callable[[], tuple[EngineReady | None, EngineStats | None]],
-        gauges: Callable[[], dict[str, float]],
-    ) -> None:
-        self._metrics, self._model, self._engine, self._gauges = metrics, model, engine, gauges
+    def __init__(self, read: Callable[[], ServerMetrics]) -> None:
+        self._read = read
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -146,47 +165,56 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; prometheus-client calls it."""
-        info, stats = self._engine()
-        metrics, labels, values = self._metrics, ["model_name", "engine"], [self._model, "0"]
-        if stats is not None:
-            yield from _engine_metrics(stats, labels, values)
-        if info is not None and info.num_blocks:
-            family = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
-            sizes = {
-                "block_size": str(info.block_size),
-                "num_gpu_blocks": str(info.num_blocks),
-                "cache_dtype": info.kv_cache_dtype,
-            }
-            family.add_metric([], {**dict(zip(labels, values, strict=True)), **sizes})
-            yield family
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "Time to first token.", metrics.ttft),
-            ("inter_token_latency_seconds", "Inter-token latency.", metrics.itl),
-            ("e2e_request_latency_seconds", "End-to-end latency of a request.", metrics.e2e),
-            ("request_prompt_tokens", "Prompt tokens of a request.", metrics.prompt_tokens),
-            (
-                "request_generation_tokens",
-                "Generated tokens of a request.",
-                metrics.generated_tokens,
-            ),
-        ):
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
-            family.add_metric(values, histogram.buckets(), histogram.sum)
-            yield family
-        reasons = CounterMetricFamily(
-            "vllm:request_success",
-            "Requests by finish reason.",
-            labels=[*labels, "finished_reason"],
-        )
-        for reason in ("stop", "length", "tool_calls", "abort", "error"):
-            reasons.add_metric([*values, reason], metrics.finish_reasons[reason])
-        yield reasons
+        server = self._read()
+        families: dict[str, Metric] = {}
+        for model in server.models:
+            for family in _model_metrics(model):
+                families.setdefault(family.name, family)
+                if families[family.name] is not family:
+                    families[family.name].samples += family.samples
+        yield from families.values()
         statuses = CounterMetricFamily("ingot:http_responses", "By status.", labels=["status"])
-        for status, count in sorted(metrics.statuses.items()):
+        for status, count in sorted(server.statuses.items()):
             statuses.add_metric([str(status)], count)
         yield statuses
-        for name, value in self._gauges().items():
-            yield GaugeMetricFamily(f"ingot:{name}", GAUGES[name], value=value)
+        for name, value in server.gauges.items():
+            yield GaugeMetricFamily(f"ingot:{name}", SERVER_GAUGES[name], value=value)
+
+
+def _model_metrics(model: ModelMetrics) -> Iterator[Metric]:
+    metrics, labels, values = model.metrics, ["model_name", "engine"], [model.model, "0"]
+    if model.stats is not None:
+        yield from _engine_metrics(model.stats, labels, values)
+    info = model.info
+    if info is not None and info.num_blocks:
+        family = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
+        sizes = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.kv_cache_dtype,
+        }
+        family.add_metric([], {**dict(zip(labels, values, strict=True)), **sizes})
+        yield family
+    for name, text, histogram in (
+        ("time_to_first_token_seconds", "Time to first token.", metrics.ttft),
+        ("inter_token_latency_seconds", "Inter-token latency.", metrics.itl),
+        ("e2e_request_latency_seconds", "End-to-end latency of a request.", metrics.e2e),
+        ("request_prompt_tokens", "Prompt tokens of a request.", metrics.prompt_tokens),
+        ("request_generation_tokens", "Generated tokens of a request.", metrics.generated_tokens),
+    ):
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
+        family.add_metric(values, histogram.buckets(), histogram.sum)
+        yield family
+    reasons = CounterMetricFamily(
+        "vllm:request_success", "Requests by finish reason.", labels=[*labels, "finished_reason"]
+    )
+    for reason in ("stop", "length", "tool_calls", "abort", "error"):
+        reasons.add_metric([*values, reason], metrics.finish_reasons[reason])
+    yield reasons
+    for name, value in model.gauges.items():
+        gauge = GaugeMetricFamily(f"ingot:{name}", GAUGES[name], labels=["model_name"])
+        gauge.add_metric([model.model], value)
+        yield gauge
 
 
 def _engine_metrics(stats: EngineStats, labels: list[str], values: list[str]) -> Iterator[Metric]:

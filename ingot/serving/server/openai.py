@@ -389,6 +389,8 @@ class LoadAdapterRequest(Strict):
     lora_name: Annotated[str, Field(min_length=1, max_length=128)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """A PEFT directory on the server's machine."""
+    model: ShortText = ""
+    """Name of the base model; needed if there are several."""
     load_inplace: bool = False
     """Whether to replace an adapter of the same name."""
 

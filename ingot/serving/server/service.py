@@ -1,9 +1,10 @@
-"""Request handling of the API: from a validated body to a response.
+"""Request handling of one model: from a validated body to a response.
 
 A request passes these checks, in this order, before any of its tokens is computed:
 
     the guard       API key (401), server state (503), body size (413, 408)
     its schema      400 for invalid JSON, 422 for an unknown or out-of-range field
+    the gateway     404 for an unknown model
     admission       429 with Retry-After, by an estimate of its tokens
     the tokenizer   400 for more tokens than the model's context
     the engine      422 for a request that can never run
@@ -24,12 +25,11 @@ import msgspec
 from starlette.responses import Response
 
 from ingot.interop.tokenizer import Tokenizer
-from ingot.serving.engine.adapters import check_name
 from ingot.serving.engine.chat import ChatFormat
 from ingot.serving.engine.detokenizer import TokenTexts
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server.admission import Admission, Ticket, estimate_tokens
-from ingot.serving.server.asgi import Scope, headers_of
+from ingot.serving.server.asgi import Scope
 from ingot.serving.server.completion import CompletionStream, RequestContext
 from ingot.serving.server.embedding import (
     EmbeddingBatch,
@@ -39,7 +39,7 @@ from ingot.serving.server.embedding import (
 )
 from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.errors import ApiError, RequestError, json_response
-from ingot.serving.server.keys import ANONYMOUS, Keys, Tenant
+from ingot.serving.server.keys import ANONYMOUS
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.openai import (
     DEFAULT_MAX_TOKENS,
@@ -47,11 +47,9 @@ from ingot.serving.server.openai import (
     CompletionRequest,
     EmbeddingRequest,
     GenerationJob,
-    LoadAdapterRequest,
     Message,
     NamedTool,
     TokenizeRequest,
-    UnloadAdapterRequest,
     Unprocessable,
 )
 from ingot.serving.server.response import EngineResponse
@@ -64,46 +62,20 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(kw_only=True)
 class Service:
-    """The engine, tokenizer, admission control and metrics that requests use."""
+    """The engine, tokenizer, admission control and metrics that requests of a model use."""
 
     model: str
     tokenizer: Tokenizer
     """That of a classifier is empty."""
     engine: EngineClient
     admission: Admission
-    keys: Keys | None = None
     max_request_s: float = 600.0
     """Maximum duration of a request."""
     metrics: Metrics = field(default_factory=Metrics)
-    draining: bool = False
-    stalled: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
-        self.created = int(time.time())
         self.token_texts = TokenTexts(self.tokenizer)
         self.chat_format = ChatFormat(self.tokenizer)
-        self.body_bytes = 0
-
-    def unavailable_reason(self) -> ApiError | None:
-        """Return why no request can be accepted; None if requests are accepted."""
-        if self.draining:
-            return ApiError(503, "the server is shutting down", "use another server", 5)
-        if not self.engine.ready:
-            return ApiError(503, f"the engine is {self.engine.status}", "retry soon", 2)
-        if self.stalled():
-            return ApiError(503, "the engine is stalled and will be restarted", "retry soon", 5)
-        return None
-
-    def tenant(self, scope: Scope) -> Tenant | None:
-        """Return the tenant of the request's API key; None if the key is missing or wrong."""
-        if self.keys is None:
-            return ANONYMOUS
-        for name, value in headers_of(scope):
-            if name == b"authorization" and value[:7].lower() == b"bearer ":
-                return self.keys.find(value[7:].strip().decode("latin-1"))
-            if name == b"x-api-key":  # Anthropic's clients
-                return self.keys.find(value.strip().decode("latin-1"))
-        return None
 
     # Endpoints
 
@@ -111,7 +83,7 @@ class Service:
         """Handle `/v1/completions`."""
         n, prompts = body.n or 1, body.prompts()
         limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        ticket = self._admit(scope, body.model, n * len(prompts), limit)
+        ticket = self._admit(scope, n * len(prompts), limit)
         try:
             ids = [await self._tokenize(prompt, body.add_special_tokens) for prompt in prompts]
             echo = [self._echo(prompt) for prompt in prompts] if body.echo else []
@@ -134,7 +106,7 @@ class Service:
                 prompt_only=body.max_tokens == 0,
             )
             writer = CompletionWriter(job, self.token_texts)
-            return self._respond(writer, ticket, body.timeout)
+            return self._respond(writer, ticket, self.deadline(scope, body.timeout))
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -147,7 +119,7 @@ class Service:
     ) -> Response:
         """Handle `/v1/chat/completions`, and other APIs that are translated to it."""
         n = body.n or 1
-        ticket = self._admit(scope, body.model, n, body.limit())
+        ticket = self._admit(scope, n, body.limit())
         try:
             functions = body.functions()
             tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
@@ -170,7 +142,8 @@ class Service:
                 parser=partial(self.chat_format.parser, prompt, bool(functions)) if parts else None,
                 visible=self.chat_format.visible if parts else (),
             )
-            return self._respond(writer(job, self.token_texts), ticket, body.timeout)
+            deadline = self.deadline(scope, body.timeout)
+            return self._respond(writer(job, self.token_texts), ticket, deadline)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
@@ -202,7 +175,7 @@ class Service:
 
     async def tokenize(self, body: TokenizeRequest, scope: Scope) -> Response:
         """Handle `/tokenize`."""
-        ticket = self._admit(scope, body.model, 1, 0)
+        ticket = self._admit(scope, 1, 0)
         try:
             if body.messages is not None:
                 ids = await self._tokenize_chat(await self._render(body.messages))
@@ -215,7 +188,6 @@ class Service:
 
     async def embed(self, body: EmbeddingRequest, scope: Scope) -> Response:
         """Handle `/v1/embeddings`."""
-        self.check_model_name(body.model)
         self._check_task(embeds=True)
         assert self.engine.info is not None
         if body.dimensions not in (None, self.engine.info.embedding_dim):
@@ -237,53 +209,18 @@ class Service:
                     inputs=inputs,
                     base64=body.encoding_format == "base64",
                 ),
-                self.context(ticket, None),
+                self.context(ticket, self.deadline(scope, None)),
             )
             return EngineResponse(batch, ticket, admission=self.admission, metrics=self.metrics)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
             raise
 
-    async def load_adapter(self, body: LoadAdapterRequest) -> Response:
-        """Handle `/v1/load_lora_adapter` of the admin listener."""
-        check_name(body.lora_name)
-        if body.lora_name == self.model:
-            raise Unprocessable(
-                f"'{self.model}' is the base model", hint="give the adapter another name"
-            )
-        adapter = await self.engine.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
-        fields = {"id": adapter.name, "rank": adapter.rank, "sha256": adapter.digest}
-        return json_response(200, _encode(fields))
-
-    async def unload_adapter(self, body: UnloadAdapterRequest) -> Response:
-        """Handle `/v1/unload_lora_adapter` of the admin listener: running requests finish."""
-        if body.lora_name not in self.engine.adapters:
-            message = f"adapter '{body.lora_name}' not found"
-            hint = "GET /v1/models of the main listener lists the adapters"
-            raise RequestError(ApiError(404, message, hint, param="lora_name"))
-        await self.engine.unload_adapter(body.lora_name)
-        return json_response(200, _encode({"id": body.lora_name}))
-
-    def check_model_name(self, model: str) -> None:
-        """Raise a 404 for a name that is neither the model's nor an adapter's."""
-        if model not in ("", self.model) and model not in self.engine.adapters:
-            names = ", ".join(f"'{name}'" for name in (self.model, *self.engine.adapters))
-            raise RequestError(
-                ApiError(
-                    404,
-                    f"model '{model}' not found",
-                    f"use {names}",
-                    param="model",
-                    code="model_not_found",
-                )
-            )
-
     def _adapter(self, model: str) -> str:
         """Return the adapter that a request's `model` names; empty for the base model."""
         return "" if model == self.model else model
 
-    def _admit(self, scope: Scope, model: str, choices: int, max_tokens: int | None) -> Ticket:
-        self.check_model_name(model)
+    def _admit(self, scope: Scope, choices: int, max_tokens: int | None) -> Ticket:
         self._check_text()
         max_len = self._max_model_len()
         prompt_tokens = min(max_len, estimate_tokens(scope["ingot.size"]))
@@ -360,12 +297,12 @@ class Service:
             raise Unprocessable("messages: must not be empty", hint="give at least one token")
         return tuple(ids)
 
-    def _respond(self, writer: Writer, ticket: Ticket, timeout: float | None) -> Response:
+    def _respond(self, writer: Writer, ticket: Ticket, deadline: float) -> Response:
         job = writer.job
         self._check_task(embeds=False)
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
-        completion = CompletionStream(writer, self.context(ticket, timeout))
+        completion = CompletionStream(writer, self.context(ticket, deadline))
         return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)
 
     def _check_text(self) -> None:
@@ -386,15 +323,18 @@ class Service:
         hint = "serve an embedding model" if embeds else "it has /v1/embeddings only"
         raise RequestError(ApiError(400, message, hint, code="unsupported"))
 
-    def context(self, ticket: Ticket, timeout: float | None) -> RequestContext:
-        """Return what a request needs of the server, with its deadline."""
+    def deadline(self, scope: Scope, timeout: float | None) -> float:
+        """Return when a request fails; it may have waited for its model."""
+        return scope["ingot.received_at"] + min(timeout or self.max_request_s, self.max_request_s)
+
+    def context(self, ticket: Ticket, deadline: float) -> RequestContext:
+        """Return what a request needs of the server."""
         anonymous = ticket.tenant is ANONYMOUS
-        max_request_s = min(timeout or self.max_request_s, self.max_request_s)
         return RequestContext(
             engine=self.engine,
             tokenizer=self.tokenizer,
             metrics=self.metrics,
             cache_salt=b"" if anonymous else ticket.tenant.cache_salt,
             priority=0 if anonymous else ticket.priority,
-            deadline=time.monotonic() + max_request_s,
+            deadline=deadline,
         )

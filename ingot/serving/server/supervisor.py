@@ -60,14 +60,14 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start workers until `stop` is called."""
-        failures = 0
+        failures, earlier = 0, self._engine.info
         while True:
             started = time.monotonic()
             await self._run_worker()
             engine = self._engine
             if self._stopping.is_set():
                 return
-            if engine.startup_error is not None and engine.info is None:
+            if engine.startup_error is not None and engine.info is earlier:
                 raise IngotError(engine.startup_error.message, hint=engine.startup_error.hint)
             steady = engine.info is not None and time.monotonic() - started > STEADY_S
             failures = 1 if steady else failures + 1
@@ -86,15 +86,21 @@ class Supervisor:
     async def _run_worker(self) -> None:
         """Run one worker, from its start to its exit."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        weights = self._settings.weights_fd
+        try:
             # A session of its own: Ctrl-C in the terminal is handled by this process alone.
             self.process = process = subprocess.Popen(
                 [*self.command, str(theirs.fileno()), self._worker_settings()],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *([] if weights is None else [weights])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         protocol = self._engine.connect()
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: protocol, sock=ours)

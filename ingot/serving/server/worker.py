@@ -12,6 +12,8 @@ frames ends the worker.
 
 from __future__ import annotations
 
+import logging
+import os
 import select
 import socket
 import sys
@@ -33,6 +35,7 @@ from ingot.serving.server import wire
 if TYPE_CHECKING:
     import torch
 
+    from ingot.nn.shared import SharedWeights
     from ingot.serving.engine.engine import Engine
     from ingot.serving.engine.inference import InferenceEngine
     from ingot.serving.engine.pooling import PoolingEngine
@@ -52,6 +55,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "auto"
     kv_cache_bytes: int | None = None
     """None for the default of `config_for_memory`."""
+    default_kv_cache_bytes: int | None = None
+    """Used instead of that default by models that have a KV cache."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; "auto" is that of the model."""
     speculate: Literal["ngram", "int4"] | None = None
@@ -68,6 +73,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Maximum number of rows of a batch of a classifier."""
     max_queue_delay: float = BatchingConfig.max_queue_delay
     """Seconds that a request to a classifier may wait for others."""
+    weights_fd: int | None = None
+    """File of weights that several workers share: see `ingot.nn.shared`."""
     json_logs: bool = False
 
 
@@ -222,7 +229,8 @@ def _create_engine(
     from ingot.serving.engine import engine as engines
     from ingot.serving.engine.speculate import create_proposer
 
-    decoder, tokenizer = hf.load(directory).to(device), Tokenizer.load(directory)
+    shared = _shared_weights(settings, directory, device)
+    decoder, tokenizer = hf.load(directory, shared=shared).to(device), Tokenizer.load(directory)
     decoder.set_kv_cache_dtype(settings.kv_cache_dtype)
     adapters = AdapterPool.of(
         decoder,
@@ -231,7 +239,8 @@ def _create_engine(
         max_lora_rank=settings.max_lora_rank,
         skip_broken=settings.skip_broken_adapters,
     )
-    scheduler_config = engines.config_for_memory(decoder, settings.kv_cache_bytes)
+    kv_cache_bytes = settings.kv_cache_bytes or settings.default_kv_cache_bytes
+    scheduler_config = engines.config_for_memory(decoder, kv_cache_bytes)
     runner, proposer = create_proposer(settings.speculate, decoder, scheduler_config)
     engine = engines.Engine(
         decoder,
@@ -264,7 +273,8 @@ def _create_pooling_engine(
     from ingot.serving.engine.pooling import PoolingEngine
 
     _check_unused(settings, "an embedding model")
-    model, config = sentence_transformers.load(directory, device=device)
+    shared = _shared_weights(settings, directory, device)
+    model, config = sentence_transformers.load(directory, device=device, shared=shared)
     ready = wire.EngineReady(
         model=directory.resolve().name,
         device=str(device),
@@ -322,6 +332,17 @@ def warm_up_inference(engine: InferenceEngine) -> None:
         engine.step()
 
 
+def _shared_weights(
+    settings: WorkerSettings, directory: Path, device: torch.device
+) -> SharedWeights | None:
+    """Return the memory that the weights share with other workers; None if they are on a device."""
+    from ingot.nn.shared import SharedWeights
+
+    if settings.weights_fd is None or device.type != "cpu":
+        return None
+    return SharedWeights(settings.weights_fd, directory)
+
+
 def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
     """Run every kernel once, so that the first request does not wait for compilation."""
     prompt = tuple(range(max(1, min(3, max_model_len - 3))))
@@ -355,6 +376,9 @@ def main() -> None:
     except ConnectionError:
         sys.exit(0)
     worker.run()
+    # Without Python's finalization (0.9 s of CPU time): another model may wait for the memory.
+    logging.shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":

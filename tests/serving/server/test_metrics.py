@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from ingot.serving.engine.output import EngineStats
-from ingot.serving.server.metrics import EngineCollector, Histogram, Metrics
+from ingot.serving.server.metrics import (
+    EngineCollector,
+    Histogram,
+    Metrics,
+    ModelMetrics,
+    ServerMetrics,
+)
 from ingot.serving.server.wire import EngineReady
 from tests.serving.server.messages import READY
 
@@ -16,11 +23,14 @@ STATS = EngineStats(
 )
 
 
+def render(models: list[ModelMetrics]) -> list[Metric]:
+    server = ServerMetrics(models, {200: 1}, {"draining": 0.0})
+    return list(parse(EngineCollector(lambda: server).render().decode()))
+
+
 def page(metrics: Metrics, info: EngineReady | None, stats: EngineStats | None) -> dict[str, float]:
-    facts = EngineCollector(
-        metrics, 'a "model"\n', lambda: (info, stats), lambda: {"engine_up": 1.0}
-    )
-    families = parse(facts.render().decode())
+    model = ModelMetrics('a "model"\n', metrics, info, stats, {"engine_up": 1.0})
+    families = render([model])
     return {
         sample.name
         + sample.labels.get("le", sample.labels.get("finished_reason", "")): sample.value
@@ -34,7 +44,6 @@ def test_names_that_dashboards_and_gateways_know() -> None:
     metrics.record_request("stop", ttft=0.03, e2e=0.7, prompt_tokens=12, generated_tokens=5)
     metrics.record_request("abort", ttft=None, e2e=0.1, prompt_tokens=3, generated_tokens=0)
     metrics.itl.observe(0.02)
-    metrics.statuses[200] += 1
     found = page(metrics, READY, STATS)
     for name, value in {
         "vllm:num_requests_running": 3,
@@ -66,6 +75,19 @@ def test_before_there_is_an_engine_there_is_a_page() -> None:
     found = page(Metrics(), None, None)
     assert "vllm:num_requests_running" not in found
     assert found["ingot:engine_up"] == 1
+
+
+def test_a_family_has_the_samples_of_all_models() -> None:
+    models = [
+        ModelMetrics(name, Metrics(), READY, STATS, {"engine_up": float(name == "a")})
+        for name in ("a", "b")
+    ]
+    families = {family.name: family for family in render(models)}
+    assert len(families) == len(render(models)), "a family is on the page once"
+    for name in ("ingot:engine_up", "vllm:num_requests_running", "vllm:cache_config_info"):
+        assert {one.labels["model_name"] for one in families[name].samples} == {"a", "b"}
+    up = {one.labels["model_name"]: one.value for one in families["ingot:engine_up"].samples}
+    assert up == {"a": 1.0, "b": 0.0}
 
 
 @given(st.lists(st.floats(0, 100), max_size=30))

@@ -1,0 +1,273 @@
+"""A deployment: one model with its engine process, adapters, admission and metrics.
+
+    unloaded -> loading -> ready -> unloading -> unloaded
+                   |
+                   +-> failed
+
+Only a loaded one has a process, a tokenizer and a chat template. Its metrics, its adapters and what
+is known of the model stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from ingot.core.errors import ConfigError, IngotError
+from ingot.core.log import logger
+from ingot.interop.signature import is_classifier
+from ingot.interop.tokenizer import Tokenizer
+from ingot.serving.engine.adapters import check_name
+from ingot.serving.fleet.memory import DeploymentUse, Footprint
+from ingot.serving.server.admission import Admission, AdmissionLimits
+from ingot.serving.server.config import ServerConfig
+from ingot.serving.server.engine_client import EngineClient
+from ingot.serving.server.metrics import Metrics, ModelMetrics
+from ingot.serving.server.service import Service
+from ingot.serving.server.supervisor import Supervisor
+from ingot.serving.server.worker import WorkerSettings
+
+_log = logger(__name__)
+QUEUE_DEPTH_FACTOR = 8
+"""Maximum tokens in flight, as a multiple of the KV cache's capacity."""
+PROCESS_BYTES = 400 << 20
+"""Memory of an engine process without weights and KV cache: 0.24 GiB after loading SmolLM2, and
+activations."""
+
+
+class DeploymentState(StrEnum):
+    """State of a deployment."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    READY = "ready"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentSpec:
+    """What to serve under a name, and how."""
+
+    name: str
+    directory: Path
+    config: ServerConfig
+    """`device`, `max_requests`, `timeout`, `kv_cache_bytes`, `adapters`... of this model."""
+    pinned: bool = True
+    """Whether it is loaded at the start and stays."""
+    memory_bytes: int | None = None
+    """Memory that it takes; None for an estimate."""
+    default_kv_cache_bytes: int | None = None
+    """Size of a KV cache whose size is not configured."""
+
+    def __post_init__(self) -> None:
+        for name in self.config.adapters:
+            check_name(name)
+            if name == self.name:
+                raise ConfigError(
+                    f"adapter '{name}' has the name of its base model", hint="give it another name"
+                )
+
+
+class Deployment:
+    """Serves a model while it is loaded."""
+
+    def __init__(self, spec: DeploymentSpec) -> None:
+        self.spec, self.name = spec, spec.name
+        self.created = int(time.time())
+        self.state = DeploymentState.UNLOADED
+        self.error: IngotError | None = None
+        """Why it could not be loaded."""
+        self.engine = EngineClient()
+        self.admission = Admission(AdmissionLimits(requests=spec.config.max_requests))
+        self.metrics = Metrics()
+        self.service: Service | None = None
+        """Handles requests; None if it is unloaded."""
+        self.last_use = 0.0
+        self.num_waiting = 0
+        """Requests that wait until it is loaded."""
+        self.num_admin_requests = 0
+        """Running requests of the admin API."""
+        self.num_loads = 0
+        self.started_at = 0.0
+        """When it began to load."""
+        self.on_change: Callable[[Deployment], None] = lambda _: None
+        """Called when the state has changed, or an engine has become ready again."""
+        self._supervisor: Supervisor | None = None
+        self._num_earlier_restarts = 0
+        self._directory = str(spec.directory.resolve())
+        self._weights_bytes = _weights_bytes(spec.directory)
+        paths = map(Path, spec.config.adapters.values())
+        self._adapter_bytes = sum(map(_weights_bytes, paths))
+        self.engine.on_status_change = self._on_status_change
+
+    @property
+    def status(self) -> str:
+        """The state, as clients see it: an engine that is being restarted is loading."""
+        is_restarting = self.state is DeploymentState.READY and not self.engine.ready
+        return str(DeploymentState.LOADING if is_restarting else self.state)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine is stalled and will be restarted."""
+        return self._supervisor is not None and self._supervisor.stalled
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts of the engine after it died or stalled."""
+        own = self._supervisor.restarts if self._supervisor else 0
+        return self._num_earlier_restarts + own
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests can select."""
+        loaded = self.engine.adapters if self.engine.info is not None else self.spec.config.adapters
+        return tuple(loaded)
+
+    @property
+    def weights(self) -> str:
+        """Identity of the weights. Only CPUs share them: elsewhere, each process has a copy."""
+        device = self.spec.config.device if self.engine.info is None else self.engine.info.device
+        return self._directory if device in ("auto", "cpu") else f"{self.name} on {device}"
+
+    @property
+    def footprint(self) -> Footprint:
+        """The memory that it takes when it is loaded."""
+        spec, info, weights_bytes = self.spec, self.engine.info, self._weights_bytes
+        if spec.memory_bytes is not None:
+            weights_bytes = min(weights_bytes, spec.memory_bytes)
+            private_bytes = spec.memory_bytes - weights_bytes
+        else:
+            configured = spec.config.kv_cache_bytes or spec.default_kv_cache_bytes or 0
+            kv_cache_bytes = configured if info is None else info.kv_cache_bytes
+            private_bytes = PROCESS_BYTES + kv_cache_bytes + self._adapter_bytes
+            if spec.config.speculate == "int4":
+                private_bytes += weights_bytes // 3  # the copy with its scales
+        return Footprint(
+            weights=self.weights, weights_bytes=weights_bytes, private_bytes=private_bytes
+        )
+
+    @property
+    def use(self) -> DeploymentUse:
+        """What the memory budget has to know."""
+        state = self.state
+        return DeploymentUse(
+            name=self.name,
+            footprint=self.footprint,
+            is_loaded=state not in (DeploymentState.UNLOADED, DeploymentState.FAILED),
+            is_ready=state is DeploymentState.READY,
+            is_unloading=state is DeploymentState.UNLOADING,
+            pinned=self.spec.pinned,
+            num_requests=self.admission.requests + self.num_admin_requests,
+            last_use=self.last_use,
+        )
+
+    def prepare(self) -> None:
+        """Load the tokenizer; raise the error of one that is missing or malformed."""
+        self.service = Service(
+            model=self.name,
+            tokenizer=_load_tokenizer(self.spec.directory),
+            engine=self.engine,
+            admission=self.admission,
+            max_request_s=self.spec.config.timeout,
+            metrics=self.metrics,
+        )
+
+    def start(self, weights_fd: int | None = None) -> asyncio.Task[None]:
+        """Load the model and serve until `stop`.
+
+        The task ends when the process has exited; it raises the error of a model that cannot be
+        loaded.
+        """
+        self.error, self.started_at = None, time.monotonic()
+        self._supervisor = self._create_supervisor(weights_fd)
+        self._set_state(DeploymentState.LOADING)
+        return asyncio.create_task(self._run(self._supervisor))
+
+    async def _run(self, supervisor: Supervisor) -> None:
+        try:
+            if self.service is None:
+                await asyncio.to_thread(self.prepare)
+            if self.state is DeploymentState.LOADING:
+                await supervisor.run()
+        except Exception as error:
+            is_known = isinstance(error, IngotError)
+            if not is_known:
+                _log.exception("the engine of %s could not be run", self.name)
+            text = f"{type(error).__name__}: {error}"[:1000]
+            self.error = error if is_known else IngotError(text, hint="see the server's log")
+            raise
+        finally:
+            self._num_earlier_restarts = self.num_restarts
+            self._supervisor = self.service = None
+            failed = self.error is not None
+            self._set_state(DeploymentState.FAILED if failed else DeploymentState.UNLOADED)
+
+    def stop(self, reason: str) -> None:
+        """Stop serving; the task ends when the process has exited."""
+        if self._supervisor is not None:
+            self._set_state(DeploymentState.UNLOADING)
+            self._supervisor.stop(reason)
+
+    def read_metrics(self) -> ModelMetrics:
+        """Return the metrics as they are now."""
+        gauges = {
+            "requests_in_flight": self.admission.requests,
+            "tokens_in_flight": self.admission.tokens,
+            "requests_rejected": self.admission.num_rejected,
+            "engine_up": float(self.engine.ready),
+            "engine_restarts": self.num_restarts,
+            "model_loads": self.num_loads,
+        }
+        stats = self.engine.stats if self.use.is_loaded else None
+        return ModelMetrics(self.name, self.metrics, self.engine.info, stats, gauges)
+
+    def _create_supervisor(self, weights_fd: int | None) -> Supervisor:
+        config = self.spec.config
+        settings = WorkerSettings(
+            directory=str(self.spec.directory),
+            device=config.device,
+            kv_cache_bytes=config.kv_cache_bytes,
+            default_kv_cache_bytes=self.spec.default_kv_cache_bytes,
+            kv_cache_dtype=config.kv_cache_dtype,
+            speculate=config.speculate,
+            adapters={name: str(Path(path).absolute()) for name, path in config.adapters.items()},
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+            weights_fd=weights_fd,
+            max_batch_size=config.max_batch_size,
+            max_queue_delay=config.max_queue_delay,
+            json_logs=config.json_logs,
+        )
+        return Supervisor(self.engine, settings, config.stall_timeout)
+
+    def _on_status_change(self) -> None:
+        info = self.engine.info
+        if not self.engine.ready or info is None:
+            return
+        limits = AdmissionLimits(requests=self.spec.config.max_requests)
+        if info.num_blocks:
+            tokens = QUEUE_DEPTH_FACTOR * info.num_blocks * info.block_size
+            limits = replace(limits, tokens=tokens)
+        self.admission.limits = limits
+        if self.state is DeploymentState.LOADING:
+            self.num_loads += 1
+        if self.state in (DeploymentState.LOADING, DeploymentState.READY):
+            self._set_state(DeploymentState.READY)
+
+    def _set_state(self, state: DeploymentState) -> None:
+        self.state = state
+        self.on_change(self)
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.empty() if is_classifier(directory) else Tokenizer.load(directory)
+
+
+def _weights_bytes(directory: Path) -> int:
+    """Return the size of the weights' files."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

@@ -1,0 +1,159 @@
+"""A file of several models for one server: `ingot serve fleet.toml`.
+
+    memory_gib = 8                      # of all loaded models together
+
+    [deployments.smollm2]               # the name that requests give as their `model`
+    model = "smollm2"                   # a directory relative to the file, or ORG/NAME on the hub
+    pinned = true                       # loaded at the start, and never unloaded
+    adapters = { pirate = "runs/pirate" }
+
+    [deployments.qwen]                  # loaded when the first request asks for it
+    model = "Qwen/Qwen3-0.6B"
+    kv_cache_gib = 0.5
+    max_requests = 64
+
+What a deployment does not set is that of the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ingot.core import config, device
+from ingot.core.errors import ConfigError
+from ingot.serving.engine.adapters import check_name
+from ingot.serving.server.config import ServerConfig
+from ingot.serving.server.deployment import DeploymentSpec
+
+SUFFIX = ".toml"
+MAX_DEPLOYMENTS = 256
+MAX_GIB = 1 << 16
+MEMORY_FRACTION = 0.75
+"""Default of `memory_gib`, as a fraction of the machine's memory."""
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentConfig:
+    """A table of the file. Fields without a description are those of `ServerConfig`."""
+
+    model: str
+    """A directory relative to the file, or ORG/NAME on the Hugging Face hub."""
+    pinned: bool = False
+    """Whether it is loaded at the start and never unloaded."""
+    memory_gib: float | None = None
+    """Memory of weights, KV cache and process; default: estimated."""
+    kv_cache_gib: float | None = None
+    """Size of the KV cache; default: 1 GiB."""
+    adapters: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Directories of LoRA adapters, relative to the file, by name."""
+    device: str | None = None
+    max_requests: int | None = None
+    timeout: float | None = None
+    stall_timeout: float | None = None
+    kv_cache_dtype: Literal["auto", "int8"] | None = None
+    speculate: Literal["ngram", "int4"] | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    max_batch_size: int | None = None
+    max_queue_delay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("memory_gib", "kv_cache_gib"):
+            _check_gib(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetFile:
+    """The content of the file."""
+
+    memory_gib: float | None = None
+    """Memory of all loaded models; default: three quarters of the machine's."""
+    deployments: Mapping[str, DeploymentConfig]
+    """Models by the name that requests give."""
+
+    def __post_init__(self) -> None:
+        _check_gib("memory_gib", self.memory_gib)
+        if not 1 <= len(self.deployments) <= MAX_DEPLOYMENTS:
+            raise ConfigError(
+                f"expected 1 to {MAX_DEPLOYMENTS} deployments, got {len(self.deployments)}",
+                hint="add a table [deployments.NAME] with a model",
+            )
+        owners: dict[str, str] = {}
+        for name, deployment in self.deployments.items():
+            check_name(name, "a deployment")
+            for adapter in (name, *deployment.adapters):
+                if adapter in owners:
+                    raise ConfigError(
+                        f"'{adapter}' of deployment '{name}' is also a name of '{owners[adapter]}'",
+                        hint="names of deployments and adapters are unique: rename one of them",
+                    )
+                owners[adapter] = name
+
+    @property
+    def memory_bytes(self) -> int:
+        """The budget."""
+        if self.memory_gib is None:
+            return int(MEMORY_FRACTION * device.detect().memory)
+        return int(self.memory_gib * 2**30)
+
+
+def load_fleet(
+    path: Path, server: ServerConfig, find_model: Callable[[Path | str], Path]
+) -> tuple[int, list[DeploymentSpec]]:
+    """Read a file; return the memory budget in bytes and the deployments.
+
+    `server` has the settings of the command line, `find_model` returns the directory of a model.
+    """
+    if server.adapters:
+        raise ConfigError(
+            "--adapter: the base model is not known", hint=f"add it to a deployment in {path}"
+        )
+    fleet = config.load(FleetFile, path)
+    specs = [
+        _spec(name, deployment, path.parent, server, find_model)
+        for name, deployment in fleet.deployments.items()
+    ]
+    if len(specs) == 1:
+        specs = [replace(specs[0], pinned=True)]  # it would be loaded again at once
+    return fleet.memory_bytes, specs
+
+
+def _spec(
+    name: str,
+    deployment: DeploymentConfig,
+    folder: Path,
+    server: ServerConfig,
+    find_model: Callable[[Path | str], Path],
+) -> DeploymentSpec:
+    shared = {one.name for one in fields(ServerConfig)} - {"adapters"}
+    given: dict[str, Any] = {
+        one.name: value
+        for one in fields(deployment)
+        if one.name in shared and (value := getattr(deployment, one.name)) is not None
+    }
+    if deployment.kv_cache_gib is not None:
+        given["kv_cache_bytes"] = int(deployment.kv_cache_gib * 2**30)
+    given["adapters"] = {one: folder / path for one, path in deployment.adapters.items()}
+    local = folder / deployment.model
+    memory = deployment.memory_gib
+    try:
+        own = replace(server, **given)
+    except ConfigError as error:
+        raise ConfigError(f"deployments.{name}: {error.message}", hint=error.hint) from error
+    return DeploymentSpec(
+        name=name,
+        directory=find_model(local if local.is_dir() else deployment.model),
+        config=own,
+        pinned=deployment.pinned,
+        memory_bytes=None if memory is None else int(memory * 2**30),
+        default_kv_cache_bytes=DEFAULT_KV_CACHE_BYTES,
+    )
+
+
+def _check_gib(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value <= MAX_GIB:
+        raise ConfigError(f"{name}: expected 0 to {MAX_GIB}, got {value}", hint="give GiB")
