@@ -4,7 +4,8 @@ A batch is closed
 
 - when it is full: `max_batch_size` rows wait;
 - when a request has waited for `max_queue_delay`;
-- when waiting longer would endanger a deadline: the time that a batch takes is left before it.
+- when waiting longer would endanger a deadline: the time that a batch takes is left before it, and
+  at least half of the time that the request had.
 
 Requests are taken by deadline, which is the order of their arrival where all have the same timeout.
 A request is never divided. Nothing here reads a clock or imports torch.
@@ -50,8 +51,8 @@ class Batcher:
     >>> batcher = Batcher(BatchingConfig(max_batch_size=4, max_queue_delay=0.005))
     >>> batcher.add(1, rows=2, now=0.0)
     >>> batcher.add(2, rows=1, now=0.001, deadline=0.004)
-    >>> batcher.due_at(batch_s=0.001)  # request 2 has to be computed by 0.004
-    0.003
+    >>> batcher.due_at(batch_s=0.002)  # request 2 has to be computed by 0.004
+    0.002
     >>> batcher.take()
     [2, 1]
     """
@@ -92,7 +93,10 @@ class Batcher:
         if self._rows >= self.config.max_batch_size:
             return -math.inf
         delay = self.config.max_queue_delay
-        times = (min(one.arrival + delay, one.deadline - batch_s) for one in self._waiting.values())
+        times = (
+            min(one.arrival + delay, (one.arrival + one.deadline) / 2, one.deadline - batch_s)
+            for one in self._waiting.values()
+        )
         return min(times, default=math.inf)
 
     def take(self) -> list[int]:

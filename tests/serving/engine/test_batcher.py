@@ -40,7 +40,10 @@ def check(batcher: Batcher, arrivals: Any, batch_s: float) -> None:
             batcher.add(id, rows=rows[id], now=now, deadline=ends[id])
             waiting[id] = now
         due = batcher.due_at(batch_s)
-        limits = [min(t + config.max_queue_delay, ends[id] - batch_s) for id, t in waiting.items()]
+        limits = [
+            min(t + config.max_queue_delay, (t + ends[id]) / 2, ends[id] - batch_s)
+            for id, t in waiting.items()
+        ]
         limit = min(limits, default=math.inf)
         full = sum(rows[id] for id in waiting) >= config.max_batch_size
         if due > now:
@@ -73,7 +76,8 @@ class Late(Batcher):
     """Does not look at deadlines."""
 
     def due_at(self, batch_s: float) -> float:
-        return super().due_at(-1.0)
+        waits = [one.arrival + self.config.max_queue_delay for one in self._waiting.values()]
+        return min(waits, default=math.inf)
 
 
 class Early(Batcher):
