@@ -118,7 +118,9 @@ def _hash(step: dict[str, Any]) -> str:
 def size(count: int) -> str:
     """Format a number of bytes.
 
-    >>> size(98_362_432), size(2_200_000_000)
-    ('98.4 MB', '2.20 GB')
+    >>> size(3_760), size(98_362_432), size(2_200_000_000)
+    ('3.8 kB', '98.4 MB', '2.20 GB')
     """
+    if count < 1e5:
+        return f"{count / 1e3:.1f} kB"
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import tyro
 
 from ingot.cli import escape_markup
@@ -39,9 +40,12 @@ def info(
 
 def report(directory: Path) -> dict[str, Any]:
     """Return everything that `--json` prints."""
-    from ingot.interop import hf
+    from ingot.interop import classifier, hf
+    from ingot.interop.signature import is_classifier
 
-    if hf.is_encoder(directory):
+    if is_classifier(directory):
+        described, memory = classifier.describe(directory), 0
+    elif hf.is_encoder(directory):
         described, memory = hf.describe_encoder(directory), 0
     else:
         described = hf.describe(directory)
@@ -55,7 +59,14 @@ def report(directory: Path) -> dict[str, Any]:
         "dtypes": described.dtypes,
         "kv_bytes_per_1k_tokens": 1000 * memory,
         "lineage": lineage.read(directory).steps,
+        **_signature(described),
     }
+
+
+def _signature(described: object) -> dict[str, Any]:
+    """Return the inputs and outputs of a classifier; nothing for a language model."""
+    signature = getattr(described, "signature", None)
+    return {} if signature is None else msgspec.to_builtins(signature)
 
 
 def as_data(value: Any) -> Any:
@@ -74,6 +85,47 @@ def as_data(value: Any) -> Any:
 def _print_lines(content: dict[str, Any]) -> None:
     from ingot.cli.import_ import size
 
+    dtypes = ", ".join(f"{count} {name}" for name, count in content["dtypes"].items())
+    memory = (
+        ("parameters", _count(content["parameters"])),
+        ("weights", f"{size(content['bytes'])}: {dtypes}"),
+    )
+    describe = _describe_classifier if "inputs" in content else _describe_language_model
+    above, below = describe(content)
+    steps = [("lineage", _step(step)) for step in content["lineage"]]
+    for name, value in (*above, *memory, *below, *steps):
+        line = f"[bold]{name:<15}[/]{escape_markup(value)}"
+        stdout().print(line, highlight=False, soft_wrap=True)
+
+
+_Lines = list[tuple[str, str]]
+
+
+def _count(number: int) -> str:
+    """Return a number of parameters.
+
+    >>> _count(942), _count(134_515_008)
+    ('942', '134.5 million')
+    """
+    return f"{number:,}" if number < 1e5 else f"{number / 1e6:,.1f} million"
+
+
+def _describe_classifier(content: dict[str, Any]) -> tuple[_Lines, _Lines]:
+    """Return the lines above and below those of the memory."""
+    config = {key: value for key, value in content["config"].items() if key != "kind"}
+    fields = ", ".join(f"{key} {value}" for key, value in config.items())
+    tensors = [
+        (kind[:-1], f"{tensor['name']}: {tensor['datatype']} {list(tensor['shape'])}")
+        for kind in ("inputs", "outputs")
+        for tensor in content[kind]
+    ]
+    return [("architecture", f"{content['architecture']}: {fields}"), *tensors], []
+
+
+def _describe_language_model(content: dict[str, Any]) -> tuple[_Lines, _Lines]:
+    """Return the lines above and below those of the memory."""
+    from ingot.cli.import_ import size
+
     config = content["config"]
     shape = f"{config['layers']} layers of {config['dim']}, MLP {config['ffn_dim']}"
     # An encoder has neither these fields nor a KV cache.
@@ -84,21 +136,13 @@ def _print_lines(content: dict[str, Any]) -> None:
         shape += f", {moe['top_k']} of {moe['num_experts']} experts"
     kv_bytes = content["kv_bytes_per_1k_tokens"]
     memory = f"{size(kv_bytes)} of KV cache per 1,000 tokens" if kv_bytes else "no KV cache"
-    dtypes = ", ".join(f"{count} {name}" for name, count in content["dtypes"].items())
-    for name, value in (
+    tied = ", tied" if config.get("tie_embeddings") else ""
+    above = [
         ("architecture", f"{content['architecture']}: {shape}; {heads}"),
-        (
-            "vocabulary",
-            f"{config['vocab_size']:,}" + (", tied" if config.get("tie_embeddings") else ""),
-        ),
+        ("vocabulary", f"{config['vocab_size']:,}{tied}"),
         ("context", f"{config['max_seq_len']:,} tokens"),
-        ("parameters", f"{content['parameters'] / 1e6:,.1f} million"),
-        ("weights", f"{size(content['bytes'])}: {dtypes}"),
-        ("memory", memory),
-        *(("lineage", _step(step)) for step in content["lineage"]),
-    ):
-        line = f"[bold]{name:<15}[/]{escape_markup(value)}"
-        stdout().print(line, highlight=False, soft_wrap=True)
+    ]
+    return above, [("memory", memory)]
 
 
 def _step(step: dict[str, Any]) -> str:

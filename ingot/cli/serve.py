@@ -52,9 +52,14 @@ def serve(
     adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     max_loras: int | None = None,
     max_lora_rank: int | None = None,
+    max_batch_size: int = 64,
+    max_queue_delay_ms: float = 5.0,
     log_format: Literal["text", "json"] = "text",
 ) -> None:
     """Serve a model to any OpenAI client: chat and completions, streamed or not; embeddings.
+
+    Classifiers of `ingot train`, and embedding models, are also served over the Open Inference
+    Protocol (KServe v2): /v2/models/NAME/infer, with dynamic batching.
 
     Ctrl-C or SIGTERM finishes running requests, then stops; a second one stops at once.
 
@@ -93,6 +98,8 @@ def serve(
         adapter: NAME=DIRECTORY of a LoRA adapter as PEFT saves it; may be repeated.
         max_loras: Maximum number of loaded adapters; default: as many as --adapter.
         max_lora_rank: Maximum rank of an adapter; default: the largest of --adapter, at least 16.
+        max_batch_size: Maximum number of rows of a batch, and of a request, of a classifier.
+        max_queue_delay_ms: Milliseconds that a request to a classifier may wait for others.
         log_format: Log format.
     """
     from ingot.serving.engine.adapters import parse_adapters
@@ -125,6 +132,8 @@ def serve(
         adapters=parse_adapters(adapter),
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
+        max_batch_size=max_batch_size,
+        max_queue_delay=max_queue_delay_ms / 1000,
         json_logs=log_format == "json",
     )
     workflow.run(_serve(server, started=time.monotonic()))
@@ -216,6 +225,8 @@ def describe_cache(info: EngineReady | None) -> str:
         return "KV cache not allocated"
     if info.embedding_dim is not None:
         return f"embeddings of {info.embedding_dim} elements"
+    if info.signature is not None:
+        return f"batches of up to {info.max_batch_size} rows"
     tokens, size = info.num_blocks * info.block_size, info.kv_cache_bytes / 2**30
     return f"KV cache of {tokens:,} tokens in {info.kv_cache_dtype} ({size:.2f} GiB)"
 
@@ -224,6 +235,12 @@ def example(server: Server, deployment: Deployment) -> str:
     """Return example requests for the terminal."""
     keys, info, service = server.gateway.keys, deployment.engine.info, deployment.service
     key = " -H 'Authorization: Bearer KEY'" if keys else ""
+    if info is not None and info.signature is not None:
+        url = f"{server.address}/v2/models/{deployment.name}"
+        return (
+            f"\n  [bold]curl[/] {url}{key}    (inputs and outputs)\n  POST {url}/infer\n"
+            f"  [dim]Ctrl-C stops; metrics at {server.admin_address}/metrics[/]\n"
+        )
     if info is not None and info.embedding_dim is not None:
         path, body = "embeddings", '"input": ["Hello", "Once upon a time"]'
     elif service is not None and service.tokenizer.chat_template is not None:

@@ -36,7 +36,7 @@ def train(
     """Train the model of a recipe. A run killed at any point resumes bit for bit with `--resume`.
 
     Ctrl-C or SIGTERM finishes the current step, writes a checkpoint and stops; a second one stops
-    at once. A decoder is exported as a model directory at the end, for `ingot generate`; `--export`
+    at once. The model is exported as a model directory at the end, for `ingot serve`; `--export`
     writes that of a run which is still training or was stopped, at its newest checkpoint.
 
     Examples: `ingot train recipes/xor.toml`, `ingot train recipes/digits.toml steps=100

@@ -41,6 +41,7 @@ from ingot.interop.quantization_scheme import (
     QuantizationScheme,
     describe_layers,
 )
+from ingot.interop.signature import CLASSIFIERS
 from ingot.nn.config import DecoderConfig, EncoderConfig
 from ingot.nn.decoder import Decoder
 from ingot.nn.encoder import Encoder
@@ -236,6 +237,11 @@ def read_config(raw: RawConfig) -> DecoderConfig:
             hint="compute embeddings with it: ingot.Embedder, or /v1/embeddings of `ingot serve`",
         )
     if model_type not in FAMILIES:
+        if model_type in CLASSIFIERS:
+            raise ConfigError(
+                f"the model is a classifier ({model_type}): it generates no text",
+                hint="serve it over the Open Inference Protocol: ingot serve",
+            )
         raise UnknownName("model_type in config.json:", model_type[:100], FAMILIES)
     return FAMILIES[model_type].read(raw)
 

@@ -65,6 +65,15 @@ class Tokenizer:
             chat_template=None if template is None else ChatTemplate(template),
         )
 
+    @classmethod
+    def empty(cls) -> Tokenizer:
+        """Return a tokenizer without tokens, for a model without text.
+
+        >>> Tokenizer.empty().encode("text")
+        []
+        """
+        return cls(inner=tokenizers.Tokenizer(tokenizers.models.BPE()))
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, including added ones."""

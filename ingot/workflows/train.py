@@ -7,9 +7,9 @@
     run.stop()                                               # from a signal handler or a thread
     run.train()
 
-A decoder is exported as a model directory when its run is finished, with quantized weights after
-quantization-aware training, and a LoRA adapter as a PEFT directory; `export` writes that of a run
-at its newest checkpoint.
+A decoder or classifier is exported as a model directory when its run is finished, with quantized
+weights after quantization-aware training, and a LoRA adapter as a PEFT directory; `export` writes
+that of a run at its newest checkpoint.
 """
 
 # pyright: basic
@@ -28,7 +28,7 @@ from torch import nn
 from ingot.core import config, lineage, log, paths
 from ingot.core.errors import IngotError
 from ingot.data import tokenizer as tokenizers
-from ingot.interop import hf, peft
+from ingot.interop import classifier, hf, peft
 from ingot.nn import Decoder
 from ingot.nn.qat import convert_qat
 from ingot.nn.weights import WeightsError
@@ -64,7 +64,7 @@ class TrainResult:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Results of the last evaluation."""
     model_dir: Path | None = None
-    """The exported model directory; None if the model is not a decoder."""
+    """The exported model directory; None if the model is a GRU."""
 
 
 def train(
@@ -127,7 +127,7 @@ class TrainingRun:
         self.trainer.stop()
 
     def train(self, on_metrics: OnMetrics = lambda metrics: None) -> TrainResult:
-        """Train to the end of the recipe or until `stop`, and export a finished decoder."""
+        """Train to the end of the recipe or until `stop`, and export a finished model."""
         _LOG.info("the run is in %s", self.directory)
         with _naming_silent_ranks(self.ranks, self.directory):
             if self.ranks.is_main:
@@ -190,7 +190,7 @@ def export(
         )
     if not _write_model(model, own, datasets, checkpoint.step, model_dir):
         raise IngotError(
-            f"{directory}: only decoders can be exported as a model directory",
+            f"{directory}: a GRU cannot be exported as a model directory",
             hint="use the weights in its checkpoints, which are safetensors",
         )
     return TrainResult(
@@ -277,7 +277,15 @@ def _build_trainer(
 def _write_model(
     model: nn.Module, recipe: Recipe, datasets: Datasets, step: int, path: Path
 ) -> bool:
-    """Write a decoder, or its adapter, with its tokenizer and its lineage; False for others."""
+    """Write a model, or the adapter of a decoder, with its lineage; return False for a GRU."""
+    if isinstance(model, classifier.Classifier):
+        row_shape = datasets.train.batch([0]).x.shape[1:]
+        with paths.atomic_directory(path) as temporary:
+            classifier.save(model, temporary, row_shape)
+            lineage.append(
+                temporary, "train", recipe=recipe.name, steps=step, data=datasets.fingerprint
+            )
+        return True
     if datasets.tokenizer_dir is None or not isinstance(model, Decoder):
         return False
     with paths.atomic_directory(path) as temporary:

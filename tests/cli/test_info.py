@@ -7,6 +7,8 @@ import pytest
 
 from ingot.cli.info import info, report
 from ingot.core.errors import IngotError
+from ingot.interop import classifier
+from ingot.nn import CNN, CNNConfig
 
 
 def test_description_of_a_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +37,20 @@ def test_description_of_an_encoder(minilm: Path, capsys: pytest.CaptureFixture[s
         "weights        90.9 MB: 103 float32, 1 int64",
         "memory         no KV cache",
     ]
+
+
+def test_description_of_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = CNNConfig(widths=(4, 6), num_classes=10)
+    classifier.save(CNN.from_config(config, seed=0), tmp_path, (1, 8, 8))
+    info(str(tmp_path))
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "architecture   cnn: in_channels 1, widths (4, 6), num_classes 10, dropout 0.0",
+        "input          input: FP32 [1, 8, 8]",
+        "output         logits: FP32 [10]",
+        "parameters     870",
+        "weights        3.5 kB: 22 float32",
+    ]
+    assert report(tmp_path)["outputs"] == ({"name": "logits", "datatype": "FP32", "shape": (10,)},)
 
 
 def test_json_of_a_model_without_lineage(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ingot.cli.serve import deployment_table, format_fleet, format_stats
+from ingot.cli.serve import deployment_table, describe_cache, example, format_fleet, format_stats
+from ingot.interop import classifier
+from ingot.nn import CNN, CNNConfig
 from ingot.serving.engine.output import EngineStats
 from ingot.serving.server.config import ServerConfig
 from ingot.serving.server.deployment import Deployment, DeploymentSpec
 from ingot.serving.server.pool import DeploymentPool
+from ingot.serving.server.wire import EngineReady
+from ingot.workflows.serve import build_server
 from tests.cli.conftest import COMMAND, Run
 
 
@@ -121,6 +125,28 @@ def test_the_line() -> None:
     )
     assert format_stats(stats, 1234.5, 3).startswith("running 3, waiting 0, 1,234 tokens/s, KV 0%")
     assert format_stats(stats, 0.0, 0).startswith("running 0"), "the last step is not now"
+
+
+def test_what_a_classifier_greets_with(tmp_path: Path) -> None:
+    (tmp_path / "digits").mkdir()
+    model = CNN.from_config(CNNConfig(widths=(4,), num_classes=3), seed=0)
+    classifier.save(model, tmp_path / "digits", (1, 2, 2))
+    server = build_server(tmp_path / "digits", port=0, admin_port=0)
+    sizes = dict.fromkeys(("vocab_size", "max_model_len", "block_size", "num_blocks"), 0)
+    (deployment,) = server.gateway.deployments
+    (client,) = deployment.engine.engines
+    client.info = EngineReady(
+        model="digits",
+        kv_cache_dtype="",
+        kv_cache_bytes=0,
+        signature=classifier.describe(tmp_path / "digits").signature,
+        max_batch_size=64,
+        **sizes,
+    )
+    assert describe_cache(client.info) == "batches of up to 64 rows"
+    assert f"POST {server.address}/v2/models/digits/infer" in example(server, deployment)
+    server._main.close()
+    server._admin.close()
 
 
 def test_several_models_are_shown_with_their_memory_and_state(tmp_path: Path) -> None:

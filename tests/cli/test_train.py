@@ -22,6 +22,7 @@ from ingot.cli.train import train
 from ingot.core import config
 from ingot.core.errors import IngotError
 from ingot.interop import hf
+from ingot.nn import GRUConfig
 from ingot.observe.metrics import NAME, read
 from ingot.training.evaluate import LOGPROBS
 from ingot.training.guard import Diverged
@@ -176,11 +177,12 @@ def test_export_of_a_run_that_is_training(tmp_path: Path, capsys: Any) -> None:
         train(tmp_path / "recipe.toml", run=tmp_path / "run", export=tmp_path / "out")
 
 
-def test_only_decoders_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrent_model_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_report(monkeypatch)
-    path = written(runs.xor(steps=2), tmp_path)
+    model = GRUConfig(vocab_size=300, dim=8)
+    path = written(runs.text(tmp_path, steps=2, model=model, dropout=0.0), tmp_path)
     train(path, run=tmp_path / "run")
-    with pytest.raises(IngotError, match="only decoders"):
+    with pytest.raises(IngotError, match="a GRU cannot be exported"):
         train(path, run=tmp_path / "run", export=tmp_path / "out")
 
 

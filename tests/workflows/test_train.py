@@ -14,8 +14,8 @@ import ingot
 from ingot.compression import RoundToNearest
 from ingot.core import config, lineage
 from ingot.core.errors import ConfigError, IngotError
-from ingot.interop import hf, peft
-from ingot.nn import BatchLayout, LoraConfig, preset
+from ingot.interop import classifier, hf, peft
+from ingot.nn import BatchLayout, CNNConfig, LoraConfig, preset
 from ingot.nn.formats import Int4, Int8, WeightFormat
 from ingot.nn.qat import QatConfig
 from ingot.nn.quantized import QuantizedLinear
@@ -74,8 +74,25 @@ def test_the_newest_run_of_a_name_is_found(tmp_path: Path, monkeypatch: pytest.M
         find_run("named")
     first, second = (ingot.train(recipe).run_dir for _ in range(2))
     assert first != second == find_run("named")
-    with pytest.raises(IngotError, match="only decoders"):
-        export(recipe, tmp_path / "out")
+    assert export(recipe, tmp_path / "out").run_dir == second
+
+
+def test_a_classifier_is_exported_with_the_logits_of_its_run(tmp_path: Path) -> None:
+    model = CNNConfig(widths=(4, 6), num_classes=10, dropout=0.1)
+    recipe = runs.digits(model, ema_decay=0.5)
+    run = TrainingRun(recipe, run_dir=tmp_path / "run")
+    directory = tmp_path / "run/model"
+    assert run.train().model_dir == directory
+    assert lineage.read(directory).steps[-1]["data"] == "digits 0.2"
+    found, signature = classifier.load(directory)
+    assert signature.inputs[0].shape == (1, 8, 8)
+    images = run.trainer.datasets.validation.x
+    with run.trainer.ema_weights():
+        assert torch.equal(run.trainer.model.eval()(images), found(images))
+    exported = export(recipe, tmp_path / "out", run_dir=tmp_path / "run").model_dir
+    assert exported is not None
+    for name in ("config.json", "model.safetensors"):
+        assert (exported / name).read_bytes() == (directory / name).read_bytes()
 
 
 def adapter_recipe(

@@ -44,6 +44,8 @@ class Output(msgspec.Struct, frozen=True):
     """Error message, if the request failed or was rejected."""
     embedding: bytes | None = None
     """Embedding of the prompt, as little-endian float32, from a `PoolingEngine`."""
+    tensors: tuple[bytes, ...] | None = None
+    """Little-endian elements of each output of the signature, from an `InferenceEngine`."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from enum import Enum
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -123,6 +124,38 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.prompt + self.generated
 
     @property
+    def num_tokens(self) -> int:
+        """Number of `tokens`."""
+        return len(self.prompt) + len(self.generated)
+
+    @property
     def max_len(self) -> int:
         """Number of tokens, prompt included, at which it finishes with `LENGTH`."""
         return len(self.prompt) + self.max_tokens
+
+
+class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Named tensors for a model that keeps no state.
+
+    >>> InferenceRequest(id=1, rows=2, inputs=(bytes(16),)).deadline is None
+    True
+    """
+
+    id: int
+    """Unique among the requests that have not finished."""
+    rows: int
+    """First dimension of all inputs."""
+    inputs: tuple[bytes, ...]
+    """Little-endian elements of each input of the signature, in its order."""
+    deadline: float | None = None
+    """Time, on the engine's clock, at which the request is dropped."""
+    adapter: ClassVar[str] = ""
+    generated: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The rows: what a router counts as its load."""
+        return self.rows
+
+
+AnyRequest: TypeAlias = Request | InferenceRequest

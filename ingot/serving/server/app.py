@@ -1,4 +1,4 @@
-"""The ASGI applications: the APIs of OpenAI and Anthropic, and the admin API."""
+"""The ASGI applications: the APIs of OpenAI, Anthropic and KServe, and the admin API."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ingot.serving.server.errors import add_error_handlers, error_response, json_response
 from ingot.serving.server.gateway import Gateway
 from ingot.serving.server.guard import RequestGuard
+from ingot.serving.server.kserve import add_inference_routes
 from ingot.serving.server.messages import MessagesRequest, MessagesWriter
 from ingot.serving.server.metrics import EngineCollector
 from ingot.serving.server.openai import (
@@ -94,6 +95,7 @@ def create_app(gateway: Gateway) -> RequestGuard:
     async def one_model(name: str) -> dict[str, Any]:
         return gateway.describe_model(name)
 
+    add_inference_routes(app, gateway)
     return RequestGuard(gateway, app)
 
 

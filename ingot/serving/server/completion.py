@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+from starlette.responses import Response
 
 from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.detokenizer import StreamingDetokenizer
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.reply import Delta
 from ingot.serving.engine.request import FinishReason, Request
-from ingot.serving.server.errors import ApiError
+from ingot.serving.server.errors import ApiError, json_response
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.writer import Reply, Usage, Writer, encode
@@ -243,6 +244,10 @@ class CompletionStream:
     def body(self) -> bytes:
         """Return the complete response body."""
         return self.writer.body([choice.reply for choice in self.choices], self._usage())
+
+    def response(self) -> Response:
+        """Return the complete response."""
+        return json_response(200, self.body())
 
     # Events of the choices
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ingot.core.config import check_bounds
+from ingot.core.errors import ConfigError
+from ingot.serving.engine.batcher import BatchingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,10 @@ class ServerConfig:
     """Maximum number of loaded adapters; by default that of `adapters`."""
     max_lora_rank: int | None = None
     """Maximum rank; by default the largest of `adapters`, at least 16."""
+    max_batch_size: int = BatchingConfig.max_batch_size
+    """Maximum number of rows of a batch of a classifier."""
+    max_queue_delay: float = BatchingConfig.max_queue_delay
+    """Seconds that a request to a classifier may wait for others."""
     json_logs: bool = False
 
     def __post_init__(self) -> None:
@@ -64,3 +70,9 @@ class ServerConfig:
             stall_timeout=(0.1, 86_400),
             drain_timeout=(0.0, 86_400),
         )
+        BatchingConfig(max_batch_size=self.max_batch_size, max_queue_delay=self.max_queue_delay)
+        if self.max_queue_delay >= self.stall_timeout:
+            raise ConfigError(
+                "max_queue_delay: must be below stall_timeout, which restarts the engine",
+                hint="lower --max-queue-delay-ms",
+            )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger
+from ingot.interop.signature import is_classifier
 from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.fleet.memory import DeploymentUse, Footprint
@@ -171,7 +172,7 @@ class Deployment:
         """Load the tokenizer; raise the error of one that is missing or malformed."""
         self.service = Service(
             model=self.name,
-            tokenizer=Tokenizer.load(self.spec.directory),
+            tokenizer=_load_tokenizer(self.spec.directory),
             engine=self.engine,
             admission=self.admission,
             max_request_s=self.spec.config.timeout,
@@ -241,6 +242,8 @@ class Deployment:
             max_loras=config.max_loras,
             max_lora_rank=config.max_lora_rank,
             weights_fd=weights_fd,
+            max_batch_size=config.max_batch_size,
+            max_queue_delay=config.max_queue_delay,
             json_logs=config.json_logs,
         )
 
@@ -261,6 +264,10 @@ class Deployment:
     def _set_state(self, state: DeploymentState) -> None:
         self.state = state
         self.on_change(self)
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.empty() if is_classifier(directory) else Tokenizer.load(directory)
 
 
 def _weights_bytes(directory: Path) -> int:

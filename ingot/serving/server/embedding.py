@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from starlette.responses import Response
 
 from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.server.completion import DEFAULT_RETRY_AFTER_S, FINISH_ERRORS, RequestContext
-from ingot.serving.server.errors import ApiError, RequestError
+from ingot.serving.server.errors import ApiError, RequestError, json_response
 from ingot.serving.server.openai import Unprocessable
 from ingot.serving.server.wire import EngineReady
 
@@ -157,6 +158,10 @@ class EmbeddingBatch:
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             }
         )
+
+    def response(self) -> Response:
+        """Return the complete response."""
+        return json_response(200, self.body())
 
     def _format(self, embedding: bytes | None) -> str | tuple[float, ...]:
         assert embedding is not None

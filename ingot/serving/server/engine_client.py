@@ -22,7 +22,7 @@ from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
-from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.request import Abort, AnyRequest, FinishReason, Request
 from ingot.serving.server import wire
 
 _log = logger(__name__)
@@ -82,7 +82,7 @@ class Outstanding:
         "session",
     )
 
-    def __init__(self, request: Request, handler: OutputHandler, session: str = "") -> None:
+    def __init__(self, request: AnyRequest, handler: OutputHandler, session: str = "") -> None:
         self.request, self.handler, self.session = request, handler, session
         self.new_tokens: list[int] = []  # of the current engine
         self.num_prompt_logprobs = 0
@@ -92,17 +92,20 @@ class Outstanding:
 
     def prepare_retry(self) -> None:
         """Make the request one for another engine, which continues after the tokens so far."""
-        request, params = self.request, self.request.sampling_params
-        generated = request.generated + tuple(self.new_tokens)
+        if isinstance(self.request, Request):
+            self.request = self._continue(self.request)
+        self.num_stuck = 1 if self.new_tokens else self.num_stuck + 1
+        self.new_tokens, self.num_prompt_logprobs = [], 0
+        self.num_losses += 1
+
+    def _continue(self, request: Request) -> Request:
+        params, generated = request.sampling_params, request.generated + tuple(self.new_tokens)
         if generated:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         elif self.num_prompt_logprobs:
             start = max(params.prompt_logprobs_start, 1) + self.num_prompt_logprobs
             params = msgspec.structs.replace(params, prompt_logprobs_start=start)
-        self.request = msgspec.structs.replace(request, generated=generated, sampling_params=params)
-        self.num_stuck = 1 if self.new_tokens else self.num_stuck + 1
-        self.new_tokens, self.num_prompt_logprobs = [], 0
-        self.num_losses += 1
+        return msgspec.structs.replace(request, generated=generated, sampling_params=params)
 
 
 class EngineClient:

@@ -53,9 +53,11 @@ class ApiError:
     param: str | None = None
     code: str | None = None
 
-    def body(self) -> bytes:
-        """Return the error as JSON."""
+    def body(self, path: str = "") -> bytes:
+        """Return the error as JSON, in the form of the API that a path belongs to."""
         message = f"{self.message}; {self.hint}".encode("utf-8", "replace").decode()
+        if path.startswith("/v2"):  # the Open Inference Protocol
+            return _encode({"error": message})
         kind = _ERROR_TYPES.get(self.status, "server_error")
         return _encode(error_body(message, kind, param=self.param, code=self.code))
 
@@ -73,8 +75,11 @@ def json_response(status: int, body: bytes, **headers: str) -> Response:
     return Response(body, status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError, close: bool = False) -> Response:
-    """Return the response for an error; `close` the connection if its body was not read."""
+def error_response(error: ApiError, close: bool = False, path: str = "") -> Response:
+    """Return the response for an error of a request to `path`.
+
+    `close` the connection if the request's body was not read.
+    """
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -82,38 +87,42 @@ def error_response(error: ApiError, close: bool = False) -> Response:
         headers["www-authenticate"] = "Bearer"
     if close:
         headers["connection"] = "close"
-    return json_response(error.status, error.body(), **headers)
+    return json_response(error.status, error.body(path), **headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Map exceptions to error responses."""
 
-    async def on_request_error(_: Request, error: Exception) -> Response:
-        return error_response(cast(RequestError, error).error)
+    def respond(request: Request, error: ApiError) -> Response:
+        return error_response(error, path=request.scope["path"])
 
-    async def on_overload(_: Request, error: Exception) -> Response:
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        return respond(request, cast(RequestError, error).error)
+
+    async def on_overload(request: Request, error: Exception) -> Response:
         overload = cast(Overloaded, error)
-        return error_response(ApiError(429, overload.message, overload.hint, overload.retry_after))
+        wait = overload.retry_after
+        return respond(request, ApiError(429, overload.message, overload.hint, wait))
 
-    async def on_ingot_error(_: Request, error: Exception) -> Response:
+    async def on_ingot_error(request: Request, error: Exception) -> Response:
         ingot_error = cast(IngotError, error)
         status = 400 if isinstance(error, ChatError) else 422
         status = 503 if isinstance(error, EngineUnavailable) else status
-        return error_response(ApiError(status, ingot_error.message, ingot_error.hint))
+        return respond(request, ApiError(status, ingot_error.message, ingot_error.hint))
 
-    async def on_invalid_body(_: Request, error: Exception) -> Response:
-        return error_response(_validation_error(cast(ValidationError, error).errors()))
+    async def on_invalid_body(request: Request, error: Exception) -> Response:
+        return respond(request, _validation_error(cast(ValidationError, error).errors()))
 
-    async def on_http_error(_: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         http_error = cast(HTTPException, error)
         hint = "see /openapi.json for the available endpoints"
-        response = error_response(ApiError(http_error.status_code, str(http_error.detail), hint))
+        response = respond(request, ApiError(http_error.status_code, str(http_error.detail), hint))
         response.headers.update(http_error.headers or {})
         return response
 
-    async def on_bug(_: Request, error: Exception) -> Response:
+    async def on_bug(request: Request, error: Exception) -> Response:
         _log.error("a request failed", exc_info=error)
-        return error_response(ApiError(500, "internal server error", "report this bug"))
+        return respond(request, ApiError(500, "internal server error", "report this bug"))
 
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(Overloaded, on_overload)

@@ -60,6 +60,8 @@ class DeploymentConfig:
     speculate: Literal["ngram", "int4"] | None = None
     max_loras: int | None = None
     max_lora_rank: int | None = None
+    max_batch_size: int | None = None
+    max_queue_delay: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_gib", "kv_cache_gib"):

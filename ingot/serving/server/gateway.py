@@ -59,6 +59,10 @@ class Gateway:
         reasons = [_unavailable_reason(one) for one in self.deployments if one.spec.pinned]
         return self.unavailable_reason() or next((one for one in reasons if one is not None), None)
 
+    def loading_reason(self, model: str) -> ApiError | None:
+        """Return why a model accepts no requests now: it may have to be loaded."""
+        return self.unavailable_reason() or _unavailable_reason(self.resolve(model))
+
     def tenant(self, scope: Scope) -> Tenant | None:
         """Return the tenant of the request's API key; None if the key is missing or wrong."""
         if self.keys is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -12,6 +13,7 @@ from ingot.serving.server.asgi import Receive, Scope, Send, headers_of
 from ingot.serving.server.errors import ApiError, error_response
 from ingot.serving.server.gateway import Gateway
 from ingot.serving.server.page import PATHS
+from ingot.serving.server.tensors import HEADER
 
 MAX_BODY = 1 << 22
 MAX_BODIES = 1 << 27
@@ -19,7 +21,9 @@ MAX_BODIES = 1 << 27
 MAX_DISCARDED = 1 << 26
 """Bytes of a body that are read and dropped so that the client reads the error response."""
 BODY_TIMEOUT_S = 60.0
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
+PUBLIC_PATHS = PATHS | {
+    *("/healthz", "/readyz", "/openapi.json", "/v2/health/live", "/v2/health/ready")
+}
 
 
 class RequestGuard:
@@ -49,7 +53,7 @@ class RequestGuard:
             error = self._check(scope) or await self._read(scope, body)
             if error is not None:
                 await body.discard()
-                response = error_response(error, close=not body.complete)
+                response = error_response(error, not body.complete, scope["path"])
                 await response(scope, receive, count_and_send)
                 return
             held = scope["ingot.size"] = len(body.content)
@@ -69,7 +73,7 @@ class RequestGuard:
         if scope["method"] != "POST":
             return None
         # Web pages may send other content types to this machine without a preflight request.
-        if not any(n == b"content-type" and _is_json(v) for n, v in headers_of(scope)):
+        if not any(_is_json(*header) for header in headers_of(scope)) and not _is_binary(scope):
             message = "the content type must be application/json"
             return ApiError(415, message, "send Content-Type: application/json")
         return self._gateway.unavailable_reason()
@@ -126,5 +130,24 @@ class _Body:
         return {"type": "http.request", "body": content, "more_body": False}
 
 
-def _is_json(content_type: bytes) -> bool:
-    return content_type.partition(b";")[0].strip().lower() == b"application/json"
+def _is_json(name: bytes, value: bytes) -> bool:
+    """Return whether a header is the content type of JSON."""
+    return name == b"content-type" and _media_type(value) == b"application/json"
+
+
+def _is_binary(scope: Scope) -> bool:
+    """Return whether a request may have tensors as binary data, and has a header for it.
+
+    Web pages cannot send either header without a preflight request.
+    """
+    if re.fullmatch("/v2/models/[^/]+/infer", scope["path"]) is None:
+        return False
+    return any(
+        name == HEADER.encode()
+        or (name == b"content-type" and _media_type(value) == b"application/octet-stream")
+        for name, value in headers_of(scope)
+    )
+
+
+def _media_type(value: bytes) -> bytes:
+    return value.partition(b";")[0].strip().lower()

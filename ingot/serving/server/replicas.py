@@ -26,7 +26,7 @@ from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats
-from ingot.serving.engine.request import FinishReason, Request
+from ingot.serving.engine.request import AnyRequest, FinishReason
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.fleet.router import Router, RouterConfig
 from ingot.serving.server import wire
@@ -139,7 +139,7 @@ class ReplicaSet:
         """Return a request id that was not used before."""
         return next(self._ids)
 
-    def add_request(self, request: Request, handler: OutputHandler, session: str = "") -> None:
+    def add_request(self, request: AnyRequest, handler: OutputHandler, session: str = "") -> None:
         """Send a request to an engine; its outputs go to `handler` until it finishes.
 
         Requests of the same `session`, if it has a name, prefer the same replica.
@@ -147,7 +147,7 @@ class ReplicaSet:
         self.add_requests([(request, handler)], session)
 
     def add_requests(
-        self, requests: Sequence[tuple[Request, OutputHandler]], session: str = ""
+        self, requests: Sequence[tuple[AnyRequest, OutputHandler]], session: str = ""
     ) -> None:
         """Send requests at once, so that engines can compute them in few batches."""
         if not self.ready:

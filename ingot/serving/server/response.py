@@ -1,4 +1,4 @@
-"""The response to a request that the engine computes: text, streamed or not, or embeddings.
+"""The response to a request that the engine computes: text, streamed or not, or tensors.
 
 It waits for the engine and for the client, whichever ends first: if the client disconnects, its
 requests are aborted at once. Nothing is sent before the first token, so that errors until then get
@@ -17,7 +17,8 @@ from ingot.serving.server.admission import Admission, Ticket
 from ingot.serving.server.asgi import Receive, Scope, Send
 from ingot.serving.server.completion import CompletionStream
 from ingot.serving.server.embedding import EmbeddingBatch
-from ingot.serving.server.errors import ApiError, error_response, json_response
+from ingot.serving.server.errors import ApiError, error_response
+from ingot.serving.server.inference import TensorBatch
 from ingot.serving.server.metrics import Metrics
 from ingot.serving.server.protocol import TRANSPORT
 from ingot.serving.server.tracing import TRACE
@@ -41,7 +42,7 @@ class EngineResponse(Response):
 
     def __init__(
         self,
-        completion: CompletionStream | EmbeddingBatch,
+        completion: CompletionStream | EmbeddingBatch | TensorBatch,
         ticket: Ticket,
         *,
         admission: Admission,
@@ -63,9 +64,10 @@ class EngineResponse(Response):
                 if isinstance(completion, CompletionStream) and completion.job.stream:
                     await self._stream(completion, scope, send, disconnect)
                 elif await self._wait(completion.done, disconnect) and completion.error is None:
-                    await json_response(200, completion.body())(scope, receive, send)
+                    await completion.response()(scope, receive, send)
             if completion.error is not None and not self._streaming:
-                await error_response(completion.error)(scope, receive, send)
+                response = error_response(completion.error, path=scope["path"])
+                await response(scope, receive, send)
         finally:
             aborted = disconnect.done() and not completion.done.done()
             disconnect.cancel()

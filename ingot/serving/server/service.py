@@ -66,6 +66,7 @@ class Service:
 
     model: str
     tokenizer: Tokenizer
+    """That of a classifier is empty."""
     engine: ReplicaSet
     admission: Admission
     max_request_s: float = 600.0
@@ -105,7 +106,7 @@ class Service:
                 prompt_only=body.max_tokens == 0,
             )
             writer = CompletionWriter(job, self.token_texts)
-            deadline = self._deadline(scope, body.timeout)
+            deadline = self.deadline(scope, body.timeout)
             return self._respond(writer, ticket, deadline, body.prompt_cache_key)
         except BaseException:
             self.admission.release(ticket, time.monotonic())
@@ -142,7 +143,7 @@ class Service:
                 parser=partial(self.chat_format.parser, prompt, bool(functions)) if parts else None,
                 visible=self.chat_format.visible if parts else (),
             )
-            deadline = self._deadline(scope, body.timeout)
+            deadline = self.deadline(scope, body.timeout)
             writing = writer(job, self.token_texts)
             return self._respond(writing, ticket, deadline, body.prompt_cache_key)
         except BaseException:
@@ -210,7 +211,7 @@ class Service:
                     inputs=inputs,
                     base64=body.encoding_format == "base64",
                 ),
-                self._context(ticket, self._deadline(scope, None)),
+                self.context(ticket, self.deadline(scope, None)),
             )
             return EngineResponse(batch, ticket, admission=self.admission, metrics=self.metrics)
         except BaseException:
@@ -222,6 +223,7 @@ class Service:
         return "" if model == self.model else model
 
     def _admit(self, scope: Scope, choices: int, max_tokens: int | None) -> Ticket:
+        self._check_text()
         max_len = self._max_model_len()
         prompt_tokens = min(max_len, estimate_tokens(scope["ingot.size"]))
         tokens = choices * min(
@@ -304,8 +306,15 @@ class Service:
         self._check_task(embeds=False)
         tokens = sum([len(p) + job.max_tokens for p in job.prompts]) * job.n
         self.admission.correct(ticket, tokens)
-        completion = CompletionStream(writer, self._context(ticket, deadline, session))
+        completion = CompletionStream(writer, self.context(ticket, deadline, session))
         return EngineResponse(completion, ticket, admission=self.admission, metrics=self.metrics)
+
+    def _check_text(self) -> None:
+        """Raise a 400 unless the model has a tokenizer."""
+        assert self.engine.info is not None
+        if self.engine.info.signature is not None:
+            message, hint = f"'{self.model}' is a classifier", f"use /v2/models/{self.model}/infer"
+            raise RequestError(ApiError(400, message, hint, code="unsupported"))
 
     def _check_task(self, *, embeds: bool) -> None:
         """Raise a 400 unless the model computes embeddings, or generates text."""
@@ -318,13 +327,14 @@ class Service:
         hint = "serve an embedding model" if embeds else "it has /v1/embeddings only"
         raise RequestError(ApiError(400, message, hint, code="unsupported"))
 
-    def _deadline(self, scope: Scope, timeout: float | None) -> float:
+    def deadline(self, scope: Scope, timeout: float | None) -> float:
         """Return when a request fails; it may have waited for its model."""
         return scope["ingot.received_at"] + min(timeout or self.max_request_s, self.max_request_s)
 
-    def _context(
+    def context(
         self, ticket: Ticket, deadline: float, session: str | None = None
     ) -> RequestContext:
+        """Return what a request needs of the server."""
         anonymous = ticket.tenant is ANONYMOUS
         return RequestContext(
             engine=self.engine,

@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the engine process, and their framing.
 
-    client -> worker   Request, Abort, LoadAdapter, UnloadAdapter
+    client -> worker   Request, InferenceRequest, Abort, LoadAdapter, UnloadAdapter
     worker -> client   Loading..., EngineReady, then StepOutputs, RequestRejected, AdaptersChanged;
                        or EngineFailed, and it exits
 
@@ -20,9 +20,10 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from ingot.core.errors import IngotError
+from ingot.interop.signature import Signature
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
-from ingot.serving.engine.request import Abort, Request
+from ingot.serving.engine.request import Abort, InferenceRequest, Request
 
 MAX_FRAME = 1 << 26
 _LENGTH = Struct("<I")
@@ -76,10 +77,14 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_blocks: int
     kv_cache_dtype: str
     kv_cache_bytes: int
-    """This and the three above are 0 or empty for an embedding model, which has no KV cache."""
+    """This and the three above are 0 or empty for a model that keeps no state."""
     device: str = "cpu"
     embedding_dim: int | None = None
-    """Elements of an embedding; None for a model that generates text."""
+    """Elements of an embedding; None for other models."""
+    signature: Signature | None = None
+    """Inputs and outputs of a classifier; None for models of text."""
+    max_batch_size: int = 0
+    """Maximum number of rows of a request to a classifier."""
     adapters: list[LoadedAdapter] = []
     max_loras: int = 0
     max_lora_rank: int = 0
@@ -109,7 +114,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     hint: str
 
 
-ToWorker: TypeAlias = Request | Abort | LoadAdapter | UnloadAdapter
+ToWorker: TypeAlias = Request | InferenceRequest | Abort | LoadAdapter | UnloadAdapter
 ToClient: TypeAlias = (
     Loading | EngineReady | StepOutputs | RequestRejected | AdaptersChanged | EngineFailed
 )

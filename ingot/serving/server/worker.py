@@ -3,8 +3,8 @@
     python -m ingot.serving.server.worker FD SETTINGS
 
 is how the supervisor starts it, with an open socket and `WorkerSettings` as JSON. Between two steps
-the worker reads received messages without blocking; when idle it blocks on the socket. It exits
-when the other side closes.
+the worker reads received messages without blocking, or waits for more while a batch is not due;
+when idle it blocks on the socket. It exits when the other side closes.
 
 A malformed message is dropped and a request that can never run is rejected; only a broken stream of
 frames ends the worker.
@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import msgspec
 
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger, setup
 from ingot.serving.engine.adapters import AdapterPool
+from ingot.serving.engine.batcher import BatchingConfig
 from ingot.serving.engine.output import Output
-from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.request import Abort, FinishReason, InferenceRequest, Request
 from ingot.serving.engine.sampling_params import SamplingParams
 from ingot.serving.server import wire
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from ingot.nn.shared import SharedWeights
     from ingot.serving.engine.engine import Engine
+    from ingot.serving.engine.inference import InferenceEngine
     from ingot.serving.engine.pooling import PoolingEngine
     from ingot.serving.engine.ranks import TensorParallel
 
@@ -72,6 +75,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None for the largest rank of `adapters`, at least 16."""
     skip_broken_adapters: bool = False
     """Whether to serve without an adapter that cannot be loaded: after a restart."""
+    max_batch_size: int = BatchingConfig.max_batch_size
+    """Maximum number of rows of a batch of a classifier."""
+    max_queue_delay: float = BatchingConfig.max_queue_delay
+    """Seconds that a request to a classifier may wait for others."""
     weights_fd: int | None = None
     """File of weights that several workers share: see `ingot.nn.shared`."""
     json_logs: bool = False
@@ -81,23 +88,39 @@ class Worker:
     """Serves an engine over a socket."""
 
     def __init__(
-        self, engine: Engine | PoolingEngine, connection: socket.socket, model: str = ""
+        self,
+        engine: Engine | PoolingEngine | InferenceEngine,
+        connection: socket.socket,
+        model: str = "",
+        seconds_to_step: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`seconds_to_step` is how long an engine with requests waits for more of them."""
         self.engine, self.model = engine, model
         self.dropped = 0
         """Number of malformed messages."""
         self._socket, self._frames = connection, wire.Frames()
+        self._seconds_to_step = seconds_to_step
 
     def run(self) -> None:
         """Serve until the other side closes."""
         engine = self.engine
-        while self._read(wait=not engine.has_unfinished_requests):
-            if engine.has_unfinished_requests:
+        while self._read(self._timeout()):
+            if self._timeout() == 0.0:
                 outputs = engine.step()
                 self._send(wire.StepOutputs(outputs, engine.stats(), self.model))
 
-    def _read(self, wait: bool) -> bool:
-        """Read the received messages; return False if the other side has closed."""
+    def _timeout(self) -> float | None:
+        """Return the seconds until the next step; None if there are no requests."""
+        return self._seconds_to_step() if self.engine.has_unfinished_requests else None
+
+    def _read(self, timeout: float | None) -> bool:
+        """Read the received messages, for which it waits so long or, without a timeout, forever.
+
+        Return False if the other side has closed.
+        """
+        if timeout and not select.select([self._socket], [], [], timeout)[0]:
+            return True
+        wait = timeout is None
         while True:
             try:
                 data = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
@@ -127,9 +150,14 @@ class Worker:
             self._change_adapters(message)
             return
         try:
-            self.engine.add_request(message)
+            self._add_request(message)
         except IngotError as error:
             self._send(wire.RequestRejected(message.id, error.message, error.hint))
+
+    def _add_request(self, message: Request | InferenceRequest) -> None:
+        if isinstance(message, InferenceRequest) != is_inference_engine(self.engine):
+            raise IngotError("the model computes other requests", hint="see its metadata")
+        self.engine.add_request(message)  # pyright: ignore[reportArgumentType]
 
     def _change_adapters(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> None:
         """Load or unload an adapter between two steps."""
@@ -161,6 +189,11 @@ class Worker:
                 self._send(wire.StepOutputs(outputs, message.stats, message.model))
 
 
+def is_inference_engine(engine: object) -> TypeGuard[InferenceEngine]:
+    """Return whether an engine computes `InferenceRequest`s: it has a signature."""
+    return hasattr(engine, "signature")
+
+
 def _too_large(id: int) -> Output:
     message = "the outputs of the step exceed the maximum message size"
     return Output(id, finish_reason=FinishReason.FAILED, error=message)
@@ -179,13 +212,21 @@ def load(
     send(wire.Loading("importing PyTorch"))
     from ingot.core.device import resolve
     from ingot.interop.sentence_transformers import is_embedding_model
+    from ingot.interop.signature import is_classifier
 
     _share_cores(settings.engines_per_machine)
     directory, device = Path(settings.directory), resolve(settings.device)
     send(wire.Loading(f"loading {directory}"))
+    warming_up = "warming up (the first start on a machine compiles the CPU kernels)"
+    if is_classifier(directory):
+        inference, ready = _create_inference_engine(settings, directory, device, clock)
+        send(wire.Loading(warming_up))
+        warm_up_inference(inference)
+        send(ready)
+        return Worker(inference, connection, ready.model, inference.seconds_to_step)
     create = _create_pooling_engine if is_embedding_model(directory) else _create_engine
     engine, ready = create(settings, directory, device, clock)
-    send(wire.Loading("warming up (the first start on a machine compiles the CPU kernels)"))
+    send(wire.Loading(warming_up))
     warm_up(engine, ready.max_model_len)
     send(ready)
     return Worker(engine, connection, ready.model)
@@ -280,12 +321,7 @@ def _create_pooling_engine(
     from ingot.interop import sentence_transformers
     from ingot.serving.engine.pooling import PoolingEngine
 
-    plain = WorkerSettings(directory=settings.directory)
-    for name in ("tp", "kv_cache_bytes", "kv_cache_dtype", "speculate", "adapters", "max_loras"):
-        if getattr(settings, name) != getattr(plain, name):
-            raise ConfigError(
-                f"{name}: not supported by an embedding model", hint="remove the option"
-            )
+    _check_unused(settings, "an embedding model")
     shared = _shared_weights(settings, directory, device)
     model, config = sentence_transformers.load(directory, device=device, shared=shared)
     ready = wire.EngineReady(
@@ -300,6 +336,49 @@ def _create_pooling_engine(
         embedding_dim=model.config.dim,
     )
     return PoolingEngine(model, config, clock=clock), ready
+
+
+def _create_inference_engine(
+    settings: WorkerSettings, directory: Path, device: torch.device, clock: Callable[[], float]
+) -> tuple[InferenceEngine, wire.EngineReady]:
+    from ingot.interop import classifier
+    from ingot.serving.engine.inference import InferenceEngine
+
+    _check_unused(settings, "a classifier")
+    config = BatchingConfig(
+        max_batch_size=settings.max_batch_size, max_queue_delay=settings.max_queue_delay
+    )
+    model, signature = classifier.load(directory, device)
+    engine = InferenceEngine(model, signature, config, clock=clock)
+    ready = wire.EngineReady(
+        model=directory.resolve().name,
+        device=str(device),
+        vocab_size=0,
+        max_model_len=0,
+        block_size=0,
+        num_blocks=0,
+        kv_cache_dtype="",
+        kv_cache_bytes=0,
+        signature=signature,
+        max_batch_size=engine.batcher.config.max_batch_size,
+    )
+    return engine, ready
+
+
+def _check_unused(settings: WorkerSettings, kind: str) -> None:
+    """Raise the error of an option that only models that generate text have."""
+    plain = WorkerSettings(directory=settings.directory)
+    for name in ("tp", "kv_cache_bytes", "kv_cache_dtype", "speculate", "adapters", "max_loras"):
+        if getattr(settings, name) != getattr(plain, name):
+            raise ConfigError(f"{name}: not supported by {kind}", hint="remove the option")
+
+
+def warm_up_inference(engine: InferenceEngine) -> None:
+    """Compute one row and a full batch, so that the first request does not wait."""
+    for rows in (1, engine.batcher.config.max_batch_size):
+        inputs = tuple(bytes(rows * spec.row_bytes) for spec in engine.signature.inputs)
+        engine.add_request(InferenceRequest(id=0, rows=rows, inputs=inputs))
+        engine.step()
 
 
 def _shared_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -107,6 +108,41 @@ def test_impossible_requests_get_their_status(
     found, answer, _ = server.call("/v1/embeddings", {"input": "Hello"} | change)
     assert found == status, answer
     assert message in answer["error"]["message"]
+    assert server.quiet()
+
+
+def test_inference_of_texts_has_the_same_bits(server: Served, embedder: Embedder) -> None:
+    expected = embedder.embed(TEXTS)
+    text = {"name": "text", "datatype": "BYTES", "shape": [len(TEXTS)]}
+    status, answer, _ = server.call("/v2/models/minilm/infer", {"inputs": [text | {"data": TEXTS}]})
+    assert status == 200, answer
+    (output,) = answer["outputs"]
+    assert (output["name"], output["shape"]) == ("embedding", [len(TEXTS), 384])
+    assert torch.equal(torch.tensor(output["data"]).view(-1, 384), expected)
+    data = b"".join(len(t.encode()).to_bytes(4, "little") + t.encode() for t in TEXTS)
+    body = json.dumps({"inputs": [text | {"parameters": {"binary_data_size": len(data)}}]}).encode()
+    headers = {"inference-header-content-length": str(len(body))}
+    status, found, _ = server.call("/v2/models/minilm/infer", body + data, **headers)
+    assert found["outputs"] == answer["outputs"]
+    assert server.call("/v2/models/minilm")[1]["inputs"][0]["datatype"] == "BYTES"
+
+
+@pytest.mark.parametrize(
+    ("texts", "status", "message"),
+    [
+        (["word " * 300], 400, "input.0 has 302 tokens"),
+        (["a"] * 2049, 400, "1 to 2,048 rows"),
+        ([7], 400, "Expected `str`"),
+        (["\ud800"], 200, ""),
+    ],
+)
+def test_texts_that_cannot_be_inferred(
+    texts: Any, status: int, message: str, server: Served
+) -> None:
+    one = {"name": "text", "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+    found, answer, _ = server.call("/v2/models/minilm/infer", {"inputs": [one]})
+    assert found in (status, 400), answer
+    assert message in answer.get("error", "")
     assert server.quiet()
 
 

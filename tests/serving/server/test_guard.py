@@ -52,7 +52,9 @@ def test_api_keys_authenticate_and_separate_caches(directory: Path, tmp_path: Pa
             assert headers["www-authenticate"] == "Bearer"
             assert answer["error"]["code"] == "invalid_api_key"
         assert served.call("/v1/models")[0] == 401
-        assert served.call("/healthz")[0] == 200
+        assert served.call("/healthz")[0] == served.call("/v2/health/ready")[0] == 200
+        status, answer, _ = served.call("/v2/models/small")
+        assert (status, list(answer)) == (401, ["error"])
         assert served.client("a").models.list().data[0].id == "small"
         assert cached("c") == 0
         assert cached("c") > 0

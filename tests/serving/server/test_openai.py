@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.errors import Unsatisfiable
 from pydantic import BaseModel, ValidationError
-from schemathesis import GenerationMode
 
 from ingot.serving.engine.sampling_params import Grammar
 from ingot.serving.server.messages import MessagesRequest
@@ -27,12 +23,12 @@ from ingot.serving.server.openai import (
 )
 from ingot.serving.server.responses import ResponsesRequest
 from tests.serving.conftest import Served, serving
+from tests.serving.fuzz import send_strange
 
 BODIES = (
     *(CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest),
     *(MessagesRequest, ResponsesRequest),
 )
-HARMLESS = {200, 400, 404, 405, 413, 415, 422, 429, 504}
 
 
 def test_options_are_the_engines() -> None:
@@ -119,42 +115,11 @@ def hasty(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield made
 
 
-def strange(served: Served, count: int) -> int:
-    """Send each endpoint requests made of its schema, and of what its schema forbids."""
-    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-    sent = 0
-    for found in schema.get_all_operations():
-        operation = found.ok()  # pyright: ignore[reportAttributeAccessIssue]
-        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-
-            @settings(
-                max_examples=count,
-                deadline=None,
-                database=None,
-                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-                phases=[Phase.generate],
-            )
-            @given(operation.as_strategy(generation_mode=mode))
-            def send(case: schemathesis.Case) -> None:
-                nonlocal sent
-                response = case.call(timeout=30)
-                sent += 1
-                assert response.status_code in HARMLESS, response.text
-                if response.status_code != 200:
-                    assert response.json()["error"]["message"]
-
-            try:
-                send()
-            except Unsatisfiable:  # there is nothing to forbid
-                assert not operation.body
-    return sent
-
-
 @pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.slow)])
 def test_strange_requests(
     hasty: Served, count: int, record_property: Callable[[str, int], None]
 ) -> None:
-    sent = strange(hasty, count)
+    sent = send_strange(hasty, count)
     assert sent > 8 * count
     hasty.wait(hasty.quiet)
     assert hasty.metric("ingot:http_responses_total", status="500") == 0

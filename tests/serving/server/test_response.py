@@ -93,7 +93,7 @@ def test_engine_failure_at_the_first_token_is_an_error_response(stream: bool) ->
 
         response = asyncio.create_task(
             EngineResponse(answer, ticket, admission=service.admission, metrics=service.metrics)(
-                {"type": "http"}, receive, send
+                {"type": "http", "path": "/v1/completions"}, receive, send
             )
         )
         await asyncio.sleep(0)

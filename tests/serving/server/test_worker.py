@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.nn import Decoder, preset
+from ingot.interop import classifier
+from ingot.nn import CNN, CNNConfig, Decoder, preset
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.pooling import PoolingEngine
-from ingot.serving.engine.request import Abort, FinishReason, Request
+from ingot.serving.engine.request import Abort, FinishReason, InferenceRequest, Request
 from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.engine.speculate import NgramProposer
@@ -238,3 +239,68 @@ def test_deadlines_are_times_of_the_other_side(tmp_path: Path) -> None:
             engine.add_request(Request(id=id, prompt=(1,), max_tokens=1, deadline=deadline))
         ends = {output.id: output.finish_reason for output in engine.step()}
     assert ends == {0: FinishReason.DEADLINE, 1: FinishReason.LENGTH}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("digits")
+    config = CNNConfig(widths=(4,), num_classes=3)
+    classifier.save(CNN.from_config(config, seed=0), directory, (1, 2, 2))
+    return directory
+
+
+def image(id: int, rows: int = 1, **fields: Any) -> InferenceRequest:
+    return InferenceRequest(id=id, rows=rows, inputs=(bytes(16 * rows),), **fields)
+
+
+@pytest.mark.parametrize("option", [{"speculate": "ngram"}, {"adapters": {"a": "b"}}])
+def test_options_without_effect_on_classifiers_raise(option: Any, digits: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(ConfigError, match="not supported by a classifier"):
+        load(WorkerSettings(directory=str(digits), **option), theirs)
+
+
+def test_batches_wait_for_more_rows_but_not_for_a_deadline(digits: Path) -> None:
+    settings = WorkerSettings(directory=str(digits), max_batch_size=4, max_queue_delay=10.0)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30)
+    worker = load(settings, theirs)
+    other = Other(ours)
+    while not isinstance(ready := other.hear(), wire.EngineReady):
+        pass
+    assert (ready.max_batch_size, ready.embedding_dim) == (4, None)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        steps, start = worker.engine.stats().steps, time.monotonic()
+        for id in (1, 2, 3):
+            other.say(image(id))
+        time.sleep(0.2)
+        assert worker.engine.stats().steps == steps, "the batch waits"
+        other.say(image(4))
+        step = other.hear()
+        assert isinstance(step, wire.StepOutputs)
+        assert [output.id for output in step.outputs] == [1, 2, 3, 4], "the batch is full"
+        other.say(image(5))
+        other.say(image(6, deadline=time.monotonic() + 1.0))
+        (output,) = other.outputs(6)
+        assert output.finish_reason is FinishReason.STOP, "the deadline is met"
+        other.say(image(7))
+        other.say(Abort(7, FinishReason.CANCELLED))
+        other.say(Request(id=8, prompt=(1,), max_tokens=1))
+        rejected = other.hear()
+        if isinstance(rejected, wire.StepOutputs):  # of the request that was aborted
+            rejected = other.hear()
+        assert isinstance(rejected, wire.RequestRejected)
+        assert time.monotonic() - start < 9.0
+    finally:
+        ours.close()
+        thread.join(30)
+        theirs.close()
+    assert not thread.is_alive()
+
+
+def test_tensors_are_rejected_by_models_of_text() -> None:
+    with working() as (other, _):
+        other.say(image(1))
+        assert isinstance(other.hear(), wire.RequestRejected)
