@@ -104,6 +104,7 @@ class Deployment:
         """Called when the state has changed, or an engine has become ready again."""
         self._directory = str(spec.directory.resolve())
         self._weights_bytes = _weights_bytes(spec.directory)
+        self._is_classifier = is_classifier(spec.directory)
         paths = map(Path, spec.config.adapters.values())
         self._adapter_bytes = sum(map(_weights_bytes, paths))
         self.engine.on_ready = self._on_ready
@@ -144,6 +145,7 @@ class Deployment:
             private_bytes = spec.memory_bytes - weights_bytes
         else:
             configured = spec.config.kv_cache_bytes or spec.default_kv_cache_bytes or 0
+            configured = 0 if self._is_classifier else configured
             kv_cache_bytes = configured if info is None else info.kv_cache_bytes
             private_bytes = PROCESS_BYTES + kv_cache_bytes + self._adapter_bytes
             if spec.config.speculate == "int4":
