@@ -275,7 +275,7 @@ FAULTS = {
     "adapters share blocks": ("root_key(request.adapter,", 'root_key("",'),
     "the last token is taken from the cache": ("len(request.tokens) - 1", "len(request.tokens)"),
     "tokens generated before are not counted": (
-        "len(request.tokens) - c",
+        "request.num_tokens - c",
         "len(request.prompt) - c",
     ),
     "blocks of tokens generated before are not known": (
