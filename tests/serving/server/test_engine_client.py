@@ -215,6 +215,7 @@ def test_a_retry_asks_only_for_what_was_not_returned() -> None:
         for name, value in returned.items():
             setattr(one, name, value)
         one.prepare_retry()
+        assert isinstance(one.request, Request)
         return one.request
 
     def scored(request: Request) -> tuple[int | None, int]:

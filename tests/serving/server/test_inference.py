@@ -12,9 +12,9 @@ from ingot.interop.signature import Signature, TensorSpec
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import FinishReason
 from ingot.serving.server.completion import RequestContext
-from ingot.serving.server.engine_client import EngineClient
 from ingot.serving.server.inference import InferenceJob, TensorBatch, signature_of
 from ingot.serving.server.metrics import Metrics
+from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.wire import EngineReady
 
 SPEC = TensorSpec(name="y", datatype="FP32", shape=(2,))
@@ -38,7 +38,7 @@ def test_signatures_of_all_models() -> None:
 
 def batch(binary: bool = False) -> TensorBatch:
     context = RequestContext(
-        engine=EngineClient(),
+        engine=ReplicaSet(),
         tokenizer=None,  # pyright: ignore[reportArgumentType]
         metrics=Metrics(),
     )

@@ -235,6 +235,7 @@ def test_deadlines_are_times_of_the_other_side(tmp_path: Path) -> None:
     settings = WorkerSettings(directory=str(directory), engines_per_machine=8)
     with ours, theirs:
         engine = load(settings, theirs, lambda: time.monotonic() + ahead).engine
+        assert isinstance(engine, Engine)
         for id, deadline in enumerate((time.monotonic() + 900, time.monotonic() + 1100)):
             engine.add_request(Request(id=id, prompt=(1,), max_tokens=1, deadline=deadline))
         ends = {output.id: output.finish_reason for output in engine.step()}
