@@ -233,7 +233,8 @@ class Engine:
             else:
                 self._adapter_slots.pop(id, None)
                 reason = FinishReason.REJECTED
-                self._outputs.append(Output(id, finish_reason=reason, error=str(error)))
+                text = error.message if isinstance(error, IngotError) else str(error)
+                self._outputs.append(Output(id, finish_reason=reason, error=text))
 
     def _check(self, request: Request) -> Request:
         """Return the request with `max_tokens` reduced to the model's context. Requests for prompt
