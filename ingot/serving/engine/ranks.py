@@ -8,9 +8,8 @@ ranks are processes of their own, each with its rows of the weights and its head
 The layers are divided as in training (`ingot.parallel.tensor`): no sum is divided, so no bit
 depends on the number of ranks.
 
-Rank 0 sends the scheduled sequences to each rank over a socket, as a length (4 bytes,
-little-endian) and msgpack; activations are exchanged by collectives. A rank exits when its socket
-closes. When a step fails on a rank, the ranks no longer compute the same step, so the process of
+Rank 0 sends the scheduled sequences to each rank through a pipe, as msgpack; activations are
+exchanged by collectives. A rank exits when its pipe closes. When a step fails on a rank, the ranks no longer compute the same step, so the process of
 rank 0 exits, too: the server starts it again.
 """
 
@@ -18,13 +17,12 @@ rank 0 exits, too: the server starts it again.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from struct import Struct
 from typing import Any, TypeAlias
 
 import msgspec
@@ -44,7 +42,6 @@ from ingot.serving.engine.runner import Runner
 from ingot.serving.engine.scheduler import ScheduledSeq, SchedulerConfig
 
 _log = logger(__name__)
-_LENGTH = Struct("<I")
 _COLLECTIVE_TIMEOUT_S = 300.0
 _EXIT_TIMEOUT_S = 5.0
 MAX_RANKS = 64
@@ -137,9 +134,8 @@ class TensorParallel:
     def send(self, message: ToRank) -> None:
         """Send a message to the other ranks."""
         content = _encode(message)
-        frame = _LENGTH.pack(len(content)) + content
         for other in self._others:
-            other.connection.sendall(frame)
+            other.connection.send_bytes(content)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -174,10 +170,10 @@ class _MainRunner(Runner):
 
 
 class _OtherRank:
-    """The process of a rank, and the socket to it."""
+    """The process of a rank, and the pipe to it."""
 
     def __init__(self, settings: RankSettings) -> None:
-        self.connection, theirs = socket.socketpair()
+        theirs, self.connection = Pipe(duplex=False)
         with theirs:
             self.process = subprocess.Popen(
                 [
@@ -190,7 +186,7 @@ class _OtherRank:
             )
 
     def close(self) -> None:
-        """End the process: it exits when its socket closes, or is killed."""
+        """End the process: it exits when its pipe closes, or is killed."""
         self.connection.close()
         try:
             self.process.wait(_EXIT_TIMEOUT_S)
@@ -228,11 +224,15 @@ def divide(decoder: Decoder, ranks: Ranks) -> Decoder:
     return decoder
 
 
-def serve_rank(decoder: Decoder, connection: socket.socket) -> None:
+def serve_rank(decoder: Decoder, connection: Connection) -> None:
     """Compute the steps that rank 0 sends, until it closes the connection."""
     runners: list[Runner] = []
     with torch.inference_mode():
-        while (content := _receive(connection)) is not None:
+        while True:
+            try:
+                content = connection.recv_bytes()
+            except EOFError:
+                return
             message = _decoder.decode(content)
             if isinstance(message, CreateRunner):
                 options = {"num_scratch_blocks": message.num_scratch_blocks, "captures": False}
@@ -241,26 +241,10 @@ def serve_rank(decoder: Decoder, connection: socket.socket) -> None:
                 runners[message.runner].run(message.scheduled)
 
 
-def _receive(connection: socket.socket) -> bytes | None:
-    """Return the next message; None if the other side has closed."""
-    header = _receive_exactly(connection, _LENGTH.size)
-    return None if header is None else _receive_exactly(connection, _LENGTH.unpack(header)[0])
-
-
-def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
-    content = bytearray()
-    while len(content) < count:
-        data = connection.recv(count - len(content))
-        if not data:
-            return None
-        content += data
-    return bytes(content)
-
-
 def main() -> None:
     """Load and serve a rank other than 0."""
     setup()
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = Connection(int(sys.argv[1]), writable=False)
     settings = msgspec.json.decode(sys.argv[2], type=RankSettings)
     try:
         decoder = _load(settings, processes.find_store(settings.port))
