@@ -9,8 +9,8 @@ The layers are divided as in training (`ingot.parallel.tensor`): no sum is divid
 depends on the number of ranks.
 
 Rank 0 sends the scheduled sequences to each rank through a pipe, as msgpack; activations are
-exchanged by collectives. A rank exits when its pipe closes. When a step fails on a rank, the ranks no longer compute the same step, so the process of
-rank 0 exits, too: the server starts it again.
+exchanged by collectives. A rank exits when its pipe closes. When a step fails on a rank, the ranks
+no longer compute the same step, so the process of rank 0 exits, too: the server starts it again.
 """
 
 # pyright: basic
