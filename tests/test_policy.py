@@ -52,7 +52,7 @@ def test_every_module_of_core_imports_without_torch() -> None:
 
 def test_the_scheduler_and_its_simulator_import_without_torch() -> None:
     engine = ", ".join(f"ingot.serving.engine.{n}" for n in ("request", "blocks", "scheduler"))
-    fleet = "ingot.serving.fleet.router, ingot.serving.fleet.autoscaler"
+    fleet = ", ".join(f"ingot.serving.fleet.{n}" for n in ("router", "autoscaler", "memory"))
     names = f"{engine}, {fleet}, ingot.serving.simulate, ingot.cli.simulate"
     assert modules_after(f"import {names}").isdisjoint({"torch", "numpy"})
 

@@ -112,7 +112,7 @@ def render_metrics() -> str:
         ModelMetrics,
         ServerMetrics,
     )
-    from ingot.serving.server.wire import EngineReady
+    from ingot.serving.workers.wire import EngineReady
 
     ready = EngineReady(
         model="",

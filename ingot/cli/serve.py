@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ingot.serving.engine.output import EngineStats
-    from ingot.serving.server.deployment import Deployment
-    from ingot.serving.server.pool import DeploymentPool
+    from ingot.serving.fleet.deployment import Deployment
+    from ingot.serving.fleet.pool import DeploymentPool
     from ingot.serving.server.server import Server
-    from ingot.serving.server.wire import EngineReady
+    from ingot.serving.workers.wire import EngineReady
 
 _log = logger("ingot.serving")
 

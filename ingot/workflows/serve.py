@@ -35,9 +35,9 @@ def serve(model: Path | str, *, api_key_file: Path | None = None, **settings: An
 def build_server(model: Path | str, *, api_key_file: Path | None = None, **settings: Any) -> Server:
     """Return a server that listens but has not started to load its model: see `serve`."""
     try:
+        from ingot.serving.fleet.deployment import DeploymentSpec
+        from ingot.serving.fleet.file import SUFFIX, load_fleet
         from ingot.serving.server.config import ServerConfig
-        from ingot.serving.server.deployment import DeploymentSpec
-        from ingot.serving.server.fleet import SUFFIX, load_fleet
         from ingot.serving.server.keys import Keys
         from ingot.serving.server.server import Server
     except ImportError as error:

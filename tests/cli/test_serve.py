@@ -23,10 +23,10 @@ from ingot.cli.serve import deployment_table, describe_cache, example, format_fl
 from ingot.interop import classifier
 from ingot.nn import CNN, CNNConfig
 from ingot.serving.engine.output import EngineStats
+from ingot.serving.fleet.deployment import Deployment, DeploymentSpec
+from ingot.serving.fleet.pool import DeploymentPool
 from ingot.serving.server.config import ServerConfig
-from ingot.serving.server.deployment import Deployment, DeploymentSpec
-from ingot.serving.server.pool import DeploymentPool
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.wire import EngineReady
 from ingot.workflows.serve import build_server
 from tests.cli.conftest import COMMAND, Run
 

@@ -19,7 +19,7 @@ from ingot.core.errors import ConfigError
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import FinishReason, Request
-from ingot.serving.server import wire, worker
+from ingot.serving.workers import wire, worker
 
 BLOCK = 32
 
@@ -109,7 +109,7 @@ def main() -> None:
         worker.main()
     else:
         from ingot.cli import main as run
-        from ingot.serving.server.supervisor import Supervisor
+        from ingot.serving.workers.supervisor import Supervisor
 
         Supervisor.command = (sys.executable, "-m", "tests.serving.echo")
         run()

@@ -21,7 +21,7 @@ def main() -> None:
         _worker()
     else:
         from ingot.cli import main as run
-        from ingot.serving.server.supervisor import Supervisor
+        from ingot.serving.workers.supervisor import Supervisor
 
         Supervisor.command = (sys.executable, "-m", "tests.serving.faulty")
         run()
@@ -29,7 +29,7 @@ def main() -> None:
 
 def _worker() -> None:
     from ingot.serving.engine.runner import Runner
-    from ingot.serving.server import worker
+    from ingot.serving.workers import worker
 
     plain = Runner.run
 

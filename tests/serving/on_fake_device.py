@@ -13,12 +13,12 @@ from tests import fake_device  # noqa: F401  (registers the device)
 def main() -> None:
     """Run the command line; the worker, if the first argument is a file descriptor."""
     if sys.argv[1].isdigit():
-        from ingot.serving.server import worker
+        from ingot.serving.workers import worker
 
         worker.main()
     else:
         from ingot.cli import main as run
-        from ingot.serving.server.supervisor import Supervisor
+        from ingot.serving.workers.supervisor import Supervisor
 
         Supervisor.command = (sys.executable, "-m", "tests.serving.on_fake_device")
         run()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.serving.conftest import Served, serving
-from tests.serving.server.test_replicas import BODIES, complete_all
+from tests.serving.workers.test_replicas import BODIES, complete_all
 
 ACTOR = "ray::_WorkerActor"
 CALLER = "import ray, sys; ray.init(address=sys.argv[1]); print(ray.cluster_resources())"

@@ -10,7 +10,7 @@ import pytest
 
 import ingot
 from ingot.core.errors import IngotError, UnknownName
-from ingot.serving.server.deployment import Deployment
+from ingot.serving.fleet.deployment import Deployment
 from ingot.workflows.serve import build_server, run
 from tests import models
 

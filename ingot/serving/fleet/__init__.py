@@ -1,1 +1,1 @@
-"""Several replicas of the engine: which one gets a request, and how many there should be."""
+"""Several models and several replicas: which is loaded, which one gets a request, and how many."""

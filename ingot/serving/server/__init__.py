@@ -1,1 +1,1 @@
-"""The HTTP server in front of an engine process."""
+"""The HTTP server: its APIs, API keys, admission and metrics."""

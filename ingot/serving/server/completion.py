@@ -25,8 +25,8 @@ from ingot.serving.engine.reply import Delta
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.server.errors import ApiError, json_response
 from ingot.serving.server.metrics import Metrics
-from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.writer import Reply, Usage, Writer, encode
+from ingot.serving.workers.replicas import ReplicaSet
 
 DEFAULT_RETRY_AFTER_S = 2
 FINISH_ERRORS = {

@@ -23,7 +23,7 @@ from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.server.completion import DEFAULT_RETRY_AFTER_S, FINISH_ERRORS, RequestContext
 from ingot.serving.server.errors import ApiError, RequestError, json_response
 from ingot.serving.server.openai import Unprocessable
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.wire import EngineReady
 
 _encode = msgspec.json.Encoder().encode
 

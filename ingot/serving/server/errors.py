@@ -18,8 +18,8 @@ from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.interop.chat import ChatError
 from ingot.serving.server.admission import Overloaded
-from ingot.serving.server.engine_client import EngineUnavailable
 from ingot.serving.server.openai import error_body
+from ingot.serving.workers.engine_client import EngineUnavailable
 
 _log = logger(__name__)
 _encode = msgspec.json.Encoder().encode

@@ -14,12 +14,12 @@ import msgspec
 from starlette.responses import Response
 
 from ingot.serving.engine.adapters import check_name
+from ingot.serving.fleet.deployment import Deployment
+from ingot.serving.fleet.pool import SHUTTING_DOWN, DeploymentPool
 from ingot.serving.server.asgi import Scope, headers_of
-from ingot.serving.server.deployment import Deployment
 from ingot.serving.server.errors import ApiError, RequestError, json_response
 from ingot.serving.server.keys import ANONYMOUS, Keys, Tenant
 from ingot.serving.server.openai import LoadAdapterRequest, UnloadAdapterRequest, Unprocessable
-from ingot.serving.server.pool import SHUTTING_DOWN, DeploymentPool
 from ingot.serving.server.service import Service
 
 _encode = msgspec.json.Encoder().encode

@@ -22,7 +22,7 @@ from ingot.serving.server.completion import DEFAULT_RETRY_AFTER_S, FINISH_ERRORS
 from ingot.serving.server.embedding import EmbeddingBatch, EmbeddingJob
 from ingot.serving.server.errors import ApiError, json_response
 from ingot.serving.server.tensors import HEADER, encode_response
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.wire import EngineReady
 
 MAX_TEXTS = 2048
 """Maximum number of texts of a request, as of `/v1/embeddings`."""

@@ -36,7 +36,7 @@ from ingot.serving.server.tensors import (
     split_binary,
     split_body,
 )
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.wire import EngineReady
 
 OFFLOAD_BYTES = 1 << 14
 """Bodies from this size on are decoded in a thread."""

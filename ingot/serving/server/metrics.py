@@ -27,7 +27,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ingot.serving.engine.output import EngineStats
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.wire import EngineReady
 
 _TTFT_SECONDS = (
     0.001,

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from ingot.serving.server.replicas import ReplicaSet
+from ingot.serving.workers.replicas import ReplicaSet
 
 _MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _ASSETS = Path(__file__).parent / "assets"

@@ -28,13 +28,13 @@ import uvicorn
 
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger
+from ingot.serving.fleet.deployment import Deployment, DeploymentSpec, DeploymentState
+from ingot.serving.fleet.pool import DeploymentPool
 from ingot.serving.server.app import create_admin_app, create_app
 from ingot.serving.server.config import ServerConfig
-from ingot.serving.server.deployment import Deployment, DeploymentSpec, DeploymentState
 from ingot.serving.server.gateway import Gateway
 from ingot.serving.server.keys import Keys
 from ingot.serving.server.metrics import EngineCollector, ServerMetrics
-from ingot.serving.server.pool import DeploymentPool
 from ingot.serving.server.protocol import LimitedHttpProtocol
 from ingot.serving.server.tracing import start_tracing
 

@@ -51,9 +51,9 @@ from ingot.serving.server.openai import (
     TokenizeRequest,
     Unprocessable,
 )
-from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.response import EngineResponse
 from ingot.serving.server.writer import ChatWriter, CompletionWriter, Writer
+from ingot.serving.workers.replicas import ReplicaSet
 
 OFFLOAD_CHARS = 4096
 """Texts from this length on are tokenized in a thread."""

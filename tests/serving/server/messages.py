@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.wire import EngineReady
 
 READY = EngineReady(
     model="m",

@@ -14,8 +14,8 @@ from ingot.serving.engine.request import FinishReason
 from ingot.serving.server.completion import RequestContext
 from ingot.serving.server.inference import InferenceJob, TensorBatch, signature_of
 from ingot.serving.server.metrics import Metrics
-from ingot.serving.server.replicas import ReplicaSet
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.replicas import ReplicaSet
+from ingot.serving.workers.wire import EngineReady
 
 SPEC = TensorSpec(name="y", datatype="FP32", shape=(2,))
 SIGNATURE = Signature(inputs=(SPEC,), outputs=(SPEC,))

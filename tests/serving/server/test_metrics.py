@@ -15,7 +15,7 @@ from ingot.serving.server.metrics import (
     ModelMetrics,
     ServerMetrics,
 )
-from ingot.serving.server.wire import EngineReady
+from ingot.serving.workers.wire import EngineReady
 from tests.serving.server.messages import READY
 
 STATS = EngineStats(

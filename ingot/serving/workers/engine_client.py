@@ -23,7 +23,7 @@ from ingot.core.log import logger
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, AnyRequest, FinishReason, Request
-from ingot.serving.server import wire
+from ingot.serving.workers import wire
 
 _log = logger(__name__)
 

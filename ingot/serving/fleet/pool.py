@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ingot.core.log import logger
+from ingot.serving.fleet.deployment import Deployment, DeploymentState
 from ingot.serving.fleet.memory import check_budget, plan_memory, total_bytes
 from ingot.serving.server.admission import Overloaded
-from ingot.serving.server.deployment import Deployment, DeploymentState
 from ingot.serving.server.errors import ApiError, RequestError
 
 _log = logger(__name__)

@@ -1,6 +1,6 @@
 """Engine process: a model, and a socket to the HTTP process.
 
-    python -m ingot.serving.server.worker FD SETTINGS
+    python -m ingot.serving.workers.worker FD SETTINGS
 
 is how the supervisor starts it, with an open socket and `WorkerSettings` as JSON. Between two steps
 the worker reads received messages without blocking, or waits for more while a batch is not due;
@@ -31,7 +31,7 @@ from ingot.serving.engine.batcher import BatchingConfig
 from ingot.serving.engine.output import Output
 from ingot.serving.engine.request import Abort, FinishReason, InferenceRequest, Request
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.server import wire
+from ingot.serving.workers import wire
 
 if TYPE_CHECKING:
     import torch

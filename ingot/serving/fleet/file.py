@@ -25,8 +25,8 @@ from typing import Any, Literal
 from ingot.core import config, device
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.adapters import check_name
+from ingot.serving.fleet.deployment import DeploymentSpec
 from ingot.serving.server.config import ServerConfig
-from ingot.serving.server.deployment import DeploymentSpec
 
 SUFFIX = ".toml"
 MAX_DEPLOYMENTS = 256

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from ingot.core.errors import ConfigError
-from ingot.serving.server import cluster
-from ingot.serving.server.cluster import RayCluster, accept, connect_back
+from ingot.serving.workers import cluster
+from ingot.serving.workers.cluster import RayCluster, accept, connect_back
 
 TOKEN = secrets.token_bytes(cluster.TOKEN_BYTES)
 

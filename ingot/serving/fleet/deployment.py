@@ -24,12 +24,12 @@ from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.fleet.memory import DeploymentUse, Footprint
 from ingot.serving.server.admission import Admission, AdmissionLimits
-from ingot.serving.server.cluster import RayCluster
 from ingot.serving.server.config import ServerConfig
 from ingot.serving.server.metrics import Metrics, ModelMetrics
-from ingot.serving.server.replicas import ReplicaSet
 from ingot.serving.server.service import Service
-from ingot.serving.server.worker import WorkerSettings
+from ingot.serving.workers.cluster import RayCluster
+from ingot.serving.workers.replicas import ReplicaSet
+from ingot.serving.workers.worker import WorkerSettings
 
 _log = logger(__name__)
 QUEUE_DEPTH_FACTOR = 8

@@ -155,7 +155,7 @@ class _WorkerActor:
 
     def serve(self, address: tuple[str, int], token: bytes, settings: str) -> int:
         """Serve until the other side closes; return the exit status."""
-        from ingot.serving.server import worker
+        from ingot.serving.workers import worker
 
         connection, offset = connect_back(address, token)
         return worker.serve(settings, connection, clock=lambda: time.monotonic() + offset)

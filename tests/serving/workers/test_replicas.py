@@ -22,10 +22,10 @@ from ingot.core.errors import IngotError
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
-from ingot.serving.server import wire
-from ingot.serving.server.engine_client import EngineUnavailable
-from ingot.serving.server.replicas import MAX_LOSSES, MAX_STUCK, ReplicaSet
-from ingot.serving.server.worker import WorkerSettings
+from ingot.serving.workers import wire
+from ingot.serving.workers.engine_client import EngineUnavailable
+from ingot.serving.workers.replicas import MAX_LOSSES, MAX_STUCK, ReplicaSet
+from ingot.serving.workers.worker import WorkerSettings
 from tests.serving.conftest import Served, serving
 from tests.serving.faulty import DEADLY
 from tests.serving.load import LoadReport, ask

@@ -29,9 +29,9 @@ from ingot.serving.engine.output import EngineStats
 from ingot.serving.engine.request import AnyRequest, FinishReason
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.fleet.router import Router, RouterConfig
-from ingot.serving.server import wire
-from ingot.serving.server.cluster import RayCluster
-from ingot.serving.server.engine_client import (
+from ingot.serving.workers import wire
+from ingot.serving.workers.cluster import RayCluster
+from ingot.serving.workers.engine_client import (
     EngineClient,
     EngineUnavailable,
     Flushable,
@@ -39,8 +39,8 @@ from ingot.serving.server.engine_client import (
     Outstanding,
     flush,
 )
-from ingot.serving.server.supervisor import Supervisor
-from ingot.serving.server.worker import WorkerSettings
+from ingot.serving.workers.supervisor import Supervisor
+from ingot.serving.workers.worker import WorkerSettings
 
 MAX_STUCK = 4
 MAX_LOSSES = 16

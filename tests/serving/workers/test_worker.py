@@ -25,8 +25,8 @@ from ingot.serving.engine.request import Abort, FinishReason, InferenceRequest, 
 from ingot.serving.engine.sampling_params import Grammar, SamplingParams
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.engine.speculate import NgramProposer
-from ingot.serving.server import wire
-from ingot.serving.server.worker import Worker, WorkerSettings, load
+from ingot.serving.workers import wire
+from ingot.serving.workers.worker import Worker, WorkerSettings, load
 from ingot.workflows.embed import Embedder
 from tests import models
 

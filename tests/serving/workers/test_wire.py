@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ingot.serving.engine.output import EngineStats, Logprob, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.sampling_params import Grammar, SamplingParams
-from ingot.serving.server import wire
-from ingot.serving.server.wire import MAX_FRAME, Frames, WireError, frame
+from ingot.serving.workers import wire
+from ingot.serving.workers.wire import MAX_FRAME, Frames, WireError, frame
 from tests.serving.server.messages import READY
 
 STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 3))

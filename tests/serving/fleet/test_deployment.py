@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ingot.core.errors import ConfigError, IngotError
+from ingot.serving.fleet.deployment import Deployment, DeploymentSpec
 from ingot.serving.server.config import ServerConfig
-from ingot.serving.server.deployment import Deployment, DeploymentSpec
-from ingot.serving.server.supervisor import Supervisor
+from ingot.serving.workers.supervisor import Supervisor
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ import pytest
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.server import wire
-from ingot.serving.server.engine_client import EngineClient, Outstanding
+from ingot.serving.workers import wire
+from ingot.serving.workers.engine_client import EngineClient, Outstanding
 from tests.serving.server.messages import READY
 
 STATS = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 1))
@@ -234,7 +234,7 @@ def test_a_retry_asks_only_for_what_was_not_returned() -> None:
 def test_steps_and_work_set_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: dict[str, Any] = {"now": 100.0}
     stopped = SimpleNamespace(monotonic=lambda: clock["now"])
-    monkeypatch.setattr("ingot.serving.server.engine_client.time", stopped)
+    monkeypatch.setattr("ingot.serving.workers.engine_client.time", stopped)
 
     async def test(engine: EngineClient, worker: socket.socket) -> None:
         await say(worker, READY)

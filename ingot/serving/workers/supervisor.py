@@ -22,8 +22,8 @@ import msgspec
 
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
-from ingot.serving.server.engine_client import EngineClient
-from ingot.serving.server.worker import WorkerSettings
+from ingot.serving.workers.engine_client import EngineClient
+from ingot.serving.workers.worker import WorkerSettings
 
 _log = logger(__name__)
 MAX_RESTART_DELAY_S = 30.0
@@ -62,7 +62,7 @@ class Supervisor:
     `launch` starts a worker; by default it is a process on this machine.
     """
 
-    command: tuple[str, ...] = (sys.executable, "-m", "ingot.serving.server.worker")
+    command: tuple[str, ...] = (sys.executable, "-m", "ingot.serving.workers.worker")
 
     def __init__(
         self,

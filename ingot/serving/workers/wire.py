@@ -155,7 +155,7 @@ def to_client(content: bytes) -> ToClient:
     >>> to_client(b"?")
     Traceback (most recent call last):
     ...
-    ingot.serving.server.wire.WireError: malformed message: Expected `object`, got `int`
+    ingot.serving.workers.wire.WireError: malformed message: Expected `object`, got `int`
       hint: restart the server: both processes need the same version of ingot
     """
     return _decode(_to_client, content)

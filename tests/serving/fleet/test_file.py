@@ -8,10 +8,10 @@ import pytest
 
 from ingot.core.errors import ConfigError, IngotError
 from ingot.interop.hub import model_path
+from ingot.serving.fleet.deployment import PROCESS_BYTES, Deployment, DeploymentSpec
+from ingot.serving.fleet.file import DEFAULT_KV_CACHE_BYTES, load_fleet
+from ingot.serving.fleet.pool import DeploymentPool
 from ingot.serving.server.config import ServerConfig
-from ingot.serving.server.deployment import PROCESS_BYTES, Deployment, DeploymentSpec
-from ingot.serving.server.fleet import DEFAULT_KV_CACHE_BYTES, load_fleet
-from ingot.serving.server.pool import DeploymentPool
 
 GOOD = """
 memory_gib = 8

@@ -1,0 +1,1 @@
+"""Engine processes: starting, supervising and restarting them, and the messages they exchange."""
