@@ -36,7 +36,7 @@ from ingot.core.errors import ConfigError
 from ingot.parallel.trace import record_collectives
 
 _HEARTBEAT_S = 1.0
-_SUMMED = 2**18  # elements
+_SUMMED = 2**20  # elements
 
 
 @dataclass(frozen=True)
@@ -291,31 +291,29 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     return sums[0]
 
 
-def reduce_scatter(
-    output: Tensor, values: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
-) -> None:
-    """Write this rank's part of the sum over the ranks to `output`, which has the values' dtype.
+def reduce_scatter(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum over the ranks, in float32.
 
-    `dtype` is the one in which they are sent, if they can be represented in it.
+    Values are sent in their own dtype, a few megabytes at a time: what is received stays in the
+    cache, and takes no memory of the size of `values`.
     """
-    received = all_to_all(values.to(dtype or values.dtype), group)
-    parts, total = received.chunk(group.size()), output.view(-1)
-    # A few megabytes at a time: temporaries stay in the cache.
+    parts = values.view(group.size(), -1)
+    total = values.new_empty(parts.shape[1], dtype=torch.float32)
     for begin in range(0, len(total), _SUMMED):
         end = begin + _SUMMED
-        total[begin:end] = tree_sum([part[begin:end].to(values.dtype) for part in parts])
+        received = all_to_all(parts[:, begin:end], group)
+        total[begin:end] = tree_sum([part.float() for part in received])
+    return total
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace a vector by its sum over the ranks."""
+    """Replace a float32 vector by its sum over the ranks."""
     size = group.size()
     if size == 1:
         return
     part = -(-values.numel() // size)
     padded = torch.nn.functional.pad(values, (0, part * size - values.numel()))
-    own = values.new_empty(part)
-    reduce_scatter(own, padded, group)
-    values.copy_(all_gather(own, group)[: values.numel()])
+    values.copy_(all_gather(reduce_scatter(padded, group), group)[: values.numel()])
 
 
 def row_slice(rows: int, rank: int, size: int) -> slice:
