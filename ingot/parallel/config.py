@@ -34,6 +34,9 @@ class ParallelConfig:
     too."""
     tp: int = 1
     """Ranks that compute each matrix multiplication together."""
+    tp_bitwise: bool = True
+    """Whether the ranks of `tp` compute the bits of a single process. Otherwise they add partial
+    sums, as is usual, which sends less."""
     batch_shards: int | None = None
     """Parts of the global batch whose gradients are summed pairwise, a power of two. Any number of
     ranks that divides it computes the same bits. By default the largest up to 8 that divides

@@ -134,12 +134,15 @@ class ShardedModel:
         expert_parallel: bool = False,
         stages: Sequence[nn.Module] | None = None,
         rounding: Int8Rounding | None = None,
+        tp_bitwise: bool = True,
     ) -> None:
         assert mesh.fsdp_mesh is not None
         _unmap_freed_memory()
         self.model: Any = model
         self.mesh = mesh
-        self._divided = divide_decoder(model, mesh.tp) if mesh.tp.size > 1 else {}
+        self._divided = (
+            divide_decoder(model, mesh.tp, bitwise=tp_bitwise) if mesh.tp.size > 1 else {}
+        )
         self._rows = {n: len(p) if p.dim() else 1 for n, p in model.named_parameters()}
         self.on_grad, self._rounding = on_grad, rounding
         self._experts = self._dispatch_experts() if expert_parallel else []

@@ -1,6 +1,6 @@
 """Tensor parallelism: ranks divide the layers of a decoder, with the bits of a single process.
 
-A rank has some rows, that is output features, of every weight of the attention and the MLPs, and no
+A rank has some rows, that is output features, of every weight of the attention and the MLPs. No
 sum is divided: Megatron's row-parallel layers add partial sums of the ranks, which rounds
 differently for each number of ranks. A sublayer is two divided layers:
 
@@ -11,6 +11,14 @@ Backward of y = x W^T, for the rows W_r of this rank: dW_r = dy_r^T x needs only
 dx is a sum over all rows of W. So an all-to-all gives each rank all rows of some columns of W, and
 the rank computes these columns of dx from the gathered dy. Where x was gathered, they are all that
 it needs of dx; otherwise, dx is gathered.
+
+The usual scheme, `bitwise=False`, adds the partial sums of the ranks, in float32, and sends less:
+
+    out, or down          columns of W for the features of this rank -> partial sums, added
+
+An all-to-all turns this rank's rows of W into all rows of its columns, so that checkpoints and
+optimizers see the same rows in both schemes. Backward adds the partial sums of dx of the first
+layer.
 
 Everything else is computed by every rank: embeddings, norms, the LM head and the loss.
 
@@ -37,15 +45,16 @@ from ingot.nn.linear import Linear
 from ingot.nn.mlp import MLP, SwiGLU
 from ingot.nn.quantized import QuantizedModule
 from ingot.ops.epilogue import IDENTITY
-from ingot.parallel.ranks import Ranks, all_gather, all_to_all
+from ingot.parallel.ranks import Ranks, all_gather, all_to_all, reduce_scatter
 
 Rows = dict[str, list[slice]]
 
 
-def divide_decoder(model: nn.Module, ranks: Ranks) -> Rows:
+def divide_decoder(model: nn.Module, ranks: Ranks, *, bitwise: bool = True) -> Rows:
     """Divide the layers of a decoder's blocks; return which rows of each weight this rank has.
 
     The module itself is changed: divided weights become this rank's rows, with the same names.
+    Without `bitwise`, ranks add partial sums.
 
     >>> from ingot.nn import preset
     >>> model = Decoder.from_config(preset("tiny"), seed=0)
@@ -61,15 +70,15 @@ def divide_decoder(model: nn.Module, ranks: Ranks) -> Rows:
         if isinstance(module, Attention):
             heads = (module.heads, module.kv_heads, module.kv_heads)
             widths = [number * module.head_dim for number in heads]
-            rows |= _divide_first(name, module.qkv, {"qkv": module.qkv}, widths, ranks)
-            rows |= _divide_second(f"{name}.out", module.out, ranks)
+            rows |= _divide_first(name, module.qkv, {"qkv": module.qkv}, widths, ranks, bitwise)
+            rows |= _divide_second(f"{name}.out", module.out, ranks, bitwise)
             module.heads //= ranks.size
             module.kv_heads //= ranks.size
         elif isinstance(module, MLP | SwiGLU):
             site = module if isinstance(module, SwiGLU) else module.up
             first = {key: layer for key, layer in module.named_children() if key in ("gate", "up")}
-            rows |= _divide_first(name, site, first, [module.down.in_features], ranks)
-            rows |= _divide_second(f"{name}.down", module.down, ranks)
+            rows |= _divide_first(name, site, first, [module.down.in_features], ranks, bitwise)
+            rows |= _divide_second(f"{name}.down", module.down, ranks, bitwise)
     return rows
 
 
@@ -112,18 +121,24 @@ def _divide(name: str, layer: Linear, widths: Sequence[int], ranks: Ranks) -> Ro
 
 
 def _divide_first(
-    name: str, site: Any, layers: Mapping[str, Any], widths: Sequence[int], ranks: Ranks
+    name: str,
+    site: Any,
+    layers: Mapping[str, Any],
+    widths: Sequence[int],
+    ranks: Ranks,
+    bitwise: bool,
 ) -> Rows:
     """Divide the layers of one input, which `site` computes together."""
-    site.compute = partial(_first_layer, ranks, [width // ranks.size for width in widths])
+    own = [width // ranks.size for width in widths]
+    site.compute = partial(_first_layer, ranks, own, bitwise)
     rows: Rows = {}
     for key, layer in layers.items():
         rows |= _divide(f"{name}.{key}", layer, widths, ranks)
     return rows
 
 
-def _divide_second(name: str, layer: Linear, ranks: Ranks) -> Rows:
-    layer.compute = partial(_second_layer, ranks)
+def _divide_second(name: str, layer: Linear, ranks: Ranks, bitwise: bool) -> Rows:
+    layer.compute = partial(_second_layer, ranks, bitwise)
     return _divide(name, layer, [layer.out_features], ranks)
 
 
@@ -139,6 +154,7 @@ def take_rows(tensor: Tensor, rows: Sequence[slice]) -> Tensor:
 def _first_layer(
     ranks: Ranks,
     widths: Sequence[int],
+    bitwise: bool,
     x: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None = None,
@@ -147,11 +163,12 @@ def _first_layer(
 ) -> Tensor:
     """Compute this rank's output features; `widths` are those of its ranges of rows."""
     assert residual is None
-    return _FirstLayer.apply(ranks, widths, activation, x, bias, *weights)  # pyright: ignore
+    return _FirstLayer.apply(ranks, widths, bitwise, activation, x, bias, *weights)  # pyright: ignore
 
 
 def _second_layer(
     ranks: Ranks,
+    bitwise: bool,
     x: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None = None,
@@ -160,7 +177,8 @@ def _second_layer(
 ) -> Tensor:
     """Compute all output features from this rank's input features."""
     assert activation == IDENTITY
-    return _SecondLayer.apply(ranks, x, weights[0], bias, residual)  # pyright: ignore
+    layer = _SecondLayer if bitwise else _SummedLayer
+    return layer.apply(ranks, x, weights[0], bias, residual)  # pyright: ignore
 
 
 class _FirstLayer(torch.autograd.Function):
@@ -169,12 +187,13 @@ class _FirstLayer(torch.autograd.Function):
         ctx: Any,
         ranks: Ranks,
         widths: Sequence[int],
+        bitwise: bool,
         activation: int,
         x: Tensor,
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.ranks, ctx.widths, ctx.activation = ranks, widths, activation
+        ctx.ranks, ctx.widths, ctx.bitwise, ctx.activation = ranks, widths, bitwise, activation
         ctx.save_for_backward(x, bias, *weights)
         if len(weights) == 2:
             return ops.gated_linear(x, *weights, activation)  # pyright: ignore
@@ -194,10 +213,13 @@ class _FirstLayer(torch.autograd.Function):
         for own, weight in zip(grads, weights, strict=True):
             of_weight, of_bias = _parameter_grads(own, x, weight, bias)
             of_weights.append(of_weight)
-        whole = [_gather(own, ctx.ranks, ctx.widths) for own in grads]
-        like = _own_columns(x, ctx.ranks)
-        of_x = _gather(_input_grad(ctx.ranks, ctx.widths, whole, weights, like), ctx.ranks)
-        return None, None, None, of_x, of_bias, *of_weights
+        if ctx.bitwise:
+            whole = [_gather(own, ctx.ranks, ctx.widths) for own in grads]
+            like = _own_columns(x, ctx.ranks)
+            own_of_x = _input_grad(ctx.ranks, ctx.widths, whole, weights, like)
+        else:
+            own_of_x = _sum_columns(_linear_input_grad(grads, x, weights), ctx.ranks).to(x.dtype)
+        return None, None, None, None, _gather(own_of_x, ctx.ranks), of_bias, *of_weights
 
 
 class _SecondLayer(torch.autograd.Function):
@@ -224,6 +246,48 @@ class _SecondLayer(torch.autograd.Function):
         of_weight, of_bias = _parameter_grads(own, _gather(x, ctx.ranks), weight, bias)
         of_x = _input_grad(ctx.ranks, [len(weight)], [grad], [weight], x)
         return None, of_x, of_weight, of_bias, grad if ctx.has_residual else None
+
+
+class _SummedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ranks: Ranks,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        ctx.ranks, ctx.has_residual = ranks, residual is not None
+        ctx.save_for_backward(x, weight, bias)
+        columns = _exchange(weight, ranks, [len(weight)])
+        own = _sum_columns(ops.linear(x, columns), ranks)
+        for added in (bias, None if residual is None else _own_columns(residual, ranks)):
+            if added is not None:
+                own += added
+        return _gather(own.to(x.dtype), ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        x, weight, bias = ctx.saved_tensors
+        ranks, grad = ctx.ranks, grad.contiguous()
+        columns = _exchange(weight, ranks, [len(weight)])
+        of_x = _linear_input_grad([grad], x, [columns])
+        whole_bias = None if bias is None else grad.new_empty(len(columns))
+        of_columns, of_bias = _parameter_grads(grad, x, columns, whole_bias)
+        if of_bias is not None:
+            of_bias = of_bias.chunk(ranks.size)[ranks.rank]
+        rows = all_to_all(of_columns.unflatten(0, (ranks.size, -1)), ranks.group)
+        of_weight = rows.transpose(0, 1).flatten(1)
+        return None, of_x, of_weight, of_bias, grad if ctx.has_residual else None
+
+
+def _sum_columns(partial_sums: Tensor, ranks: Ranks) -> Tensor:
+    """Return this rank's columns of the sum over the ranks, in float32."""
+    assert ranks.group is not None
+    columns = partial_sums.unflatten(1, (ranks.size, -1)).transpose(0, 1).contiguous()
+    return reduce_scatter(columns, ranks.group).view(columns.shape[1:])
 
 
 def _own_columns(whole: Tensor, ranks: Ranks) -> Tensor:
@@ -260,9 +324,14 @@ def _input_grad(
     `grads` are the gradients of all output features, (T, N), `weights` this rank's rows.
     """
     columns = [_exchange(weight, ranks, widths) for weight in weights]
-    if len(columns) == 2:
-        return ops.gated_linear_input_grad(*grads, *columns)
-    (found,) = _linear_backward(["x"], grads[0], like, columns[0], None)
+    return _linear_input_grad(grads, like, columns)
+
+
+def _linear_input_grad(grads: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return dx, which looks like `x`, of a linear layer or of two with a gate."""
+    if len(weights) == 2:
+        return ops.gated_linear_input_grad(*grads, *weights)
+    (found,) = _linear_backward(["x"], grads[0], x, weights[0], None)
     return found
 
 

@@ -422,11 +422,11 @@ class Recipe:
             check_context(self.model, size)
 
     def _check_tensor_parallel(self) -> None:
-        if self.precision is not Precision.BF16:
+        if self.precision is not Precision.BF16 and self.parallel.tp_bitwise:
             raise ConfigError(
                 "parallel.tp: needs precision=bf16; the bits of float32 gradients depend on the "
                 "shapes of the layers",
-                hint="set precision=bf16, or parallel.tp=1: then the weights are sharded (FSDP)",
+                hint="set precision=bf16, or parallel.tp_bitwise=false",
             )
         if self.model is not None:
             check_divisible(self.model, self.parallel.tp)

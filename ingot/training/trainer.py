@@ -188,6 +188,7 @@ class Trainer:
             "expert_parallel": self.recipe.parallel.ep > 1,
             "stages": stages,
             "rounding": rounding,
+            "tp_bitwise": self.recipe.parallel.tp_bitwise,
         }
         sharded = ShardedModel(self.model, self._step_mesh, add, **options)
         masters.shard(sharded)

@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-bf16": {"model": GPT2, "precision": Precision.BF16},
     "grouped-heads": {"model": GROUPED_HEADS, "precision": Precision.BF16, "recompute": "full"},
     "divided": {"model": DIVIDED, "precision": Precision.BF16},
+    "divided-float32": {"model": DIVIDED},
     "divided-gpt2": {
         "model": replace(GPT2, heads=4, kv_heads=4, head_dim=8),
         "precision": Precision.BF16,
