@@ -1,6 +1,6 @@
 """Sentences per second of an embedding model: ingot against transformers.
 
-    python benchmarks/embeddings.py MODEL [--rounds N] [--batch N] [--sentences N]
+    python benchmarks/embeddings.py MODEL [--rounds N] [--batch N] [--sentences N] [--shuffle]
 
 embeds sentences of Python's language reference, in batches, by
 
@@ -9,7 +9,8 @@ embeds sentences of Python's language reference, in batches, by
     ingot-bf16       in bfloat16
 
 Sentences are sorted by length first, as sentence-transformers does: with neighbors of about the
-same length transformers pads least. Times include tokenization. The systems are interleaved; each
+same length transformers pads least. With `--shuffle` they are in random order, as requests arrive
+at a server. Times include tokenization. The systems are interleaved; each
 row has the median of the rounds and its ratio to transformers. The last column is the smallest
 cosine between an embedding and transformers'.
 """
@@ -18,6 +19,7 @@ cosine between an embedding and transformers'.
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import time
 from collections.abc import Callable
@@ -31,9 +33,11 @@ import ingot
 from ingot.interop import hub
 
 
-def main(model: str, rounds: int, batch: int, count: int) -> None:
+def main(model: str, rounds: int, batch: int, count: int, shuffle: bool) -> None:
     """Time the systems and print a row for each."""
     texts = _sentences(count)
+    if shuffle:
+        random.Random(0).shuffle(texts)
     batches = [texts[at : at + batch] for at in range(0, len(texts), batch)]
     systems: dict[str, Callable[[list[str]], Tensor]] = {
         "transformers": _by_transformers(model),
@@ -87,5 +91,6 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--sentences", type=int, default=512)
+    parser.add_argument("--shuffle", action="store_true")
     args = parser.parse_args()
-    main(args.model, args.rounds, args.batch, args.sentences)
+    main(args.model, args.rounds, args.batch, args.sentences, args.shuffle)
