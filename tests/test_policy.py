@@ -88,7 +88,7 @@ def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
     assert providers
     headers = {"tensor", "vector", "amx", "matmul", "transpose", "threads", "scratch"}
     headers |= {"registration", "logsum", "gradient", "epilogue", "quantized_tensors"}
-    headers |= {"torch_abi", "torch_shim", "kv_cache"}
+    headers |= {"torch_abi", "torch_shim", "kv_cache", "gru", "philox"}
     headers |= {f"attention_{part}" for part in ("common", "kernel", "vector", "backward")}
     headers |= {f"attention_{part}" for part in ("amx", "amx_decode", "amx_prefill")}
     headers |= {f"attention_vector_{part}" for part in ("decode", "prefill")}

@@ -397,6 +397,40 @@ def _adamw(count: int, shape: tuple[int, ...], dtype: str) -> MakeArgs:
     return lambda new: args()
 
 
+def _recurrent() -> Iterator[Workload]:
+    """Shapes are rows x hidden channels, sequences x tokens x channels, members x steps x
+    channels, and rows x groups x categories."""
+    for hidden, dtype in product((256, 1024), ("bf16", "fp32")):
+        weights = (3 * hidden, hidden), (3 * hidden, hidden), (3 * hidden,), (3 * hidden,)
+        for rows in (1, 256):
+            shapes = (rows, hidden), (rows, hidden), *weights
+            yield Workload("gru_cell", _text(rows, hidden), dtype, floats(*shapes))
+        yield Workload("gru", _text(16, 64, hidden), dtype, _sequences(16, 64, *weights))
+        yield Workload("gru_rollout", _text(5, 50, hidden), dtype, _rollout(5, 50, hidden))
+    logits, noise = (256, 32, 32), (torch.arange(256), torch.arange(256))
+    for dtype in ("bf16", "fp32"):
+        yield Workload(
+            "rssm_step", _text(*logits), dtype, lambda new: (new(*logits), new(*logits), *noise)
+        )
+
+
+def _sequences(count: int, length: int, *weights: tuple[int, ...]) -> MakeArgs:
+    starts = torch.arange(count + 1) * length
+    tokens, states = (count * length, weights[0][1]), (count, weights[0][1])
+
+    def make_args(new: Views) -> Args:
+        return new(*tokens), new(*states), starts, *floats(*weights)(new)
+
+    return make_args
+
+
+def _rollout(members: int, steps: int, hidden: int) -> MakeArgs:
+    """Two outputs and six actions."""
+    states = (1, hidden), (1, 2), (1, steps, 6)
+    weights = (3 * hidden, 8), (3 * hidden, hidden), (3 * hidden,), (3 * hidden,)
+    return floats(*((members, *shape) for shape in (*states, *weights, (2, hidden), (2,))))
+
+
 def _grouped(rows: int, weights: int) -> MakeArgs:
     offsets = torch.arange(EXPERTS + 1) * rows // EXPERTS
     shapes = [(rows, 768), *((EXPERTS, 1024, 768) for _ in range(weights))]
@@ -488,6 +522,7 @@ WORKLOADS: tuple[Workload, ...] = tuple(
     workload
     for family in (
         *(_elementwise, _logits, _linear_losses, _linear, _lora, _quantized, _attention, _sampling),
+        _recurrent,
         _optimizers,
     )
     for workload in family()

@@ -2,10 +2,10 @@
 
     forward(tokens_T, layout) -> hidden_TD
 
-as the decoder's, so that the same training step serves both. The recurrence is torch's and not
-batch-invariant.
+as the decoder's, so that the same training step serves both. The recurrence is `ingot.ops.gru`: a
+sequence has the same bits in any batch, and a compiled model has one graph.
 
-Legend: T tokens, D channels, V vocabulary.
+Legend: T tokens, N sequences, D channels, V vocabulary.
 """
 
 # pyright: basic
@@ -17,8 +17,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
+from ingot import ops
 from ingot.core.config import check_bounds
 from ingot.nn.layout import BatchLayout
 from ingot.nn.linear import STD, Embedding
@@ -45,6 +45,38 @@ class GRUConfig:
         )
 
 
+class RecurrentLayers(nn.Module):
+    """A stack of recurrent layers of one width, with the names and the convention of `nn.GRU`.
+
+    >>> layers = RecurrentLayers(dim=8, layers=2)
+    >>> [name for name, _ in layers.named_parameters()][:2]
+    ['weight_ih_l0', 'weight_hh_l0']
+    """
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.dim, self.layers = dim, layers
+        for layer in range(layers):
+            for name, shape in {
+                "weight_ih": (3 * dim, dim),
+                "weight_hh": (3 * dim, dim),
+                "bias_ih": (3 * dim,),
+                "bias_hh": (3 * dim,),
+            }.items():
+                self.register_parameter(f"{name}_l{layer}", nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Return the states (T, D) of the last layer; sequences begin with a state of zeros."""
+        initial_ND = x_TD.new_zeros(len(cu_seqlens) - 1, self.dim)
+        for layer in range(self.layers):
+            weights = [
+                getattr(self, f"{name}_l{layer}")
+                for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            ]
+            x_TD = ops.gru(x_TD, initial_ND, cu_seqlens, *weights)
+        return x_TD
+
+
 class GRU(nn.Module):
     """A recurrent language model with tied embeddings.
 
@@ -58,7 +90,7 @@ class GRU(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embed = Embedding(config.vocab_size, config.dim)
-        self.units = nn.GRU(config.dim, config.dim, config.layers)
+        self.units = RecurrentLayers(config.dim, config.layers)
         self.norm = RMSNorm(config.dim)
 
     @staticmethod
@@ -79,7 +111,4 @@ class GRU(nn.Module):
 
     def forward(self, tokens_T: Tensor, layout: BatchLayout) -> Tensor:
         """Return the normalized hidden state of each token, (T, D)."""
-        lengths = layout.cu_seqlens.diff().tolist()
-        sequences = [s for s in self.tok_embed(tokens_T).split(lengths) if len(s)]
-        hidden, _ = self.units(pack_sequence(sequences, enforce_sorted=False))
-        return self.norm(torch.cat(unpack_sequence(hidden)))
+        return self.norm(self.units(self.tok_embed(tokens_T), layout.cu_seqlens))

@@ -42,6 +42,7 @@ from ingot.ops.quantized import (
     linear_int8_dynamic,
 )
 from ingot.ops.record import Cost, Op, Tolerance, registry
+from ingot.ops.recurrent import gru, gru_cell, gru_rollout, rssm_step
 from ingot.ops.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -84,6 +85,9 @@ __all__ = [
     "gelu_tanh",
     "grouped_gated_linear",
     "grouped_linear",
+    "gru",
+    "gru_cell",
+    "gru_rollout",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -105,6 +109,7 @@ __all__ = [
     "rope",
     "rope_and_cache",
     "rope_frequencies",
+    "rssm_step",
     "sample",
     "sampling_logprobs",
     "silu",

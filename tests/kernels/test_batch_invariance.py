@@ -254,6 +254,10 @@ def _frequencies(i: Inputs) -> Tensor:
     return ops.rope_frequencies(2 * i.one_of(pairs, pairs // 2))[0]
 
 
+def _categories(i: Inputs) -> Tensor:
+    return i.values(i.rows, 1 + i.out % 5, i.width, low=-8, high=3)
+
+
 ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
     "activation": {"x": _rows, "gate": _rows, "up": _rows},
     "norm": {
@@ -326,6 +330,20 @@ ARGUMENTS: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "ignore_index": lambda i: i.one_of(-100, 0),
         "label_smoothing": lambda i: i.one_of(0.0, 0.1),
         "z_loss": lambda i: i.one_of(0.0, 0.0, 1e-3),
+    },
+    "recurrent": {
+        "x": _matrix,
+        "h": lambda i: i.values(i.rows, i.out, low=-8, high=0),
+        "w_ih": lambda i: i.values(3 * i.out, i.width, low=-8, high=0),
+        "w_hh": lambda i: i.values(3 * i.out, i.out, low=-8, high=0),
+        "b_ih": lambda i: i.values(3 * i.out, low=-8, high=0),
+        "b_hh": lambda i: i.values(3 * i.out, low=-8, high=0),
+        "reset_after": lambda i: i.one_of(True, False),
+        "prior": _categories,
+        "posterior": lambda i: i.one_of(lambda: _categories(i), None),
+        "seeds": lambda i: i.ints(1 << 40, i.rows),
+        "positions": lambda i: i.ints(1 << 20, i.rows),
+        "unimix": lambda i: i.one_of(0.01, 0.1),
     },
     "sample": {
         "logits": _matrix,

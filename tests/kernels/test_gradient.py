@@ -147,6 +147,45 @@ def rope(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     return make(call.rows, 3, width + call.out % 5), make.ints(5000, call.rows), freqs, False, scale
 
 
+def gru_weights(make: TensorMaker, inputs: int, hidden: int, *members: int) -> tuple[Tensor, ...]:
+    shapes = (3 * hidden, inputs), (3 * hidden, hidden), (3 * hidden,), (3 * hidden,)
+    return tuple(make(*members, *shape, scale=hidden**-0.5) for shape in shapes)
+
+
+def gru_cell(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    inputs, hidden = 8 + call.width % 90, 8 + call.out % 90
+    states = make(call.rows, inputs), make(call.rows, hidden)
+    return *states, *gru_weights(make, inputs, hidden), call.bias
+
+
+def gru(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    inputs, hidden = 8 + call.width % 40, 8 + call.out % 40
+    lengths = [length % 50 for length in (*call.lengths, 3, 20)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    states = make(sum(lengths), inputs), make(len(lengths), hidden)
+    return *states, starts, *gru_weights(make, inputs, hidden), call.bias
+
+
+def gru_rollout(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    members, rows, steps = 1 + call.seed % 3, 1 + call.rows % 40, 1 + call.width % 10
+    actions, hidden, outputs = call.out % 4, 8 + call.out % 40, 4 + call.width % 9
+    return (
+        make(members, rows, hidden),
+        make(members, rows, outputs),
+        make(members, rows, steps, actions),
+        *gru_weights(make, outputs + actions, hidden, members),
+        make(members, outputs, hidden, scale=hidden**-0.5),
+        make(members, outputs),
+        call.bias,
+    )
+
+
+def rssm_step(make: TensorMaker, call: Call) -> tuple[Any, ...]:
+    shape = call.rows, 1 + call.out % 4, 8 + call.width % 60
+    posterior = make(*shape) if call.bias else None
+    return make(*shape), posterior, make.ints(99, call.rows), make.ints(99, call.rows), 0.01
+
+
 ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "linear": linear,
     "gated_linear": gated_linear,
@@ -161,6 +200,10 @@ ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "embedding": embedding,
     "sampling_logprobs": sampling,
     "rope": rope,
+    "gru_cell": gru_cell,
+    "gru": gru,
+    "gru_rollout": gru_rollout,
+    "rssm_step": rssm_step,
 }
 OPS = [op for op in ops.registry().values() if op.name in ARGUMENTS]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -27,6 +27,38 @@ template <class T>
                         {{grad_t, Transposed<T>(x)}});
 }
 
+// Sums of the columns, in strips of columns; blocks of 32 rows are summed first.
+template <class T>
+[[gnu::noinline]] void sum_columns(const Matrix<T>& x, T* to) {
+  constexpr int64_t STRIP = 128, ROWS = 32;
+  parallel_for((x.width + STRIP - 1) / STRIP, STRIP * x.rows, [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * STRIP; first < std::min(end * STRIP, x.width); first += STRIP) {
+      int64_t width = std::min(STRIP, x.width - first);
+      float total[STRIP] = {}, block[STRIP];
+      auto add = [&](float* to, const auto* from) {
+        for_each_vector(width, [&](int64_t at, auto... tail) {
+          store(to + at, load(to + at, tail...) + load(from + at, tail...), tail...);
+        });
+      };
+      for (int64_t row = 0; row < x.rows; row += ROWS) {
+        std::fill_n(block, STRIP, 0.0f);
+        for (int64_t r = row; r < std::min(row + ROWS, x.rows); r++) add(block, x[r] + first);
+        add(total, block);
+      }
+      for_each_vector(width, [&](int64_t at, auto... tail) {
+        store(to + first + at, load(total + at, tail...), tail...);
+      });
+    }
+  });
+}
+
+template <class T>
+[[gnu::noinline]] Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
+  Tensor sums = allocate_like(bias);
+  sum_columns(grad, data<T>(sums));
+  return sums;
+}
+
 // Columns of a float32 matrix times a factor, rounded to T.
 template <class T>
 [[gnu::noinline]] Tensor round_columns(const Matrix<float>& x, int64_t first, int64_t count,

@@ -136,34 +136,6 @@ template <class T>
   return gemm_tensor<T>({x.sizes().data(), size_t(x.dim())}, x, operands);
 }
 
-// Column sums, in strips of columns; blocks of 32 rows are summed first.
-template <class T>
-[[gnu::noinline]] Tensor grad_bias(const Tensor& bias, const Matrix<T>& grad) {
-  constexpr int64_t STRIP = 128, ROWS = 32;
-  Tensor sums = allocate_like(bias);
-  parallel_for((grad.width + STRIP - 1) / STRIP, STRIP * grad.rows,
-               [&](int64_t begin, int64_t end) {
-    for (int64_t first = begin * STRIP; first < std::min(end * STRIP, grad.width); first += STRIP) {
-      int64_t width = std::min(STRIP, grad.width - first);
-      float total[STRIP] = {}, block[STRIP];
-      auto add = [&](float* to, const auto* from) {
-        for_each_vector(width, [&](int64_t at, auto... tail) {
-          store(to + at, load(to + at, tail...) + load(from + at, tail...), tail...);
-        });
-      };
-      for (int64_t row = 0; row < grad.rows; row += ROWS) {
-        std::fill_n(block, STRIP, 0.0f);
-        for (int64_t r = row; r < std::min(row + ROWS, grad.rows); r++) add(block, grad[r] + first);
-        add(total, block);
-      }
-      for_each_vector(width, [&](int64_t at, auto... tail) {
-        store(data<T>(sums) + first + at, load(total + at, tail...), tail...);
-      });
-    }
-  });
-  return sums;
-}
-
 // dZ: grad times the derivative of the activation at z, which is recomputed.
 template <class T>
 Tensor act_backward(const Rows<T>& grad, const Rows<T>& x, const Rows<T>& w,

@@ -2,6 +2,7 @@
 // row, ties broken by index. The kept set is therefore described by its last token, a `Threshold`,
 // and only tokens that may belong to it are sorted.
 #include "logsum.h"
+#include "philox.h"
 #include "tensor.h"
 
 namespace ingot::kernels {
@@ -29,22 +30,6 @@ struct RowOption {
   }
   double operator[](int64_t row) const { return floats ? floats[row] : double((*integers)[row]); }
 };
-
-// First word of Philox4x32-10 for a counter whose upper half is 0.
-uint32_t philox(uint64_t counter, uint64_t key) {
-  uint32_t a = uint32_t(counter), b = uint32_t(counter >> 32), c = 0, d = 0;
-  uint32_t key_0 = uint32_t(key), key_1 = uint32_t(key >> 32);
-  for (int round = 0; round < 10; round++) {
-    uint64_t first = 0xD2511F53ull * a, second = 0xCD9E8D57ull * c;
-    a = uint32_t(second >> 32) ^ b ^ key_0, b = uint32_t(second);
-    c = uint32_t(first >> 32) ^ d ^ key_1, d = uint32_t(first);
-    key_0 += 0x9E3779B9, key_1 += 0xBB67AE85;
-  }
-  return a;
-}
-float uniform_at(int64_t seed, int64_t position) {
-  return float(philox(uint64_t(position), uint64_t(seed)) >> 8) * 0x1p-24f;
-}
 
 // Keeps the tokens above a logit, and of those equal to it the ones up to an index.
 struct Threshold {

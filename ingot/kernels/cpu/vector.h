@@ -389,6 +389,31 @@ inline Floats sigmoid(Floats x) {
   return x < Floats{} ? e * r : r;
 }
 
+// sigmoid(x) and 1 - sigmoid(x), each with a small relative error.
+struct SigmoidPair {
+  Floats value, rest;
+};
+inline SigmoidPair sigmoid_pair(Floats x) {
+  Floats e = exp_nonpositive(x > Floats{} ? -x : x);
+  Floats r = reciprocal(broadcast(1.0f) + e);
+  Floats rest = e * r;
+  return {x < Floats{} ? rest : r, x < Floats{} ? r : rest};
+}
+
+// Hyperbolic tangent: near 0 an odd polynomial, relative error 1.0e-9, as 1 - e would cancel.
+inline Floats tanh(Floats x) {
+  Floats magnitude = max(x, -x), t = x * x;
+  Floats e = exp_nonpositive(broadcast(-2.0f) * magnitude);
+  Floats large = (broadcast(1.0f) - e) * reciprocal(broadcast(1.0f) + e);
+  Floats p = broadcast(-6.27423291e-3f);
+  p = fma(p, t, broadcast(2.10716740e-2f));
+  p = fma(p, t, broadcast(-5.38523085e-2f));
+  p = fma(p, t, broadcast(0.133325861f));
+  p = fma(p, t, broadcast(-0.333333176f));
+  Floats small = fma(x * t, p, x);
+  return magnitude < broadcast(0.55f) ? small : x < Floats{} ? -large : large;
+}
+
 // Cumulative normal distribution: absolute error 5.5e-9 for |x| <= 5.4, 0 or 1 beyond.
 inline Floats normal_cdf(Floats x) {
   Floats clamped = min(broadcast(5.4f), max(broadcast(-5.4f), x));
