@@ -201,8 +201,8 @@ def test_wrong_shapes_are_errors_that_name_the_argument() -> None:
     args = list(rollout_args(make, members=2, rows=1, steps=3, hidden=8))
     with pytest.raises(OpError, match="w_out"):
         ops.gru_rollout(*args[:7], w_out=args[7][:1], b_out=args[8])
+    args[2] = args[2][:, :, :0]
     with pytest.raises(OpError, match="at least one step"):
-        args[2] = args[2][:, :, :0]
         ops.gru_rollout(*args)
     noise = make.ints(9, 2), make.ints(9, 2)
     with pytest.raises(OpError, match="unimix"):
@@ -251,11 +251,11 @@ def test_samples_have_the_probabilities_they_are_drawn_from(provider: str) -> No
 def test_providers_draw_the_same_categories() -> None:
     make = TensorMaker(torch.float32)
     args = make(500, 4, 32), make(500, 4, 32), make.ints(1 << 62, 500), make.ints(1 << 40, 500)
-    drawn: list[Tensor] = []
+    sampled: list[Tensor] = []
     for provider in ("cpu", "reference"):
         with ops.prefer(provider):
-            drawn.append(ops.rssm_step(*args)[0])
-    assert torch.equal(*drawn)
+            sampled.append(ops.rssm_step(*args)[0])
+    assert torch.equal(*sampled)
 
 
 def test_a_sample_is_a_function_of_seed_and_position() -> None:

@@ -2,8 +2,8 @@
 //
 //   r, z = sigmoid(x sums + h sums)    n = tanh(x sums + r * h sums)    h' = (1 - z) n + z h
 //
-// `x sums` are the products of the input with the rows of w_ih, plus the bias, `h sums` those of the
-// state with w_hh; both are (r, z, n) in float32. With reset_after = false the h sums of n are those of
+// `x sums` are the matmul of the input with w_ih, plus the bias, `h sums` that of the
+// state with w_hh; both are (r, z, n) in float32. With reset_after = false the h sums of n are that of
 // r * h, which is rounded like a state. States are stored in the dtype of the arguments.
 #pragma once
 
@@ -73,7 +73,7 @@ inline void next_state(const GruWeights<T>& w, const float* x_sums, const float*
   });
 }
 
-// The step of rows of states, in place. `multiply(x, w, to)` computes the products of rows of x with
+// The step of rows of states, in place. `multiply(x, w, to)` computes the dot products of rows of x with
 // rows of w into columns of `to`, whose rows are w.sums() apart; x_sums(row) are those of a row.
 template <class T, class Multiply, class XSums>
 inline void gru_step(const GruWeights<T>& w, T* h, int64_t rows, float* h_sums, T* reset,
@@ -98,7 +98,7 @@ inline void gru_step(const GruWeights<T>& w, T* h, int64_t rows, float* h_sums, 
   });
 }
 
-// Products of rows on all threads, into rows that are `stride` apart.
+// A matmul on all threads, into rows that are `stride` apart.
 template <class T>
 [[gnu::noinline]] void multiply_rows(const Matrix<T>& x, const Matrix<T>& w, float* to,
                                      int64_t stride) {
@@ -166,7 +166,7 @@ template <class T>
 
 // ---- Gradient. The gates of all tokens are recomputed at once from the states before them, then the
 // gradient of the state is followed from the last step to the first, and the gradients of the weights
-// are products of all tokens.
+// are matmuls over all tokens.
 
 // A transposed copy of a matrix, packed for gemm().
 template <class T>

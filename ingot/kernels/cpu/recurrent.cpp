@@ -176,7 +176,7 @@ Tensors gru_backward(NeedsGrad needs, Tensors grads, const Tensor& x, const Tens
 
 // ---- gru_rollout
 
-// Products of a few rows on this thread. The additions are those of gemm() in float32.
+// A matmul of a few rows on this thread. The additions are those of gemm() in float32.
 template <int M, int N, class T>
 void multiply_tiles(const Matrix<T>& x, const Matrix<T>& w, float* to, int64_t stride) {
   for (int64_t c = 0; c < w.rows; c += N) {
