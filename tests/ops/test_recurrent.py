@@ -233,7 +233,7 @@ def test_log_probabilities_are_those_of_the_mixture() -> None:
 
 
 @pytest.mark.parametrize("provider", ["cpu", "reference"])
-def test_samples_have_the_probabilities_they_are_drawn_from(provider: str) -> None:
+def test_samples_have_their_probabilities(provider: str) -> None:
     rows = 20_000
     p = torch.tensor([[0.7, 0.1, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]])
     seeds = torch.full((rows,), 3)
