@@ -45,7 +45,7 @@ def connect_backward(
             next(tensors) if is_tensor else other
             for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
-        passed = ctx.needs_input_grad  # excludes arguments that were left to their defaults
+        passed = wanted_gradients(ctx)
         needs = [*passed, *(False for _ in args[len(passed) :])]
         if torch.is_grad_enabled():  # create_graph=True
             outputs = as_tuple(fallback(*args))
@@ -56,6 +56,25 @@ def connect_backward(
         return tuple(next(results) if needed else None for needed in passed)
 
     torch.library.register_autograd(f"ingot::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def wanted_gradients(ctx: Any) -> list[bool]:
+    """Return for each argument that was passed whether this backward uses its gradient.
+
+    `ctx.needs_input_grad` does not know which gradients `torch.autograd.grad` was asked for: those
+    of inputs alone, for instance, in a zero-bubble pipeline.
+    """
+    edges = iter(ctx.next_functions)  # one for each tensor
+    nodes = (next(edges)[0] if is_tensor else None for is_tensor in ctx.is_tensor)
+    # excludes arguments that were left to their defaults
+    return [need and _is_wanted(node) for need, node in zip(ctx.needs_input_grad, nodes)]  # noqa: B905
+
+
+def _is_wanted(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
+        return True
 
 
 def needed_gradients(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot import ops
 from ingot.core.errors import OpError
@@ -36,3 +39,43 @@ def test_returned_gradients_share_no_storage() -> None:
     assert torch.equal(second, grad)
     assert not third.any()
     assert len({t.data_ptr() for t in (grad, first, second, third)}) == 4
+
+
+class _AskedFor(TorchDispatchMode):
+    """Records which gradients the backwards of ops were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: list[list[bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().endswith("_backward"):
+            self.needs.append(args[0][:3])
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
+    leaf = torch.randn(2, 4, requires_grad=True)
+    weight = torch.randn(3, 4, requires_grad=True)
+    bias = torch.randn(3, requires_grad=True)
+    hidden = leaf * 2
+    y = ops.linear(hidden, weight, bias).sum()
+    asked = {
+        (leaf,): [True, False, False],
+        (hidden,): [True, False, False],
+        (weight,): [False, True, False],
+        (bias, leaf): [True, False, True],
+    }
+    with _AskedFor() as mode:
+        for inputs, needs in asked.items():
+            grads = torch.autograd.grad(y, inputs, retain_graph=True)
+            assert mode.needs.pop() == needs
+            assert [grad.shape for grad in grads] == [one.shape for one in inputs]
+        y.backward(inputs=[weight], retain_graph=True)
+        assert mode.needs.pop() == [False, True, False]
+        y.backward()
+        assert mode.needs.pop() == [True, True, True]
+    assert not mode.needs
+    assert torch.equal(
+        weight.grad, 2 * torch.autograd.grad(ops.linear(hidden, weight).sum(), weight)[0]
+    )  # pyright: ignore

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.nn import Decoder
 from ingot.parallel.config import ParallelConfig
@@ -185,3 +186,37 @@ def test_ranks_that_wait_for_each_other_are_found(fault: str, tmp_path: Path) ->
     assert find_deadlock(programs) is None
     faulty(fault, programs)
     assert find_deadlock(programs)
+
+
+class _CountGradients(TorchDispatchMode):
+    """Counts the gradients that the backwards of ops are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("ingot::") and func.name().endswith("_backward"):
+            self.count += sum(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_divided_backward_computes_each_gradient_once(tmp_path: Path) -> None:
+    """Zero-bubble schedules compute those of inputs first and those of weights later."""
+    counts: dict[str, int] = {}
+    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        layout = {"pp": 2, "schedule": schedule}
+        recipe = recipe_of("staged-dense", layout, 2, tmp_path)
+        recipe = replace(recipe, recompute="none")
+        datasets = load_datasets(recipe.data)
+        counter = _CountGradients()
+
+        def run(ranks: Ranks) -> None:
+            trainer = Trainer(recipe, tmp_path / "run", ranks=ranks, datasets=datasets)  # noqa: B023
+            trainer._metrics = None
+            with counter:  # noqa: B023
+                trainer._run_step()
+
+        simulate(2, run)
+        counts[schedule] = counter.count
+    assert counts["interleaved_1f1b"] == counts["interleaved_zero_bubble"] > 0
