@@ -1,0 +1,194 @@
+"""Small training runs for `ingot.forecast`: made here, shipped as ingot/forecast/runs.npz.
+
+    python -m benchmarks.forecast_runs train --family text --runs 120 --out DIRECTORY
+    python -m benchmarks.forecast_runs pack --out DIRECTORY
+
+`train` trains runs 0 to N - 1 of a family that DIRECTORY does not have yet. The recipe of a run
+depends on the family and its number alone: model, batch size, steps, optimizer, schedule and a
+learning rate from a hundredth of a good one to far too high. One in eight warms up to such a rate
+over the whole run (a ramp). The guard is off, so runs diverge until the loss is not finite.
+
+`pack` writes the runs of DIRECTORY as one compressed file, without the weights.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ingot.core import config, log
+from ingot.nn import CNNConfig, DecoderConfig, DenseConfig, Rope
+from ingot.observe import metrics
+from ingot.training.clip import AdaGCConfig, ClipNormConfig, ZClipConfig
+from ingot.training.guard import Diverged, SpikeGuardConfig
+from ingot.training.optimizer import AdamWConfig, LionConfig, SGDConfig
+from ingot.training.recipe import DigitsData, Recipe, TextData, XorData
+from ingot.training.schedule import LRSchedule
+from ingot.training.trainer import RECIPE, Trainer
+
+BINS = 50
+_SGD, _LION = 50.0, 0.1  # good learning rates, relative to AdamW's
+_Drawn = tuple[dict[str, Any], float]  # keys of the recipe, AdamW's good learning rate
+
+
+def draw(family: str, number: int) -> Recipe:
+    """Return the recipe of a run."""
+    rng = np.random.default_rng([zlib.crc32(family.encode()), number])
+    keys, good = _FAMILIES[family](rng)
+    steps = int(rng.choice([200, 300, 400, 600]))
+    ramp = rng.random() < 0.125
+    too_high = rng.random() < 0.15
+    low, high = (1.0, 2.3) if ramp or too_high else (-1.3, 0.7)
+    lr = good * 10 ** rng.uniform(low, high)
+    return Recipe(
+        name=f"{family}-{number}",
+        steps=steps,
+        optimizer=_optimizer(rng, lr),
+        schedule=_schedule(rng, steps, ramp),
+        clip=_clip(rng),
+        guard=SpikeGuardConfig(policy="skip", z_threshold=1e6, patience=0),
+        seed=number,
+        device="cpu",
+        eval_every=steps // BINS,
+        checkpoint_every=10**9,
+        **keys,
+    )
+
+
+def _xor(rng: np.random.Generator) -> _Drawn:
+    widths = tuple(int(rng.choice([4, 8, 16, 32])) for _ in range(rng.integers(1, 3)))
+    model = DenseConfig(in_features=2, hidden_dims=widths, out_features=2)
+    return {"data": XorData(), "model": model, "global_batch_size": 4}, 0.02
+
+
+def _digits(rng: np.random.Generator) -> _Drawn:
+    dropout = float(rng.choice([0.0, 0.0, 0.2]))
+    if rng.random() < 0.6:
+        widths = tuple(int(rng.choice([16, 32, 64])) for _ in range(rng.integers(1, 4)))
+        dense: dict[str, Any] = {"in_features": 64, "out_features": 10, "dropout": dropout}
+        model: Any = DenseConfig(hidden_dims=widths, **dense)
+    else:
+        model = CNNConfig(widths=(int(rng.choice([4, 8, 16])), 16), num_classes=10, dropout=dropout)
+    smoothing = float(rng.choice([0.0, 0.0, 0.1]))
+    batch = int(rng.choice([8, 16, 32, 64]))
+    keys = {"data": DigitsData(), "model": model, "global_batch_size": batch}
+    return {**keys, "label_smoothing": smoothing, "eval_batches": 360 // batch}, 0.003
+
+
+def _text(rng: np.random.Generator) -> _Drawn:
+    dim = int(rng.choice([32, 48, 64, 96]))
+    length, batch = int(rng.choice([64, 128])), int(rng.choice([4, 8, 16]))
+    model = DecoderConfig(
+        vocab_size=512,
+        dim=dim,
+        layers=int(rng.integers(1, 4)),
+        heads=dim // 16,
+        kv_heads=dim // 16,
+        head_dim=16,
+        ffn_dim=8 * dim // 3 // 8 * 8,
+        max_seq_len=length,
+        rope=Rope(),
+        tie_embeddings=bool(rng.random() < 0.5),
+    )
+    data = TextData(source="stdlib", vocab_size=512, seq_len=length)
+    keys = {"data": data, "model": model, "global_batch_size": batch}
+    return {**keys, "eval_batches": 4096 // (length * batch)}, 0.004
+
+
+_FAMILIES: dict[str, Callable[[np.random.Generator], _Drawn]] = {
+    "xor": _xor,
+    "digits": _digits,
+    "text": _text,
+}
+
+
+def _optimizer(rng: np.random.Generator, lr: float) -> Any:
+    kind = rng.random()
+    decay = float(rng.choice([0.0, 0.01, 0.1]))
+    if kind < 0.2:
+        return SGDConfig(lr=_SGD * lr, momentum=float(rng.choice([0.0, 0.9])))
+    if kind < 0.35:
+        return LionConfig(lr=_LION * lr, weight_decay=10 * decay)
+    return AdamWConfig(lr=lr, betas=(0.9, float(rng.choice([0.95, 0.999]))), weight_decay=decay)
+
+
+def _schedule(rng: np.random.Generator, steps: int, ramp: bool) -> LRSchedule:
+    kind: Any = rng.choice(["constant", "linear", "cosine", "polynomial", "wsd", "wsd"])
+    warmup = int(steps * rng.choice([0.0, 0.02, 0.05, 0.1]))
+    shape = {"decay_ratio": float(rng.uniform(0.1, 0.5))} if kind == "wsd" else {}
+    floor = float(rng.choice([0.0, 0.0, 0.1]))
+    return LRSchedule(
+        kind=str(kind), warmup_steps=steps if ramp else warmup, min_lr_ratio=floor, **shape
+    )  # pyright: ignore
+
+
+def _clip(rng: np.random.Generator) -> Any:
+    kind = rng.random()
+    if kind < 0.1:
+        return ZClipConfig()
+    if kind < 0.2:
+        return AdaGCConfig()
+    return ClipNormConfig(max_norm=1e4 if kind < 0.5 else 1.0)
+
+
+def train(family: str, number: int, out: Path) -> str:
+    """Train a run, keep its recipe and metrics, and return how it ended."""
+    torch.set_num_threads(1)
+    recipe = draw(family, number)
+    target = out / f"{family}-{number:04}"
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        try:
+            Trainer(recipe, directory).run()
+            ended = "finished"
+        except Diverged as error:
+            ended = error.message
+        target.mkdir(parents=True, exist_ok=True)
+        config.save(recipe, target / RECIPE)
+        content = (directory / metrics.NAME).read_text()
+        (target / f"{metrics.NAME}.part").write_text(content)
+        (target / f"{metrics.NAME}.part").rename(target / metrics.NAME)  # complete: the run exists
+    return f"{target.name}: {ended}"
+
+
+def train_all(family: str, runs: int, out: Path, processes: int) -> None:
+    """Train what is missing."""
+    missing = [n for n in range(runs) if not (out / f"{family}-{n:04}" / metrics.NAME).exists()]
+    draw(family, 0).data.load()  # tokenizes the text once  # pyright: ignore
+    if processes == 1:
+        for number in missing:
+            print(train(family, number, out), flush=True)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for ended in pool.map(
+            train, [family] * len(missing), missing, [out] * len(missing), chunksize=1
+        ):
+            print(ended, flush=True)
+
+
+def main() -> None:
+    """Read the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["train"])
+    parser.add_argument("--family", choices=list(_FAMILIES), default="text")
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    log.setup()
+    train_all(arguments.family, arguments.runs, arguments.out, arguments.processes)
+
+
+if __name__ == "__main__":
+    main()
