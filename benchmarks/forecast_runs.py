@@ -2,20 +2,21 @@
 
     python -m benchmarks.forecast_runs train --family text --runs 120 --out DIRECTORY
     python -m benchmarks.forecast_runs pack --out DIRECTORY
+    python -m benchmarks.forecast_runs judge --out DIRECTORY
 
 `train` trains runs 0 to N - 1 of a family that DIRECTORY does not have yet. The recipe of a run
 depends on the family and its number alone: model, batch size, steps, optimizer, schedule and a
 learning rate from a hundredth of a good one to far too high. One in eight warms up to such a rate
 over the whole run (a ramp). The guard is off, so runs diverge until the loss is not finite.
 
-`pack` writes the runs of DIRECTORY as one compressed file, without the weights.
+`pack` writes the curves of the runs in DIRECTORY as one compressed file, and what is learned from
+them. `judge` measures the forecasts (`benchmarks/forecast_judge.py`).
 """
 
 # pyright: basic
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -27,7 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import forecast_judge
 from ingot.core import config, log
+from ingot.forecast import learned, runs
+from ingot.forecast.runs import RunLibrary
 from ingot.nn import CNNConfig, DecoderConfig, DenseConfig, Rope
 from ingot.observe import metrics
 from ingot.training.clip import AdaGCConfig, ClipNormConfig, ZClipConfig
@@ -36,6 +40,9 @@ from ingot.training.optimizer import AdamWConfig, LionConfig, SGDConfig
 from ingot.training.recipe import DigitsData, Recipe, TextData, XorData
 from ingot.training.schedule import LRSchedule
 from ingot.training.trainer import RECIPE, Trainer
+from ingot.workflows.forecast import make_library
+
+PACKAGE = Path(runs.__file__).parent
 
 BINS = 50
 _SGD, _LION = 50.0, 0.1  # good learning rates, relative to AdamW's
@@ -168,26 +175,59 @@ def train_all(family: str, runs: int, out: Path, processes: int) -> None:
     draw(family, 0).data.load()  # tokenizes the text once  # pyright: ignore
     if processes == 1:
         for number in missing:
-            print(train(family, number, out), flush=True)
+            print(train(family, number, out), flush=True)  # noqa: T201
         return
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for ended in pool.map(
             train, [family] * len(missing), missing, [out] * len(missing), chunksize=1
         ):
-            print(ended, flush=True)
+            print(ended, flush=True)  # noqa: T201
+
+
+def read_all(out: Path) -> dict[str, tuple[Recipe, list[dict[str, Any]]]]:
+    """Read recipe and metrics of all runs, by name."""
+    directories = sorted(path.parent for path in out.glob(f"*/{metrics.NAME}"))
+    return {
+        path.name: (config.load(Recipe, path / RECIPE), metrics.read(path)) for path in directories
+    }
+
+
+def pack(out: Path) -> None:
+    """Write the library of the package and what is learned from it."""
+    library = make_library(read_all(out).values())
+    library.save(PACKAGE / runs.NAME)
+    learned.learn(RunLibrary.load(), ("validation_loss", "loss")).save(PACKAGE / learned.NAME)
+    size = (PACKAGE / runs.NAME).stat().st_size
+    print(f"{len(library)} runs, {size:,} bytes")  # noqa: T201
+
+
+def judge(out: Path) -> None:
+    """Write the table of errors to benchmarks/results/forecast.csv."""
+    found = read_all(out)
+    library = make_library(found.values())
+    kept = np.isfinite(library.log_loss["validation_loss"]).all(1)
+    ramps = np.array([r.schedule.warmup_steps == r.steps for r, _ in found.values()])
+    cases = list(forecast_judge.forecast_all(library.select(kept), ramps[kept]))
+    rows = list(forecast_judge.summarize(cases))
+    forecast_judge.write(rows, Path(__file__).parent / "results" / "forecast.csv")
 
 
 def main() -> None:
     """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=["train"])
+    parser.add_argument("command", choices=["train", "pack", "judge"])
     parser.add_argument("--family", choices=list(_FAMILIES), default="text")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     log.setup()
-    train_all(arguments.family, arguments.runs, arguments.out, arguments.processes)
+    if arguments.command == "train":
+        train_all(arguments.family, arguments.runs, arguments.out, arguments.processes)
+    elif arguments.command == "pack":
+        pack(arguments.out)
+    else:
+        judge(arguments.out)
 
 
 if __name__ == "__main__":

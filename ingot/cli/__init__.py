@@ -34,6 +34,7 @@ SUMMARIES = {
     "compress": "quantize the weights of a model to 8 or 4 bits",
     "doctor": "show the machine, its measured peaks, and issues with hints",
     "eval": "evaluate a model: perplexity, exact match, pass@k, choices",
+    "forecast": "forecast the loss of a training run",
     "generate": "generate text from a prompt",
     "import": "import a GGUF file or a Hugging Face directory",
     "info": "describe a model: architecture, size, memory, lineage",
@@ -137,13 +138,7 @@ def _print_help() -> None:
     from ingot.cli.tables import new_grid
 
     verbs = new_grid((f"  {verb}", summary) for verb, summary in SUMMARIES.items())
-    console = stdout()
-    console.print(verbs)
-    # One line, so that all verbs and it fit a screen of 24 lines.
-    console.print(
-        "[bold]ingot VERB[/]: one model, one set of kernels; `ingot VERB --help` lists the options",
-        highlight=False,
-    )
+    stdout().print(verbs)  # one line each: they fit a screen of 24 lines
 
 
 def escape_markup(text: str) -> str:

@@ -79,6 +79,7 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "compare": ("directory", "--with", "other"),
         "tokenize": ("from", "to"),
         "eval": ("task", "directory"),
+        "forecast": ("run",),
         "generate": ("directory", "prompt"),
         "import": ("from", "to"),
         "info": ("directory",),
