@@ -22,6 +22,9 @@ _NAMES = {
     "clip_factor": "train/clip factor",
     "validation_loss": "validation/loss",
     "accuracy": "validation/accuracy",
+    "forecast": "forecast/final loss",
+    "forecast_low": "forecast/lower edge of the band",
+    "forecast_high": "forecast/upper edge of the band",
 }
 
 

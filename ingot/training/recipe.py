@@ -57,6 +57,7 @@ from ingot.parallel.mesh import mesh_shape
 from ingot.parallel.stage import STAGES_PER_RANK, check_stages
 from ingot.parallel.tensor import check_divisible
 from ingot.training import clip, optimizer
+from ingot.training.forecast import ForecastConfig
 from ingot.training.gradients import default_shards
 from ingot.training.guard import SpikeGuardConfig
 from ingot.training.mixup import MixupConfig
@@ -301,6 +302,8 @@ class Recipe:
     """Gradient clipping."""
     guard: SpikeGuardConfig = field(default_factory=SpikeGuardConfig)
     """Handling of non-finite losses and loss spikes."""
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+    """Forecasts of the run while it trains."""
     dropout: float = 0.0
     """Dropout of a decoder's residual branches; other models have `model.dropout`."""
     label_smoothing: float = 0.0
@@ -485,7 +488,7 @@ class Recipe:
     def with_resumable_fields(self, other: Recipe) -> Recipe:
         """Return this recipe with the fields that may change on resume taken from another."""
         free = ("steps", "grad_accum_steps", "keep_checkpoints", "checkpoint_every", "eval_every")
-        free = (*free, "recompute", "device")
+        free = (*free, "recompute", "device", "forecast")
         parallel = self.parallel.with_resumable_fields(other.parallel)
         return replace(self, parallel=parallel, **{name: getattr(other, name) for name in free})
 

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 
 from ingot.core import config, log, paths
 from ingot.core.errors import DataError, IngotError
+from ingot.core.paths import write_atomic
 from ingot.forecast.curve import (
     BINS,
     CurveReader,
@@ -42,6 +44,7 @@ LIVE = "forecast.jsonl"
 _MAX_OWN, _MAX_OWN_BYTES = 100, 2**24  # runs that join the library, and of their metrics
 _PAST = (10, 20, 30, 40)  # bins at which past forecasts are shown
 _MAX_SHARE = 0.005  # of the time of a run
+_LOGGED = 10  # forecasts of a run that are logged
 _FIRST_S = 10.0  # of a run, before its first forecast
 
 LrFactor = Callable[[int, int], float]
@@ -262,26 +265,35 @@ class LiveForecast:
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.directory, self.task = directory, name_task(recipe)
+        self.goal = recipe.forecast.target_loss
         self._reader: CurveReader | None = None
         if recipe.steps >= BINS:
             target = choose_target(recipe.eval_every, recipe.steps)
             self._reader = CurveReader(plan_lr(recipe), recipe.steps, target)
         self._forecaster: Forecaster | None = None
         self._started = time.monotonic()
-        self._spent, self._bins = 0.0, 0
+        self._spent, self._bins, self._logged = 0.0, 0, 0
+        self._first_step: int | None = None
 
-    def read(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Read the lines of a run that is resumed."""
-        if self._reader is not None:
-            for line in lines:
+    def resume(self, step: int) -> None:
+        """Read the metrics of a run up to this step; forecasts of later steps are removed."""
+        if not step or self._reader is None:
+            return
+        for line in RunHistory.read(self.directory).lines:
+            if line["step"] <= step:
                 self._reader.add(line)
-            self._bins = self._reader.bins
+        self._bins = self._reader.bins
+        if (path := self.directory / LIVE).exists():
+            rows = read_live(self.directory)
+            write_atomic(path, "".join(json.dumps(r) + "\n" for r in rows if r["step"] <= step))
 
-    def add(self, line: Mapping[str, Any]) -> Forecast | None:
-        """Read a line; return a forecast if one is due."""
+    def add(self, line: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Read a line; return a forecast as metrics if one is due."""
         if self._reader is None:
             return None
         self._reader.add(line)
+        if self._first_step is None:
+            self._first_step = line["step"]
         elapsed = time.monotonic() - self._started
         new = self._reader.bins > max(self._bins, MIN_BINS - 1)
         if not new or elapsed < _FIRST_S or self._spent > _MAX_SHARE * elapsed:
@@ -294,7 +306,14 @@ class LiveForecast:
             log.logger(__name__).warning("no forecasts: %s", error.message)
             self._reader = found = None
         self._spent += time.monotonic() - start
-        return found
+        if found is None:
+            return None
+        value, low, high = found.end
+        return {"step": found.step, "forecast": value, "forecast_low": low, "forecast_high": high}
+
+    def _seconds_per_step(self, step: int) -> float:
+        assert self._first_step is not None
+        return (time.monotonic() - self._started) / max(step - self._first_step, 1)
 
     def _forecast(self) -> Forecast | None:
         assert self._reader is not None
@@ -306,7 +325,23 @@ class LiveForecast:
         found = self._forecaster.forecast(curve, self.task)
         with (self.directory / LIVE).open("a") as file:
             file.write(json.dumps(record(found) | {"time": time.time()}) + "\n")
+        if found.step * _LOGGED // found.steps > self._logged:
+            self._logged = found.step * _LOGGED // found.steps
+            text = describe_forecast(found, self.goal, self._seconds_per_step(found.step))
+            log.logger(__name__).info("step %d of %d: %s", found.step, found.steps, text)
         return found
+
+
+def read_live(directory: Path) -> list[dict[str, Any]]:
+    """Read the forecasts that a run made while it trained; lines that are none are left out."""
+    rows: list[dict[str, Any]] = []
+    path = directory / LIVE
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                rows.append(row)
+    return rows
 
 
 def record(found: Forecast) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from ingot.training.objective import DPOConfig
 from ingot.training.recipe import Datasets, Recipe, build_model
 from ingot.training.trainer import Trainer
 from ingot.workflows.chat_data import load_datasets
+from ingot.workflows.forecast import LiveForecast
 from ingot.workflows.reference import add_reference
 
 MODEL = "model"
@@ -138,9 +139,13 @@ class TrainingRun:
         trainer, directory = self.trainer, self.directory
         with _reporting(directory) as outcome:
             with TensorBoardLogger(directory, trainer.step) as board:
+                forecasts = LiveForecast(self.recipe, directory)
+                forecasts.resume(trainer.step)
 
                 def log_metrics(metrics: dict[str, Any]) -> None:
                     board.add(metrics)
+                    if (found := forecasts.add(metrics)) is not None:
+                        board.add(found)
                     on_metrics(metrics)
 
                 score = trainer.run(log_metrics)
