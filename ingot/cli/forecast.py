@@ -38,7 +38,7 @@ def forecast(
         run: The directory of a run, or the name of a recipe for its newest run.
         target: Show when this loss is reached.
         steps: Forecast the run as if it was resumed with this number of steps.
-        decay_now: Forecast it as if the learning rate fell linearly to 0 in so many steps from now.
+        decay_now: Forecast it as if the learning rate fell linearly to 0 within N steps from now.
         json: Print JSON.
     """
     from ingot.workflows import forecast as workflow

@@ -133,7 +133,7 @@ class Forecaster:
 
 
 def _refuse(misses: Floats, opinion: Opinion, weights: Mapping[str, float]) -> str | None:
-    """Return why there is no forecast, if the backtests were outside of the band too often."""
+    """Return why the forecast is refused, if the backtests were outside of the band too often."""
     missed = float((misses > 1).mean()) if len(misses) else 0.0
     if missed <= _MAX_MISSES:
         return None

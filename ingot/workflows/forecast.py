@@ -155,7 +155,8 @@ def forecast(
     Args:
         directory: The run.
         steps: Forecast it as if it was continued with this number of steps.
-        decay_now: Forecast it as if its learning rate fell linearly to 0 in so many steps from now.
+        decay_now: Forecast it as if its learning rate fell linearly to 0 within this number of
+            steps from now.
         forecaster: By default that of `load_forecaster`.
     """
     run = RunHistory.read(directory)

@@ -15,7 +15,7 @@ ERRORS = st.fixed_dictionaries({name: st.floats(0, 10) for name in EXPERTS})
 
 
 @given(ERRORS)
-def test_weights_sum_to_one_and_everybody_keeps_a_percent(errors: dict[str, float]) -> None:
+def test_weights_sum_to_one_and_each_expert_keeps_a_percent(errors: dict[str, float]) -> None:
     weights = weigh(errors, {})
     assert sum(weights.values()) == pytest.approx(1.0)
     assert min(weights.values()) >= 0.05 / len(EXPERTS)

@@ -64,7 +64,7 @@ def test_runs_that_diverged_are_not_finished() -> None:
     assert len(broken.add(LIBRARY)) == 2 * len(LIBRARY)
 
 
-def test_a_file_that_is_no_library_is_named(tmp_path: Path) -> None:
+def test_other_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "runs.npz"
     path.write_bytes(b"PK\x03\x04 and nothing else")
     with pytest.raises(DataError, match=r"runs\.npz: the library of runs cannot be read"):
