@@ -7,6 +7,7 @@
     ingot.serve("smollm2")
     ingot.evaluate("task.jsonl", "smollm2")
     ingot.compress("smollm2", "smollm2-int8", Int8())
+    ingot.optimize(model, tokens)
 
 `import ingot` is cheap: it imports neither torch nor anything that does. Packages and functions are
 loaded when they are first named:
@@ -22,6 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ingot.fuse.backend import optimize as optimize
     from ingot.serving.engine.sampling_params import SamplingParams as SamplingParams
     from ingot.workflows.compare import compare as compare
     from ingot.workflows.compress import compress as compress
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("core", "ops", "nn", "data", "interop", "training", "serving", "workflows")
+_PACKAGES = ("core", "ops", "fuse", "nn", "data", "interop", "training", "serving", "workflows")
 _NAMES = {
     "Embedder": "ingot.workflows.embed",
     "LLM": "ingot.workflows.llm",
@@ -42,6 +44,7 @@ _NAMES = {
     "compare": "ingot.workflows.compare",
     "compress": "ingot.workflows.compress",
     "evaluate": "ingot.workflows.evaluate",
+    "optimize": "ingot.fuse.backend",
     "plan": "ingot.workflows.plan",
     "serve": "ingot.workflows.serve",
     "train": "ingot.workflows.train",

@@ -41,7 +41,7 @@ def forward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> li
     baselines = run_and_collect(op, op.reference, _promote(args, results[0].dtype))
     return [
         relative_error(result, truth)
-        / _error_bound(result, relative_error(baseline, truth), op.tolerance.forward)
+        / error_bound(result, relative_error(baseline, truth), op.tolerance.forward)
         for result, truth, baseline in zip(results, oracle, baselines, strict=True)
     ]
 
@@ -55,7 +55,7 @@ def backward_errors(op: Op[..., Any], provider: str, args: tuple[Any, ...]) -> d
     baselines = _compute_gradients(op, op.reference, args, cotangents)
     return {
         name: relative_error(result, oracle[name], name in op.row_args)
-        / _error_bound(
+        / error_bound(
             result,
             relative_error(baselines[name], oracle[name], name in op.row_args),
             op.tolerance.backward,
@@ -108,7 +108,12 @@ def relative_error(actual: Tensor, oracle: Tensor, by_row: bool = True) -> float
     return float(shares.nan_to_num(torch.inf).max())
 
 
-def _error_bound(result: Tensor, baseline: float, factor: float) -> float:
+def error_bound(result: Tensor, baseline: float, factor: float) -> float:
+    """Return the allowed error of a result, given that of the baseline and the tolerance's factor.
+
+    >>> error_bound(torch.zeros(1), 1e-3, 2.0)
+    0.002
+    """
     if not result.is_floating_point():
         return 1.0
     eps = torch.finfo(result.dtype).eps

@@ -1,0 +1,112 @@
+"""The backend of `torch.compile`: rewrites a graph to ops and gives what is left to Inductor.
+
+    model = torch.compile(model, backend="ingot")
+
+Dynamo calls the backend with the graph of a model and the inputs of its first call. The passes run
+on that graph, each rewrite is proved on those inputs, and Inductor compiles the result in one
+graph, forward and backward: ingot's ops bring their gradients along.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ingot.fuse import cost
+from ingot.fuse.passes import PASSES, Rewrite
+from ingot.fuse.proof import prove
+from ingot.fuse.report import FusionReport, GraphReport, record, summarize
+from ingot.fuse.rewrite import run_passes
+
+
+def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    """Compile a graph of Dynamo: the function that `backend="ingot"` names."""
+    from torch._inductor.compile_fx import compile_fx
+
+    record(rewrite_graph(graph_module, example_inputs))
+    return compile_fx(graph_module, list(example_inputs))
+
+
+def rewrite_graph(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    passes: Iterable[Rewrite] = PASSES,
+    always: bool = False,
+) -> GraphReport:
+    """Run the passes over a graph, in place, and prove them.
+
+    A rewrite is made where it is predicted to pay, or `always`.
+    """
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return summarize([], [], graph_module.graph)  # not measured on a GPU
+    predict = None if always else partial(cost.predict, training=training)
+    applied, skipped = run_passes(graph_module.graph, passes, predict)
+    prove(graph_module, applied, example_inputs, training)
+    return summarize(applied, skipped, graph_module.graph)
+
+
+class Optimized:
+    """A model that `optimize` compiled: called like the model itself.
+
+    `report` says what was rewritten, and grows when another input leads to another graph.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.report = FusionReport()
+        self.model = model
+        self._compiled = torch.compile(model, backend=self._compile)
+
+    def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        report = rewrite_graph(graph_module, inputs)
+        record(report)
+        self.report.graphs.append(report)
+        return compile_fx(graph_module, list(inputs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled model."""
+        return self._compiled(*args, **kwargs)
+
+
+def optimize(
+    model: Callable[..., Any], example_inputs: Tensor | Sequence[Any] | Mapping[str, Any]
+) -> Optimized:
+    """Compile a model for inputs like these, and run it on them once.
+
+    `example_inputs` is the argument, the positional arguments, or the keyword arguments by name. Batch and
+    length (the first two dimensions of integer tensors, the first one of others) may differ in
+    later calls. Gradients are those of the model, if they are enabled now.
+
+    >>> import ingot
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    >>> fast = ingot.optimize(model, torch.ones(2, 8))  # doctest: +SKIP
+    >>> print(fast.report)  # doctest: +SKIP
+    graph 0: 0 calls left to Inductor
+        1 x linear          float32 2x8                  error 0.25 of the bound
+    """
+    if isinstance(example_inputs, Tensor):
+        example_inputs = (example_inputs,)
+    args = () if isinstance(example_inputs, Mapping) else tuple(example_inputs)
+    kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            _mark_dynamic(value)
+    optimized = Optimized(model)
+    optimized(*args, **kwargs)
+    return optimized
+
+
+def _mark_dynamic(tensor: Tensor) -> None:
+    """Mark batch and length as dynamic; torch specializes for sizes of 1 in any case."""
+    dims = min(tensor.dim(), 1 if tensor.is_floating_point() else 2)
+    for dim in range(dims):
+        if tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)

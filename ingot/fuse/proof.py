@@ -1,0 +1,210 @@
+"""Proves rewrites on the inputs of a model's first call.
+
+The graph runs once as it is after the passes. Where a rewrite was made, both the calls that it
+replaced and the replacement run on the values that arrive there, and the replaced calls once more
+in float64. The error of the replacement against float64 may be the record's tolerance times that of
+the replaced calls, as in the tests of ops (`ingot.ops.accuracy`); the same for gradients when the
+model is trained. A rewrite that differs more is undone and reported.
+
+Rewrites of one kind with the same shapes are the same functions, and are proved once.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ingot.fuse.graph import inputs_of, mutations, named_call, tensor_of
+from ingot.fuse.rewrite import MARK, Applied, erase_dead, live_nodes, undo
+from ingot.ops.accuracy import error_bound, relative_error
+
+
+def prove(
+    module: fx.GraphModule, applied: Iterable[Applied], inputs: Sequence[Any], training: bool
+) -> None:
+    """Prove the rewrites of a graph on its inputs; undo those that fail."""
+    pending = list(applied)
+    reason = "there were no values to prove it with"
+    if pending and not any(isinstance(value, FakeTensor) for value in inputs):
+        try:
+            _Prover(module, training).prove(inputs)
+        except Exception as error:  # invalid inputs: the caller's call raises the same
+            reason = f"the graph raised {type(error).__name__}"
+    for rewrite in reversed(pending):  # later ones first: they read outputs of earlier ones
+        if rewrite.error is None and rewrite.dropped is None:
+            rewrite.dropped = reason
+        if rewrite.dropped is not None:
+            undo(module.graph, rewrite, pending)
+    erase_dead(module.graph)
+    module.recompile()
+
+
+class _Prover(fx.Interpreter):
+    """Runs a graph, and proves each rewrite when its result is reached."""
+
+    def __init__(self, module: fx.GraphModule, training: bool) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.module_graph = module.graph
+        self.training = training
+        self.proved: dict[Any, Applied] = {}
+        self.last_uses = _last_uses(module.graph)
+        self.needed = {node for nodes in self.last_uses.values() for node in nodes}
+
+    def prove(self, inputs: Sequence[Any]) -> None:
+        """Run the graph on copies of what it would mutate, without other effects."""
+        values = [_concrete(value) for value in inputs]
+        placeholders = [n for n in self.module_graph.nodes if n.op == "placeholder"]
+        mutated = {root for _, root in mutations(self.module_graph)}
+        for i, node in enumerate(placeholders):
+            if node in mutated and isinstance(values[i], Tensor):
+                values[i] = values[i].clone()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            self.run(*values)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; before it, prove the rewrite whose result it is."""
+        if n not in self.needed:  # replaced calls, which the proofs run
+            return None
+        if isinstance(applied := n.meta.get(MARK), Applied):
+            self._prove(applied, [self.env[node] for node in applied.inputs])
+        result = super().run_node(n)
+        for node in self.last_uses[n]:
+            self.env.pop(node, None)
+        return result
+
+    def _prove(self, applied: Applied, values: list[Any]) -> None:
+        key = _key(applied, values)
+        same = self.proved.setdefault(key, applied)
+        if same is applied:
+            needs = [
+                self.training and (t := tensor_of(node)) is not None and t.requires_grad
+                for node in applied.inputs
+            ]
+            try:
+                applied.error = worst_error(applied, values, needs)
+            except Exception as error:  # whatever a replacement raises, it is not used
+                applied.dropped = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                return
+            if not applied.error <= 1:
+                applied.dropped = f"its error is {applied.error:.3g} times the bound"
+        applied.error, applied.dropped = same.error, same.dropped
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return which values are not needed after each node; inputs of rewrites are needed there."""
+    live, seen = live_nodes(graph), set[fx.Node]()
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        found[node] = []
+        if node in live or node in seen:
+            mark = node.meta.get(MARK)
+            proved = mark.inputs if isinstance(mark, Applied) else ()
+            found[node] = [n for n in (*inputs_of(node), *proved) if n not in seen]
+            if node not in seen:
+                found[node].append(node)
+            found[node] = list(dict.fromkeys(found[node]))
+            seen.update(found[node])
+    return found
+
+
+def worst_error(applied: Applied, values: Sequence[Any], needs: Sequence[bool]) -> float:
+    """Return the largest error of a replacement, divided by its bound: at most 1 if it is proved.
+
+    `needs` says of which inputs the gradients are compared too.
+    """
+    tolerance = applied.rewrite.op.tolerance
+    wide = [_to_float64(value) for value in values]
+    functions = _Float64(applied.before).run, applied.before, applied.after
+    inputs = wide, values, values
+    truth, plain, new = (list(f(*v)) for f, v in zip(functions, inputs, strict=True))
+    errors = _ratios(truth, plain, new, tolerance.forward, by_row=True)
+    if any(needs):
+        cotangents = [_random_like(value) for value in new]
+        truth, plain, new = (
+            _gradients(f, v, needs, cotangents) for f, v in zip(functions, inputs, strict=True)
+        )
+        errors += _ratios(truth, plain, new, tolerance.backward, by_row=False)
+    return max(errors)
+
+
+def _ratios(
+    truth: list[Tensor], plain: list[Tensor], new: list[Tensor], factor: float, by_row: bool
+) -> list[float]:
+    ratios: list[float] = []
+    for t, p, n in zip(truth, plain, new, strict=True):
+        if n.shape != p.shape or n.dtype != p.dtype:
+            return [torch.inf]
+        bound = error_bound(n, relative_error(p, t, by_row), factor)
+        ratios.append(relative_error(n, t, by_row) / bound)
+    return ratios
+
+
+def _gradients(
+    function: Callable[..., Any],
+    values: Sequence[Any],
+    needs: Sequence[bool],
+    cotangents: Sequence[Tensor],
+) -> list[Tensor]:
+    with torch.enable_grad():
+        leaves = [
+            value.detach().requires_grad_() if needed else value
+            for value, needed in zip(values, needs, strict=True)
+        ]
+        outputs = function(*leaves)
+        wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed]
+        pairs = [
+            (out, c.to(out.dtype))
+            for out, c in zip(outputs, cotangents, strict=True)
+            if out.requires_grad
+        ]
+        found = torch.autograd.grad(
+            [out for out, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True
+        )
+    return [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(wanted, found, strict=True)
+    ]
+
+
+class _Float64(fx.Interpreter):
+    """Runs a graph without its casts between floating dtypes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, or return the input of a cast."""
+        call = named_call(n)
+        if call is not None and call.name == "to" and isinstance(call.args[0], fx.Node):
+            value, result = self.env[call.args[0]], tensor_of(n)
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            if floating and result is not None and result.is_floating_point():
+                return value
+        return super().run_node(n)
+
+
+def _to_float64(value: Any) -> Any:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if floating else value
+
+
+def _random_like(value: Tensor) -> Tensor:
+    generator = torch.Generator(value.device).manual_seed(0)
+    return torch.randn(value.shape, generator=generator, dtype=torch.float64, device=value.device)
+
+
+def _concrete(value: Any) -> Any:
+    """Return an input as the calls take it: the number of a symbol, a tensor without gradient."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return value.node.hint  # not int(): that would fix the size in the compiled graph
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _key(applied: Applied, values: Sequence[Any]) -> Any:
+    """Return what identifies the function and the shapes of a rewrite."""
+    described = tuple(
+        (tuple(v.shape), v.stride(), v.dtype) if isinstance(v, Tensor) else v for v in values
+    )
+    return applied.rewrite.name, applied.before.code, applied.after.code, described

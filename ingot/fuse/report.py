@@ -1,0 +1,111 @@
+"""What the backend did to a model: which rewrites, how large their error was, what was left."""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ingot.fuse.rewrite import Applied, Skipped
+
+MAX_RECENT = 64
+"""Graphs of which a process keeps a report."""
+_RECENT: deque[GraphReport] = deque(maxlen=MAX_RECENT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewriteRow:
+    """Equal rewrites of a graph."""
+
+    name: str
+    """The pass, which has the name of its op."""
+    description: str
+    """Dtype and shape of the result."""
+    count: int
+    error: float | None
+    """The largest error, divided by its bound; None if it was not proved."""
+    dropped: str | None
+    """Why it was undone; None if it was kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    """What was done to one graph."""
+
+    rows: tuple[RewriteRow, ...]
+    skipped: tuple[tuple[str, str, int], ...]
+    """Pass, reason and number of the matches that were left as they were."""
+    calls_left: int
+    """Calls that Inductor compiles."""
+
+    @property
+    def kept(self) -> Counter[str]:
+        """Number of rewrites that were kept, by pass."""
+        counts: Counter[str] = Counter()
+        for row in self.rows:
+            counts[row.name] += row.count if row.dropped is None else 0
+        return +counts
+
+    @property
+    def dropped(self) -> list[RewriteRow]:
+        """The rewrites that failed their proof."""
+        return [row for row in self.rows if row.dropped is not None]
+
+    def __str__(self) -> str:
+        lines = [f"{self.calls_left} calls left to Inductor"]
+        for row in self.rows:
+            outcome = f"error {row.error or 0:.2f} of the bound"
+            if row.dropped is not None:
+                outcome = f"dropped: {row.dropped}"
+            lines.append(f"  {row.count:3} x {row.name:15} {row.description:28} {outcome}")
+        lines += [f"  {count:3} x {name:15} left: {why}" for name, why, count in self.skipped]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionReport:
+    """What was done to all graphs of a model, in the order of compilation."""
+
+    graphs: list[GraphReport] = field(default_factory=list[GraphReport])
+
+    def __str__(self) -> str:
+        return "\n".join(f"graph {i}: {graph}" for i, graph in enumerate(self.graphs))
+
+
+def summarize(
+    applied: Iterable[Applied], skipped: Iterable[Skipped], graph: fx.Graph
+) -> GraphReport:
+    """Describe the rewrites of a graph without holding on to it."""
+    counts: Counter[tuple[str, str, float | None, str | None]] = Counter(
+        (a.rewrite.name, a.description, a.error, a.dropped) for a in applied
+    )
+    rows = tuple(
+        RewriteRow(name=name, description=what, error=error, dropped=dropped, count=count)
+        for (name, what, error, dropped), count in counts.items()
+    )
+    left = Counter((s.name, s.reason) for s in skipped)
+    calls = (node for node in graph.nodes if node.op in ("call_function", "call_method"))
+    ours = sum("ingot" in str(node.target) for node in graph.nodes)
+    return GraphReport(
+        rows=rows,
+        skipped=tuple((name, why, count) for (name, why), count in left.items()),
+        calls_left=sum(1 for _ in calls) - ours,
+    )
+
+
+def record(report: GraphReport) -> None:
+    """Add a graph to those that `recent` returns."""
+    _RECENT.append(report)
+
+
+def recent() -> list[GraphReport]:
+    """Return the reports of the graphs that this process compiled last.
+
+    >>> from ingot.fuse.report import recent
+    >>> len(recent()) <= 64
+    True
+    """
+    return list(_RECENT)

@@ -1,0 +1,118 @@
+"""Models of transformers through the backend, with Inductor for what is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+import ingot
+from ingot.fuse.backend import Optimized, rewrite_graph
+from ingot.fuse.report import recent, record
+from tests.fuse import hf_models
+
+QUICK = {("gpt2", torch.float32), ("llama", torch.bfloat16)}
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    error = (found.detach().double() - truth.detach()).abs().max()
+    return float(error / truth.detach().abs().max().clamp(min=1e-9))
+
+
+def gradients(model: nn.Module, out: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    seed = torch.Generator().manual_seed(2)
+    out.backward(torch.randn(out.shape, generator=seed, dtype=torch.float64).to(out.dtype))
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def composed_bound(model: Any, dtype: torch.dtype) -> float:
+    """One rounding for each of the calls that follow one another, within the records' tolerance."""
+    return 3.0 * 16 * model.config.num_hidden_layers * torch.finfo(dtype).eps
+
+
+def compile_always(module: fx.GraphModule, inputs: Any) -> Any:
+    """Make every rewrite that matches, whether it pays here or not."""
+    record(rewrite_graph(module, inputs, always=True))
+    return compile_fx(module, list(inputs))
+
+
+CASES = [
+    pytest.param(name, dtype, marks=() if (name, dtype) in QUICK else pytest.mark.slow)
+    for name in hf_models.NAMES
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_outputs_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    model, x = hf_models.build(name, dtype), hf_models.inputs(name, 2, 9, dtype)
+    wide = hf_models.build(name, dtype).double()
+    truth = wide(x.double() if x.is_floating_point() else x)[0]
+    compiled = torch.compile(model, backend=compile_always, fullgraph=True)
+    out = compiled(x)[0]
+    bound = composed_bound(model, dtype)
+    assert relative(out, truth) < bound
+    found, expected = gradients(model, out), gradients(wide, truth)
+    assert found.keys() == expected.keys()
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for parameter, grad in expected.items():
+        error = float((found[parameter].double() - grad).abs().max())
+        assert error < 2 * bound * max(float(grad.abs().max()), 0.01 * largest), parameter
+    report = recent()[-1]
+    assert report.kept["attention"] == 2
+    assert not report.dropped
+    wanted = {"linear", "layer_norm"} if name != "llama" else {"gated_linear", "rms_norm"}
+    assert report.kept.keys() >= wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))],
+)
+def test_other_shapes_do_not_compile_again(name: str) -> None:
+    torch._dynamo.reset()
+    model, wide = hf_models.build(name), hf_models.build(name).double()
+    with torch.no_grad():
+        optimized = ingot.optimize(model, (hf_models.inputs(name, 3, 11),))
+        assert isinstance(optimized, Optimized)
+        random = torch.Generator().manual_seed(0)
+        optimized(hf_models.inputs(name, 2, 7))  # torch may compile once more
+        graphs = len(optimized.report.graphs)
+        for _ in range(20):
+            batch, length = torch.randint(2, 24, (2,), generator=random).tolist()
+            x = hf_models.inputs(name, batch, length)
+            assert relative(optimized(x)[0], wide(x)[0]) < 1e-4
+    assert len(optimized.report.graphs) == graphs <= 2
+
+
+def test_the_backend_has_a_name_and_chooses_by_cost() -> None:
+    torch._dynamo.reset()
+    model, x = hf_models.build("vit"), hf_models.inputs("vit", 2, 0)
+    with torch.no_grad():
+        out = torch.compile(model, backend="ingot")(x)[0]
+        assert relative(out, hf_models.build("vit").double()(x.double())[0]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "inputs", [torch.ones(2, 8), (torch.ones(2, 8),), {"input": torch.ones(2, 8)}]
+)
+def test_example_inputs_are_an_argument_or_several(inputs: Any) -> None:
+    model = nn.Linear(8, 8)
+    optimized = ingot.optimize(model, inputs)
+    torch.testing.assert_close(optimized(torch.ones(2, 8)), model(torch.ones(2, 8)))
+
+
+def test_the_report_is_readable() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    optimized = ingot.optimize(model, (torch.ones(2, 8),))
+    assert "graph 0: " in str(optimized.report)
+    assert " x linear " in str(optimized.report)

@@ -1,0 +1,218 @@
+"""Each pass finds the spellings that models use, and leaves what is only similar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.fuse.graphs import outputs_and_gradients, rewritten
+
+B, L, D, N, H = 2, 5, 16, 4, 4
+
+
+def make(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As `LlamaRMSNorm` of transformers has it."""
+    hidden = x.to(torch.float32)
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    return weight * (hidden * torch.rsqrt(variance + 1e-6)).to(x.dtype)
+
+
+def new_gelu(x: Tensor) -> Tensor:
+    """As `NewGELUActivation` of transformers has it."""
+    return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As `Conv1D` of transformers has it."""
+    shape = (*x.size()[:-1], weight.shape[1])
+    return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(shape)
+
+
+def repeat(x: Tensor) -> Tensor:
+    b, g, length, h = x.shape
+    return x[:, :, None, :, :].expand(b, g, 2, length, h).reshape(b, g * 2, length, h)
+
+
+def causal_mask(x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[2])
+    return (index[None, None, None, :] <= index[None, None, :, None]).expand(B, -1, L, L)
+
+
+X, W, V = make(B, L, D), make(D, D), make(D)
+Q, K = make(B, N, L, H), make(B, N // 2, L, H)
+FOUND: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], dict[str, int]]] = {
+    "linear": (F.linear, (X, W), {"linear": 1}),
+    "bias": (F.linear, (X, W, V), {"linear": 1}),
+    "gelu": (lambda x, w, b: F.gelu(F.linear(x, w, b)), (X, W, V), {"linear": 1}),
+    "silu": (lambda x, w: F.silu(F.linear(x, w)), (X, W), {"linear": 1}),
+    "relu": (lambda x, w: F.linear(x, w).relu(), (X, W), {"linear": 1}),
+    "spelled_gelu": (lambda x, w, b: new_gelu(conv1d(x, w, b)), (X, W, V), {"linear": 1}),
+    "residual": (lambda x, w, b: x + F.linear(x, w, b), (X, W, V), {"linear": 1}),
+    "conv1d_residual": (lambda x, w, b: conv1d(x, w, b) + x, (X, W, V), {"linear": 1}),
+    "all_of_it": (lambda x, w, b: x + F.silu(F.linear(x, w, b)), (X, W, V), {"linear": 1}),
+    "dropout_off": (
+        lambda x, w: x + F.dropout(F.linear(x, w), 0.5, training=False),
+        (X, W),
+        {"linear": 1},
+    ),
+    "gated": (
+        lambda x, g, u: F.silu(F.linear(x, g)) * F.linear(x, u),
+        (X, W, make(D, D)),
+        {"gated_linear": 1},
+    ),
+    "up_first": (
+        lambda x, g, u: F.linear(x, u) * F.gelu(F.linear(x, g)),
+        (X, W, make(D, D)),
+        {"gated_linear": 1},
+    ),
+    "rms_norm": (rms_norm, (X, V), {"rms_norm": 1}),
+    "torch_rms_norm": (lambda x, w: F.rms_norm(x, (D,), w, 1e-6), (X, V), {"rms_norm": 1}),
+    "bf16_rms_norm": (rms_norm, (X.bfloat16(), V.bfloat16()), {"rms_norm": 1}),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (D,), w, b), (X, V, V), {"layer_norm": 1}),
+    "add_rms_norm": (
+        lambda x, y, w: (s := x + y) * rms_norm(s, w),
+        (X, make(B, L, D), V),
+        {"add_rms_norm": 1},
+    ),
+    "add_layer_norm": (
+        lambda x, y, w: F.layer_norm(x + y, (D,), w),
+        (X, make(B, L, D), V),
+        {"add_layer_norm": 1},
+    ),
+    "full_attention": (F.scaled_dot_product_attention, (Q, Q, Q), {"attention": 1}),
+    "is_causal": (
+        lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3),
+        (Q,),
+        {"attention": 1},
+    ),
+    "causal_mask": (
+        lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=causal_mask(q)),
+        (Q,),
+        {"attention": 1},
+    ),
+    "repeated_keys": (
+        lambda q, k: F.scaled_dot_product_attention(q, repeat(k), repeat(k), is_causal=True),
+        (Q, K),
+        {"attention": 1},
+    ),
+    "embedding": (F.embedding, (torch.tensor([[1, 2], [0, 1]]), W), {"embedding": 1}),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_spelling_is_found_and_computes_the_same(name: str) -> None:
+    function, args, expected = FOUND[name]
+    wide = [arg.double() if arg.is_floating_point() else arg for arg in args]
+    truth = outputs_and_gradients(function, *wide)
+    compiled, reports = rewritten(function)
+    found = outputs_and_gradients(compiled, *args)
+    assert [dict(report.kept) for report in reports] == [expected]
+    assert not reports[0].dropped
+    eps = torch.finfo(args[-1].dtype).eps
+    for one, other in zip(found, truth, strict=True):
+        assert float((one - other).abs().max()) <= 40 * eps * float(other.abs().max().clamp(min=1))
+
+
+LEFT: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "two_dims": (lambda x: F.layer_norm(x, (L, D), torch.ones(L, D)), (X,)),
+    "no_weight": (lambda x: F.layer_norm(x, (D,)), (X,)),
+    "mean_over_rows": (
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6)),
+        (X, V),
+    ),
+    "cube": (lambda x, w: w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6)), (X, V)),
+    "mean_of_another": (
+        lambda x, y, w: w * (x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)),
+        (X, make(B, L, D), V),
+    ),
+    "scale_per_row": (
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+        (X, make(L, 1)),
+    ),
+    "float_weight": (
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+        (X.bfloat16(), V),
+    ),
+    "strict_mask": (
+        lambda q: F.scaled_dot_product_attention(
+            q, q, q, attn_mask=(torch.arange(L)[None, :] <= torch.arange(L)[:, None] + 1)
+        ),
+        (Q,),
+    ),
+    "added_mask": (
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m),
+        (Q, make(L, L)),
+    ),
+    "fewer_queries": (
+        lambda q: F.scaled_dot_product_attention(q[:, :, :3], q, q, is_causal=True),
+        (Q,),
+    ),
+    "narrow_values": (lambda q: F.scaled_dot_product_attention(q, q, q[..., :2]), (Q,)),
+    "padding_row": (
+        lambda w: F.embedding(torch.tensor([1, 0]), w, padding_idx=0),
+        (W,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_only_similar_is_left(name: str) -> None:
+    function, args = LEFT[name]
+    expected = outputs_and_gradients(function, *args)
+    compiled, reports = rewritten(function)
+    found = outputs_and_gradients(compiled, *args)
+    assert not reports[0].kept
+    assert not reports[0].dropped
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_broadcast_residual_is_not_in_the_epilogue() -> None:
+    compiled, reports = rewritten(lambda x, w, b: F.linear(x, w) + b)
+    torch.testing.assert_close(compiled(X, W, V), F.linear(X, W) + V)
+    assert dict(reports[0].kept) == {"linear": 1}
+    assert "add" not in str(reports[0].rows[0])
+
+
+def test_a_linear_that_is_used_twice_is_computed_once() -> None:
+    def function(x: Tensor, w: Tensor) -> Any:
+        y = F.linear(x, w)
+        return F.gelu(y) + y.sum()
+
+    compiled, reports = rewritten(function)
+    torch.testing.assert_close(compiled(X, W), function(X, W), atol=1e-4, rtol=1e-4)
+    assert dict(reports[0].kept) == {"linear": 1}
+
+
+def test_values_that_are_mutated_are_left() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w)
+        y.add_(1)
+        return y * 2
+
+    compiled, reports = rewritten(function)
+    torch.testing.assert_close(compiled(X, W), function(X, W))
+    assert not reports[0].kept
+
+
+def test_a_matmul_without_gradient_does_not_join_one_with() -> None:
+    def function(x: Tensor, g: Tensor, u: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = F.silu(F.linear(x, g))
+        return gate * F.linear(x, u)
+
+    args = X, W, make(D, D)
+    expected = outputs_and_gradients(function, *args)
+    compiled, reports = rewritten(function)
+    for one, other in zip(outputs_and_gradients(compiled, *args), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert "gated_linear" not in reports[0].kept
