@@ -81,9 +81,9 @@ def optimize(
 ) -> Optimized:
     """Compile a model for inputs like these, and run it on them once.
 
-    `example_inputs` is the argument, the positional arguments, or the keyword arguments by name. Batch and
-    length (the first two dimensions of integer tensors, the first one of others) may differ in
-    later calls. Gradients are those of the model, if they are enabled now.
+    `example_inputs` is the argument, the positional arguments, or the keyword arguments by name.
+    Batch and length (the first two dimensions of integer tensors, the first one of others) may
+    differ in later calls. Gradients are those of the model, if they are enabled now.
 
     >>> import ingot
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())

@@ -14,6 +14,7 @@ from ingot.fuse.backend import Optimized, rewrite_graph
 from ingot.fuse.report import recent, record
 from tests.fuse import hf_models
 
+X = torch.ones(2, 8)
 QUICK = {("gpt2", torch.float32), ("llama", torch.bfloat16)}
 
 
@@ -108,7 +109,7 @@ def test_the_backend_has_a_name_and_chooses_by_cost() -> None:
 def test_example_inputs_are_an_argument_or_several(inputs: Any) -> None:
     model = nn.Linear(8, 8)
     optimized = ingot.optimize(model, inputs)
-    torch.testing.assert_close(optimized(torch.ones(2, 8)), model(torch.ones(2, 8)))
+    torch.testing.assert_close(optimized(X), model(X))
 
 
 def test_the_report_is_readable() -> None:
