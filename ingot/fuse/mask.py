@@ -30,7 +30,7 @@ class Const:
 
 
 @dataclass(frozen=True)
-class Index:
+class Position:
     """The index along a dimension, plus an offset."""
 
     dim: int
@@ -61,7 +61,7 @@ class All:
     terms: tuple[Expression, ...]
 
 
-Expression: TypeAlias = Const | Index | Element | Compare | All
+Expression: TypeAlias = Const | Position | Element | Compare | All
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,9 @@ def _terms(expression: Expression) -> tuple[Expression, ...]:
 
 def _is_causal(term: Expression) -> bool:
     match term:
-        case Compare("le", Index(-1, key), Index(-2, query)):
+        case Compare("le", Position(-1, key), Position(-2, query)):
             return key == query
-        case Compare("lt", Index(-1, key), Index(-2, query)):
+        case Compare("lt", Position(-1, key), Position(-2, query)):
             return key == query - 1
         case Compare("ge" | "gt", left, right):
             return _is_causal(Compare(_FLIPPED[term.name], right, left))
@@ -115,7 +115,7 @@ def _is_causal(term: Expression) -> bool:
 def _padding_of(term: Expression) -> fx.Node | None:
     """Return the padding mask (B, K) that a term reads at batch and key."""
     match term:
-        case Element(tensor, (Index(-4, 0), Index(-1, 0))):
+        case Element(tensor, (Position(-4, 0), Position(-1, 0))):
             value = tensor_of(tensor)
             return tensor if value is not None and value.dtype == torch.bool else None
     return None
@@ -126,7 +126,7 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, Expression]) -> Expression:
     if node not in known:
         value = tensor_of(node)
         rank = value.dim() if value is not None else 0
-        unknown = Element(node, tuple(Index(d) for d in range(-rank, 0)))
+        unknown = Element(node, tuple(Position(d) for d in range(-rank, 0)))
         found = _evaluate_call(node, known)
         known[node] = _at_size_one(unknown if found is None else found, value)
     return known[node]
@@ -138,7 +138,7 @@ def _evaluate_call(node: fx.Node, known: dict[fx.Node, Expression]) -> Expressio
         return None
     name, args = call
     if name == "arange":
-        return Index(-1) if args[1] is None and args[2] == 1 else None
+        return Position(-1) if args[1] is None and args[2] == 1 else None
     if name == "new_ones":
         return Const(True)
     if not isinstance(args[0], fx.Node):
@@ -187,9 +187,9 @@ def _at_size_one(expression: Expression, value: Tensor | None) -> Expression:
 def _substitute(expression: Expression, dims: dict[int, int | None]) -> Expression:
     """Rename the dimensions of an expression; None stands for an index of 0."""
     match expression:
-        case Index(dim, offset) if dim in dims:
+        case Position(dim, offset) if dim in dims:
             new = dims[dim]
-            return Const(offset) if new is None else Index(new, offset)
+            return Const(offset) if new is None else Position(new, offset)
         case Element(tensor, indices):
             return Element(tensor, tuple(_substitute(index, dims) for index in indices))
         case Compare(name, left, right):
@@ -247,8 +247,8 @@ def _shift(of: Expression, by: Any, sign: int) -> Expression | None:
     match of:
         case Const(value):
             return Const(value + sign * by)
-        case Index(dim, offset):
-            return Index(dim, offset + sign * by)
+        case Position(dim, offset):
+            return Position(dim, offset + sign * by)
     return None
 
 
@@ -261,9 +261,9 @@ def _compare(name: str, left: Expression, right: Expression | None) -> Expressio
         case Const(a), Const(b):
             outcomes = {"le": a <= b, "lt": a < b, "ge": a >= b, "gt": a > b, "eq": False}
             return Const(outcomes.get(name, True))
-        case Index(_, offset), Const(b) if name == "ge" and offset >= b:
+        case Position(_, offset), Const(b) if name == "ge" and offset >= b:
             return Const(True)
-        case Index(_, offset), Const(b) if name == "gt" and offset > b:
+        case Position(_, offset), Const(b) if name == "gt" and offset > b:
             return Const(True)
     return Compare(name, left, right)
 
@@ -283,7 +283,7 @@ def _difference(
 ) -> Expression | None:
     """Return `diff` of consecutive numbers, whose first is preceded by the number before it."""
     n, dim, prepend, append = args[1:]
-    if not (isinstance(of, Index) and n == 1 and dim == of.dim == -1 and append is None):
+    if not (isinstance(of, Position) and n == 1 and dim == of.dim == -1 and append is None):
         return None
     if not (isinstance(prepend, fx.Node) and _evaluate(prepend, known) == Const(of.offset - 1)):
         return None
