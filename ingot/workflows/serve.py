@@ -9,6 +9,7 @@ run(server.run())
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ def build_server(model: Path | str, *, api_key_file: Path | None = None, **setti
     try:
         from ingot.serving.fleet.deployment import DeploymentSpec
         from ingot.serving.fleet.file import SUFFIX, load_fleet
+        from ingot.serving.fleet.fleet import FleetSource, FleetTarget
+        from ingot.serving.fleet.rollout import DeploymentTarget
         from ingot.serving.server.config import ServerConfig
         from ingot.serving.server.keys import Keys
         from ingot.serving.server.server import Server
@@ -50,11 +53,13 @@ def build_server(model: Path | str, *, api_key_file: Path | None = None, **setti
     keys = None if api_key_file is None else Keys.load(api_key_file)
     config = ServerConfig(**settings)
     if Path(model).suffix == SUFFIX and not Path(model).is_dir():
-        memory_bytes, specs = load_fleet(Path(model), config, hub.model_path)
-        return Server(specs, config, keys, memory_bytes)
+        path = Path(model)
+        source = FleetSource(path=path, load=lambda: load_fleet(path, config, hub.model_path))
+        return Server(source.load(), config, keys, source)
     directory = hub.model_path(model)
     spec = DeploymentSpec(name=directory.resolve().name, directory=directory, config=config)
-    return Server([spec], config, keys)
+    target = FleetTarget(deployments=[DeploymentTarget(spec=spec)], memory_bytes=sys.maxsize)
+    return Server(target, config, keys)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -3,13 +3,18 @@
     python -m tests.serving.faulty serve DIR ...
 
 A step that computes a prompt which begins with POISON fails, as for want of memory; one that begins
-with DEADLY kills the process.
+with DEADLY kills the process. A model in a directory `failing` fails every third step, one in
+`slow` takes 50 ms more for each.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
+from itertools import count
+from pathlib import Path
 
 POISON = (1, 2, 3, 1, 2, 3)
 DEADLY = (3, 2, 1, 3, 2, 1)
@@ -31,9 +36,14 @@ def _worker() -> None:
     from ingot.serving.engine.runner import Runner
     from ingot.serving.workers import worker
 
-    plain = Runner.run
+    plain, numbers = Runner.run, count(1)
+    model = Path(json.loads(sys.argv[2])["directory"]).name
 
     def run(self, work, slots=None):  # pyright: ignore
+        if model == "failing" and next(numbers) > 12 and next(numbers) % 3 == 0:  # not the warm-up
+            raise MemoryError("no memory, for a test")
+        if model == "slow":
+            time.sleep(0.05)
         if any(item.tokens[: len(POISON)] == POISON for item in work):
             raise MemoryError("no memory, for a test")
         if any(item.tokens[: len(DEADLY)] == DEADLY for item in work):

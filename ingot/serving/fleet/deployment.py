@@ -1,4 +1,4 @@
-"""A deployment: one model with its engine process, adapters, admission and metrics.
+"""A version of a deployment: one model with its engines, adapters, admission and metrics.
 
     unloaded -> loading -> ready -> unloading -> unloaded
                    |
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 
 from ingot.core.errors import ConfigError, IngotError
@@ -23,10 +24,11 @@ from ingot.interop.signature import is_classifier
 from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.fleet.memory import DeploymentUse, Footprint
-from ingot.serving.server.admission import Admission, AdmissionLimits
+from ingot.serving.fleet.version import version_of
+from ingot.serving.server.admission import Admission, AdmissionLimits, VersionAdmission
 from ingot.serving.server.config import ServerConfig
 from ingot.serving.server.metrics import Metrics, ModelMetrics
-from ingot.serving.server.service import Service
+from ingot.serving.server.service import AnyResponse, Service
 from ingot.serving.workers.cluster import RayCluster
 from ingot.serving.workers.replicas import ReplicaSet
 from ingot.serving.workers.worker import WorkerSettings
@@ -37,6 +39,12 @@ QUEUE_DEPTH_FACTOR = 8
 PROCESS_BYTES = 400 << 20
 """Memory of an engine process without weights and KV cache: 0.24 GiB after loading SmolLM2, and
 activations."""
+
+ENGINE_SETTINGS = (
+    *("device", "tp", "ray", "kv_cache_bytes", "kv_cache_dtype", "speculate", "max_loras"),
+    *("max_lora_rank", "max_batch_size", "max_queue_delay", "stall_timeout", "replicas"),
+)
+"""Settings of a deployment that need other engine processes when they change."""
 
 
 class DeploymentState(StrEnum):
@@ -72,12 +80,22 @@ class DeploymentSpec:
                     f"adapter '{name}' has the name of its base model", hint="give it another name"
                 )
 
+    @cached_property
+    def version(self) -> str:
+        """The name of its weights and settings: see `ingot.serving.fleet.version`."""
+        config = self.config
+        settings = {name: getattr(config, name) for name in ENGINE_SETTINGS}
+        return version_of(self.directory, {**settings, "adapters": _digests_of(config.adapters)})
+
 
 class Deployment:
     """Serves a model while it is loaded."""
 
-    def __init__(self, spec: DeploymentSpec) -> None:
-        self.spec, self.name = spec, spec.name
+    def __init__(self, spec: DeploymentSpec, admission: Admission | None = None) -> None:
+        """`admission` is that of all versions."""
+        self.spec, self.name, self.version = spec, spec.name, spec.version
+        self.key = spec.name
+        """Its name among those that have a process: another one while there are more versions."""
         self.created = int(time.time())
         self.state = DeploymentState.UNLOADED
         self.error: IngotError | None = None
@@ -88,7 +106,8 @@ class Deployment:
             stall_timeout=config.stall_timeout,
             cluster=RayCluster(config.replicas) if config.ray else None,
         )
-        self.admission = Admission(AdmissionLimits(requests=spec.config.max_requests))
+        limits = AdmissionLimits(requests=config.max_requests)
+        self.admission = VersionAdmission(admission or Admission(limits))
         self.metrics = Metrics()
         self.service: Service | None = None
         """Handles requests; None if it is unloaded."""
@@ -102,6 +121,10 @@ class Deployment:
         """When it began to load."""
         self.on_change: Callable[[Deployment], None] = lambda _: None
         """Called when the state has changed, or an engine has become ready again."""
+        self.on_end: Callable[[AnyResponse, bool], None] = lambda response, aborted: None
+        """Called when a request has finished, or its client has disconnected."""
+        self.shares_no_weights = False
+        """Whether those that have the same weights cannot share theirs any more."""
         self._directory = str(spec.directory.resolve())
         self._weights_bytes = _weights_bytes(spec.directory)
         self._is_classifier = is_classifier(spec.directory)
@@ -126,12 +149,13 @@ class Deployment:
         """Whether its processes share the weights: those on the CPU of this machine do."""
         config, info = self.spec.config, self.engine.info
         device = config.device if info is None else info.device
-        return device in ("auto", "cpu") and config.tp == 1 and not config.ray
+        is_local = device in ("auto", "cpu") and config.tp == 1 and not config.ray
+        return is_local and not self.shares_no_weights
 
     @property
     def weights(self) -> str:
         """Identity of the weights; deployments of the same share them."""
-        return self._directory if self.shares_weights else f"those of {self.name}"
+        return self._directory if self.shares_weights else f"those of {self.key}"
 
     @property
     def footprint(self) -> Footprint:
@@ -160,7 +184,7 @@ class Deployment:
         """What the memory budget has to know."""
         state = self.state
         return DeploymentUse(
-            name=self.name,
+            name=self.key,
             footprint=self.footprint,
             is_loaded=state not in (DeploymentState.UNLOADED, DeploymentState.FAILED),
             is_ready=state is DeploymentState.READY,
@@ -174,11 +198,13 @@ class Deployment:
         """Load the tokenizer; raise the error of one that is missing or malformed."""
         self.service = Service(
             model=self.name,
+            version=self.version,
             tokenizer=_load_tokenizer(self.spec.directory),
             engine=self.engine,
             admission=self.admission,
             max_request_s=self.spec.config.timeout,
             metrics=self.metrics,
+            on_end=lambda response, aborted: self.on_end(response, aborted),
         )
 
     def start(self, weights_fd: int | None = None) -> asyncio.Task[None]:
@@ -200,7 +226,7 @@ class Deployment:
         except Exception as error:
             is_known = isinstance(error, IngotError)
             if not is_known:
-                _log.exception("the engine of %s could not be run", self.name)
+                _log.exception("the engine of %s could not be run", self.key)
             text = f"{type(error).__name__}: {error}"[:1000]
             self.error = error if is_known else IngotError(text, hint="see the server's log")
             raise
@@ -215,9 +241,9 @@ class Deployment:
             self._set_state(DeploymentState.UNLOADING)
             self.engine.stop(reason)
 
-    def read_metrics(self) -> ModelMetrics:
+    def read_metrics(self, role: str = "stable") -> ModelMetrics:
         """Return the metrics as they are now."""
-        gauges = {
+        gauges: dict[str, float] = {
             "requests_in_flight": self.admission.requests,
             "tokens_in_flight": self.admission.tokens,
             "requests_rejected": self.admission.num_rejected,
@@ -227,7 +253,7 @@ class Deployment:
             "model_loads": self.num_loads,
         }
         engines = [(engine.info, engine.stats) for engine in self.engine.engines]
-        return ModelMetrics(self.name, self.metrics, engines, gauges)
+        return ModelMetrics(self.name, self.metrics, engines, gauges, self.version, role)
 
     def _worker_settings(self, weights_fd: int | None) -> WorkerSettings:
         config = self.spec.config
@@ -253,11 +279,12 @@ class Deployment:
         """A worker has loaded the model."""
         info = self.engine.info
         assert info is not None
+        total = self.admission.total
         limits = AdmissionLimits(requests=self.spec.config.max_requests)
         if info.num_blocks:
             capacity = self.spec.config.replicas * info.num_blocks * info.block_size
             limits = replace(limits, tokens=QUEUE_DEPTH_FACTOR * capacity)
-        self.admission.limits = limits
+        total.limits = limits
         if self.state is DeploymentState.LOADING:
             self.num_loads += 1
         if self.state in (DeploymentState.LOADING, DeploymentState.READY):
@@ -270,6 +297,13 @@ class Deployment:
 
 def _load_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.empty() if is_classifier(directory) else Tokenizer.load(directory)
+
+
+def _digests_of(adapters: Mapping[str, Path | str]) -> dict[str, str]:
+    """Return the versions of adapters by name; one that does not exist is an error when it is
+    loaded."""
+    paths = {name: Path(path) for name, path in adapters.items()}
+    return {name: version_of(path, {}) if path.is_dir() else "" for name, path in paths.items()}
 
 
 def _weights_bytes(directory: Path) -> int:

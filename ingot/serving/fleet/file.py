@@ -12,6 +12,10 @@
     kv_cache_gib = 0.5
     max_requests = 64
 
+    [deployments.qwen.canary]           # a new version for a share of the users
+    model = "qwen-tuned"
+    share = 0.1
+
 What a deployment does not set is that of the command line.
 """
 
@@ -26,6 +30,9 @@ from ingot.core import config, device
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.fleet.deployment import DeploymentSpec
+from ingot.serving.fleet.fleet import FleetTarget
+from ingot.serving.fleet.release import CanaryConfig
+from ingot.serving.fleet.rollout import DeploymentTarget
 from ingot.serving.server.config import ServerConfig
 
 SUFFIX = ".toml"
@@ -34,6 +41,17 @@ MAX_GIB = 1 << 16
 MEMORY_FRACTION = 0.75
 """Default of `memory_gib`, as a fraction of the machine's memory."""
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryTable(CanaryConfig):
+    """A new version of a deployment, and when it is promoted or rolled back."""
+
+    model: str | None = None
+    """A directory relative to the file, or ORG/NAME on the Hugging Face hub; default: that of the
+    deployment, with the settings below."""
+    kv_cache_dtype: Literal["auto", "int8"] | None = None
+    speculate: Literal["ngram", "int4"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +80,7 @@ class DeploymentConfig:
     max_lora_rank: int | None = None
     max_batch_size: int | None = None
     max_queue_delay: float | None = None
+    canary: CanaryTable | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_gib", "kv_cache_gib"):
@@ -105,8 +124,8 @@ class FleetFile:
 
 def load_fleet(
     path: Path, server: ServerConfig, find_model: Callable[[Path | str], Path]
-) -> tuple[int, list[DeploymentSpec]]:
-    """Read a file; return the memory budget in bytes and the deployments.
+) -> FleetTarget:
+    """Read a file.
 
     `server` has the settings of the command line, `find_model` returns the directory of a model.
     """
@@ -115,13 +134,36 @@ def load_fleet(
             "--adapter: the base model is not known", hint=f"add it to a deployment in {path}"
         )
     fleet = config.load(FleetFile, path)
-    specs = [
-        _spec(name, deployment, path.parent, server, find_model)
-        for name, deployment in fleet.deployments.items()
-    ]
-    if len(specs) == 1:
-        specs = [replace(specs[0], pinned=True)]  # it would be loaded again at once
-    return fleet.memory_bytes, specs
+    # A single one that is not pinned would be loaded again at once.
+    tables = {
+        name: replace(one, pinned=one.pinned or len(fleet.deployments) == 1)
+        for name, one in fleet.deployments.items()
+    }
+    targets = [_target(name, one, path.parent, server, find_model) for name, one in tables.items()]
+    return FleetTarget(deployments=targets, memory_bytes=fleet.memory_bytes)
+
+
+def _target(
+    name: str,
+    deployment: DeploymentConfig,
+    folder: Path,
+    server: ServerConfig,
+    find_model: Callable[[Path | str], Path],
+) -> DeploymentTarget:
+    spec = _spec(name, deployment, folder, server, find_model)
+    table = deployment.canary
+    if table is None:
+        return DeploymentTarget(spec=spec)
+    changes = {one: getattr(table, one) for one in ("model", "kv_cache_dtype", "speculate")}
+    own = replace(deployment, **{one: value for one, value in changes.items() if value is not None})
+    canary = _spec(name, own, folder, server, find_model)
+    if canary.version == spec.version:
+        raise ConfigError(
+            f"deployments.{name}.canary: the same version as the deployment's, {spec.version}",
+            hint="give it another model, kv_cache_dtype or speculate",
+        )
+    thresholds = {one.name: getattr(table, one.name) for one in fields(CanaryConfig)}
+    return DeploymentTarget(spec=spec, canary=canary, config=CanaryConfig(**thresholds))
 
 
 def _spec(
@@ -146,7 +188,7 @@ def _spec(
         own = replace(server, **given)
     except ConfigError as error:
         raise ConfigError(f"deployments.{name}: {error.message}", hint=error.hint) from error
-    return DeploymentSpec(
+    spec = DeploymentSpec(
         name=name,
         directory=find_model(local if local.is_dir() else deployment.model),
         config=own,
@@ -154,6 +196,8 @@ def _spec(
         memory_bytes=None if memory is None else int(memory * 2**30),
         default_kv_cache_bytes=DEFAULT_KV_CACHE_BYTES,
     )
+    _ = spec.version  # of the files as they are now
+    return spec
 
 
 def _check_gib(name: str, value: float | None) -> None:

@@ -1,5 +1,7 @@
 """Loads deployments when requests ask for them, and unloads others under a memory budget.
 
+Each version of a deployment is one here, with a key of its own.
+
 `ingot.serving.fleet.memory` decides; this module starts and stops the processes. Requests wait here
 for their model, at most `max_requests` of it. A model that cannot be loaded fails the requests that
 wait for it; the next attempt is made for a request after `RETRY_S` seconds.
@@ -11,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from ingot.core.log import logger
@@ -31,7 +33,7 @@ class DeploymentPool:
     """The deployments of a server by name, as many of them loaded as the budget allows."""
 
     def __init__(self, deployments: Sequence[Deployment], budget: int) -> None:
-        self.deployments: Mapping[str, Deployment] = {one.name: one for one in deployments}
+        self.deployments: dict[str, Deployment] = {}
         self.budget = budget
         self.on_change: Callable[[Deployment], None] = lambda _: None
         """Called when the state of a deployment has changed."""
@@ -40,17 +42,25 @@ class DeploymentPool:
         self._held: frozenset[str] = frozenset()
         self._failed_at: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._required: set[str] = set()
+        """Pinned deployments at the start."""
+        self._error: Exception | None = None
+        """Of a pinned deployment that could not be loaded at the start."""
         self._weights: dict[str, int] = {}
         """Shared memory of weights that several deployments have: its file descriptor."""
         self._changed = asyncio.Event()
         self._is_scheduled = False
         """Whether `_update` will run in the next iteration of the event loop."""
-        self._log_level = logging.INFO if len(deployments) > 1 else logging.DEBUG
         self._stopping = False
         self._stopped = asyncio.Event()
+        self._num_added = 0
         check_budget(budget, [one.use for one in deployments])
         for one in deployments:
-            one.on_change = self._on_change
+            self.add(one)
+
+    @property
+    def _log_level(self) -> int:
+        return logging.INFO if len(self.deployments) > 1 else logging.DEBUG
 
     @property
     def used_bytes(self) -> int:
@@ -58,19 +68,35 @@ class DeploymentPool:
         uses = [one.use for one in self.deployments.values()]
         return total_bytes(use.footprint for use in uses if use.is_loaded)
 
+    def add(self, deployment: Deployment) -> None:
+        """Add a deployment, or another version of one; it is not loaded yet."""
+        if deployment.key in self.deployments:
+            self._num_added += 1
+            deployment.key = f"{deployment.name} {deployment.version} {self._num_added}"
+        key = deployment.weights
+        others = [one for one in self.deployments.values() if one.weights == key]
+        is_private = any(one.use.is_loaded for one in others) and key not in self._weights
+        deployment.shares_no_weights = is_private
+        deployment.on_change = self._on_change
+        self.deployments[deployment.key] = deployment
+
+    def remove(self, deployment: Deployment) -> None:
+        """Forget a deployment that is not loaded."""
+        assert not deployment.use.is_loaded
+        for entries in (self.deployments, self._failed_at, self._tasks):
+            entries.pop(deployment.key, None)
+        self.update()
+
     async def run(self) -> None:
         """Load the pinned deployments and run until `stop`; raise the error of a pinned one that
         cannot be loaded."""
-        pinned = [one for one in self.deployments.values() if one.spec.pinned]
-        for one in pinned:
-            self._start(one)
-        stopped = asyncio.ensure_future(self._stopped.wait())
-        tasks = [self._tasks[one.name] for one in pinned]
-        await asyncio.wait((stopped, *tasks), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        for task in tasks:
-            if task.done():
-                task.result()
+        for one in list(self.deployments.values()):
+            if one.spec.pinned:
+                self._required.add(one.key)
+                self._start(one)
+        await self._stopped.wait()
+        if self._error is not None:
+            raise self._error
 
     async def stop(self) -> None:
         """Stop all processes."""
@@ -123,7 +149,7 @@ class DeploymentPool:
             self._wake()
 
     def _can_serve(self, deployment: Deployment) -> bool:
-        return deployment.state is DeploymentState.READY and deployment.name not in self._held
+        return deployment.state is DeploymentState.READY and deployment.key not in self._held
 
     async def _wait(self, deployment: Deployment, deadline: float) -> None:
         limit = deployment.spec.config.max_requests
@@ -131,7 +157,7 @@ class DeploymentPool:
             raise Overloaded(f"{limit:,} requests wait for '{deployment.name}' to be loaded", 2.0)
         self._check_failure(deployment)
         deployment.num_waiting += 1
-        self._queue.setdefault(deployment.name)
+        self._queue.setdefault(deployment.key)
         try:
             self.update()
             while not self._can_serve(deployment):
@@ -146,14 +172,14 @@ class DeploymentPool:
             deployment.num_waiting -= 1
             if not deployment.num_waiting:
                 self.update()
-                del self._queue[deployment.name]
+                del self._queue[deployment.key]
 
     def _check_failure(self, deployment: Deployment) -> None:
         """Raise the error of a deployment that has failed a short time ago, or while stopping."""
         if self._stopping:
             raise RequestError(SHUTTING_DOWN)
         error, now = deployment.error, time.monotonic()
-        left = self._failed_at.get(deployment.name, -RETRY_S) + RETRY_S - now
+        left = self._failed_at.get(deployment.key, -RETRY_S) + RETRY_S - now
         if error is not None and left > 0:
             message = f"'{deployment.name}' could not be loaded: {error.message}"
             raise RequestError(ApiError(503, message, error.hint, int(left) + 1))
@@ -174,21 +200,23 @@ class DeploymentPool:
         return ApiError(503, message, hint, RETRY_AFTER_S)
 
     def _start(self, deployment: Deployment) -> None:
-        _log.log(self._log_level, "loading %s", deployment.name)
-        self._failed_at.pop(deployment.name, None)
+        _log.log(self._log_level, "loading %s", deployment.key)
+        self._failed_at.pop(deployment.key, None)
         serving = deployment.start(self._weights_fd(deployment))
-        self._tasks[deployment.name] = asyncio.create_task(self._watch(deployment, serving))
+        self._tasks[deployment.key] = asyncio.create_task(self._watch(deployment, serving))
 
     async def _watch(self, deployment: Deployment, serving: asyncio.Task[None]) -> None:
-        name, started = deployment.name, time.monotonic()
+        name, started = deployment.key, time.monotonic()
         try:
             await serving
             _log.log(self._log_level, "unloaded %s after %.0f s", name, time.monotonic() - started)
-        except Exception:
-            if deployment.spec.pinned:
-                raise
+        except Exception as error:
             assert deployment.error is not None
-            _log.error("%s could not be loaded: %s", name, deployment.error.message)
+            if deployment.key in self._required and not deployment.num_loads:
+                self._error = error
+                self._stopped.set()
+            else:
+                _log.error("%s could not be loaded: %s", name, deployment.error.message)
         finally:
             self._close_weights(deployment)
 
@@ -212,7 +240,7 @@ class DeploymentPool:
 
     def _on_change(self, deployment: Deployment) -> None:
         if deployment.state is DeploymentState.FAILED:
-            self._failed_at[deployment.name] = time.monotonic()
+            self._failed_at[deployment.key] = time.monotonic()
         self.on_change(deployment)
         self._wake()
         self.update()

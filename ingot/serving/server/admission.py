@@ -203,3 +203,43 @@ class Admission:
         self.tokens += tokens
         tenant_state.requests += requests
         tenant_state.tokens += tokens
+
+
+class VersionAdmission:
+    """Requests of one version in flight, within the limits of all versions of a deployment.
+
+    >>> total = Admission(AdmissionLimits(requests=20, tokens=100))
+    >>> old, new = VersionAdmission(total), VersionAdmission(total)
+    >>> ticket = old.acquire(Tenant(name="alice"), requests=1, tokens=40, now=0.0)
+    >>> old.requests, new.requests, total.requests
+    (1, 0, 1)
+    >>> old.release(ticket, now=1.0)
+    >>> old.requests, total.requests
+    (0, 0)
+    """
+
+    def __init__(self, total: Admission) -> None:
+        self.total = total
+        self.requests = self.tokens = self.num_rejected = 0
+
+    def acquire(self, tenant: Tenant, *, requests: int, tokens: int, now: float) -> Ticket:
+        """Accept the requests, or raise `Overloaded`."""
+        try:
+            ticket = self.total.acquire(tenant, requests=requests, tokens=tokens, now=now)
+        except Overloaded:
+            self.num_rejected += 1
+            raise
+        self.requests += requests
+        self.tokens += tokens
+        return ticket
+
+    def correct(self, ticket: Ticket, tokens: int) -> None:
+        """Replace the estimate by the actual number of tokens."""
+        self.tokens += tokens - ticket.tokens
+        self.total.correct(ticket, tokens)
+
+    def release(self, ticket: Ticket, now: float) -> None:
+        """Release a request that finished."""
+        self.requests -= ticket.requests
+        self.tokens -= ticket.tokens
+        self.total.release(ticket, now)

@@ -23,6 +23,7 @@ from ingot.serving.server.openai import (
     LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
+    user_of,
 )
 from ingot.serving.server.page import add_page, model_stats
 from ingot.serving.server.responses import ResponsesRequest, ResponsesWriter
@@ -57,34 +58,34 @@ def create_app(gateway: Gateway) -> RequestGuard:
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        service = await gateway.find(body.model, body.timeout)
+        service = await gateway.find(request.scope, body.model, body.timeout, user_of(body))
         return await service.complete(body, request.scope)
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        service = await gateway.find(body.model, body.timeout)
+        service = await gateway.find(request.scope, body.model, body.timeout, user_of(body))
         return await service.chat(body, request.scope)
 
     @app.post("/v1/responses", response_class=Response)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         chat, writer = body.to_chat(), partial(ResponsesWriter, body)
-        service = await gateway.find(chat.model, chat.timeout)
+        service = await gateway.find(request.scope, chat.model, chat.timeout, user_of(chat))
         return await service.chat(chat, request.scope, writer)
 
     @app.post("/v1/messages", response_class=Response)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         chat = body.to_chat()
-        service = await gateway.find(chat.model, chat.timeout)
+        service = await gateway.find(request.scope, chat.model, chat.timeout, user_of(chat))
         return await service.chat(chat, request.scope, MessagesWriter)
 
     @app.post("/v1/embeddings", response_class=Response)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        service = await gateway.find(body.model)
+        service = await gateway.find(request.scope, body.model, user=user_of(body))
         return await service.embed(body, request.scope)
 
     @app.post("/tokenize", response_class=Response)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        service = await gateway.find(body.model)
+        service = await gateway.find(request.scope, body.model)
         return await service.tokenize(body, request.scope)
 
     @app.get("/v1/models")
@@ -115,6 +116,10 @@ def create_admin_app(
     async def start_draining() -> Response:
         drain()
         return json_response(202, _encode({"status": "draining"}))
+
+    @app.get("/releases")
+    async def releases() -> dict[str, Any]:
+        return gateway.fleet.describe()
 
     @app.post("/v1/load_lora_adapter", response_class=Response)
     async def load_lora_adapter(body: LoadAdapterRequest) -> Response:

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -49,6 +50,8 @@ class RequestContext:
     priority: int = 0
     deadline: float | None = None
     session: str = ""
+    on_end: Callable[[Any, bool], None] = lambda response, aborted: None
+    """Called with the response when it has ended, and whether its client has disconnected."""
 
 
 class Choice:
@@ -59,7 +62,8 @@ class Choice:
         self.client = completion
         self.prompt, self.seed = prompt, seed
         self.id = context.engine.new_id()
-        self.num_tokens = 0
+        self.tokens: list[int] = []
+        """Generated so far."""
         self.followers: list[Choice] = []
         self.reply = Reply(index, prompt=job.prompts[prompt])
         self._echo = job.echo[prompt] if job.echo else ""
@@ -71,6 +75,11 @@ class Choice:
         self._stop_token_ids = job.sampling_params.stop_token_ids
         plain = job.sampling_params.logprobs is None and not job.echo and self._parser is None
         self._affixes = completion.writer.affixes(index) if plain and job.stream else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.tokens)
 
     @property
     def finish_reason(self) -> str | None:
@@ -111,12 +120,12 @@ class Choice:
         tokens = output.tokens
         text = ""
         if tokens:
-            if self.num_tokens:
+            if self.tokens:
                 self._observe_itl((now - self._last) / len(tokens))
             else:
                 self.client.on_first_token(self, now)
             self._last = now
-            self.num_tokens += len(tokens)
+            self.tokens += tokens
             if output.logprobs is not None:
                 self.reply.logprobs += output.logprobs
             shown = tokens[:-1] if tokens[-1] in self._stop_token_ids else tokens

@@ -15,21 +15,24 @@ from starlette.responses import Response
 
 from ingot.serving.engine.adapters import check_name
 from ingot.serving.fleet.deployment import Deployment
-from ingot.serving.fleet.pool import SHUTTING_DOWN, DeploymentPool
+from ingot.serving.fleet.fleet import Fleet
+from ingot.serving.fleet.pool import SHUTTING_DOWN
 from ingot.serving.server.asgi import Scope, headers_of
 from ingot.serving.server.errors import ApiError, RequestError, json_response
 from ingot.serving.server.keys import ANONYMOUS, Keys, Tenant
 from ingot.serving.server.openai import LoadAdapterRequest, UnloadAdapterRequest, Unprocessable
 from ingot.serving.server.service import Service
 
+VERSION = "ingot.version"
+"""In the scope of a request: the version of the model that it gets."""
 _encode = msgspec.json.Encoder().encode
 
 
 class Gateway:
     """State of the server that its models have in common."""
 
-    def __init__(self, pool: DeploymentPool, keys: Keys | None = None) -> None:
-        self.pool, self.keys = pool, keys
+    def __init__(self, fleet: Fleet, keys: Keys | None = None) -> None:
+        self.fleet, self.pool, self.keys = fleet, fleet.pool, keys
         self.draining = False
         self.body_bytes = 0
         """Bytes of the bodies of all requests in flight."""
@@ -38,19 +41,19 @@ class Gateway:
 
     @property
     def deployments(self) -> tuple[Deployment, ...]:
-        """The deployments in the order of their definition."""
-        return tuple(self.pool.deployments.values())
+        """The stable version of each deployment, in the order of their definition."""
+        return tuple([rollout.stable for rollout in self.fleet.rollouts.values()])
 
     @property
     def num_requests(self) -> int:
         """Requests in flight of all models."""
-        return sum(one.admission.requests for one in self.deployments)
+        return sum(one.admission.requests for one in self.pool.deployments.values())
 
     def unavailable_reason(self) -> ApiError | None:
         """Return why no request can be accepted; None if requests are accepted."""
         if self.draining:
             return SHUTTING_DOWN
-        if len(self.deployments) == 1:
+        if self.fleet.is_single:
             return _unavailable_reason(self.deployments[0])
         return None
 
@@ -74,29 +77,34 @@ class Gateway:
                 return self.keys.find(value.strip().decode("latin-1"))
         return None
 
-    async def find(self, model: str, timeout: float | None = None) -> Service:
+    async def find(
+        self, scope: Scope, model: str, timeout: float | None = None, user: str = ""
+    ) -> Service:
         """Return the service of a request's model, once it is loaded.
 
-        The caller has to admit its request before it awaits anything else.
+        The `user` decides which version it is. The caller has to admit its request before it awaits
+        anything else.
         """
-        deployment = self.resolve(model)
+        rollout = self.fleet.rollouts[self.resolve(model).name]
+        deployment = rollout.choose(model, user and f"{scope['ingot.tenant'].name} {user}")
         await self._load(deployment, timeout)
         self.resolve(model)  # an adapter may have been unloaded meanwhile
         error = self.unavailable_reason() or _unavailable_reason(deployment)
         if error is not None:
             raise RequestError(error)
         assert deployment.service is not None
+        scope[VERSION] = deployment.version
         return deployment.service
 
     async def _load(self, deployment: Deployment, timeout: float | None = None) -> None:
         """Wait until one of several deployments is loaded."""
         limit = deployment.spec.config.timeout
-        if len(self.deployments) > 1:
+        if not self.fleet.is_single:
             await self.pool.acquire(deployment, min(timeout or limit, limit))
 
     def resolve(self, model: str) -> Deployment:
         """Return the deployment of a model or adapter; raise a 404 for another name."""
-        if len(self.deployments) == 1 and not model:
+        if self.fleet.is_single and not model:
             return self.deployments[0]
         for one in self.deployments:
             if model == one.name or model in one.adapters:

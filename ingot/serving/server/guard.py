@@ -11,7 +11,7 @@ from typing import Any
 
 from ingot.serving.server.asgi import Receive, Scope, Send, headers_of
 from ingot.serving.server.errors import ApiError, error_response
-from ingot.serving.server.gateway import Gateway
+from ingot.serving.server.gateway import VERSION, Gateway
 from ingot.serving.server.page import PATHS
 from ingot.serving.server.tensors import HEADER
 
@@ -43,6 +43,9 @@ class RequestGuard:
         async def count_and_send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 gateway.statuses[message["status"]] += 1
+                if VERSION in scope:
+                    headers = [*message.get("headers", ()), _version_header(scope)]
+                    message = {**message, "headers": headers}
             await send(message)
 
         if scope["path"] in PUBLIC_PATHS:
@@ -128,6 +131,10 @@ class _Body:
         self._replayed, content = True, bytes(self.content)
         self.content = bytearray()
         return {"type": "http.request", "body": content, "more_body": False}
+
+
+def _version_header(scope: Scope) -> tuple[bytes, bytes]:
+    return b"x-model-version", scope[VERSION].encode()
 
 
 def _is_json(name: bytes, value: bytes) -> bool:

@@ -132,8 +132,8 @@ def add_inference_routes(app: FastAPI, gateway: Gateway) -> None:
         return ready(request.scope["path"], name)
 
     @app.get("/v2/models/{name}")
-    async def model_metadata(name: str) -> dict[str, Any]:
-        service = await gateway.find(name)
+    async def model_metadata(name: str, request: Request) -> dict[str, Any]:
+        service = await gateway.find(request.scope, name)
         assert service.engine.info is not None
         return _metadata(service.engine.info, name)
 
@@ -162,7 +162,7 @@ async def _infer(gateway: Gateway, name: str, request: Request) -> Response:
     gateway.resolve(name)
     body, data = split_body(await request.body(), request.headers.get(HEADER))
     timeout = body.parameters.timeout / 1e6 or None
-    service = await gateway.find(name, timeout)
+    service = await gateway.find(request.scope, name, timeout)
     assert service.engine.info is not None
     found = signature_of(service.engine.info)
     if found is None:

@@ -148,8 +148,10 @@ class MessagesRequest(Strict):
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
 
+    metadata: JsonObject | None = None
+    """`user_id`: requests of a user get the same version of the model."""
+
     # Ignored: they do not change the output.
-    metadata: Any = None
     service_tier: Any = None
     thinking: Any = None
     cache_control: Any = None
@@ -172,6 +174,7 @@ class MessagesRequest(Strict):
             "stop": self.stop_sequences or None,
             "stream": self.stream,
             "tools": [_function(tool) for tool in self.tools or ()],
+            "user": self.metadata.get("user_id") if self.metadata else None,
         }
         if self.tool_choice is not None:
             fields["tool_choice"] = _tool_choice(self.tool_choice)

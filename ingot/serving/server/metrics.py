@@ -61,10 +61,15 @@ GAUGES = {
     "engine_restarts": "Restarts of engine processes since the start.",
     "request_retries": "Requests of lost engines that were sent to another since the start.",
     "model_loads": "How often the model was loaded since the start.",
+    "canary_drift": "Mean difference of the canary's log-probabilities over shadow traffic.",
+    "releases_promoted": "Canaries that were promoted since the start.",
+    "releases_rolled_back": "Canaries that were rolled back since the start.",
+    "releases_failed": "Versions that could not be loaded since the start.",
 }
 """Gauges of a model in the HTTP process, with their descriptions."""
 SERVER_GAUGES = {
     "draining": "1 while the server drains.",
+    "file_error": "1 while the file of the deployments has an error and is not used.",
     "memory_reserved_bytes": "Memory of the loaded models, as it is counted for the budget.",
 }
 """Gauges of the HTTP process, with their descriptions."""
@@ -137,8 +142,11 @@ class ModelMetrics(NamedTuple):
     metrics: Metrics
     engines: Sequence[tuple[EngineReady | None, EngineStats | None]]
     """Of each replica."""
-    gauges: Mapping[str, float]
+    gauges: dict[str, float]
     """Values of `GAUGES`."""
+    version: str = ""
+    role: str = "stable"
+    """That of the version."""
 
 
 class ServerMetrics(NamedTuple):
@@ -183,7 +191,8 @@ class EngineCollector(Collector):
 
 
 def _model_metrics(model: ModelMetrics) -> Iterator[Metric]:
-    metrics, labels, values = model.metrics, ["model_name", "engine"], [model.model, "0"]
+    metrics = model.metrics
+    labels, values = ["model_name", "engine", "version"], [model.model, "0", model.version]
     yield from _engine_metrics(model)
     for name, text, histogram in (
         ("time_to_first_token_seconds", "Time to first token.", metrics.ttft),
@@ -202,14 +211,18 @@ def _model_metrics(model: ModelMetrics) -> Iterator[Metric]:
         reasons.add_metric([*values, reason], metrics.finish_reasons[reason])
     yield reasons
     for name, value in model.gauges.items():
-        gauge = GaugeMetricFamily(f"ingot:{name}", GAUGES[name], labels=["model_name"])
-        gauge.add_metric([model.model], value)
+        gauge = GaugeMetricFamily(f"ingot:{name}", GAUGES[name], labels=["model_name", "version"])
+        gauge.add_metric([model.model, model.version], value)
         yield gauge
+    roles = ["model_name", "version", "role"]
+    info = GaugeMetricFamily("ingot:version", "1 for each version of a model.", labels=roles)
+    info.add_metric([model.model, model.version, model.role], 1)
+    yield info
 
 
 def _engine_metrics(model: ModelMetrics) -> Iterator[Metric]:
     """Yield what each engine reports; the label `engine` is the number of the replica."""
-    labels, engines = ["model_name", "engine"], model.engines
+    labels, engines = ["model_name", "engine", "version"], model.engines
     caches = InfoMetricFamily("vllm:cache_config", "Blocks of the KV cache.")
     for index, (info, _) in enumerate(engines):
         if info is not None and info.num_blocks:
@@ -218,7 +231,7 @@ def _engine_metrics(model: ModelMetrics) -> Iterator[Metric]:
                 "num_gpu_blocks": str(info.num_blocks),
                 "cache_dtype": info.kv_cache_dtype,
             }
-            values = dict(zip(labels, [model.model, str(index)], strict=True))
+            values = dict(zip(labels, [model.model, str(index), model.version], strict=True))
             caches.add_metric([], {**values, **sizes})
     if caches.samples:
         yield caches
@@ -227,7 +240,7 @@ def _engine_metrics(model: ModelMetrics) -> Iterator[Metric]:
         kind = GaugeMetricFamily if name in _ENGINE_GAUGES else CounterMetricFamily
         family = kind(name, text, labels=labels)
         for index, stats in all_stats:
-            family.add_metric([model.model, str(index)], field(stats))
+            family.add_metric([model.model, str(index), model.version], field(stats))
         yield family
 
 

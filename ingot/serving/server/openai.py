@@ -149,13 +149,15 @@ class CommonParams(Strict):
     """Seconds after which the request fails with 504."""
     prompt_cache_key: ShortText | None = None
     """Requests of one key prefer the same replica, where their prefix is cached."""
+    user: Any = None
+    """Requests of a user get the same version of the model: see `user_of`."""
+    safety_identifier: Any = None
+    """As OpenAI calls it now."""
 
     # Ignored: they do not change the output.
-    user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
-    safety_identifier: Any = None
     prompt_cache_retention: Any = None
 
     def stop_strings(self) -> tuple[str, ...]:
@@ -422,10 +424,23 @@ class GenerationJob:
     """Whether `max_tokens` was 0: the output is dropped."""
     adapter: str = ""
     """Name of a LoRA adapter; empty for the base model."""
+    version: str = ""
+    """Of the model."""
     parser: Callable[[], ReplyParser] | None = None
     """Divides a reply into reasoning, content and tool calls; None for a text."""
     visible: tuple[str, ...] = ()
     """Special tokens that `parser` has to see."""
+
+
+def user_of(body: CommonParams | EmbeddingRequest) -> str:
+    """Return the name of the user, or of the session, that a request gives; empty for none.
+
+    >>> user_of(CompletionRequest(prompt="Hi", user="alice", prompt_cache_key="chat 7"))
+    'alice'
+    """
+    names = ("user", "safety_identifier", "prompt_cache_key")
+    given = [getattr(body, name, None) for name in names]
+    return next((value for value in given if value and isinstance(value, str)), "")
 
 
 def error_body(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TypeAlias
 
 from starlette.responses import Response
 
 from ingot.core.log import logger
-from ingot.serving.server.admission import Admission, Ticket
+from ingot.serving.server.admission import Admission, Ticket, VersionAdmission
 from ingot.serving.server.asgi import Receive, Scope, Send
 from ingot.serving.server.completion import CompletionStream
 from ingot.serving.server.embedding import EmbeddingBatch
@@ -36,16 +37,18 @@ _EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+AnyResponse: TypeAlias = CompletionStream | EmbeddingBatch | TensorBatch
+
 
 class EngineResponse(Response):
     """A response that is computed by the engine."""
 
     def __init__(
         self,
-        completion: CompletionStream | EmbeddingBatch | TensorBatch,
+        completion: AnyResponse,
         ticket: Ticket,
         *,
-        admission: Admission,
+        admission: Admission | VersionAdmission,
         metrics: Metrics,
     ) -> None:
         self.status_code = 200
@@ -121,6 +124,7 @@ class EngineResponse(Response):
         """Release the admission ticket; count and log the request."""
         completion, now = self._completion, time.monotonic()
         self._admission.release(self._ticket, now)
+        completion.context.on_end(completion, aborted)
         error = completion.error
         reason = "abort" if aborted else "error" if error else completion.choices[0].finish_reason
         seconds = now - completion.started

@@ -167,6 +167,8 @@ class ResponsesRequest(Strict):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "prompt_cache_key": self.prompt_cache_key,
+            "user": self.user,
+            "safety_identifier": self.safety_identifier,
         }
         if isinstance(self.tool_choice, ResponsesToolChoice):
             name = {"name": self.tool_choice.name}

@@ -19,17 +19,16 @@ import logging
 import resource
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import uvicorn
 
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger
-from ingot.serving.fleet.deployment import Deployment, DeploymentSpec, DeploymentState
-from ingot.serving.fleet.pool import DeploymentPool
+from ingot.serving.fleet.deployment import Deployment, DeploymentState
+from ingot.serving.fleet.fleet import Fleet, FleetSource, FleetTarget
 from ingot.serving.server.app import create_admin_app, create_app
 from ingot.serving.server.config import ServerConfig
 from ingot.serving.server.gateway import Gateway
@@ -107,25 +106,24 @@ class Server:
 
     def __init__(
         self,
-        deployments: Sequence[DeploymentSpec],
+        target: FleetTarget,
         config: ServerConfig,
         keys: Keys | None = None,
-        memory_bytes: int | None = None,
+        source: FleetSource | None = None,
     ) -> None:
-        """Listen; `memory_bytes` is the budget of several models, None is unlimited."""
+        """Listen; `source` is the file that the deployments come from, which is followed."""
         self.config = config
-        created = [Deployment(spec) for spec in deployments]
-        pool = DeploymentPool(created, sys.maxsize if memory_bytes is None else memory_bytes)
-        self.gateway = Gateway(pool, keys)
+        self.fleet = Fleet(target, source)
+        self.gateway = Gateway(self.fleet, keys)
         self._main = listen(config.host, config.port, "--port")
         self._admin = listen(config.admin_host, config.admin_port, "--admin-address")
         _raise_file_limit()
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        if len(created) == 1:
-            created[0].prepare()
+        if self.fleet.is_single:
+            self.gateway.deployments[0].prepare()
         self.on_ready: Callable[[Deployment], None] = lambda _: None
         """Called when a worker has loaded a model."""
-        pool.on_change = self._on_change
+        self.fleet.pool.on_change = self._on_change
         self._draining = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -152,14 +150,14 @@ class Server:
         collector = EngineCollector(self._read_metrics)
         admin = _uvicorn(create_admin_app(self.gateway, collector, self.drain))
         self._handle_signals()
-        serving = asyncio.create_task(self.gateway.pool.run())
+        serving = asyncio.create_task(self.fleet.run())
         listening = [
             asyncio.create_task(main.serve([self._main])),
             asyncio.create_task(admin.serve([self._admin])),
         ]
         draining = asyncio.create_task(self._drain())
         await asyncio.wait((serving, draining), return_when=asyncio.FIRST_COMPLETED)
-        stopping = asyncio.create_task(self.gateway.pool.stop())
+        stopping = asyncio.create_task(self.fleet.pool.stop())
         main.should_exit = admin.should_exit = True
         await asyncio.gather(*listening, stopping)
         if traced is not None:
@@ -201,8 +199,9 @@ class Server:
         gauges = {
             "draining": float(gateway.draining),
             "memory_reserved_bytes": gateway.pool.used_bytes,
+            "file_error": float(self.fleet.file_error is not None),
         }
-        models = [one.read_metrics() for one in gateway.deployments]
+        models = self.fleet.read_metrics()
         return ServerMetrics(models, gateway.statuses, gauges)
 
 

@@ -28,7 +28,12 @@ from ingot.interop.tokenizer import Tokenizer
 from ingot.serving.engine.chat import ChatFormat
 from ingot.serving.engine.detokenizer import TokenTexts
 from ingot.serving.engine.sampling_params import SamplingParams
-from ingot.serving.server.admission import Admission, Ticket, estimate_tokens
+from ingot.serving.server.admission import (
+    Admission,
+    Ticket,
+    VersionAdmission,
+    estimate_tokens,
+)
 from ingot.serving.server.asgi import Scope
 from ingot.serving.server.completion import CompletionStream, RequestContext
 from ingot.serving.server.embedding import (
@@ -51,7 +56,7 @@ from ingot.serving.server.openai import (
     TokenizeRequest,
     Unprocessable,
 )
-from ingot.serving.server.response import EngineResponse
+from ingot.serving.server.response import AnyResponse, EngineResponse
 from ingot.serving.server.writer import ChatWriter, CompletionWriter, Writer
 from ingot.serving.workers.replicas import ReplicaSet
 
@@ -68,10 +73,14 @@ class Service:
     tokenizer: Tokenizer
     """That of a classifier is empty."""
     engine: ReplicaSet
-    admission: Admission
+    admission: Admission | VersionAdmission
+    version: str = ""
+    """Of the model: answers name it."""
     max_request_s: float = 600.0
     """Maximum duration of a request."""
     metrics: Metrics = field(default_factory=Metrics)
+    on_end: Callable[[AnyResponse, bool], None] = lambda response, aborted: None
+    """Called when a request has finished, or its client has disconnected."""
 
     def __post_init__(self) -> None:
         self.token_texts = TokenTexts(self.tokenizer)
@@ -89,6 +98,7 @@ class Service:
             echo = [self._echo(prompt) for prompt in prompts] if body.echo else []
             job = GenerationJob(
                 model=body.model or self.model,
+                version=self.version,
                 adapter=self._adapter(body.model),
                 prompts=ids,
                 echo=echo,
@@ -131,6 +141,7 @@ class Service:
             parts = bool(functions) or self.chat_format.reasoning
             job = GenerationJob(
                 model=body.model or self.model,
+                version=self.version,
                 adapter=self._adapter(body.model),
                 prompts=[ids],
                 echo=[],
@@ -344,4 +355,5 @@ class Service:
             priority=0 if anonymous else ticket.priority,
             deadline=deadline,
             session=f"{ticket.tenant.name} {session}" if session else "",
+            on_end=self.on_end,
         )

@@ -148,7 +148,12 @@ class _OpenAIWriter(Writer):
 
     def __init__(self, job: GenerationJob, token_texts: TokenTexts) -> None:
         super().__init__(job, token_texts)
-        fields = {"id": self.id, "object": self.chunk, "created": self.created, "model": job.model}
+        self._fields = {
+            "created": self.created,
+            "model": job.model,
+            "system_fingerprint": job.version,
+        }
+        fields = {"id": self.id, "object": self.chunk, **self._fields}
         self._head = b"data: " + encode(fields)[:-1] + b","
         usage = b'"usage":null,' if job.include_usage else b""
         self._start = self._head + usage + b'"choices":[{"index":'
@@ -170,8 +175,7 @@ class _OpenAIWriter(Writer):
             {
                 "id": self.id,
                 "object": self.object,
-                "created": self.created,
-                "model": self.job.model,
+                **self._fields,
                 "choices": [self._choice(reply) for reply in replies],
                 "usage": usage.plain(),
             }

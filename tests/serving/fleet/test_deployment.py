@@ -47,7 +47,7 @@ def test_it_is_loaded_and_unloaded_again_and_again(directory: Path) -> None:
             assert not deployment.use.is_ready
             await until_ready(deployment)
             assert deployment.service is not None
-            assert deployment.admission.limits.tokens == 8 * 1000 * 32
+            assert deployment.admission.total.limits.tokens == 8 * 1000 * 32
             deployment.stop("for a test")
             assert deployment.use.is_unloading
             assert deployment.use.is_loaded, "until the process has exited"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from ingot.interop.hub import model_path
 from ingot.serving.fleet.deployment import PROCESS_BYTES, Deployment, DeploymentSpec
 from ingot.serving.fleet.file import DEFAULT_KV_CACHE_BYTES, load_fleet
 from ingot.serving.fleet.pool import DeploymentPool
+from ingot.serving.fleet.release import CanaryConfig
 from ingot.serving.server.config import ServerConfig
 
 GOOD = """
@@ -35,7 +39,8 @@ def load(
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "model.safetensors").write_bytes(bytes(1000))
     (folder / "fleet.toml").write_text(text)
-    return load_fleet(folder / "fleet.toml", server or ServerConfig(), model_path)
+    target = load_fleet(folder / "fleet.toml", server or ServerConfig(), model_path)
+    return target.memory_bytes, [one.spec for one in target.deployments]
 
 
 def test_a_deployment_overrides_the_command_line(tmp_path: Path) -> None:
@@ -59,6 +64,23 @@ def test_the_memory_of_a_deployment_is_estimated_or_given(tmp_path: Path) -> Non
     assert none.total == 1000 + PROCESS_BYTES + DEFAULT_KV_CACHE_BYTES
     assert (two.total, two.weights_bytes) == (3 << 28, 1000)
     assert one.weights == two.weights
+
+
+CANARY = GOOD.replace("[deployments.two]", "[deployments.one.canary]\nTABLE\n[deployments.two]")
+
+
+def test_a_canary_is_its_deployment_with_changes(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parent, tmp_path / "tuned")
+    load(tmp_path, GOOD)
+    table = "model = 'tuned'\nkv_cache_dtype = 'int8'\nshare = 0.3\nmax_drift = inf"
+    (tmp_path / "fleet.toml").write_text(CANARY.replace("TABLE", table))
+    one, two = load_fleet(tmp_path / "fleet.toml", ServerConfig(), model_path).deployments
+    assert one.canary is not None
+    assert one.canary.directory == tmp_path / "tuned"
+    assert one.canary.config == replace(one.spec.config, kv_cache_dtype="int8")
+    assert one.canary.version.startswith("tuned@")
+    assert one.config == CanaryConfig(share=0.3, max_drift=math.inf)
+    assert two.canary is None
 
 
 def test_a_single_deployment_is_pinned(tmp_path: Path) -> None:
@@ -92,6 +114,11 @@ def test_a_single_deployment_is_pinned(tmp_path: Path) -> None:
             "'x' of deployment 'b' is also a name of 'a'",
         ),
         ("not toml", "is not TOML"),
+        (CANARY.replace("TABLE", "share = 0.3"), "deployments.one.canary: the same version"),
+        (CANARY.replace("TABLE", "model = 'missing'"), "model directory not found: missing"),
+        (CANARY.replace("TABLE", "share = 0"), "share: expected a number from 0.001 to 0.9"),
+        (CANARY.replace("TABLE", "max_drift = nan"), "max_drift: expected a number"),
+        (CANARY.replace("TABLE", "shar = 0.3"), "did you mean 'share'"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -49,7 +49,7 @@ def test_requests_are_counted_and_logged(served: Served) -> None:
     page = served.call("/metrics")[1]["text"]
     assert 'vllm:cache_config_info{block_size="32"' in page
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
-        assert f'vllm:{name}{{engine="0",model_name="small"}}' in page
+        assert f'vllm:{name}{{engine="0",model_name="small",version="small@' in page
     row = [r for r in served.log.read_text().splitlines() if '"generated_tokens": 11' in r][-1]
     assert json.loads(row)["finish_reason"] == "length"
     assert "Hello" not in row
