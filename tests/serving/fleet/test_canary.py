@@ -1,0 +1,71 @@
+"""Canaries of a real server, with planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.releases import (
+    CANARY,
+    FAULTY,
+    FILE,
+    Load,
+    chat,
+    rejected,
+    releasing,
+    roles,
+    write,
+)
+
+
+def check_canaries(folder: Path, log: Path, bad: dict[str, str], record: Any) -> None:
+    """Those that are bad are rolled back for the reason that is given, one after the other; then a
+    good one is promoted."""
+    stable = FILE.format(model="v1")
+    with releasing(folder, log, stable, FAULTY) as served:
+        load = Load(served, 8)
+        for model, reason in bad.items():
+            write(folder, stable + CANARY.format(model=model))
+            if model != "broken":
+                load.until(lambda: "canary" in chat(served))
+            seconds = load.until(lambda model=model: model in rejected(served))
+            record(f"seconds until a {model} canary was rolled back", round(seconds, 1))
+            assert reason in rejected(served)[model]
+            load.until(lambda: roles(served) == {"stable": "v1"})
+        loads = served.log.read_text().count("chat: loading")
+        text = stable + CANARY.format(model=[*bad][-1])
+        write(folder, text + "# the same again\n")
+        load.until(lambda: served.log.read_text().count("using the new") > len(bad))
+        assert served.log.read_text().count("chat: loading") == loads, "it is not tried again"
+        write(folder, stable + CANARY.format(model="v2"))
+        load.until(lambda: roles(served) == {"stable": "v2"})
+        load.stop()
+        assert served.metric("ingot:releases_promoted") == 1
+        outcomes = ("ingot:releases_rolled_back", "ingot:releases_failed")
+        assert sum(map(served.metric, outcomes)) == len(bad)
+        assert all("engine step failed" in error for error in load.errors), load.errors[:3]
+        assert {version.split("@")[0] for version, _, _ in load.answers} >= {"v1", "v2"}
+
+
+def test_a_canary_that_drifts_is_rolled_back_and_a_good_one_is_promoted(
+    folder: Path, tmp_path: Path, record_property: Callable[[str, float], None]
+) -> None:
+    bad = {"drifting": "log-probabilities differ by"}
+    check_canaries(folder, tmp_path, bad, record_property)
+
+
+@pytest.mark.slow
+def test_bad_canaries_are_rolled_back(
+    folder: Path, tmp_path: Path, record_property: Callable[[str, float], None]
+) -> None:
+    """Those that fail, are slow or give other log-probabilities; and one that cannot be loaded."""
+    bad = {
+        "failing": "requests failed",
+        "slow": "median",
+        "drifting": "log-probabilities differ by",
+        "broken": "cannot be loaded",
+    }
+    check_canaries(folder, tmp_path, bad, record_property)
