@@ -1,4 +1,4 @@
-"""A canary: a version on trial beside the stable one, and what is observed of both."""
+"""A canary: a version on trial next to the stable one, and what is observed of both."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 - **stable** gets all requests that no canary gets. There is always one.
 - **next** is loaded when the file names another model or other settings. When it is ready it is
   stable at once. If it cannot be loaded, the stable version stays.
-- **canary** is loaded beside the stable version and gets a share of the users until
+- **canary** is loaded next to the stable version and gets a share of the users until
   `ingot.serving.fleet.release` decides.
 - **draining** versions finish the requests that began with them, and are then unloaded.
 
