@@ -166,7 +166,7 @@ class Rollout:
         self.start()
 
     def _apply_to_canary(self) -> None:
-        """Go on with the canary if the file still names it."""
+        """Continue with the canary if the file still names it."""
         canary, self.canary = self.canary, None
         if canary is None:
             return

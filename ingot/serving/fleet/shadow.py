@@ -1,6 +1,6 @@
 """Shadow traffic: the log-probabilities that a version gives to texts which another one has served.
 
-A text is sent to both versions as a prompt whose log-probabilities are requested. It ranks behind
+A text is sent to both versions as a prompt whose log-probabilities are requested. It ranks after
 the requests of clients, and has a cache salt of its own: it neither finds the blocks of clients nor
 leaves any that they could find. A token's log-probability depends only on the tokens before it, so
 those of the version that served the text are the same as at that time.
@@ -49,7 +49,7 @@ class ScoreHandler:
             self.scores.set_exception(IngotError(message, hint=hint))
 
     def flush(self) -> None:
-        """Do nothing: there is no client."""
+        """Do nothing: no client waits."""
 
 
 async def score(engine: ReplicaSet, tokens: Sequence[int], start: int) -> list[float]:
