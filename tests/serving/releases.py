@@ -85,7 +85,7 @@ def ask_all(served: Served) -> dict[tuple[str, str], Any]:
 
 
 class Load:
-    """Clients that ask until they are told to stop."""
+    """Clients that ask until `stop`."""
 
     def __init__(self, served: Served, clients: int) -> None:
         self.served, self.answers, self.errors = served, list[Answer](), list[str]()
