@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ingot.serving.engine.output import EngineStats
+    from ingot.serving.fleet.autoscaler import AutoscalerConfig
     from ingot.serving.fleet.deployment import Deployment
     from ingot.serving.fleet.pool import DeploymentPool
     from ingot.serving.server.server import Server
@@ -39,6 +40,7 @@ def serve(
     device: str = "auto",
     tp: int = 1,
     replicas: int = 1,
+    max_replicas: int | None = None,
     ray: bool = False,
     admin_address: str | None = None,
     api_key_file: Path | None = None,
@@ -79,6 +81,8 @@ def serve(
             of a single one; for models that do not fit on one device.
         replicas: Number of engine processes. They share the cores; if one dies, its requests
             continue on another.
+        max_replicas: Start replicas, up to this number, while requests wait or the KV caches are
+            full, and drain them again, down to --replicas, after ten minutes of low load.
         ray: Run the replicas on the nodes of a Ray cluster: that of RAY_ADDRESS, one that runs on
             this machine, or a new one.
         admin_address: HOST:PORT of /metrics, /drain and loading of adapters; default: loopback,
@@ -119,6 +123,7 @@ def serve(
         device=device,
         tp=tp,
         replicas=replicas,
+        autoscale=_autoscaler(replicas, max_replicas),
         ray=ray,
         admin_host=admin_host,
         admin_port=admin_port,
@@ -137,6 +142,19 @@ def serve(
         json_logs=log_format == "json",
     )
     workflow.run(_serve(server, started=time.monotonic()))
+
+
+def _autoscaler(replicas: int, max_replicas: int | None) -> AutoscalerConfig | None:
+    from ingot.serving.fleet.autoscaler import AutoscalerConfig
+
+    if max_replicas is None:
+        return None
+    if max_replicas < replicas:
+        raise ConfigError(
+            f"--max-replicas is {max_replicas}, --replicas is {replicas}",
+            hint="give --max-replicas at least --replicas",
+        )
+    return AutoscalerConfig(min_replicas=replicas, max_replicas=max_replicas)
 
 
 def _admin_address(text: str | None, port: int) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import FinishReason, Request
 from ingot.serving.workers import wire, worker
 
-BLOCK = 32
+BLOCK, BLOCKS = 32, 1000
 
 
 class EchoEngine:
@@ -72,7 +72,10 @@ class EchoEngine:
         return outputs
 
     def stats(self) -> EngineStats:
-        return EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
+        """A request takes an eighth of the KV cache."""
+        stats = dict.fromkeys(EngineStats.__struct_fields__, 0)
+        used = min(BLOCKS, len(self.requests) * BLOCKS // 8)
+        return EngineStats(**stats | {"num_blocks": BLOCKS, "num_used_blocks": used})
 
 
 def load(
@@ -91,7 +94,7 @@ def load(
         vocab_size=256,
         max_model_len=config["max_position_embeddings"],
         block_size=BLOCK,
-        num_blocks=1000,
+        num_blocks=BLOCKS,
         kv_cache_dtype="int8",
         kv_cache_bytes=kv_cache,
         adapters=engine.loaded_adapters,

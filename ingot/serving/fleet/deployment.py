@@ -31,6 +31,7 @@ from ingot.serving.server.metrics import Metrics, ModelMetrics
 from ingot.serving.server.service import AnyResponse, Service
 from ingot.serving.workers.cluster import RayCluster
 from ingot.serving.workers.replicas import ReplicaSet
+from ingot.serving.workers.scaling import Autoscaler
 from ingot.serving.workers.worker import WorkerSettings
 
 _log = logger(__name__)
@@ -43,6 +44,7 @@ activations."""
 ENGINE_SETTINGS = (
     *("device", "tp", "ray", "kv_cache_bytes", "kv_cache_dtype", "speculate", "max_loras"),
     *("max_lora_rank", "max_batch_size", "max_queue_delay", "stall_timeout", "replicas"),
+    "autoscale",
 )
 """Settings of a deployment that need other engine processes when they change."""
 
@@ -102,9 +104,10 @@ class Deployment:
         """Why it could not be loaded."""
         config = spec.config
         self.engine = ReplicaSet(
-            num_replicas=config.replicas,
+            num_replicas=config.min_replicas,
+            max_replicas=config.max_replicas,
             stall_timeout=config.stall_timeout,
-            cluster=RayCluster(config.replicas) if config.ray else None,
+            cluster=RayCluster(config.max_replicas) if config.ray else None,
         )
         limits = AdmissionLimits(requests=config.max_requests)
         self.admission = VersionAdmission(admission or Admission(limits))
@@ -161,7 +164,7 @@ class Deployment:
     def footprint(self) -> Footprint:
         """The memory that it takes when it is loaded."""
         spec, info = self.spec, self.engine.info
-        num_processes = spec.config.tp * spec.config.replicas
+        num_processes = spec.config.tp * spec.config.max_replicas
         # Each rank has them all until it divides them.
         weights_bytes = self._weights_bytes * (1 if self.shares_weights else num_processes)
         if spec.memory_bytes is not None:
@@ -222,7 +225,7 @@ class Deployment:
             if self.service is None:
                 await asyncio.to_thread(self.prepare)
             if self.state is DeploymentState.LOADING:
-                await self.engine.run(settings)
+                await self._run_engines(settings)
         except Exception as error:
             is_known = isinstance(error, IngotError)
             if not is_known:
@@ -235,6 +238,17 @@ class Deployment:
             failed = self.error is not None
             self._set_state(DeploymentState.FAILED if failed else DeploymentState.UNLOADED)
 
+    async def _run_engines(self, settings: WorkerSettings) -> None:
+        autoscale = self.spec.config.autoscale
+        if autoscale is None:
+            await self.engine.run(settings)
+            return
+        scaling = asyncio.create_task(Autoscaler(self.engine, autoscale).run())
+        try:
+            await self.engine.run(settings)
+        finally:
+            scaling.cancel()
+
     def stop(self, reason: str) -> None:
         """Stop serving; the task ends when the process has exited."""
         if self.state in (DeploymentState.LOADING, DeploymentState.READY):
@@ -243,11 +257,14 @@ class Deployment:
 
     def read_metrics(self, role: str = "stable") -> ModelMetrics:
         """Return the metrics as they are now."""
+        load = self.engine.load
         gauges: dict[str, float] = {
             "requests_in_flight": self.admission.requests,
             "tokens_in_flight": self.admission.tokens,
             "requests_rejected": self.admission.num_rejected,
             "engine_up": self.engine.num_ready,
+            "replicas": self.engine.num_replicas,
+            "queue_delay_seconds": load.queue_delay_s if load is not None else 0.0,
             "engine_restarts": self.engine.restarts,
             "request_retries": self.engine.num_retries,
             "model_loads": self.num_loads,
@@ -261,7 +278,7 @@ class Deployment:
             directory=str(self.spec.directory),
             device=config.device,
             tp=config.tp,
-            engines_per_machine=config.replicas,
+            engines_per_machine=config.max_replicas,
             kv_cache_bytes=config.kv_cache_bytes,
             default_kv_cache_bytes=self.spec.default_kv_cache_bytes,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -282,7 +299,7 @@ class Deployment:
         total = self.admission.total
         limits = AdmissionLimits(requests=self.spec.config.max_requests)
         if info.num_blocks:
-            capacity = self.spec.config.replicas * info.num_blocks * info.block_size
+            capacity = max(self.engine.num_replicas, 1) * info.num_blocks * info.block_size
             limits = replace(limits, tokens=QUEUE_DEPTH_FACTOR * capacity)
         total.limits = limits
         if self.state is DeploymentState.LOADING:

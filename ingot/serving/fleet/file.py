@@ -29,6 +29,7 @@ from typing import Any, Literal
 from ingot.core import config, device
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.adapters import check_name
+from ingot.serving.fleet.autoscaler import AutoscalerConfig
 from ingot.serving.fleet.deployment import DeploymentSpec
 from ingot.serving.fleet.fleet import FleetTarget
 from ingot.serving.fleet.release import CanaryConfig
@@ -41,6 +42,30 @@ MAX_GIB = 1 << 16
 MEMORY_FRACTION = 0.75
 """Default of `memory_gib`, as a fraction of the machine's memory."""
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoscaleTable:
+    """Bounds of the number of replicas, which follows the load."""
+
+    min: int = 1
+    max: int
+    max_queue_delay: float = AutoscalerConfig.max_queue_delay_s
+    """Seconds that requests may wait for their first step before replicas are added."""
+    max_kv_use: float = AutoscalerConfig.max_kv_use
+    """Used fraction of the KV caches above which replicas are added."""
+    cooldown: float = AutoscalerConfig.cooldown_s
+    """Seconds of low load before replicas are removed."""
+
+    def config(self) -> AutoscalerConfig:
+        """Return it as the autoscaler's."""
+        return AutoscalerConfig(
+            min_replicas=self.min,
+            max_replicas=self.max,
+            max_queue_delay_s=self.max_queue_delay,
+            max_kv_use=self.max_kv_use,
+            cooldown_s=self.cooldown,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +96,8 @@ class DeploymentConfig:
     device: str | None = None
     tp: int | None = None
     replicas: int | None = None
+    autoscale: AutoscaleTable | None = None
+    """Instead of `replicas`."""
     max_requests: int | None = None
     timeout: float | None = None
     stall_timeout: float | None = None
@@ -182,6 +209,8 @@ def _spec(
     if deployment.kv_cache_gib is not None:
         given["kv_cache_bytes"] = int(deployment.kv_cache_gib * 2**30)
     given["adapters"] = {one: folder / path for one, path in deployment.adapters.items()}
+    if deployment.autoscale is not None:
+        given["autoscale"] = deployment.autoscale.config()
     local = folder / deployment.model
     memory = deployment.memory_gib
     try:

@@ -225,7 +225,10 @@ class DeploymentPool:
         None if it has a single process of its own."""
         key = deployment.weights
         sharing = [one for one in self.deployments.values() if one.weights == key]
-        if sum(one.spec.config.replicas for one in sharing) < 2 or not deployment.shares_weights:
+        if (
+            sum(one.spec.config.max_replicas for one in sharing) < 2
+            or not deployment.shares_weights
+        ):
             return None
         if key not in self._weights and hasattr(os, "memfd_create"):
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING

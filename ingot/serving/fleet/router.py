@@ -103,6 +103,11 @@ class Router:
 
     # Replicas
 
+    @property
+    def num_active(self) -> int:
+        """Number of replicas that get requests."""
+        return len(self._active)
+
     def add(self, replica: int) -> None:
         """Send requests to a new replica, or again to one that was drained."""
         self.loads.setdefault(replica, 0)

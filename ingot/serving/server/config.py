@@ -10,6 +10,7 @@ from typing import Literal
 from ingot.core.config import check_bounds
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.batcher import BatchingConfig
+from ingot.serving.fleet.autoscaler import AutoscalerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class ServerConfig:
     """Number of ranks that the layers are divided among (tensor parallelism)."""
     replicas: int = 1
     """Engine processes; requests of one that dies continue on another."""
+    autoscale: AutoscalerConfig | None = None
+    """Bounds and targets of the number of replicas; None for `replicas` at all times."""
     ray: bool = False
     """Whether the replicas run on a Ray cluster instead of this machine."""
     max_requests: int = 256
@@ -57,6 +60,16 @@ class ServerConfig:
     max_queue_delay: float = BatchingConfig.max_queue_delay
     """Seconds that a request to a classifier may wait for others."""
     json_logs: bool = False
+
+    @property
+    def min_replicas(self) -> int:
+        """The replicas at the start."""
+        return self.replicas if self.autoscale is None else self.autoscale.min_replicas
+
+    @property
+    def max_replicas(self) -> int:
+        """The most replicas that there may be."""
+        return self.replicas if self.autoscale is None else self.autoscale.max_replicas
 
     def __post_init__(self) -> None:
         check_bounds(

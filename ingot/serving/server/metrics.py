@@ -58,6 +58,8 @@ GAUGES = {
     "tokens_in_flight": "Tokens reserved by admitted requests.",
     "requests_rejected": "Requests rejected with 429 since the start.",
     "engine_up": "Engine processes that accept requests.",
+    "replicas": "Engine processes that run or start, without those that are drained.",
+    "queue_delay_seconds": "p90 of the last second; with autoscaling.",
     "engine_restarts": "Restarts of engine processes since the start.",
     "request_retries": "Requests of lost engines that were sent to another since the start.",
     "model_loads": "How often the model was loaded since the start.",

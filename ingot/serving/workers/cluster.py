@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import socket
 import struct
@@ -95,12 +96,12 @@ class RayCluster:
                 hint = "check RAY_ADDRESS, and the cluster: `ray status`"
                 raise IngotError(f"no connection to Ray: {str(error)[:500]}", hint=hint) from error
             self._host = ray.util.get_node_ip_address()
-            cpus = max(1, int(ray.cluster_resources().get("CPU", 1)) // self._num_replicas)
+            cpus = share_of_cpus(ray.cluster_resources().get("CPU", 1.0), self._num_replicas)
             bundles = [{"CPU": cpus} for _ in range(self._num_replicas)]
             self._group = ray.util.placement_group(bundles, strategy="SPREAD")
             RayCluster._num_connected += 1
             nodes = len(ray.nodes())
-            _log.info("Ray cluster of %d nodes: %d CPUs for each replica", nodes, cpus)
+            _log.info("Ray cluster of %d nodes: %g CPUs for each replica", nodes, cpus)
 
     def _start(
         self, replica: int, address: tuple[str, int], token: bytes, settings: str
@@ -116,6 +117,15 @@ class RayCluster:
             .options(num_cpus=cpus, scheduling_strategy=bundle, max_restarts=0)
         )
         return RayWorker(actor.remote(), address, token, settings)
+
+
+def share_of_cpus(cpus: float, num_replicas: int) -> float:
+    """Return the CPUs that each replica reserves: whole ones, if there are enough.
+
+    >>> share_of_cpus(16.0, 5), share_of_cpus(2.0, 3)
+    (3, 0.66)
+    """
+    return int(cpus / num_replicas) or math.floor(100 * cpus / num_replicas) / 100
 
 
 class RayWorker:

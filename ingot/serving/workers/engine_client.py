@@ -78,6 +78,7 @@ class Outstanding:
         "num_losses",
         "num_prompt_logprobs",
         "num_stuck",
+        "queued_since",
         "request",
         "session",
     )
@@ -89,6 +90,7 @@ class Outstanding:
         self.num_losses = 0  # of engines that had it
         self.num_stuck = 0  # of them, since its last new token
         self.adapter_digest: str | None = None
+        self.queued_since: float | None = None  # None once it is computed
 
     def prepare_retry(self) -> None:
         """Make the request one for another engine, which continues after the tokens so far."""
@@ -135,6 +137,7 @@ class EngineClient:
         """Called with the requests of a lost worker and the reason of the loss."""
         self.adapters: dict[str, LoadedAdapter] = {}
         """The adapters of the engine by name; kept when the worker dies, for the next one."""
+        self._queue_delays: list[float] = []
         self._adapter_changes: dict[int, asyncio.Future[wire.AdaptersChanged]] = {}
         self._outstanding: dict[int, Outstanding] = {}
         self._message_ids = count(1)
@@ -155,12 +158,21 @@ class EngineClient:
         """Send requests at once, so that the engine can compute them in one batch."""
         assert self._transport is not None
         assert self.ready
+        now = time.monotonic()
         if not self._outstanding:
-            self.last_step_at = time.monotonic()
+            self.last_step_at = now
         for one in requests:
+            one.queued_since = now
             self._outstanding[one.request.id] = one
             one.adapter_digest = self.adapter_digest(one.request.adapter)
         self._transport.write(b"".join([wire.frame(one.request) for one in requests]))
+
+    def take_queue_delays(self, now: float) -> list[float]:
+        """Return how long requests waited that were admitted since the last call, and those that
+        still wait."""
+        delays, self._queue_delays = self._queue_delays, []
+        outstanding = self._outstanding.values()
+        return delays + [now - one.queued_since for one in outstanding if one.queued_since]
 
     def adapter_digest(self, name: str) -> str | None:
         """Return the digest of an adapter; None if there is none of this name."""
@@ -247,7 +259,7 @@ class EngineClient:
             self.startup_error = message
 
     def _on_step(self, step: wire.StepOutputs) -> None:
-        now = time.monotonic()
+        now, step_began_at = time.monotonic(), self.last_step_at
         self.last_step_at, self.stats = now, step.stats
         outstanding = self._outstanding
         clients: set[Flushable] = set()
@@ -255,6 +267,9 @@ class EngineClient:
             one = outstanding.get(output.id)
             if one is None:
                 continue
+            if one.queued_since is not None:
+                self._queue_delays.append(max(0.0, step_began_at - one.queued_since))
+                one.queued_since = None
             if output.tokens:
                 if not one.new_tokens:
                     self.on_first_token(output.id)

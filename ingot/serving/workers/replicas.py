@@ -13,11 +13,15 @@ no replica is ready, requests wait for one until their own deadline.
 One that was lost twice without a new token in between is a suspect. Suspects are sent one at a
 time, the next when the one before has a token: the others are cleared, and only the culprit reaches
 `MAX_STUCK` losses, or `MAX_LOSSES` with tokens in between, and fails.
+
+**Scaling.** `resize` starts engines, or drains some: these get no new requests, and stop when they
+have finished those they have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count
@@ -28,6 +32,7 @@ from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats
 from ingot.serving.engine.request import AnyRequest, FinishReason
 from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.fleet.autoscaler import LoadSample
 from ingot.serving.fleet.router import Router, RouterConfig
 from ingot.serving.workers import wire
 from ingot.serving.workers.cluster import RayCluster
@@ -54,12 +59,24 @@ class ReplicaSet:
         self,
         *,
         num_replicas: int = 1,
+        max_replicas: int | None = None,
         stall_timeout: float = 60.0,
         cluster: RayCluster | None = None,
     ) -> None:
-        self.engines = [EngineClient() for _ in range(num_replicas)]
-        self.supervisors: Sequence[Supervisor] = ()
-        """Those of the workers; none before `run` and after it."""
+        """Start with `num_replicas`; `resize` can start others, up to `max_replicas`."""
+        self._num_initial = num_replicas
+        self.engines = [EngineClient() for _ in range(max_replicas or num_replicas)]
+        self.supervisors: dict[int, Supervisor] = {}
+        """Those of the workers by replica; none before `run` and after it."""
+        self.load: LoadSample | None = None
+        """The latest sample."""
+        self.startup_s: float | None = None
+        """Seconds that the last worker took to load the model."""
+        self._draining: set[int] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._exited = asyncio.Event()
+        self._error: BaseException | None = None
+        self._settings: WorkerSettings | None = None
         self._stall_timeout, self._cluster = stall_timeout, cluster
         self._num_earlier_restarts = 0
         self.on_ready = lambda: None
@@ -91,7 +108,12 @@ class ReplicaSet:
     @property
     def num_ready(self) -> int:
         """Number of replicas that accept requests."""
-        return 0 if self._router is None else len(self._router.loads)
+        return 0 if self._router is None else self._router.num_active
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas that run or start, without those that are drained."""
+        return len(self.supervisors.keys() - self._draining)
 
     @property
     def info(self) -> wire.EngineReady | None:
@@ -120,13 +142,13 @@ class ReplicaSet:
     @property
     def restarts(self) -> int:
         """Restarts of all workers since the start."""
-        return self._num_earlier_restarts + sum(one.restarts for one in self.supervisors)
+        return self._num_earlier_restarts + sum(one.restarts for one in self.supervisors.values())
 
     @property
     def stalled(self) -> bool:
         """Whether no worker that is ready completes steps."""
-        pairs = zip(self.engines, self.supervisors, strict=False)
-        return self.ready and all(supervisor.stalled for one, supervisor in pairs if one.ready)
+        ready = [one for index, one in self.supervisors.items() if self.engines[index].ready]
+        return self.ready and all(supervisor.stalled for supervisor in ready)
 
     def _first(self) -> EngineClient:
         """Return a replica that is ready, or else one that was."""
@@ -212,44 +234,68 @@ class ReplicaSet:
         assert self._router is not None
         self._router.finish(id)
         self._end_probe(id)
+        if self._draining:
+            asyncio.get_running_loop().call_soon(self._stop_drained)
 
     # Workers
 
     async def run(self, settings: WorkerSettings) -> None:
         """Run the workers until `stop` is called; raise the error of a model that cannot be
         loaded. It may be called again, after it has returned."""
-        self._router, self._stop_reason = None, None
+        self._router, self._stop_reason, self._error = None, None, None
+        self._exited.clear()
         self.supervise(settings)
-        tasks = [asyncio.create_task(supervisor.run()) for supervisor in self.supervisors]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        self.stop("another replica cannot load the model")
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        self._num_earlier_restarts, self.supervisors = self.restarts, ()
+        for replica in self.supervisors:
+            self._start(replica)
+        await self._exited.wait()
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
-        for error in results:
-            if error is not None:
-                raise error
+        if self._error is not None:
+            raise self._error
 
     def supervise(self, settings: WorkerSettings) -> None:
-        """Create the supervisors of the workers, which are not started yet."""
-        cluster = self._cluster
-        launches = [cluster and partial(cluster.launch, i) for i in range(len(self.engines))]
-        self.supervisors = [
-            Supervisor(engine, settings, self._stall_timeout, launch)
-            for engine, launch in zip(self.engines, launches, strict=True)
-        ]
+        """Create the supervisors of the first workers, which are not started yet."""
+        self._settings = settings
+        for replica in range(self._num_initial):
+            self._supervise(replica)
+
+    def _supervise(self, replica: int) -> None:
+        assert self._settings is not None
+        launch = None if self._cluster is None else partial(self._cluster.launch, replica)
+        self.supervisors[replica] = Supervisor(
+            self.engines[replica], self._settings, self._stall_timeout, launch
+        )
+
+    def _start(self, replica: int) -> None:
+        task = asyncio.create_task(self.supervisors[replica].run())
+        self._tasks[replica] = task
+        task.add_done_callback(partial(self._on_exit, replica))
+
+    def _on_exit(self, replica: int, task: asyncio.Task[None]) -> None:
+        """A supervisor has ended: it was stopped, or its worker cannot load the model."""
+        del self._tasks[replica]
+        self._num_earlier_restarts += self.supervisors.pop(replica).restarts
+        self._draining.discard(replica)
+        error = task.exception()
+        if error is not None and self.ready:
+            _log.error("replica %d could not be started: %s", replica, error)
+        elif error is not None:
+            self._error = self._error or error
+            self.stop("another replica cannot load the model")
+        if not self._tasks:
+            self._exited.set()
 
     def stop(self, reason: str) -> None:
         """Stop the workers and start no others; `run` returns when they have exited."""
         if self._stop_reason is None:
             self._stop_reason = reason
-        for supervisor in self.supervisors:
+        for supervisor in list(self.supervisors.values()):
             supervisor.stop(self._stop_reason)
         self._fail(list(self._waiting.values()), self._stop_reason)
 
     def _on_ready(self, replica: int) -> None:
         engine = self.engines[replica]
+        self.startup_s = time.monotonic() - self.supervisors[replica].started_at
         if self._router is None:
             assert engine.info is not None
             self._router = _create_router(engine.info, len(self.engines))
@@ -263,6 +309,8 @@ class ReplicaSet:
 
     def _activate(self, replica: int) -> None:
         assert self._router is not None
+        if replica in self._draining:
+            return
         self._router.add(replica)
         self._submit(())
         self.on_ready()
@@ -277,6 +325,8 @@ class ReplicaSet:
         if self._stop_reason is not None:
             self._fail(lost, self._stop_reason)
             return
+        if replica in self._draining:
+            asyncio.get_running_loop().call_soon(self._stop_drained)
         failed = [o for o in lost if o.num_stuck >= MAX_STUCK or o.num_losses >= MAX_LOSSES]
         self._fail(failed, f"{reason}, as others before that had this request")
         self._submit(())
@@ -289,6 +339,58 @@ class ReplicaSet:
                 one.handler.on_error(503, reason, "send the request again: engines are restarted")
                 clients.add(one.handler.client)
         flush(clients)
+
+    # Scaling
+
+    def resize(self, num_replicas: int) -> None:
+        """Start replicas, or drain some, until there are so many."""
+        assert 1 <= num_replicas <= len(self.engines)
+        while self.num_replicas < num_replicas and self._add_replica():
+            pass
+        while self.num_replicas > num_replicas:
+            loads = {} if self._router is None else self._router.loads
+            candidates = self.supervisors.keys() - self._draining
+            replica = min(candidates, key=lambda r: (loads.get(r, -1), -r))
+            self._draining.add(replica)
+            if self._router is not None:
+                self._router.drain(replica)
+        self._stop_drained()
+
+    def _add_replica(self) -> bool:
+        """Use one again that is drained, or start one; return False if all others are stopping."""
+        for replica in self._draining:
+            if not self.supervisors[replica].is_stopping:
+                self._draining.remove(replica)
+                if self.engines[replica].ready:
+                    self._activate(replica)
+                return True
+        for replica in range(len(self.engines)):
+            if replica not in self.supervisors:
+                self._supervise(replica)
+                self._start(replica)
+                return True
+        return False
+
+    def _stop_drained(self) -> None:
+        """Stop the replicas that have finished their requests, or died."""
+        for replica in list(self._draining):
+            engine, supervisor = self.engines[replica], self.supervisors[replica]
+            if not engine.num_outstanding and not supervisor.is_stopping:
+                supervisor.stop("the replica is not needed any more")
+
+    def sample_load(self, now: float) -> LoadSample:
+        """Return the load since the last sample, and keep it."""
+        delays: list[float] = []
+        used = total = 0
+        for engine in self.engines:
+            delays += engine.take_queue_delays(now)
+            if engine.stats is not None:
+                used += engine.stats.num_used_blocks if engine.num_outstanding else 0
+                total += engine.stats.num_blocks
+        delays.sort()
+        delay = delays[len(delays) * 9 // 10] if delays else 0.0
+        self.load = LoadSample(now, self.num_replicas, delay, used / max(total, 1))
+        return self.load
 
     # Adapters
 

@@ -72,6 +72,8 @@ class Supervisor:
         launch: Launch | None = None,
     ) -> None:
         self.restarts = 0
+        self.started_at = 0.0
+        """When the last worker was started."""
         self._launch = launch or self._start_process
         self._engine, self._settings, self._stall_timeout = engine, settings, stall_timeout
         self._stopping = asyncio.Event()
@@ -83,11 +85,16 @@ class Supervisor:
         idle = not engine.ready or not engine.num_outstanding
         return not idle and time.monotonic() - engine.last_step_at > self._stall_timeout
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
     async def run(self) -> None:
         """Start workers until `stop` is called."""
         failures, earlier = 0, self._engine.info
         while True:
-            started = time.monotonic()
+            started = self.started_at = time.monotonic()
             await self._run_worker()
             engine = self._engine
             if self._stopping.is_set():

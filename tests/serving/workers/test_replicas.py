@@ -25,6 +25,7 @@ from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.workers import wire
 from ingot.serving.workers.engine_client import EngineUnavailable
 from ingot.serving.workers.replicas import MAX_LOSSES, MAX_STUCK, ReplicaSet
+from ingot.serving.workers.supervisor import Supervisor
 from ingot.serving.workers.worker import WorkerSettings
 from tests.serving.conftest import Served, serving
 from tests.serving.faulty import DEADLY
@@ -362,6 +363,83 @@ def test_random_losses_end_each_request_once_with_its_own_tokens(seed: int) -> N
         assert replicas.num_retries > 0
 
     run(test, num_replicas=3)
+
+
+def test_a_drained_replica_finishes_its_requests_and_gets_no_others() -> None:
+    async def test(replicas: ReplicaSet, workers: list[ScriptedWorker]) -> None:
+        for worker in workers:
+            await worker.connect()
+        answers = [submit(replicas) for _ in range(6)]
+        replicas.resize(1)
+        assert (replicas.num_replicas, replicas.num_ready) == (1, 1)
+        answers += [submit(replicas) for _ in range(4)]
+        for worker in workers:
+            await worker.read()
+        first, last = workers if replicas.supervisors[0] in running(replicas) else workers[::-1]
+        assert (len(first.requests), len(last.requests)) == (7, 3)
+        assert not any(one.is_stopping for one in replicas.supervisors.values())
+        for _ in range(5):
+            await last.step()
+        assert last.engine.ready, "its requests are not finished"
+        await last.step()
+        assert not last.engine.ready, "it is stopped"
+        for _ in range(6):
+            await first.step()
+        for answer in answers:
+            assert answer.tokens == expected(answer.request)
+            assert answer.ends == [FinishReason.LENGTH]
+        assert replicas.num_retries == 0
+
+    run(test)
+
+
+def running(replicas: ReplicaSet) -> list[Supervisor]:
+    drained = replicas._draining  # pyright: ignore[reportPrivateUsage]
+    return [one for index, one in replicas.supervisors.items() if index not in drained]
+
+
+def test_a_drained_replica_that_dies_is_not_started_again_and_one_may_return() -> None:
+    async def test(replicas: ReplicaSet, workers: list[ScriptedWorker]) -> None:
+        for worker in workers:
+            await worker.connect()
+        answers = [submit(replicas) for _ in range(6)]
+        replicas.resize(1)
+        replicas.resize(2)
+        assert replicas.num_ready == 2, "it was not stopped yet"
+        replicas.resize(1)
+        drained = next(i for i in (0, 1) if replicas.supervisors[i] not in running(replicas))
+        await workers[drained].step()
+        await workers[drained].die()
+        await asyncio.sleep(0.01)
+        assert replicas.supervisors[drained].is_stopping
+        for _ in range(6):
+            await workers[1 - drained].step()
+        for answer in answers:
+            assert answer.tokens == expected(answer.request)
+        replicas.resize(2)
+        assert replicas.num_replicas == 1, "its place is free when it has exited"
+
+    run(test)
+
+
+def test_the_load_is_how_long_requests_wait() -> None:
+    async def test(replicas: ReplicaSet, workers: list[ScriptedWorker]) -> None:
+        (worker,) = workers
+        await worker.connect()
+        now = asyncio.get_running_loop().time()
+        submit(replicas)
+        await worker.step()
+        sample = replicas.sample_load(now + 9)
+        assert (sample.num_replicas, sample.kv_use) == (1, 1.0), "as STATS say"
+        assert sample.queue_delay_s < 1
+        submit(replicas)
+        await worker.read()
+        assert replicas.sample_load(now + 9).queue_delay_s > 7, "it still waits"
+        await worker.step()
+        assert replicas.sample_load(now + 9).queue_delay_s < 1
+        await worker.die()
+
+    run(test, num_replicas=1)
 
 
 def test_a_stream_does_not_continue_with_another_adapter() -> None:
