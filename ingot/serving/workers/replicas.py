@@ -343,7 +343,7 @@ class ReplicaSet:
     # Scaling
 
     def resize(self, num_replicas: int) -> None:
-        """Start replicas, or drain some, until there are so many."""
+        """Start or drain replicas until their number is `num_replicas`."""
         assert 1 <= num_replicas <= len(self.engines)
         while self.num_replicas < num_replicas and self._add_replica():
             pass
