@@ -8,6 +8,25 @@ namespace ingot::kernels {
 // Work items with at most this many rows use the decode kernel.
 constexpr int VECTOR_DECODE_ROWS = 8;
 
+// Matmuls of bf16 with AVX512-BF16 multiply words of two elements, pairs of channels or of keys, and
+// round probabilities to bf16, as AMX does. All others multiply one float32 at a time.
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr int PER_WORD = sizeof(T) == 2 ? 2 : 1;
+#else
+template <class T>
+constexpr int PER_WORD = 1;
+#endif
+
+// total + a * b, for words of T.
+template <class T>
+inline Floats multiply_words(Floats a, Floats b, Floats total) {
+#if defined(__AVX512BF16__)
+  if constexpr (PER_WORD<T> == 2) return dot_fma((DotOperand)a, (DotOperand)b, total);
+#endif
+  return fma(a, b, total);
+}
+
 template <class T>
 class VectorChunkBase {
  public:
@@ -15,6 +34,7 @@ class VectorChunkBase {
 
  protected:
   static constexpr int64_t LINE = 64 / sizeof(T);
+  static constexpr int WORD = PER_WORD<T>;
   using HeadRows = std::array<const T*, CHUNK>;
 
   // Keys or values of a head, in place or dequantized. The last one is repeated to a full vector.
@@ -42,9 +62,19 @@ class VectorChunkBase {
     return find_rows<Scratch::ATTENTION_PADDED_VALUES>(in_.v, chunk.v, chunk.keys, head);
   }
 
-  // Scores of the rows [begin, end) become probabilities.
+  static int64_t words(int64_t elements) { return (elements + WORD - 1) / WORD; }
+
+  // Scores of the rows [begin, end) become words of probabilities.
   void softmax(const WorkItem& item, int64_t begin, int64_t end, const KVChunk& chunk, float* s,
                SoftmaxState part) const {
+    compute_probs(item, begin, end, chunk, s, part);
+    if constexpr (WORD == 2)
+      for (int64_t row = begin; row < end; row++, s += CHUNK)
+        for (int at = 0; at < CHUNK; at += WIDTH) store((bf16*)s + at, load(s + at));
+  }
+
+  void compute_probs(const WorkItem& item, int64_t begin, int64_t end, const KVChunk& chunk,
+                     float* s, SoftmaxState part) const {
     bool all_visible = in_.visible_in(item, begin, chunk).end == CHUNK &&
                        in_.visible_in(item, end - 1, chunk).begin == 0;
     if (all_visible) return softmax_unmasked(s, begin, end, part);
@@ -100,7 +130,7 @@ class VectorChunkBase {
     row_sum = reduce_sum(sums);
   }
 
-  // From (key, channel) to panels of P keys, each (channel, key).
+  // From (key, channel) to panels of P keys, each (word of channels, key).
   template <int P>
   void transpose_keys(int64_t head, const HeadRows& rows, int64_t keys, float* to,
                       const KVChunk& next) const {
@@ -114,20 +144,40 @@ class VectorChunkBase {
           prefetch(in_.k, next.k, next.keys, key + i, head, at);
         }
         interleave(tile);
-        float* panel = to + key / P * P * width + key % P;
-        for (int i = 0; i < WIDTH; i++) store_words<P>(tile[i], panel + at * P, i);
+        float* panel = to + key / P * P * words(width) + key % P;
+        for (int i = 0; i < WIDTH; i++) store_words<P>(tile[i], panel + at / WORD * P, i);
       }
 #endif
     for (int64_t key = 0; key < keys && at < width; key++)
-      for (int64_t channel = at; channel < width; channel++)
-        to[key / P * P * width + channel * P + key % P] = widen(rows[key][channel]);
+      for (int64_t channel = at; channel < width; channel += WORD)
+        to[key / P * P * words(width) + channel / WORD * P + key % P] =
+            word(rows[key], channel, width);
+  }
+
+  // Words of values: a channel of one key, or of two, of which the second is 0 from `keys` on.
+  template <class... Tail>
+  static Floats load_keys(const HeadRows& rows, int64_t key, int64_t keys, int64_t at,
+                          Tail... tail) {
+    Floats first = load(rows[key] + at, tail...);
+    if constexpr (WORD == 1) return first;
+    Words low = (Words)first >> 16;
+    return key + 1 < keys ? (Floats)(low | (Words)load(rows[key + 1] + at, tail...)) : (Floats)low;
+  }
+
+  // The word of a row that begins at an element; elements from `end` on are 0.
+  static float word(const T* row, int64_t at, int64_t end) {
+    if constexpr (WORD == 2)
+      return bit_cast<float>((at + 1 < end ? uint32_t(row[at + 1].bits) << 16 : 0) | row[at].bits);
+    else
+      return widen(row[at]);
   }
 
 #if defined(__AVX512F__)
-  // A word of 16 keys: one channel in float32, two in bf16.
+  // A word of 16 keys: one channel in float32, two in bf16, which are multiplied together or not.
   template <int P>
   static void store_words(__m512i words, float* to, int index) {
-    if constexpr (sizeof(T) == 4) return _mm512_store_si512(to + index * P, words);
+    if constexpr (sizeof(T) * WORD == 4)
+      return _mm512_store_si512(to + index * P, words);
     __m512i upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff0000));
     _mm512_store_si512(to + 2 * index * P, _mm512_slli_epi32(words, 16));
     _mm512_store_si512(to + (2 * index + 1) * P, upper);

@@ -8,7 +8,7 @@ namespace ingot::kernels {
 template <class T>
 class VectorDecodeKernel : VectorChunkBase<T> {
   using Base = VectorChunkBase<T>;
-  using Base::in_, Base::LINE, Base::prefetch;
+  using Base::in_, Base::LINE, Base::prefetch, Base::WORD, Base::words;
   using typename Base::HeadRows;
   template <int N>
   using Count = std::integral_constant<int, N>;
@@ -24,7 +24,7 @@ class VectorDecodeKernel : VectorChunkBase<T> {
     for (int64_t h = 0; h < heads; h++) {
       SoftmaxState part(parts + h * size, count);
       HeadRows k = this->find_keys(chunk, head + h), v = this->find_values(chunk, head + h);
-      const float* q = queries + h * count * in_.shape.width;
+      const float* q = queries + h * count * words(in_.shape.width);
       compute_scores(q, count, head + h, k, chunk.keys, s, next);
       this->softmax(item, 0, count, chunk, s, part);
       accumulate_values(item, head + h, v, chunk.keys, s, part.acc, next);
@@ -38,11 +38,11 @@ class VectorDecodeKernel : VectorChunkBase<T> {
 #if defined(__AVX512F__)
   void compute_scores(const float* queries, int64_t count, int64_t head, const HeadRows& rows,
                       int64_t keys, float* s, const KVChunk& next) const {
-    int64_t row = 0, width = in_.shape.width;
+    int64_t row = 0, depth = words(in_.shape.width);
     for (; row + 8 <= count; row += 8)
-      score_rows<8>(queries + row * width, head, rows, keys, s + row * CHUNK, next);
+      score_rows<8>(queries + row * depth, head, rows, keys, s + row * CHUNK, next);
     for_each_block<4>(count, [&](int64_t row, auto number) {
-      score_rows<number>(queries + row * width, head, rows, keys, s + row * CHUNK, next);
+      score_rows<number>(queries + row * depth, head, rows, keys, s + row * CHUNK, next);
     }, row);
   }
 
@@ -53,9 +53,9 @@ class VectorDecodeKernel : VectorChunkBase<T> {
     int64_t width = in_.shape.width;
     for (int64_t key = 0; key < keys; key += WIDTH) {
       Floats total[R] = {};
-      auto add = [&](Floats k, int64_t channel) {
+      auto add = [&](Floats k, int64_t word) {
         for (int r = 0; r < R; r++)
-          total[r] = fma(k, broadcast(q[r * width + channel]), total[r]);
+          total[r] = multiply_words<T>(k, broadcast(q[r * words(width) + word]), total[r]);
       };
       int64_t at = 0;
       for (; at + LINE <= width; at += LINE) {
@@ -67,18 +67,18 @@ class VectorDecodeKernel : VectorChunkBase<T> {
         interleave(tile);
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {  // a word of each key: two channels in bf16
-          if constexpr (sizeof(T) == 4) {
-            add((Floats)tile[i], at + i);
+          if constexpr (sizeof(T) * WORD == 4) {
+            add((Floats)tile[i], at / WORD + i);
           } else {
             add((Floats)_mm512_slli_epi32(tile[i], 16), at + 2 * i);
             add((Floats)_mm512_and_si512(tile[i], _mm512_set1_epi32(0xffff0000)), at + 2 * i + 1);
           }
         }
       }
-      for (; at < width; at++) {
+      for (; at < width; at += WORD) {
         Floats k;
-        for (int i = 0; i < WIDTH; i++) k[i] = widen(rows[key + i][at]);
-        add(k, at);
+        for (int i = 0; i < WIDTH; i++) k[i] = this->word(rows[key + i], at, width);
+        add(k, at / WORD);
       }
       for (int r = 0; r < R; r++) store(s + r * CHUNK + key, total[r]);
     }
@@ -129,11 +129,11 @@ class VectorDecodeKernel : VectorChunkBase<T> {
   void add_values(const HeadRows& rows, int64_t keys, int64_t at, const float* probs, float* to,
                   const Prefetch& prefetch_values, Tail... tail) const {
     Floats total[R][V] = {};
-    for (int64_t key = 0; key < keys; key++) {
-      const T* v = rows[key] + at;
-      prefetch_values(key);
-      accumulate_outer(total, [&](int i) { return probs[i * CHUNK + key]; },
-                       [&](int j) { return load(v + j * WIDTH, tail...); });
+    for (int64_t key = 0; key < keys; key += WORD) {
+      for (int i = 0; i < WORD; i++) prefetch_values(key + i);
+      accumulate_outer(total, [&](int i) { return probs[i * CHUNK + key / WORD]; }, [&](int j) {
+        return this->load_keys(rows, key, keys, at + j * WIDTH, tail...);
+      });
     }
     for (int i = 0; i < R; i++)
       for (int j = 0; j < V; j++) store(to + i * in_.shape.padded() + j * WIDTH, total[i][j]);
@@ -157,7 +157,8 @@ class VectorDecodeKernel : VectorChunkBase<T> {
     for (int i = 0; i < R; i++) factors[i] = broadcast(scalar(i));
     for (int j = 0; j < V; j++) {
       Floats values = vector(j);
-      for (int i = 0; i < R; i++) total[i][j] = fma(values, factors[i], total[i][j]);
+      for (int i = 0; i < R; i++)
+        total[i][j] = multiply_words<T>(values, factors[i], total[i][j]);
     }
   }
 };
