@@ -45,11 +45,14 @@ class Case:
     truth: np.ndarray
     """Log loss of all bins."""
 
+    def path(self, method: str) -> np.ndarray:
+        """Return what a method forecasts."""
+        found = self.forecast
+        return found.path if method == ENSEMBLE else found.expert_paths[method]
+
     def error(self, method: str) -> float:
         """Return the error of the final loss."""
-        found = self.forecast
-        path = found.path if method == ENSEMBLE else found.expert_paths[method]
-        return abs(float(path[-1] - self.truth[-1]))
+        return abs(float(self.path(method)[-1] - self.truth[-1]))
 
     @property
     def covered(self) -> bool:
@@ -77,7 +80,7 @@ def forecast_all(library: RunLibrary, ramps: np.ndarray) -> Iterator[Case]:
         for row in rows:
             curve = library.curve(int(row), "validation_loss", steps=BINS)
             for now in NOWS:
-                found = forecaster.forecast(curve.prefix(now), library.tasks[row])
+                found = forecaster.forecast(curve.prefix(now))
                 yield Case(
                     setting, split, data[row], bool(healthy[row]), now, found, curve.log_loss
                 )
@@ -115,6 +118,7 @@ def _row(cases: list[Case], method: str, power: float) -> dict[str, object]:
         "worst": errors.max(),
         "worst split": max(means),
         "to power law": errors.mean() / power,
+        "arrival": _arrival(cases, method),
         "mean of all runs": np.mean([c.error(method) for c in cases]),
     }
     if method == ENSEMBLE:
@@ -126,12 +130,11 @@ def _row(cases: list[Case], method: str, power: float) -> dict[str, object]:
             "refused": 1 - len(trusted) / len(errors),
             "width": np.median([c.width for c in cases if c.healthy]),
             "width of power law": 2 * np.quantile(naive, 0.8),
-            "arrival": _arrival(cases),
         }
     return row
 
 
-def _arrival(cases: list[Case]) -> float:
+def _arrival(cases: list[Case], method: str) -> float:
     """Return the median |log ratio| of the remaining steps to the loss at 80 %, from 40 %."""
     ratios: list[float] = []
     for case in cases:
@@ -140,7 +143,7 @@ def _arrival(cases: list[Case]) -> float:
         target = case.truth[_ETA_BIN]
         ahead = case.truth[case.now :]
         real = int(np.flatnonzero(ahead <= target)[0]) + 1
-        found = np.flatnonzero(case.forecast.path <= target)
+        found = np.flatnonzero(case.path(method) <= target)
         # A target that is not reached within the run: at its end, at the earliest.
         steps = int(found[0]) + 1 if len(found) else BINS - case.now
         if case.truth[: case.now].min() > target:

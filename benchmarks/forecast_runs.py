@@ -9,6 +9,9 @@ depends on the family and its number alone: model, batch size, steps, optimizer,
 learning rate from a hundredth of a good one to far too high. One in eight warms up to such a rate
 over the whole run (a ramp). The guard is off, so runs diverge until the loss is not finite.
 
+`--diverging` draws runs for the alarm (`benchmarks/forecast_alarm.py`): learning rates that are too
+high more often than not, 40 % ramps, and no clipping.
+
 `pack` writes the curves of the runs in DIRECTORY as one compressed file, and what is learned from
 them. `judge` measures the forecasts (`benchmarks/forecast_judge.py`).
 """
@@ -21,6 +24,7 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -49,21 +53,22 @@ _SGD, _LION = 50.0, 0.1  # good learning rates, relative to AdamW's
 _Drawn = tuple[dict[str, Any], float]  # keys of the recipe, AdamW's good learning rate
 
 
-def draw(family: str, number: int) -> Recipe:
+def draw(family: str, number: int, diverging: bool = False) -> Recipe:
     """Return the recipe of a run."""
-    rng = np.random.default_rng([zlib.crc32(family.encode()), number])
+    seed = f"{family} diverging" if diverging else family
+    rng = np.random.default_rng([zlib.crc32(seed.encode()), number])
     keys, good = _FAMILIES[family](rng)
     steps = int(rng.choice([200, 300, 400, 600]))
-    ramp = rng.random() < 0.125
+    ramp = rng.random() < (0.4 if diverging else 0.125)
     too_high = rng.random() < 0.15
-    low, high = (1.0, 2.3) if ramp or too_high else (-1.3, 0.7)
+    low, high = (1.0, 2.3) if ramp or too_high else (0.4, 1.6) if diverging else (-1.3, 0.7)
     lr = good * 10 ** rng.uniform(low, high)
     return Recipe(
         name=f"{family}-{number}",
         steps=steps,
         optimizer=_optimizer(rng, lr),
         schedule=_schedule(rng, steps, ramp),
-        clip=_clip(rng),
+        clip=ClipNormConfig(max_norm=1e4) if diverging else _clip(rng),
         guard=SpikeGuardConfig(policy="skip", z_threshold=1e6, patience=0),
         seed=number,
         device="cpu",
@@ -149,10 +154,10 @@ def _clip(rng: np.random.Generator) -> Any:
     return ClipNormConfig(max_norm=1e4 if kind < 0.5 else 1.0)
 
 
-def train(family: str, number: int, out: Path) -> str:
+def train(family: str, number: int, out: Path, diverging: bool) -> str:
     """Train a run, keep its recipe and metrics, and return how it ended."""
     torch.set_num_threads(1)
-    recipe = draw(family, number)
+    recipe = draw(family, number, diverging)
     target = out / f"{family}-{number:04}"
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -169,18 +174,16 @@ def train(family: str, number: int, out: Path) -> str:
     return f"{target.name}: {ended}"
 
 
-def train_all(family: str, runs: int, out: Path, processes: int) -> None:
+def train_all(family: str, runs: int, out: Path, processes: int, diverging: bool) -> None:
     """Train what is missing."""
     missing = [n for n in range(runs) if not (out / f"{family}-{n:04}" / metrics.NAME).exists()]
     draw(family, 0).data.load()  # tokenizes the text once  # pyright: ignore
     if processes == 1:
         for number in missing:
-            print(train(family, number, out), flush=True)  # noqa: T201
+            print(train(family, number, out, diverging), flush=True)  # noqa: T201
         return
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for ended in pool.map(
-            train, [family] * len(missing), missing, [out] * len(missing), chunksize=1
-        ):
+        for ended in pool.map(train, repeat(family), missing, repeat(out), repeat(diverging)):
             print(ended, flush=True)  # noqa: T201
 
 
@@ -219,11 +222,18 @@ def main() -> None:
     parser.add_argument("--family", choices=list(_FAMILIES), default="text")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--diverging", action="store_true", help="runs for the alarm")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     log.setup()
     if arguments.command == "train":
-        train_all(arguments.family, arguments.runs, arguments.out, arguments.processes)
+        train_all(
+            arguments.family,
+            arguments.runs,
+            arguments.out,
+            arguments.processes,
+            arguments.diverging,
+        )
     elif arguments.command == "pack":
         pack(arguments.out)
     else:

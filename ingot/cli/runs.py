@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +19,11 @@ from ingot.core.errors import IngotError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ingot.forecast.forecaster import Forecast
     from ingot.observe.history import RunHistory
 
 _MAX_COMPARED = 8
+_MAX_FORECAST = 50  # of the runs that are not finished
 
 
 def runs(
@@ -30,8 +33,8 @@ def runs(
     plot: Path | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """List training runs with their results, the newest last; for two to eight given runs, also the
-    differences of their recipes.
+    """List training runs with their results, the newest last, and forecasts of those that are not
+    finished; for two to eight given runs, also the differences of their recipes.
 
     Examples: `ingot runs` for all, `ingot runs RUN RUN --plot losses.png` to compare two,
     `ingot runs --json` for scripts.
@@ -53,12 +56,14 @@ def runs(
             )
     places = directories or (paths.runs(),)
     histories = [RunHistory.read(path) for path in find_runs(places)]
+    forecasts = _forecast(histories)
     if plot and histories:
         plots.compare(histories, plot)
     if json:
-        print(json_format.dumps([_describe(run) for run in histories], indent=2))  # noqa: T201
+        rows = [_describe(run, forecasts.get(run.directory)) for run in histories]
+        print(json_format.dumps(rows, indent=2))  # noqa: T201
     elif histories:
-        log.stdout().print(_table(histories))
+        log.stdout().print(_table(histories, forecasts))
         if directories and 1 < len(histories) <= _MAX_COMPARED:
             _print_differences(histories)
     else:
@@ -68,9 +73,28 @@ def runs(
         )
 
 
-def _describe(run: RunHistory) -> dict[str, Any]:
+def _forecast(histories: list[RunHistory]) -> dict[Path, Forecast]:
+    """Forecast the runs that are not finished, if they have enough steps for it."""
+    running = [run for run in histories if 0 < run.step < run.steps]
+    if not running:
+        return {}
+    from ingot.workflows import forecast as workflow
+
+    found: dict[Path, Forecast] = {}
+    forecaster = workflow.load_forecaster()
+    for run in running[-_MAX_FORECAST:]:
+        with suppress(IngotError):  # too short, or not finite
+            current = workflow.forecast(run.directory, forecaster=forecaster).forecast
+            if current is not None and current.refusal is None:
+                found[run.directory] = current
+    return found
+
+
+def _describe(run: RunHistory, forecast: Forecast | None) -> dict[str, Any]:
     shared = {"run": str(run.directory), "name": run.name, "unit": run.unit}
-    return {**shared, **run.summary(), "updated": run.updated, "recipe": run.recipe}
+    end = None if forecast is None else dict(zip(("end", "low", "high"), forecast.end, strict=True))
+    updated = {"updated": run.updated, "recipe": run.recipe}
+    return {**shared, **run.summary(), "forecast": end, **updated}
 
 
 def _print_differences(histories: list[RunHistory]) -> None:
@@ -88,12 +112,12 @@ def _new_table(left: Iterable[str], right: Iterable[str] = ()) -> Table:
     return new_table(left, right, wrap=True, show_edge=False, padding=(0, 2, 0, 0))
 
 
-def _table(histories: list[RunHistory]) -> Table:
+def _table(histories: list[RunHistory], forecasts: dict[Path, Forecast]) -> Table:
     from ingot.observe.report import duration
 
-    table = _new_table(
-        ("", "run"), ("steps", "loss", "validation", "accuracy", "rate", "time", "updated")
-    )
+    forecast = ("forecast",) if forecasts else ()
+    columns = ("steps", "loss", "validation", *forecast, "accuracy", "rate", "time", "updated")
+    table = _new_table(("", "run"), columns)
     for number, run in enumerate(histories, 1):
         figures, ago = run.summary(), max(0.0, time.time() - run.updated)
         rate = figures["rows_per_s"]
@@ -103,12 +127,20 @@ def _table(histories: list[RunHistory]) -> Table:
             f"{run.step:,}/{run.steps:,}",
             _format(figures["loss"], ".4g"),
             _format(figures["validation_loss"], ".4g"),
+            *([_interval(forecasts.get(run.directory))] if forecasts else []),
             _format(figures["accuracy"], ".2%"),
             "-" if rate is None else f"{rate:,.0f} {run.unit}/s",
             duration(figures["seconds"]),
             f"{duration(ago)} ago",
         )
     return table
+
+
+def _interval(forecast: Forecast | None) -> str:
+    if forecast is None:
+        return "-"
+    value, low, high = forecast.end
+    return f"{value:.4g} ({low:.4g} to {high:.4g})"
 
 
 def _format(value: float | None, form: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class LossCurve:
     """Planned steps of the run."""
     target: Target
     """Whose loss it is: that of validation, or that of training."""
+    task: str = ""
+    """What the run learns, such as "text/decoder 1e6"; empty if unknown."""
 
     @property
     def now(self) -> int:
@@ -59,7 +61,7 @@ class LossCurve:
 
     def prefix(self, now: int) -> LossCurve:
         """Return the curve as it was after `now` bins."""
-        return LossCurve(self.log_loss[:now], self.lr, self.steps, self.target)
+        return replace(self, log_loss=self.log_loss[:now])
 
 
 def last_step(bins: int, steps: int) -> int:
@@ -116,9 +118,9 @@ class CurveReader:
     (30, 1.681)
     """
 
-    def __init__(self, lr: Floats, steps: int, target: Target) -> None:
+    def __init__(self, lr: Floats, steps: int, target: Target, task: str = "") -> None:
         _check_steps(steps)
-        self.lr, self.steps = lr, steps
+        self.lr, self.steps, self.task = lr, steps, task
         self.target: Target = target
         self._edges = [last_step(k, steps) for k in range(1, BINS + 1)]
         self._values: list[float] = []  # of complete bins; not a number without a loss
@@ -145,7 +147,7 @@ class CurveReader:
         values = np.array(self._values)
         broken = np.flatnonzero(np.isinf(values))
         values = _fill(values[: broken[0]] if len(broken) else values)
-        return LossCurve(values, self.lr, self.steps, self.target)
+        return LossCurve(values, self.lr, self.steps, self.target, self.task)
 
     @property
     def bins(self) -> int:

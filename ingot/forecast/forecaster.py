@@ -84,7 +84,7 @@ class Forecaster:
     >>> forecaster = Forecaster(RunLibrary.load(), Learned.load())
     >>> t = np.arange(1, 21)
     >>> curve = LossCurve(np.log(2 + 3 / t), np.linspace(1, 0, BINS), steps=1000, target="loss")
-    >>> forecast = forecaster.forecast(curve, task="text/decoder")
+    >>> forecast = forecaster.forecast(curve)
     >>> value, low, high = forecast.end
     >>> low < value < high
     True
@@ -94,8 +94,8 @@ class Forecaster:
         self.library, self.learned = library, learned
         self._finished = lru_cache(library.finished)
 
-    def forecast(self, curve: LossCurve, task: str = "") -> Forecast:
-        """Forecast the bins to come; `task` is what the run learns, if the library knows it."""
+    def forecast(self, curve: LossCurve) -> Forecast:
+        """Forecast the bins to come."""
         now = curve.now
         if now < MIN_BINS or now >= BINS:
             have = last_step(MIN_BINS, curve.steps)
@@ -105,17 +105,17 @@ class Forecaster:
                 hint="wait for more steps" if now < MIN_BINS else "read the loss itself",
             )
         library = self._finished(curve.target)
-        same = sum(name == task for name in library.tasks)
-        calibration = self.learned.known if same >= _KNOWN else self.learned.unknown
+        same = sum(name == curve.task for name in library.tasks)
+        learned = self.learned.known if same >= _KNOWN else self.learned.unknown
         experts = Experts(library, self.learned.priors, curve)
         tests = experts.backtest(now)
         errors = tests.errors()
-        weights = weigh(errors, self.learned.trust)
+        weights = weigh(errors, learned.trust)
         opinion = experts.ask(now)
-        misses = tests.scores(weights, calibration)
+        misses = tests.scores(weights, learned.calibration)
         path = mix(opinion.paths, weights)
         spread = estimate_spread(opinion.paths, weights, opinion.variance)
-        width = calibration.quantiles(now) * adapt(misses) * spread
+        width = learned.calibration.quantiles(now) * adapt(misses) * spread
         return Forecast(
             step=curve.step,
             steps=curve.steps,

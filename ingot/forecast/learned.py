@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,19 @@ _HEALTHY = np.log(1.3)  # largest log of the end of a run over its best loss
 _NOISE = 0.03  # of the laws on whole runs
 _FOLDS = 5
 _MOMENTS = 3  # of a run that are forecast
-_TRUST = (0.0, 1.0, 2.0, 3.0, 4.0)
+_TRUST = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 _BASELINE = "power law"
 _MAX_ERROR = 1.0  # counted; further off is as bad
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is learned for known tasks, or for unknown ones."""
+
+    trust: Mapping[str, float]
+    """Constant of each expert's weight."""
+    calibration: Calibration
+    """Bands."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +53,10 @@ class Learned:
 
     priors: Mapping[str, law.Prior]
     """Prior of each law's coefficients."""
-    trust: Mapping[str, float]
-    """Constant of each expert's weight."""
-    known: Calibration
-    """Bands of tasks that are in the library."""
-    unknown: Calibration
-    """Bands of other tasks."""
+    known: Setting
+    """For tasks that are in the library."""
+    unknown: Setting
+    """For other tasks."""
 
     @classmethod
     def load(cls, path: Path | None = None) -> Learned:
@@ -59,9 +68,7 @@ class Learned:
                 name: law.Prior(*(np.array(values[key], dtype=float) for key in _PRIOR))
                 for name, values in content["priors"].items()
             }
-            trust = {name: float(content["trust"][name]) for name in EXPERTS}
-            bands = (Calibration(np.array(content[k], dtype=float)) for k in ("known", "unknown"))
-            return cls(priors, trust, *bands)
+            return cls(priors, *(_read_setting(content[key]) for key in ("known", "unknown")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{source}: cannot be read: {error}"[:300],
@@ -76,9 +83,10 @@ class Learned:
         }
         content = {
             "priors": priors,
-            "trust": dict(self.trust),
-            "known": _round(self.known.table),
-            "unknown": _round(self.unknown.table),
+            **{
+                key: {"trust": dict(found.trust), "bands": _round(found.calibration.table)}
+                for key, found in (("known", self.known), ("unknown", self.unknown))
+            },
         }
         write_atomic(path, json.dumps(content) + "\n")
 
@@ -93,9 +101,8 @@ def learn(library: RunLibrary, targets: Iterable[Target]) -> Learned:
     those of other data, for unknown ones.
     """
     cases = [case for target in targets for case in _forecast_all(library.finished(target), target)]
-    trust = _learn_trust(cases)
-    bands = [_calibrate([c for c in cases if c.unknown is flag], trust) for flag in (False, True)]
-    return Learned(learn_priors(library.finished("validation_loss")), trust, *bands)
+    settings = [_learn_setting([c for c in cases if c.unknown is flag]) for flag in (False, True)]
+    return Learned(learn_priors(library.finished("validation_loss")), *settings)
 
 
 def learn_priors(library: RunLibrary) -> dict[str, law.Prior]:
@@ -143,6 +150,16 @@ def _forecast_all(library: RunLibrary, target: Target) -> Iterable[_Case]:
 def _moments(row: int) -> list[int]:
     """Return moments of a run, spread over all runs."""
     return [5 + (row * 7 + part * 15) % 44 for part in range(_MOMENTS)]
+
+
+def _learn_setting(cases: list[_Case]) -> Setting:
+    trust = _learn_trust(cases)
+    return Setting(trust, _calibrate(cases, trust))
+
+
+def _read_setting(content: Mapping[str, Any]) -> Setting:
+    trust = {name: float(content["trust"][name]) for name in EXPERTS}
+    return Setting(trust, Calibration(np.array(content["bands"], dtype=float)))
 
 
 def _learn_trust(cases: list[_Case]) -> dict[str, float]:

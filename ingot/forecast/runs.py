@@ -8,8 +8,8 @@ relative to its last value and divided by its scale, and by the learning rate be
     shape    (y_j - y_now) / scale, log scale, log(lr_j / lr_now) for earlier and later bins j
 
 Neither the loss's unit nor the number of steps or parameters is in it, so runs of other tasks can
-be near. The forecast is the weighted median of what the nearest runs did from there, in units of
-their scale; their quantiles are its spread.
+be near, although those of the same task are preferred. The forecast is the weighted median of what
+the nearest runs did from there, in units of their scale; their quantiles are its spread.
 """
 
 # pyright: basic
@@ -30,10 +30,11 @@ from ingot.core.paths import atomic_file
 from ingot.forecast.curve import BINS, Floats, LossCurve, Target
 
 NAME = "runs.npz"
-_COUNT = 20  # nearest runs
+_COUNT = 14  # nearest runs
 _EARLIER = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9)  # of the bins so far
 _LATER = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the bins to come
 _SHAPE, _LATER_LR, _EARLIER_LR = 0.5, 0.5, 0.6  # weights of the parts of the description
+_OTHER_TASK = 2.0  # squared distance of runs of other tasks
 _MIN_SCALE = 0.02
 _MAX_RUNS = 100_000
 
@@ -105,6 +106,11 @@ class RunLibrary:
         lr = np.concatenate([self.lr, other.lr])
         return replace(self, tasks=self.tasks + other.tasks, lr=lr, log_loss=log_loss)
 
+    def differ(self, task: str) -> NDArray[np.bool_]:
+        """Return which runs learn something else; models of other sizes do not."""
+        kind = task.partition(" ")[0]
+        return np.array([other.partition(" ")[0] != kind for other in self.tasks], dtype=bool)
+
     def finished(self, target: Target) -> RunLibrary:
         """Return the runs that have this loss in all bins."""
         return self.select(np.isfinite(self.log_loss[target]).all(1))
@@ -112,7 +118,8 @@ class RunLibrary:
     def curve(self, row: int, target: Target, steps: int) -> LossCurve:
         """Return a run as a curve."""
         values = self.log_loss[target][row]
-        return LossCurve(values[np.isfinite(values)], self.lr[row], steps, target)
+        known = values[np.isfinite(values)]
+        return LossCurve(known, self.lr[row], steps, target, self.tasks[row])
 
 
 @dataclass(frozen=True)
@@ -147,10 +154,10 @@ def find_nearest(library: RunLibrary, curve: LossCurve) -> Nearest:
     now, values = curve.now, library.log_loss[curve.target]
     own, own_scale = describe(curve.log_loss[None], curve.lr[None], now)
     others, scales = describe(values, library.lr, now)
-    squared = ((others - own) ** 2).sum(1)
+    squared = ((others - own) ** 2).sum(1) + _OTHER_TASK * library.differ(curve.task)
     rows = np.argsort(squared, kind="stable")[:_COUNT]
     widest = max(float(squared[rows[-1]]), 1e-12)
-    weights = np.exp(-squared[rows] / widest)
+    weights = np.exp(-2 * squared[rows] / widest)
     drops = (values[rows, now:] - values[rows, now - 1 : now]) / scales[rows, None]
     paths = curve.log_loss[-1] + own_scale[0] * drops
     return Nearest(rows, weights / weights.sum(), float(np.sqrt(widest)), paths)

@@ -3,6 +3,7 @@
     recipe.toml         the configuration
     environment.json    hardware and versions
     metrics.jsonl       a line for every step and evaluation
+    forecast.jsonl      forecasts of the final loss, made while the run trained
 
 The run may still be in progress, may have been killed, or may come from an untrusted source: values
 that are not numbers are ignored. Where a run was rolled back or resumed, the last line of a step
@@ -16,6 +17,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from ingot.core.errors import DataError
 from ingot.observe import metrics
 
 RECIPE, ENVIRONMENT = "recipe.toml", "environment.json"
+FORECASTS = "forecast.jsonl"
 _TAIL = 20
 _TEXT = ("text", "chat", "preference")
 _MAX_BYTES = 2**30  # of metrics: 5 million steps
@@ -124,6 +127,14 @@ class RunHistory:
             }
         )
 
+    def forecasts(self) -> dict[str, Curve]:
+        """Return the final loss forecast at each step, "end", and its band, "low" and "high"."""
+        keys = ("end", "low", "high")
+        rows = [
+            r for r in read_forecasts(self.directory) if all(_is_number(r.get(k)) for k in keys)
+        ]
+        return {key: _curve({row["step"]: row[key] for row in rows}) for key in keys}
+
     def skipped_steps(self) -> list[tuple[int, str]]:
         """Return the steps whose update was skipped, with the reasons."""
         return [(line["step"], str(line["skipped"])) for line in self.lines if "skipped" in line]
@@ -149,6 +160,19 @@ class RunHistory:
             "data_wait_fraction": float(data_wait),
             "skipped": len(self.skipped_steps()),
         }
+
+
+def read_forecasts(directory: Path) -> list[dict[str, Any]]:
+    """Read the forecasts that a run made while it trained; lines that are none are left out."""
+    path, rows = directory / FORECASTS, list[dict[str, Any]]()
+    if not path.exists() or path.stat().st_size > _MAX_BYTES:
+        return rows
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and _is_step(row.get("step")):
+                rows.append(row)
+    return rows
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:

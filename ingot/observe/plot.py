@@ -27,6 +27,7 @@ _SPAN = 50.0
 _REWARDS = ("rewards/accuracies", "rewards/margins")
 _MAX_LEGEND = 20  # more do not fit into the figure
 INK, ACCENT, ALARM = "#1f5fa8", "#d9622b", "#b91c1c"
+FORECAST = "#4d7c0f"
 _STYLE = {
     "axes.edgecolor": "#9ca3af",
     "axes.grid": True,
@@ -71,6 +72,7 @@ def draw(run: RunHistory, paths: Sequence[Path]) -> None:
         figure = Figure(figsize=(11, 3.25 * rows), dpi=120, layout="constrained")
         axes: Any = figure.subplots(rows, 2)
         _draw_with_validation(axes[0, 0], run, "loss")
+        _draw_forecasts(axes[0, 0], run)
         for panel, name in zip(axes[-1], rewards, strict=False):
             _draw_with_validation(panel, run, name)
         _draw_curve(axes[0, 1], run.curve("grad_norm"), "gradient norm, before clipping")
@@ -178,6 +180,19 @@ def _draw_with_validation(axes: Any, run: RunHistory, name: str) -> None:
         axes.plot(validation.steps, validation.values, "o-", **style)
         axes.lines[-1].set_clip_on(False)  # the last point is at the edge
         axes.legend(loc="upper right" if name == "loss" else "lower right")
+
+
+def _draw_forecasts(axes: Any, run: RunHistory) -> None:
+    """Draw the forecasts of the final loss that the run made, at their steps, with their band."""
+    found = run.forecasts()
+    if not len(found["end"]):
+        return
+    steps = found["end"].steps
+    edges = (found["low"].values, found["high"].values)
+    axes.fill_between(steps, *edges, color=FORECAST, alpha=0.2, lw=0)
+    label = "forecast of the end, 80 % band"
+    axes.plot(steps, found["end"].values, "--", color=FORECAST, lw=1.4, label=label)
+    axes.legend(loc="upper right")
 
 
 def _draw_curve(axes: Any, curve: Curve, title: str, label: str | None = None) -> None:

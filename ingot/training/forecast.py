@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ingot.core.config import check_bounds
 
@@ -17,6 +18,9 @@ class ForecastConfig:
 
     target_loss: float | None = None
     """Loss whose time of arrival is logged."""
+    alarm: Literal["off", "note", "checkpoint", "lower_lr"] = "note"
+    """When the run is likely to diverge: log a warning, and write a checkpoint, or halve the
+    learning rate from then on."""
 
     def __post_init__(self) -> None:
         if self.target_loss is not None:

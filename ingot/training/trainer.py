@@ -127,7 +127,8 @@ class Trainer:
         place = directory / "checkpoints"
         self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)
         self.step = 0
-        self._stop = False
+        self.lr_scale = 1.0
+        self._stop = self._must_save = self._must_lower_lr = False
         self._metrics_lines = 0
         self._saved_step: int | None = None
 
@@ -262,11 +263,20 @@ class Trainer:
         self.loader.load_state_dict(checkpoint.metadata["loader"])
         self.spike_detector.load_state_dict(checkpoint.metadata["spike_detector"])
         self._metrics_lines = checkpoint.metadata["metrics_lines"]
+        self.lr_scale = checkpoint.metadata.get("lr_scale", 1.0)
         return True
 
     def stop(self) -> None:
         """Ask the run to write a checkpoint and return after the current step."""
         self._stop = True
+
+    def save(self) -> None:
+        """Ask for a checkpoint after the current step, before other checkpoints are due."""
+        self._must_save = True
+
+    def lower_lr(self) -> None:
+        """Halve the learning rate after the current step, for the rest of the run."""
+        self._must_lower_lr = True
 
     def run(
         self, on_metrics: Callable[[dict[str, Any]], object] = lambda _: None
@@ -290,6 +300,8 @@ class Trainer:
                 metrics = self._run_step()
                 console.log(metrics, bar)
                 bar.advance(self.step - before)
+                if recipe.forecast.alarm in ("checkpoint", "lower_lr"):
+                    self._respond(result)
                 if self._is_due(recipe.eval_every):
                     result = self._evaluate()
                 if self._is_due(recipe.checkpoint_every):
@@ -329,6 +341,16 @@ class Trainer:
             self._stop = True  # but never to False: a signal may have come meanwhile
         return stopping
 
+    def _respond(self, result: EvalResult | None) -> None:
+        """Do what `save` and `lower_lr` have asked for, on any rank."""
+        asked = self.ranks.gather([float(self._must_save), float(self._must_lower_lr)])
+        must_save, must_lower_lr = (any(flags) for flags in zip(*asked, strict=True))
+        self._must_save = self._must_lower_lr = False
+        if must_lower_lr:
+            self.lr_scale /= 2
+        if must_save:
+            self._save(result)
+
     def _reshard(self) -> None:
         if self.sharded:
             self.sharded.reshard()
@@ -350,7 +372,7 @@ class Trainer:
         stats = self.train_step.forward_backward(micro_batches, self.step)
         if self.outer:
             stats = merge_stats(stats, self.mesh.dp)
-        lr_factor = self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
+        lr_factor = self.lr_scale * self.recipe.schedule.lr_factor(self.step, self.recipe.steps)
         metrics: dict[str, Any] = {
             "step": self.step + 1,
             "loss": stats.loss,
@@ -462,6 +484,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "spike_detector": self.spike_detector.state_dict(),
             "metrics_lines": self._metrics.lines if self._metrics else 0,
+            "lr_scale": self.lr_scale,
         }
         self.checkpoints.save(self.step, self._tensors(), metadata, result.loss if result else None)
 

@@ -11,7 +11,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,12 +34,11 @@ from ingot.forecast.judge import MIN_BINS
 from ingot.forecast.learned import Learned
 from ingot.forecast.runs import RunLibrary
 from ingot.nn import DecoderConfig
-from ingot.observe.history import RECIPE, RunHistory, find_runs
+from ingot.observe.history import FORECASTS, RECIPE, RunHistory, find_runs, read_forecasts
 from ingot.observe.metrics import NAME as METRICS
 from ingot.observe.report import duration
 from ingot.training.recipe import Recipe
 
-LIVE = "forecast.jsonl"
 _MAX_OWN, _MAX_OWN_BYTES = 100, 2**24  # runs that join the library, and of their metrics
 _PAST = (10, 20, 30, 40)  # bins at which past forecasts are shown
 _MAX_SHARE = 0.005  # of the time of a run
@@ -165,10 +163,11 @@ def forecast(
         raise DataError(f"{directory}: the run has no steps yet", hint="wait for its first steps")
     planned, factor = _plan(recipe, run.step, steps, decay_now)
     target = choose_target(recipe.eval_every, recipe.steps)
-    reader = CurveReader(bin_lr(factor, planned) * recipe.optimizer.lr, planned, target)
+    lr = bin_lr(factor, planned) * recipe.optimizer.lr
+    reader = CurveReader(lr, planned, target, name_task(recipe))
     for line in run.lines:
         reader.add(line)
-    curve, task = reader.curve(), name_task(recipe)
+    curve = reader.curve()
     _check_finite(directory, reader.bins, curve.now, target)
     found = forecaster or load_forecaster(without=directory)
     finished = curve.now == BINS
@@ -179,9 +178,9 @@ def forecast(
         step=curve.step,
         steps=planned,
         loss=float(np.exp(curve.log_loss[-1])) if curve.now else math.nan,
-        forecast=None if finished else found.forecast(curve, task),
+        forecast=None if finished else found.forecast(curve),
         past=[
-            PastForecast(100 * now // BINS, found.forecast(curve.prefix(now), task))
+            PastForecast(100 * now // BINS, found.forecast(curve.prefix(now)))
             for now in _PAST
             if now < curve.now
         ],
@@ -265,12 +264,12 @@ class LiveForecast:
     """
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
-        self.directory, self.task = directory, name_task(recipe)
+        self.directory = directory
         self.goal = recipe.forecast.target_loss
         self._reader: CurveReader | None = None
         if recipe.steps >= BINS:
             target = choose_target(recipe.eval_every, recipe.steps)
-            self._reader = CurveReader(plan_lr(recipe), recipe.steps, target)
+            self._reader = CurveReader(plan_lr(recipe), recipe.steps, target, name_task(recipe))
         self._forecaster: Forecaster | None = None
         self._started = time.monotonic()
         self._spent, self._bins, self._logged = 0.0, 0, 0
@@ -284,8 +283,8 @@ class LiveForecast:
             if line["step"] <= step:
                 self._reader.add(line)
         self._bins = self._reader.bins
-        if (path := self.directory / LIVE).exists():
-            rows = read_live(self.directory)
+        if (path := self.directory / FORECASTS).exists():
+            rows = read_forecasts(self.directory)
             write_atomic(path, "".join(json.dumps(r) + "\n" for r in rows if r["step"] <= step))
 
     def add(self, line: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -323,26 +322,14 @@ class LiveForecast:
             return None
         if self._forecaster is None:
             self._forecaster = load_forecaster(without=self.directory)
-        found = self._forecaster.forecast(curve, self.task)
-        with (self.directory / LIVE).open("a") as file:
+        found = self._forecaster.forecast(curve)
+        with (self.directory / FORECASTS).open("a") as file:
             file.write(json.dumps(record(found) | {"time": time.time()}) + "\n")
         if found.step * _LOGGED // found.steps > self._logged:
             self._logged = found.step * _LOGGED // found.steps
             text = describe_forecast(found, self.goal, self._seconds_per_step(found.step))
             log.logger(__name__).info("step %d of %d: %s", found.step, found.steps, text)
         return found
-
-
-def read_live(directory: Path) -> list[dict[str, Any]]:
-    """Read the forecasts that a run made while it trained; lines that are none are left out."""
-    rows: list[dict[str, Any]] = []
-    path = directory / LIVE
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                rows.append(row)
-    return rows
 
 
 def record(found: Forecast) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from ingot.training.evaluate import EvalResult
 from ingot.training.objective import DPOConfig
 from ingot.training.recipe import Datasets, Recipe, build_model
 from ingot.training.trainer import Trainer
+from ingot.workflows.alarm import LiveAlarm
 from ingot.workflows.chat_data import load_datasets
 from ingot.workflows.forecast import LiveForecast
 from ingot.workflows.reference import add_reference
@@ -141,11 +142,14 @@ class TrainingRun:
             with TensorBoardLogger(directory, trainer.step) as board:
                 forecasts = LiveForecast(self.recipe, directory)
                 forecasts.resume(trainer.step)
+                alarm = LiveAlarm(self.recipe, directory, trainer)
+                alarm.resume(trainer.step)
 
                 def log_metrics(metrics: dict[str, Any]) -> None:
                     board.add(metrics)
                     if (found := forecasts.add(metrics)) is not None:
                         board.add(found)
+                    alarm.add(metrics)
                     on_metrics(metrics)
 
                 score = trainer.run(log_metrics)

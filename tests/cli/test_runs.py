@@ -10,6 +10,7 @@ from ingot.cli.runs import runs
 from ingot.core.errors import IngotError
 from tests.cli.conftest import Run
 from tests.observe.fake_runs import LINES, run
+from tests.workflows.test_forecast import STEPS, lines, write
 
 
 def test_runs_are_listed_and_compared(cli: Run, tmp_path: Path) -> None:
@@ -43,3 +44,16 @@ def test_no_runs_is_not_an_error(cli: Run, tmp_path: Path) -> None:
     assert "`ingot train` starts one" in found.stdout
     with pytest.raises(IngotError, match="no such directory"):
         runs((tmp_path / "missing",))
+
+
+def test_runs_that_are_not_finished_have_a_forecast(tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "running", lines(100))
+    write(tmp_path / "short", lines(5))
+    write(tmp_path / "finished", lines(STEPS))
+    runs((tmp_path,), json=True)
+    found = {Path(row["run"]).name: row["forecast"] for row in json.loads(capsys.readouterr().out)}
+    assert found["running"]["low"] < found["running"]["end"] < found["running"]["high"]
+    assert (found["short"], found["finished"]) == (None, None)
+    runs((tmp_path,))
+    shown = capsys.readouterr().out
+    assert "forecast" in shown

@@ -75,8 +75,8 @@ def test_a_run_that_nothing_foresaw_has_no_forecast() -> None:
 
 def test_known_tasks_are_counted() -> None:
     curve = libraries.curve().prefix(25)
-    assert FORECASTER.forecast(curve, "nothing/like it").same_task == 0
-    assert FORECASTER.forecast(curve, "xor/dense").same_task > 20
+    assert FORECASTER.forecast(replace(curve, task="nothing/like it")).same_task == 0
+    assert FORECASTER.forecast(replace(curve, task="xor/dense")).same_task > 20
 
 
 @pytest.mark.parametrize("now", [0, 4, BINS])

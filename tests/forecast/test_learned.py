@@ -16,8 +16,9 @@ def test_what_is_learned_is_written_and_read(tmp_path: Path) -> None:
     found = learn(libraries.library(40), ["validation_loss"])
     found.save(tmp_path / "learned.json")
     read = Learned.load(tmp_path / "learned.json")
-    assert read.trust == found.trust
-    np.testing.assert_allclose(read.known.table, found.known.table, rtol=1e-3)
+    assert read.known.trust == found.known.trust
+    table = read.unknown.calibration.table
+    np.testing.assert_allclose(table, found.unknown.calibration.table, rtol=1e-3)
     for name, prior in found.priors.items():
         np.testing.assert_allclose(read.priors[name].mean, prior.mean, rtol=1e-3)
 

@@ -48,6 +48,14 @@ def test_weights_sum_to_one_and_quantiles_are_ordered(now: int) -> None:
     assert (nearest.quantile(0.5) <= nearest.quantile(0.9)).all()
 
 
+def test_runs_of_the_same_task_are_preferred() -> None:
+    curve = libraries.curve(noise=0.02).prefix(20)
+    for task in ("text/decoder 1e9", "digits/cnn"):
+        rows = find_nearest(LIBRARY, replace(curve, task=task)).rows
+        kinds = [LIBRARY.tasks[row].partition(" ")[0] for row in rows]
+        assert kinds.count(task.partition(" ")[0]) > 10
+
+
 def test_a_library_is_written_and_read(tmp_path: Path) -> None:
     LIBRARY.save(tmp_path / "runs.npz")
     read = RunLibrary.load(tmp_path / "runs.npz")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -83,3 +84,21 @@ def test_differences(tmp_path: Path) -> None:
         RunHistory.read(run(tmp_path / "b", [], optimizer={"lr": 0.2, "kind": "sgd"}, seed=1)),
     ]
     assert differences(runs) == {"optimizer.lr": [0.1, 0.2], "seed": [None, 1]}
+
+
+def test_forecasts_are_read_and_other_lines_are_left_out(tmp_path: Path) -> None:
+    made = run(tmp_path, LINES)
+    good = {"step": 2, "end": 1.5, "low": 1.0, "high": 2.0}
+    rows = [
+        good,
+        {"step": 3, "end": "1.5"},
+        {"step": -1},
+        ["step"],
+        {**good, "step": 4, "end": 1.25},
+    ]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    (made / "forecast.jsonl").write_text(content + '{"step"')
+    found = RunHistory.read(made).forecasts()
+    assert found["end"].steps.tolist() == [2, 4]
+    assert found["end"].values.tolist() == [1.5, 1.25]
+    assert found["high"].last == 2.0

@@ -13,6 +13,7 @@ from ingot.core.errors import DataError
 from ingot.forecast.forecaster import Forecaster
 from ingot.forecast.learned import Learned
 from ingot.forecast.runs import RunLibrary
+from ingot.observe.history import FORECASTS, read_forecasts
 from ingot.training.recipe import Recipe
 from ingot.workflows import forecast as workflow
 from ingot.workflows.forecast import LiveForecast, describe_forecast, forecast, load_forecaster
@@ -113,7 +114,7 @@ def test_live_forecasts_are_those_of_the_finished_metrics(tmp_path: Path, monkey
     later = [past.forecast for past in forecast(directory).past]
     by_step = {found["step"]: found["forecast"] for found in made}
     assert [by_step[past.step] for past in later] == [past.end[0] for past in later]
-    rows = workflow.read_live(directory)
+    rows = read_forecasts(directory)
     assert [row["step"] for row in rows] == list(by_step)
     assert rows[0]["low"] < rows[0]["end"] < rows[0]["high"]
 
@@ -122,9 +123,9 @@ def test_a_resumed_run_is_forecast_from_all_its_lines(tmp_path: Path, monkeypatc
     monkeypatch.setattr(workflow, "_FIRST_S", 0.0)
     directory = write(tmp_path / "run", lines(100))
     live = LiveForecast(xor(steps=STEPS), directory)
-    (directory / workflow.LIVE).write_text('{"step": 96}\n{"step": 104}\n{"st')
+    (directory / FORECASTS).write_text('{"step": 96}\n{"step": 104}\n{"st')
     live.resume(100)
-    assert workflow.read_live(directory) == [{"step": 96}]
+    assert read_forecasts(directory) == [{"step": 96}]
     found = next(f for line in lines(STEPS)[100:] if (f := live.add(line)))
     assert found["step"] == 104
 
@@ -132,7 +133,7 @@ def test_a_resumed_run_is_forecast_from_all_its_lines(tmp_path: Path, monkeypatc
 def test_forecasts_take_little_time_and_short_runs_have_none(tmp_path: Path) -> None:
     live = LiveForecast(xor(steps=STEPS), tmp_path)
     assert not any(live.add(line) for line in lines(STEPS))
-    assert not (tmp_path / workflow.LIVE).exists()
+    assert not (tmp_path / FORECASTS).exists()
     tiny = LiveForecast(xor(steps=10), tmp_path)
     assert not any(tiny.add(line) for line in lines(10))
 
