@@ -39,7 +39,7 @@ from ingot.core.device import detect, resolve
 from ingot.core.errors import ConfigError
 from ingot.core.paths import write_atomic
 from ingot.data import Loader
-from ingot.nn import Decoder, DecoderConfig
+from ingot.nn import Decoder
 from ingot.nn.qat import prepare_qat_
 from ingot.nn.quantized import QuantizedModule
 from ingot.nn.weights import hash_tensors
@@ -58,6 +58,7 @@ from ingot.training.clip import Clipper
 from ingot.training.console import ConsoleLogger
 from ingot.training.ema import EMA, apply_weights
 from ingot.training.evaluate import EvalResult, evaluate, save_logprobs
+from ingot.training.flops import flops_per_token
 from ingot.training.guard import Diverged, SpikeDetector, bad_batch_path, dump_bad_batch
 from ingot.training.objective import Batch
 from ingot.training.optimizer import Optimizers
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from ingot.parallel.pipeline import Pipeline
 
 RECIPE = "recipe.toml"
+_ACTIONS = ("checkpoint", "lower_lr")  # after an alarm
 _OF_REPLICA = ("weights", "optimizer", "clipper")  # what differs between local steps
 
 
@@ -128,7 +130,8 @@ class Trainer:
         self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)
         self.step = 0
         self.lr_scale = 1.0
-        self._stop = self._must_save = self._must_lower_lr = False
+        self._stop = False
+        self._asked: set[str] = set()
         self._metrics_lines = 0
         self._saved_step: int | None = None
 
@@ -270,13 +273,9 @@ class Trainer:
         """Ask the run to write a checkpoint and return after the current step."""
         self._stop = True
 
-    def save(self) -> None:
-        """Ask for a checkpoint after the current step, before other checkpoints are due."""
-        self._must_save = True
-
-    def lower_lr(self) -> None:
-        """Halve the learning rate after the current step, for the rest of the run."""
-        self._must_lower_lr = True
+    def ask(self, action: str) -> None:
+        """After the current step, write a "checkpoint", or halve the learning rate: "lower_lr"."""
+        self._asked.add(action)
 
     def run(
         self, on_metrics: Callable[[dict[str, Any]], object] = lambda _: None
@@ -300,7 +299,7 @@ class Trainer:
                 metrics = self._run_step()
                 console.log(metrics, bar)
                 bar.advance(self.step - before)
-                if recipe.forecast.alarm in ("checkpoint", "lower_lr"):
+                if recipe.forecast.alarm in _ACTIONS:
                     self._respond(result)
                 if self._is_due(recipe.eval_every):
                     result = self._evaluate()
@@ -342,13 +341,12 @@ class Trainer:
         return stopping
 
     def _respond(self, result: EvalResult | None) -> None:
-        """Do what `save` and `lower_lr` have asked for, on any rank."""
-        asked = self.ranks.gather([float(self._must_save), float(self._must_lower_lr)])
-        must_save, must_lower_lr = (any(flags) for flags in zip(*asked, strict=True))
-        self._must_save = self._must_lower_lr = False
-        if must_lower_lr:
-            self.lr_scale /= 2
-        if must_save:
+        """Do what any rank was asked for."""
+        asked = self.ranks.gather([float(action in self._asked) for action in _ACTIONS])
+        self._asked.clear()
+        save, lower = (any(flags) for flags in zip(*asked, strict=True))
+        self.lr_scale *= 0.5 if lower else 1.0
+        if save:
             self._save(result)
 
     def _reshard(self) -> None:
@@ -584,8 +582,7 @@ class Trainer:
             "python": platform.python_version(),
             "system": platform.platform(),
         }
-        content = json.dumps(environment, indent=2) + "\n"
-        write_atomic(self.directory / "environment.json", content)
+        write_atomic(self.directory / "environment.json", json.dumps(environment, indent=2) + "\n")
 
     def flops(self) -> float | None:
         """Return the model FLOPs of a token, without recomputation; None for other models."""
@@ -593,25 +590,6 @@ class Trainer:
             return None
         frozen = self.recipe.adapter is not None
         return flops_per_token(self.model.config, self.recipe.data.seq_len, frozen)
-
-
-def flops_per_token(model: DecoderConfig, seq_len: int, frozen: bool = False) -> float:
-    """Return the FLOPs per token of a dense decoder's forward and backward at this length.
-
-    A forward takes two for each weight that a token is multiplied by, and those of causal attention
-    over half the sequence; a backward takes twice as many, but only two for a frozen weight. Those
-    of LoRA adapters are not counted.
-
-    >>> from ingot.nn import preset
-    >>> f"{flops_per_token(preset('gpt2-124m'), 1024):.3g}"
-    '7.98e+08'
-    """
-    heads = model.heads * model.head_dim
-    attention = model.dim * (2 * heads + 2 * model.kv_heads * model.head_dim)
-    mlp_matrices = 3 if model.activation.value == "swiglu" else 2
-    matmuls = model.layers * (attention + mlp_matrices * model.dim * model.ffn_dim)
-    scores = model.layers * heads * seq_len
-    return (4.0 if frozen else 6.0) * (matmuls + model.dim * model.vocab_size) + 6.0 * scores
 
 
 def _differences(one: Recipe, other: Recipe) -> list[str]:

@@ -26,11 +26,8 @@ _DONE = {
 class Responder(Protocol):
     """What acts on an alarm: the trainer."""
 
-    def save(self) -> None:
-        """Write a checkpoint after the current step."""
-
-    def lower_lr(self) -> None:
-        """Halve the learning rate after the current step."""
+    def ask(self, action: str) -> None:
+        """Ask for a "checkpoint" or to "lower_lr" after the current step."""
 
 
 class LiveAlarm:
@@ -61,10 +58,8 @@ class LiveAlarm:
         row = {"step": found.step, "alarm": found.probability, "reasons": found.reasons}
         with (self.directory / FORECASTS).open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if self.action == "checkpoint":
-            self.trainer.save()
-        elif self.action == "lower_lr":
-            self.trainer.lower_lr()
+        if self.action != "note":
+            self.trainer.ask(self.action)
         return found
 
 

@@ -17,17 +17,18 @@ import torch
 from ingot.core import config
 from ingot.core.device import detect
 from ingot.core.errors import ConfigError, IngotError
-from ingot.nn import CNNConfig, Decoder, DenseConfig, GRUConfig, ResNetConfig, preset
+from ingot.nn import CNNConfig, Decoder, DenseConfig, GRUConfig, ResNetConfig
 from ingot.observe.metrics import read
 from ingot.training import clip, optimizer
 from ingot.training import trainer as module
 from ingot.training.evaluate import LOGPROBS
+from ingot.training.flops import flops_per_token
 from ingot.training.guard import Diverged, SpikeGuardConfig
 from ingot.training.mixup import MixupConfig
 from ingot.training.precision import Precision
 from ingot.training.recipe import Recipe
 from ingot.training.step import StepStats, TrainStep
-from ingot.training.trainer import RECIPE, Trainer, flops_per_token
+from ingot.training.trainer import RECIPE, Trainer
 from tests.training import runs
 
 
@@ -416,10 +417,3 @@ def test_a_checkpoint_in_two_halves_fills_a_model_with_the_upper_ones(tmp_path: 
     saved.load_into(model)
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
-
-
-def test_flops_are_six_for_each_weight_and_token() -> None:
-    config = preset("llama-100m")
-    weights = sum(p.numel() for p in Decoder.on_meta(config).parameters() if p.dim() == 2)
-    attention = config.layers * config.heads * config.head_dim * 4096
-    assert flops_per_token(config, 4096) == 6 * (weights + attention)
