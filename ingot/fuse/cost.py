@@ -67,7 +67,7 @@ def predict(rewrite: Rewrite, match: Match, training: bool) -> Prediction | None
     """Predict the time of a rewrite and of what it replaces; None if it always pays."""
     if rewrite.name in ("linear", "gated_linear"):
         return _predict_linear(match, training)
-    if rewrite.name == "attention":
+    if rewrite.name in ("attention", "padded_attention"):
         return _predict_attention(match, training)
     return None
 
@@ -99,7 +99,7 @@ def _predict_attention(match: Match, training: bool) -> Prediction:
     assert q is not None
     batch, heads, length, width = (_hint(size) for size in q.shape)
     flops = 4.0 * batch * heads * length * length * width
-    causal = match["is_causal"] is True or match["mask"] is not None
+    causal = match["is_causal"] or match["causal"]
     kind = f"{_dtype(q)}/{'training' if training else 'forward'}/{'causal' if causal else 'full'}"
     return Prediction(
         before=flops / rate(f"attention/torch/{kind}", length),

@@ -11,6 +11,7 @@ Dimensions are counted from the last, -1, so that broadcasting does not change a
 # pyright: basic
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ingot.fuse.graph import named_call, same_shape, tensor_of
+from ingot.fuse.pattern import Match, Pattern
 
 _FLIPPED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
 
@@ -74,12 +76,16 @@ class MaskKind:
     """Which keys are tokens, (B, K), for all queries of a sequence."""
 
 
-def classify(mask: fx.Node, num_queries: Any) -> MaskKind | None:
-    """Return what a mask of (B, 1, Q, K) with Q = K is, or None if that is not known."""
+def classify(mask: fx.Node) -> MaskKind | None:
+    """Return what a mask of (B, 1, Q, K) with as many queries as keys is, or None if unknown.
+
+    It may have fewer dimensions, or a size of 1 where it is the same for all.
+    """
     value = tensor_of(mask)
     if value is None or value.dtype != torch.bool or value.dim() not in (2, 3, 4):
         return None
-    if not same_shape(value.shape[-2:], (num_queries, num_queries)):
+    queries, keys = value.shape[-2:]
+    if not (same_shape([queries], [keys]) or same_shape([queries], [1])):
         return None
     causal, padding = False, None
     for term in _terms(_evaluate(mask, {})):
@@ -92,9 +98,20 @@ def classify(mask: fx.Node, num_queries: Any) -> MaskKind | None:
     return MaskKind(causal=causal, padding=padding)
 
 
-def is_causal_only(mask: fx.Node, num_queries: Any) -> bool:
-    """Return whether a mask is `k <= q`, whatever the lengths are."""
-    return classify(mask, num_queries) == MaskKind(causal=True, padding=None)
+@dataclass(frozen=True)
+class AttentionMask(Pattern):
+    """No mask, or one that is known; binds `mask`, and its `causal` and `tokens`."""
+
+    def matches(self, value: Any, match: Match) -> Iterator[Match]:
+        """Bind what the mask is known to be."""
+        bound = match.bind("mask", value)
+        if bound is None or not (value is None or isinstance(value, fx.Node)):
+            return
+        kind = MaskKind(causal=False, padding=None) if value is None else classify(value)
+        if kind is not None and (bound := bound.bind("causal", kind.causal)):
+            bound = bound if kind.padding is None else bound.bind("tokens", kind.padding)
+            if bound is not None:
+                yield bound
 
 
 def _terms(expression: Expression) -> tuple[Expression, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ingot import ops
 from ingot.fuse.builder import Builder
 from ingot.fuse.graph import same_shape, tensor_of
-from ingot.fuse.mask import is_causal_only
+from ingot.fuse.mask import AttentionMask
 from ingot.fuse.pattern import (
     Anything,
     Arg,
@@ -225,7 +225,7 @@ _SDPA = Call(
     Arg("q"),
     _repeated("k"),
     _repeated("v"),
-    Anything("mask"),
+    AttentionMask(),
     Constant(0.0),
     Anything("is_causal"),
     Either(Constant(None), Number("scale")),
@@ -233,28 +233,55 @@ _SDPA = Call(
 )
 
 
-def _attention_fits(match: Match) -> bool:
+def _heads_fit(match: Match) -> bool:
+    """Return whether there are as many queries as keys, and their heads are in groups."""
     q, k, v = _tensors(match, "q", "k", "v")
     if not (q.dim() == k.dim() == v.dim() == 4 and _one_dtype(match, "q", "k", "v")):
         return False
     aligned = same_shape(k.shape, v.shape) and same_shape(q.shape[2:], k.shape[2:])
     same_batch = same_shape(q.shape[:1], k.shape[:1])
     heads = isinstance(q.shape[1], int) and isinstance(k.shape[1], int)
-    if not (aligned and same_batch and heads and q.shape[1] % k.shape[1] == 0):
+    return aligned and same_batch and heads and q.shape[1] % k.shape[1] == 0
+
+
+def _attention_fits(match: Match) -> bool:
+    return _mask_fits(match) and match.get("tokens") is None
+
+
+def _padded_attention_fits(match: Match) -> bool:
+    tokens = tensor_of(match.get("tokens"))
+    if tokens is None or not _mask_fits(match):
         return False
-    return match["mask"] is None or (
-        match["is_causal"] is False and is_causal_only(match["mask"], q.shape[2])
-    )
+    (q,) = _tensors(match, "q")
+    return same_shape(tokens.shape, (q.shape[0], q.shape[2]))
+
+
+def _mask_fits(match: Match) -> bool:
+    mask = tensor_of(match["mask"])
+    if mask is None:
+        return _heads_fit(match) and isinstance(match["is_causal"], bool)
+    (q,) = _tensors(match, "q")
+    fits = _heads_fit(match) and same_shape(mask.shape[-1:], q.shape[2:3])
+    return fits and match["is_causal"] is False
+
+
+def _is_causal(match: Match) -> bool:
+    return match["is_causal"] or match["causal"]
 
 
 def _build_attention(b: Builder, match: Match) -> tuple[fx.Node, ...]:
     q, k, v = match["q"], match["k"], match["v"]
     batch, length = b.size(q, 0), b.size(q, 2)
     packed = [b.packed(tensor) for tensor in (q, k, v)]
-    causal = match["is_causal"] is True or match["mask"] is not None
-    starts = b.cu_seqlens(batch, length)
-    out = b.op(ops.attention, *packed, starts, None, None, causal, None, match.get("scale"))
+    starts, scale = b.cu_seqlens(batch, length), match.get("scale")
+    out = b.op(ops.attention, *packed, starts, None, None, _is_causal(match), None, scale)
     return (b.unpacked(out, batch, length),)
+
+
+def _build_padded_attention(b: Builder, match: Match) -> tuple[fx.Node, ...]:
+    q, k, v = (b.method("transpose", match[name], 1, 2) for name in "qkv")
+    args = q, k, v, match["tokens"], _is_causal(match), match.get("scale")
+    return (b.method("transpose", b.op(ops.padded_attention, *args), 1, 2),)
 
 
 # Embedding and loss
@@ -280,6 +307,13 @@ PASSES: tuple[Rewrite, ...] = (
         pattern=_SDPA,
         condition=_attention_fits,
         build=_build_attention,
+    ),
+    Rewrite(
+        name="padded_attention",
+        op=ops.padded_attention,
+        pattern=_SDPA,
+        condition=_padded_attention_fits,
+        build=_build_padded_attention,
     ),
     Rewrite(
         name="gated_linear",

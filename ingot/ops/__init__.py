@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ingot.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, relu_squared, silu, swiglu
 from ingot.ops.adamw import adamw
-from ingot.ops.attention import attention
+from ingot.ops.attention import attention, padded_attention
 from ingot.ops.dispatch import Override, Provider, batch_invariant, prefer
 from ingot.ops.embedding import embedding, embedding_int4, embedding_int8
 from ingot.ops.epilogue import ActivationFn
@@ -101,6 +101,7 @@ __all__ = [
     "linear_token_logprobs",
     "log_softmax",
     "lora_shrink",
+    "padded_attention",
     "philox_uniform",
     "prefer",
     "registry",

@@ -15,6 +15,9 @@ call is a whole prompt; with fewer, a chunk of one; with one query, a decode ste
 attend to keys up to their own position; a `window` of W restricts them to keys less than W away. N
 query heads share G key-value heads in groups of N/G (GQA). `scale` defaults to H**-0.5.
 
+`padded_attention` is that of a padded batch, as models outside of ingot have it: (B, L, N, H), and
+which positions hold tokens. Its provider packs the tokens.
+
 Legend: T queries, S keys, N query heads, G key-value heads, H channels, B sequences; Q and K the
 queries and keys of one sequence.
 """
@@ -243,3 +246,112 @@ def attention(
         p_NQK = softmax.reference(scores_NQK, score_scale, mask_QK)
         outputs.append(torch.einsum("nqk,knh->qnh", p_NQK, v_KNH))
     return torch.cat(outputs)
+
+
+def _padded_samples(make: TensorMaker) -> Iterator[SampleInput]:
+    def sample(
+        name: str, lengths: list[list[int]], n: int, g: int, h: int, *rest: object
+    ) -> SampleInput:
+        """Make a batch whose rows have tokens and padding in turns, of these lengths."""
+        rows = [
+            [bool(i % 2) for i, count in enumerate(row, start=1) for _ in range(count)]
+            for row in lengths
+        ]
+        tokens = make.tensor([[int(t) for t in row] for row in rows], torch.int32).bool()
+        b, length = tokens.shape
+        q, k, v = (make(b, length, heads, h) for heads in (n, g, g))
+        return SampleInput(name, (q, k, v, tokens, *rest))
+
+    yield sample("typical", [[6, 3], [9]], 4, 2, 16, True, None)
+    yield sample("large", [[67], [30, 37], [0, 5, 62]], 6, 2, 20, True, None)
+    yield sample("odd", [[0, 2, 5], [7], [3, 1, 1, 2]], 3, 1, 11, True, 0.4)
+    yield sample("one_row", [[1]], 2, 1, 8, True, None)
+    yield sample("not_causal", [[4, 2], [1, 5]], 4, 4, 8, False, None)
+    yield sample("no_tokens", [[0, 4], [4]], 2, 2, 8, False, None)
+    yield sample("no_padding", [[5], [5]], 2, 2, 8, True, None)
+    q, k, v = make(2, 5, 3, 2, 8).unbind(2)
+    tokens = make.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    yield SampleInput("strided", (q, k, v, tokens, True, None))
+    q, k, v = (make.spread(1, 6, 2, 8) for _ in range(3))
+    yield SampleInput("extreme", (q, k, v, make.tensor([[1, 1, 1, 1, 0, 0]]).bool(), True, None))
+
+
+def _check_padded(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, causal: bool, scale: float | None
+) -> None:
+    check_keys_values("padded_attention", q, k, v, paged=False)
+    if q.dim() != 4 or k.dim() != 4 or q.shape[::3] != k.shape[::3] or q.shape[1] != k.shape[1]:
+        raise OpError(
+            f"padded_attention: q is {tuple(q.shape)}, k {tuple(k.shape)}",
+            hint="pass (batch, length, heads, channels), with the same batch, length and channels",
+        )
+    if q.shape[2] % k.shape[2] != 0:
+        raise OpError(
+            f"padded_attention: q has {q.shape[2]} heads, k {k.shape[2]}",
+            hint="use a multiple of the key heads as query heads",
+        )
+    if tokens.dtype != torch.bool or tokens.shape != q.shape[:2]:
+        raise OpError(
+            f"padded_attention: tokens are {tokens.dtype} {tuple(tokens.shape)}",
+            hint="pass a bool for each position of the batch, False for padding",
+        )
+
+
+def padded_visible(tokens: Tensor, causal: bool) -> Tensor:
+    """Return the attention mask of a padded batch, (B, 1, Q, K), from its tokens (B, K).
+
+    >>> padded_visible(torch.tensor([[True, False]]), causal=True).int()
+    tensor([[[[1, 0],
+              [1, 0]]]], dtype=torch.int32)
+    """
+    length = tokens.shape[1]
+    seen_QK = visible(length, length, causal, None).to(tokens.device)
+    return tokens[:, None, None, :] & seen_QK
+
+
+def _padded_cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Cost:
+    pairs = int(padded_visible(tokens, causal).sum())
+    return Cost(
+        bytes=2 * q.nbytes + k.nbytes + v.nbytes + tokens.nbytes,
+        flops=4 * pairs * q.shape[2] * q.shape[3],
+    )
+
+
+@op(
+    check=_check_padded,
+    fake=fake_like,
+    samples=_padded_samples,
+    tolerance=Tolerance(),
+    cost=_padded_cost,
+    row_args=(),
+)
+def padded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax(scale * q k^T) v over the keys at which `tokens` (B, L) is True.
+
+    Queries at padding have a result, too: like `scaled_dot_product_attention` with a mask, each
+    attends to the tokens that it may see. It is 0 if there are none.
+
+    >>> q = k = v = torch.ones(1, 3, 1, 4)
+    >>> padded_attention(q, k, v, torch.tensor([[True, True, False]])).shape
+    torch.Size([1, 3, 1, 4])
+    """
+    score_scale = q.shape[3] ** -0.5 if scale is None else scale
+    k_BKNH = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    v_BKNH = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    scores_BNQK = torch.einsum("bqnh,bknh->bnqk", q, k_BKNH)
+    p_BNQK = softmax.reference(scores_BNQK, score_scale, padded_visible(tokens, causal))
+    return torch.einsum("bnqk,bknh->bqnh", p_BNQK, v_BKNH)

@@ -122,6 +122,31 @@ def test_a_spelling_is_found_and_computes_the_same(name: str) -> None:
         assert float((one - other).abs().max()) <= 40 * eps * float(other.abs().max().clamp(min=1))
 
 
+def padded(q: Tensor, tokens: Tensor, causal: bool) -> Tensor:
+    index = torch.arange(L)
+    mask = tokens[torch.arange(B)[:, None, None, None], index[None, None, None, :]]
+    if causal:
+        mask = mask & (index[None, None, None, :] <= index[None, None, :, None])
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "row", [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [1, 0, 1, 1, 0], [0] * 5, [1] * 5]
+)
+def test_a_padded_batch_is_packed(row: list[int], causal: bool) -> None:
+    tokens = torch.tensor([row, [1, 1, 1, 1, 0]]).bool()
+
+    def function(q: Tensor) -> Tensor:
+        return padded(q, tokens, causal)
+
+    truth = outputs_and_gradients(function, Q.double())
+    compiled, reports = rewritten(function)
+    for one, other in zip(outputs_and_gradients(compiled, Q), truth, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+    assert dict(reports[0].kept) == {"padded_attention": 1}
+
+
 LEFT: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "two_dims": (lambda x: F.layer_norm(x, (L, D), torch.ones(L, D)), (X,)),
     "no_weight": (lambda x: F.layer_norm(x, (D,)), (X,)),

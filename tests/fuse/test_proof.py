@@ -126,7 +126,12 @@ FAULTS: dict[str, tuple[str, Fault, Callable[..., Tensor], tuple[Tensor, ...]]] 
         (X, Y, V, Z),
     ),
     "the sum is not returned": ("add_layer_norm", sum_is_not_returned, norm, (X, Y, V, Z)),
-    "not causal": ("attention", changed("attention", is_causal=False), attend, ATTENTION),
+    "not causal": (
+        "attention",
+        changed("attention", is_causal=False, causal=False),
+        attend,
+        ATTENTION,
+    ),
     "another scale": ("attention", changed("attention", scale=None), attend, ATTENTION),
     "keys and values exchanged": (
         "attention",
