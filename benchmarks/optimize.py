@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from ingot.fuse.backend import Optimized
+
 Step = Callable[[], object]
 SIZES = {
     "tiny": {"dim": 64, "ffn": 128, "layers": 2, "heads": 4, "vocab": 512},
@@ -96,6 +98,7 @@ def systems(model: Any, training: bool, freeze: bool) -> dict[str, tuple[Any, An
     if freeze and not training:
         frozen = config.patch(freezing=True, max_autotune=True)
         found["frozen"] = (torch.compile(model, options={"freezing": True}), frozen)
+        found["ingot"] = (Optimized(model, freeze=True), none)
     return found
 
 
@@ -151,7 +154,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--freeze", action="store_true", help="also time max-autotune + freezing")
+    parser.add_argument(
+        "--freeze",
+        action="store_true",
+        help="also time max-autotune with freezing, and freeze ingot too",
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args}", flush=True)  # noqa: T201

@@ -34,6 +34,7 @@ SUMMARIES = {
     "compress": "quantize the weights of a model to 8 or 4 bits",
     "doctor": "show the machine, its measured peaks, and issues with hints",
     "eval": "evaluate a model: perplexity, exact match, pass@k, choices",
+    "explain": "where a PyTorch model spends its time, and what to do",
     "forecast": "forecast the loss of a training run",
     "generate": "generate text from a prompt",
     "import": "import a GGUF file or a Hugging Face directory",

@@ -58,18 +58,21 @@ class Optimized:
     `report` says what was rewritten, and grows when another input leads to another graph.
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Callable[..., Any], freeze: bool = False) -> None:
         self.report = FusionReport()
         self.model = model
+        self.freeze = freeze
         self._compiled = torch.compile(model, backend=self._compile)
 
     def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
         report = rewrite_graph(graph_module, inputs)
         record(report)
         self.report.graphs.append(report)
-        return compile_fx(graph_module, list(inputs))
+        with config.patch(freezing=self.freeze):
+            return compile_fx(graph_module, list(inputs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled model."""
@@ -77,13 +80,18 @@ class Optimized:
 
 
 def optimize(
-    model: Callable[..., Any], example_inputs: Tensor | Sequence[Any] | Mapping[str, Any]
+    model: Callable[..., Any],
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    freeze: bool = False,
 ) -> Optimized:
     """Compile a model for inputs like these, and run it on them once.
 
     `example_inputs` is the argument, the positional arguments, or the keyword arguments by name.
     Batch and length (the first two dimensions of integer tensors, the first one of others) may
     differ in later calls. Gradients are those of the model, if they are enabled now.
+
+    With `freeze`, and without gradients, Inductor may pack the weights as they are now: do not
+    change them later.
 
     >>> import ingot
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -99,7 +107,7 @@ def optimize(
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             _mark_dynamic(value)
-    optimized = Optimized(model)
+    optimized = Optimized(model, freeze)
     optimized(*args, **kwargs)
     return optimized
 

@@ -57,12 +57,7 @@ class _Prover(fx.Interpreter):
 
     def prove(self, inputs: Sequence[Any]) -> None:
         """Run the graph on copies of what it would mutate, without other effects."""
-        values = [_concrete(value) for value in inputs]
-        placeholders = [n for n in self.module_graph.nodes if n.op == "placeholder"]
-        mutated = {root for _, root in mutations(self.module_graph)}
-        for i, node in enumerate(placeholders):
-            if node in mutated and isinstance(values[i], Tensor):
-                values[i] = values[i].clone()
+        values = concrete_inputs(self.module_graph, inputs)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             self.run(*values)
 
@@ -93,6 +88,17 @@ class _Prover(fx.Interpreter):
             if not applied.error <= 1:
                 applied.dropped = f"its error is {applied.error:.3g} times the bound"
         applied.error, applied.dropped = same.error, same.dropped
+
+
+def concrete_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs to run a graph on: sizes as numbers, copies of what it mutates."""
+    mutated = {root for _, root in mutations(graph)}
+    placeholders = (node for node in graph.nodes if node.op == "placeholder")
+    values = [_concrete(value) for value in inputs]
+    return [
+        value.clone() if node in mutated and isinstance(value, Tensor) else value
+        for node, value in zip(placeholders, values, strict=True)
+    ]
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

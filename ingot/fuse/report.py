@@ -3,7 +3,7 @@
 # pyright: basic
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -40,6 +40,8 @@ class GraphReport:
     """Pass, reason and number of the matches that were left as they were."""
     calls_left: int
     """Calls that Inductor compiles."""
+    touched: dict[str, str] = field(default_factory=dict[str, str])
+    """Call of the original graph -> pass that replaced it."""
 
     @property
     def kept(self) -> Counter[str]:
@@ -79,12 +81,20 @@ def summarize(
     applied: Iterable[Applied], skipped: Iterable[Skipped], graph: fx.Graph
 ) -> GraphReport:
     """Describe the rewrites of a graph without holding on to it."""
-    counts: Counter[tuple[str, str, float | None, str | None]] = Counter(
-        (a.rewrite.name, a.description, a.error, a.dropped) for a in applied
-    )
+    applied = list(applied)
+    kept = [rewrite for rewrite in applied if rewrite.dropped is None]
+    equal: dict[tuple[str, str, bool], list[Applied]] = defaultdict(list)
+    for rewrite in applied:
+        equal[rewrite.rewrite.name, rewrite.description, rewrite.dropped is None].append(rewrite)
     rows = tuple(
-        RewriteRow(name=name, description=what, error=error, dropped=dropped, count=count)
-        for (name, what, error, dropped), count in counts.items()
+        RewriteRow(
+            name=name,
+            description=description,
+            error=max((r.error for r in own if r.error is not None), default=None),
+            dropped=own[0].dropped,
+            count=len(own),
+        )
+        for (name, description, _), own in equal.items()
     )
     left = Counter((s.name, s.reason) for s in skipped)
     calls = (node for node in graph.nodes if node.op in ("call_function", "call_method"))
@@ -93,6 +103,7 @@ def summarize(
         rows=rows,
         skipped=tuple((name, why, count) for (name, why), count in left.items()),
         calls_left=sum(1 for _ in calls) - ours,
+        touched={name: a.rewrite.name for a in kept for name in a.replaced},
     )
 
 

@@ -48,6 +48,8 @@ class Applied:
     after: fx.GraphModule
     description: str
     """Shape and dtype of the result."""
+    replaced: tuple[str, ...]
+    """Names of the calls that it replaced."""
     predicted: Prediction | None = None
     error: float | None = None
     """Largest error divided by its bound, once it was proved."""
@@ -216,6 +218,7 @@ class _Pass:
             before=before,
             after=after,
             description=_describe(root),
+            replaced=tuple(node.name for node in inside),
             predicted=predicted,
         )
         for result, new in zip(old, outputs, strict=True):
@@ -276,7 +279,8 @@ def splice(
 ) -> tuple[fx.Node, ...]:
     """Insert the calls of `part` into a graph; return its outputs there.
 
-    Equal calls, such as those that make `cu_seqlens` of a batch, are `shared` by later insertions.
+    Equal calls without a gradient, such as those that make `cu_seqlens` of a batch, are `shared` by
+    later insertions; equal matmuls are not, since one of them may be without gradient on purpose.
     """
     mapped: dict[fx.Node, fx.Node] = {}
     rest = iter(inputs)
@@ -288,11 +292,19 @@ def splice(
             key = (node.op, node.target, repr(args), repr(kwargs))
             if node.target == "size":  # of any tensor: they are equal
                 key = (node.op, node.target, str(value_of(node)))
-            if key not in shared:
-                shared[key] = graph.create_node(node.op, node.target, args, kwargs)
-                shared[key].meta[VALUE] = compute_value(shared[key])
-            mapped[node] = shared[key]
+            mapped[node] = shared.get(key) or graph.create_node(node.op, node.target, args, kwargs)
+            if VALUE not in mapped[node].meta:
+                mapped[node].meta[VALUE] = compute_value(mapped[node])
+            if not _has_gradient(mapped[node]):
+                shared[key] = mapped[node]
     return tuple(mapped[node] for node in _results(part))
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return not isinstance(value, int | torch.SymInt)
 
 
 def undo(graph: fx.Graph, applied: Applied, others: Iterable[Applied] = ()) -> None:

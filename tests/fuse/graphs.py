@@ -46,5 +46,6 @@ def outputs_and_gradients(function: Callable[..., Any], *args: Any) -> list[Tens
     out = function(*leaves)
     seed = torch.Generator().manual_seed(1)
     out.backward(torch.randn(out.shape, generator=seed, dtype=torch.float64).to(out.dtype))
-    grads = [leaf.grad for leaf in leaves if leaf.is_floating_point()]
-    return [out.detach(), *(torch.zeros(0) if grad is None else grad for grad in grads)]
+    floating = [leaf for leaf in leaves if leaf.is_floating_point()]
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in floating]
+    return [out.detach(), *grads]

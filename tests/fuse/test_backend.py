@@ -117,3 +117,10 @@ def test_the_report_is_readable() -> None:
     optimized = ingot.optimize(model, (torch.ones(2, 8),))
     assert "graph 0: " in str(optimized.report)
     assert " x linear " in str(optimized.report)
+
+
+def test_frozen_weights_compute_the_same() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.no_grad():
+        frozen = ingot.optimize(model, X, freeze=True)
+        torch.testing.assert_close(frozen(X), model(X))
