@@ -252,7 +252,7 @@ def _padded_samples(make: TensorMaker) -> Iterator[SampleInput]:
     def sample(
         name: str, lengths: list[list[int]], n: int, g: int, h: int, *rest: object
     ) -> SampleInput:
-        """Make a batch whose rows have tokens and padding in turns, of these lengths."""
+        """Make a batch whose rows alternate between tokens and padding, of these lengths."""
         rows = [
             [bool(i % 2) for i, count in enumerate(row, start=1) for _ in range(count)]
             for row in lengths
