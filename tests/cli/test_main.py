@@ -79,6 +79,7 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "compare": ("directory", "--with", "other"),
         "tokenize": ("from", "to"),
         "eval": ("task", "directory"),
+        "explain": ("directory",),
         "forecast": ("run",),
         "generate": ("directory", "prompt"),
         "import": ("from", "to"),
@@ -96,6 +97,7 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
         "verify": ("directory",),
     }.get(verb, ())
     near = {"chat": ("--sede", "--seed"), "serve": ("--prot", "--port")}
+    near |= {"explain": ("--lenght", "--length")}
     near |= {"keys": ("--hlep", "--help")}  # which has no other option
     wrong, right = near.get(verb, ("--jsno", "--json"))
     result = cli(verb, *subject, wrong)
