@@ -79,11 +79,10 @@ def _apply_penalties(
 
 
 @triton.jit
-def _philox_uniform_at(seed, position):
-    """Return a random number in [0, 1) with 24 bits from Philox."""
-    zero = position.to(tl.int32) * 0
-    high = (position >> 32).to(tl.int32)
-    word, _, _, _ = tl.philox(seed, position.to(tl.int32), high, zero, zero, 10)
+def philox_uniform_at(seed, position, index):
+    """Return a random number in [0, 1) with 24 bits from Philox, for the third word `index`."""
+    low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
+    word, _, _, _ = tl.philox(seed, low, high, index, low * 0, 10)
     return (word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(
         tl.float32
     ) * 5.9604644775390625e-08
@@ -97,7 +96,7 @@ def _philox_uniform(seeds, positions, y, size, BLOCK: tl.constexpr):
     mask = offs < size
     seed = tl.load(seeds + offs, mask, other=0).to(tl.int64)
     position = tl.load(positions + offs, mask, other=0).to(tl.int64)
-    tl.store(y + offs, _philox_uniform_at(seed, position), mask)
+    tl.store(y + offs, philox_uniform_at(seed, position, position.to(tl.int32) * 0), mask)
 
 
 @triton.jit
@@ -221,7 +220,7 @@ def _sample(
     if SAMPLE:
         seed = tl.load(seeds + row).to(tl.int64)
         position = tl.load(positions + row).to(tl.int64)
-        threshold = _philox_uniform_at(seed, position) * mass
+        threshold = philox_uniform_at(seed, position, position.to(tl.int32) * 0) * mass
         cumulative = 0.0
         sampled = cutoff * 0 + vocab_size
         for start_v in range(0, vocab_size, BLOCK_V):

@@ -72,7 +72,6 @@ def test_errors_of_the_slow_samples_are_within_the_tolerance(
 def test_every_op_has_kernels() -> None:
     without = {"lora_shrink", "linear_int4_dynamic", "embedding_int4", "embedding_int8"}
     without.add("square_sum")  # GPUs use ATen's norm
-    without |= {"gru_cell", "gru", "gru_rollout", "rssm_step"}
     # Several ranks train on the CPU.
     without |= {"linear_preact_grad", "gated_linear_preact_grad", "gated_linear_input_grad"}
     assert set(triton_ops()) == set(ops.registry()) - without
