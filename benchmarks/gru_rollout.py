@@ -113,7 +113,7 @@ def whole_rollout(*args: Tensor) -> Tensor:
     return loop_over_steps(list(args), ensemble_step)
 
 
-def variants(args: list[Tensor]) -> dict[str, Callable[[], Tensor]]:
+def variants(args: list[Any]) -> dict[str, Callable[[], Tensor]]:
     """Return what is timed, by name."""
 
     def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ def run_and_collect(
     """
     names = op.signature.parameters
     args = tuple(
-        map_tensors(torch.clone, arg) if name in op.mutates else arg
+        map_tensors(torch.clone, arg) if name in op.mutates and arg is not None else arg
         for name, arg in zip(names, args, strict=True)
     )
     returned = as_tuple(function(*args))

@@ -20,6 +20,9 @@ The parameter is the master weight rounded to nearest, ties away from 0. The two
 bitwise equal to the master weight, and the update is applied to the master weight. Without
 `master_lo`, a bfloat16 parameter is rounded at each step.
 
+`row_stats` receives what the update has read anyway, as seven sums over each row: `ROW_STATS`. A
+row is an element of the first dimension, as ranks divide a tensor; a vector has rows of one.
+
 A model has hundreds of tensors, most of them small. One kernel per tensor would take longer to
 launch than to run, so one call updates all of them.
 """
@@ -37,6 +40,20 @@ from ingot.ops.arguments import accum_dtype
 from ingot.ops.inputs import SampleInput, TensorMaker
 from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
+
+ROW_STATS = ("gg", "gm", "mm", "uu", "pp", "gu", "v")
+"""Columns of `row_stats`: sums of products of the scaled gradient g, the first moment m before the
+update, the change u of the parameter, which is subtracted, and the parameter p before it; and the
+sum of the square roots of the second moment."""
+
+
+def num_rows(param: Tensor) -> int:
+    """Return the number of rows of a tensor: elements of its first dimension; one of a scalar.
+
+    >>> num_rows(torch.zeros(3, 4)), num_rows(torch.zeros(5)), num_rows(torch.tensor(0.0))
+    (3, 5, 1)
+    """
+    return param.shape[0] if param.dim() else 1
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,6 +104,9 @@ def _samples(make: TensorMaker) -> Iterator[SampleInput]:
     grads[1] = grads[1].to(accum_dtype(make.dtype))
     rest = (1e-2, 0.9, 0.95, 1e-8, 0.1, 0.3)
     yield SampleInput("scaled", (params, grads, *moments, [], 4, *rest))
+    params = [make(9, 33), make(70), make(0, 3), make(3, 4, 5)]
+    stats = make.floats([0.0] * 7 * 82).view(82, 7).to(accum_dtype(make.dtype))
+    yield SampleInput("typical_stats", (params, *state(params), [], 3, *rest, stats))
     if make.dtype == torch.bfloat16:
         yield from _split_samples(make, state)
 
@@ -117,6 +137,8 @@ def _split_samples(
     yield SampleInput("short_moments", (params, grads, *short, [], *rest))
     low = [bits(9, 13), bits(50)]
     yield SampleInput("split_short_moments", ([p + 1 for p in params], grads, *short, low, *rest))
+    stats = make.floats([0.0] * 7 * 59).view(59, 7)
+    yield SampleInput("split_stats", (params, grads, *moments, low, *rest, stats))
 
 
 def _check(
@@ -132,6 +154,7 @@ def _check(
     eps: float,
     weight_decay: float,
     grad_scale: float,
+    row_stats: Tensor | None,
 ) -> None:
     counts = [len(params), len(grads), len(exp_avgs), len(exp_avg_sqs), len(master_lo or params)]
     if len(set(counts)) != 1 or not params:
@@ -156,10 +179,23 @@ def _check(
             f"adamw: tensors on {sorted(map(str, devices))}",
             hint="call it once for each device",
         )
+    if row_stats is not None:
+        _check_row_stats(params, row_stats)
     if step < 1 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise OpError(
             f"adamw: step {step}, betas {beta1} and {beta2}",
             hint="count steps from 1; pass betas from 0 to below 1",
+        )
+
+
+def _check_row_stats(params: list[Tensor], row_stats: Tensor) -> None:
+    expected = sum(map(num_rows, params)), len(ROW_STATS)
+    dtype = accum_dtype(params[0].dtype)
+    fits = row_stats.shape == expected and row_stats.dtype == dtype
+    if not fits or not row_stats.is_contiguous() or row_stats.device != params[0].device:
+        raise OpError(
+            f"adamw: row_stats is {row_stats.dtype} {tuple(row_stats.shape)} on {row_stats.device}",
+            hint=f"pass {expected}, contiguous, in {dtype} on {params[0].device}",
         )
 
 
@@ -203,12 +239,13 @@ def _cost(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     master_lo: list[Tensor],
-    *_: object,
+    *rest: object,
 ) -> Cost:
     read, written = (
         sum(t.nbytes for t in ts) for ts in (grads, (*params, *exp_avgs, *exp_avg_sqs, *master_lo))
     )
-    return Cost(bytes=read + 2 * written, flops=15 * sum(p.numel() for p in params))
+    stats = rest[-1].nbytes if isinstance(rest[-1], Tensor) else 0
+    return Cost(bytes=read + 2 * written + stats, flops=15 * sum(p.numel() for p in params))
 
 
 def _join_master_weights(
@@ -217,11 +254,12 @@ def _join_master_weights(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     master_lo: list[Tensor],
-    *_: object,
+    *rest: object,
 ) -> tuple[Tensor, ...]:
     """Return the mutated tensors, with split parameters joined to master weights."""
     joined = map(join, (p.bfloat16() for p in params), master_lo) if master_lo else params
-    return *joined, *exp_avgs, *exp_avg_sqs
+    stats = (row for row in (rest[-1],) if isinstance(row, Tensor))
+    return *joined, *exp_avgs, *exp_avg_sqs, *stats
 
 
 @op(
@@ -231,7 +269,7 @@ def _join_master_weights(
     tolerance=Tolerance(),
     cost=_cost,
     row_args=(),
-    mutates=("params", "exp_avgs", "exp_avg_sqs", "master_lo"),
+    mutates=("params", "exp_avgs", "exp_avg_sqs", "master_lo", "row_stats"),
     decode_outputs=_join_master_weights,
 )
 def adamw(
@@ -247,22 +285,40 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     grad_scale: float = 1.0,
+    row_stats: Tensor | None = None,
 ) -> None:
     """Update all parameters and their moments in place; `master_lo` may be empty.
+
+    `row_stats` (rows of all parameters, 7) receives the sums of `ROW_STATS` over each row.
 
     >>> p, g, m, v = (torch.full((2,), value) for value in (1.0, 0.5, 0.0, 0.0))
     >>> adamw([p], [g], [m], [v], [], step=1, lr=0.1, weight_decay=0.0)
     >>> p, m
     (tensor([0.9000, 0.9000]), tensor([0.0500, 0.0500]))
     """
+    first_row = 0
     for index, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True)):
-        g = grad_scale * grads[index]
+        g, before = grad_scale * grads[index], m.clone()
         m.copy_(beta1 * m + (1 - beta1) * g)
         v.copy_(beta2 * v + (1 - beta2) * g * g)
         mean, variance = m / (1 - beta1**step), v / (1 - beta2**step)
         master = join(p.bfloat16(), master_lo[index]).to(accum_dtype(p.dtype)) if master_lo else p
-        master = master - lr * (mean / (variance.sqrt() + eps) + weight_decay * master)
+        change = lr * (mean / (variance.sqrt() + eps) + weight_decay * master)
+        if row_stats is not None:
+            end = first_row + num_rows(p)
+            row_stats[first_row:end] = _row_sums(g, before, change, master, v)
+            first_row = end
+        master = master - change
         if master_lo:
             master, rest = split(master.float())
             master_lo[index].copy_(rest)
         p.copy_(master)
+
+
+def _row_sums(g: Tensor, m: Tensor, u: Tensor, p: Tensor, v: Tensor) -> Tensor:
+    """Return the sums of `ROW_STATS`, (rows, 7)."""
+    g, m, u, p, v = (
+        t.reshape(num_rows(t), t[:1].numel() if t.dim() else 1) for t in (g, m, u, p, v)
+    )
+    terms = (g * g, g * m, m * m, u * u, p * p, g * u, v.sqrt())
+    return torch.stack([term.sum(1) for term in terms], 1)

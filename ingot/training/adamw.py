@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ingot import ops
+from ingot.ops.adamw import ROW_STATS, num_rows
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -58,10 +59,15 @@ class AdamW:
         self.state = {weight: _init_state(weight, STATE_DTYPES[state_dtype]) for weight in weights}
 
     @torch.no_grad()
-    def apply_update(self, grads: Mapping[Tensor, tuple[Tensor, float]]) -> None:
+    def apply_update(
+        self,
+        grads: Mapping[Tensor, tuple[Tensor, float]],
+        row_stats: dict[Tensor, Tensor] | None = None,
+    ) -> None:
         """Update weights by their gradients; each gradient comes with a factor that scales it.
 
-        Weights with the same step and factor are updated by one call of the op.
+        Weights with the same step and factor are updated by one call of the op. `row_stats` gets
+        the sums over the rows of each weight, see `ingot.ops.adamw`.
         """
         for group in self.param_groups:
             calls: dict[tuple[int, float], list[Tensor]] = {}
@@ -71,6 +77,11 @@ class AdamW:
                 calls.setdefault((int(state["step"]), grads[weight][1]), []).append(weight)
             beta1, beta2 = group["betas"]
             for (step, factor), weights in calls.items():
+                rows = [num_rows(weight) for weight in weights]
+                stats = None
+                if row_stats is not None:
+                    stats = torch.empty(sum(rows), len(ROW_STATS))
+                    row_stats |= dict(zip(weights, stats.split(rows), strict=True))
                 ops.adamw(
                     weights,
                     [_to_op_dtype(grads[weight][0], weight) for weight in weights],
@@ -84,6 +95,7 @@ class AdamW:
                     group["eps"],
                     group["weight_decay"],
                     factor,
+                    stats,
                 )
                 # The op is opaque to autograd, which would not notice that they have changed.
                 torch.autograd.graph.increment_version(weights)

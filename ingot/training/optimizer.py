@@ -337,10 +337,12 @@ class Optimizers:
         grads: dict[str, Tensor],
         grad_scales: Mapping[str, float] | None = None,
         lr_factor: float = 1.0,
+        row_stats: dict[str, Tensor] | None = None,
     ) -> None:
         """Update the weights by gradients times their scales; `lr_factor` is of the peak rates.
 
         A gradient is removed from `grads` once it was used. Weights without one are unchanged.
+        `row_stats` gets the sums over rows that AdamW returns, if `has_row_stats`.
         """
         for part, peak_lrs in zip(self._parts, self._peak_lrs, strict=True):
             for group, peak_lr in zip(part.param_groups, peak_lrs, strict=True):
@@ -350,7 +352,17 @@ class Optimizers:
             for chunk in chunk_by_bytes(with_grad):
                 names = [self._names[id(weight)] for weight in chunk]
                 scaled = [(grads.pop(name), (grad_scales or {}).get(name, 1.0)) for name in names]
-                _apply_update(part, dict(zip(chunk, scaled, strict=True)))
+                of_chunk: dict[Tensor, Tensor] = {}
+                collected = None if row_stats is None else of_chunk
+                _apply_update(part, dict(zip(chunk, scaled, strict=True)), collected)
+                if row_stats is not None:
+                    row_stats |= {self._names[id(w)]: rows for w, rows in of_chunk.items()}
+
+    @property
+    def has_row_stats(self) -> bool:
+        """Whether all weights are AdamW's and on the CPU, where its update sums up rows."""
+        device = next(iter(self.weights.values())).device.type
+        return device == "cpu" and all(isinstance(part, adamw.AdamW) for part in self._parts)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the optimizer state by name: the tensors themselves, not copies."""
@@ -386,10 +398,14 @@ def _copy_like(value: Tensor, weight: Tensor) -> Tensor:
     return value.to(weight.device if value.dim() else "cpu", copy=True)
 
 
-def _apply_update(part: OptimizerLike, grads: dict[Tensor, tuple[Tensor, float]]) -> None:
+def _apply_update(
+    part: OptimizerLike,
+    grads: dict[Tensor, tuple[Tensor, float]],
+    row_stats: dict[Tensor, Tensor] | None,
+) -> None:
     """Update these weights of an optimizer, and no others."""
     if isinstance(part, adamw.AdamW):
-        part.apply_update(grads)
+        part.apply_update(grads, row_stats)
         return
     for weight, (grad, scale) in grads.items():
         weight.grad = grad.float() if scale == 1.0 else grad.float().mul_(scale)

@@ -39,6 +39,7 @@ from ingot.training.clip import Clipper, grad_norms
 from ingot.training.objective import Batch, Objective
 from ingot.training.optimizer import Optimizers
 from ingot.training.precision import MasterWeights
+from ingot.training.statistics import summarize
 
 if TYPE_CHECKING:
     from ingot.parallel.pipeline import Pipeline
@@ -151,6 +152,8 @@ class TrainStep:
         self._norms = torch.empty(0)
         self.grads: dict[str, Tensor] = {}
         """Gradients of the global batch, by the names of the weights."""
+        self.statistics: dict[str, float] = {}
+        """Numbers about the last update, see `ingot.training.statistics`."""
 
     def forward_backward(self, micro_batches: Sequence[Batch], step: int) -> StepStats:
         """Compute the gradients of a global batch; gradients of an earlier call are dropped.
@@ -279,15 +282,26 @@ class TrainStep:
     def optimizer_step(self, lr_factor: float) -> float:
         """Update the weights and free the gradients; `lr_factor` scales the learning rate.
 
-        Returns the smallest factor by which a gradient was clipped; 1 means none was.
+        Returns the smallest factor by which a gradient was clipped; 1 means none was. Sets
+        `statistics`.
         """
         scale = self.master_weights.loss_scale
         factors = self.clipper.factors(self._norms / scale)
         by_name = dict(zip(self._names, (factors / scale).tolist(), strict=True))
-        self.optimizers.step(self.grads, by_name, lr_factor)
+        row_stats: dict[str, Tensor] | None = {} if self.optimizers.has_row_stats else None
+        self.optimizers.step(self.grads, by_name, lr_factor, row_stats)
+        self.statistics = {} if row_stats is None else self._summarize(row_stats)
         self.master_weights.copy_to_model()
         self.hooks.after_optimizer_step()
         return float(factors.min())
+
+    def _summarize(self, row_stats: dict[str, Tensor]) -> dict[str, float]:
+        """Return the statistics of an update of the weights of all ranks."""
+        sharded, weights = self._sharded, self.optimizers.weights
+        if sharded is not None:
+            row_stats = {name: rows for name, rows in row_stats.items() if sharded.owns(name)}
+        sizes = {name: weights[name].numel() for name in row_stats}
+        return summarize(row_stats, sizes, self._names, self._mesh.world)
 
     def _grad_norms(self) -> Tensor:
         """Return the norm of each weight's gradient, still scaled; 0 for weights without one."""

@@ -383,6 +383,7 @@ class Trainer:
             metrics["skipped"] = reason
         else:
             metrics["clip_factor"] = self.train_step.optimizer_step(lr_factor)
+            metrics |= self.train_step.statistics
             if self.ema and not self.outer:
                 self.ema.update(self.step)
             self.step += 1

@@ -24,7 +24,7 @@ from ingot.workflows.launch import launch
 
 _LOG = log.logger(__name__)
 _PARTS = ("weights", "optimizer", "ema", "clipper", "outer")
-_COMPARED = ("step", "loss", "grad_norm", "clip_factor", "validation_loss")
+_COMPARED = ("step", "loss", "grad_norm", "clip_factor", "update_norm", "validation_loss")
 
 
 @dataclass(frozen=True, kw_only=True)

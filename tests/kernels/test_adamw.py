@@ -19,7 +19,7 @@ from ingot.ops.dispatch import prefer
 pytestmark = pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 
 # Several chunks of 65536, some tensors in one chunk, and remainders of many sizes.
-SIZES = (200_003, 1, 7, 0, 65_536, 15, 16, 17, 131_073, 40_000, 40_000)
+SIZES = (200_004, 1, 7, 0, 65_536, 15, 16, 17, 131_073, 40_000, 40_000)
 FORMS = {
     "fp32": (torch.float32, torch.float32, torch.float32),
     "bf16": (torch.bfloat16, torch.bfloat16, torch.float32),
@@ -98,6 +98,25 @@ def test_bits_depend_on_the_element_alone(
     shifted = [[t[5:] for t in some] for some in made(form, parts)]
     run(shifted)
     assert_bits(shifted, [[t[5:] for t in some] for some in wanted])
+
+
+@each_case
+def test_row_statistics_change_no_bits_and_do_not_depend_on_threads(form: str, parts: bool) -> None:
+    wanted = made(form, parts)
+    run(wanted)
+    found: list[Tensor] = []
+    for threads in (1, 2, 3):
+        state = made(form, parts)
+        for some in state:
+            some[8:9] = [t.view(3, -1) for t in some[8:9]]
+        stats = torch.full((sum(SIZES) - SIZES[8] + 3, 7), torch.nan)
+        torch.set_num_threads(threads)
+        ops.adamw(*state, 7, 1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5, stats)  # pyright: ignore
+        assert_bits([[t.flatten() for t in some] for some in state], wanted)
+        found.append(stats)
+    assert found[0].isfinite().all()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("form", SPLIT)

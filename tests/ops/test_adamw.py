@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ingot import ops
 from ingot.core.errors import OpError
-from ingot.ops.adamw import join, split
+from ingot.ops.adamw import ROW_STATS, join, num_rows, split
 from ingot.ops.dispatch import prefer
 from tests.training import papers
 
@@ -51,6 +51,30 @@ def test_first_step_has_the_length_of_the_learning_rate() -> None:
     state = tensors(0.0, 0.0), tensors(0.0, 0.0)
     ops.adamw(params, tensors(1e-3, -50.0), *state, [], 1, 0.1, weight_decay=0.0)
     torch.testing.assert_close(torch.stack(params)[:, 0], torch.tensor([0.9, 1.1]))
+
+
+def test_row_statistics_are_the_sums_of_each_row() -> None:
+    random = torch.Generator().manual_seed(0)
+    shapes = [(4, 33), (5,), (), (2, 3, 4)]
+    params, grads, first = ([torch.randn(s, generator=random) for s in shapes] for _ in range(3))
+    second = [torch.rand(s, generator=random) for s in shapes]
+    before, momentum = [p.clone() for p in params], [m.clone() for m in first]
+    stats = torch.empty(4 + 5 + 1 + 2, len(ROW_STATS))
+    ops.adamw(params, grads, first, second, [], 3, 0.1, grad_scale=0.5, row_stats=stats)
+    start = 0
+    for p, old, grad, m, v in zip(params, before, grads, momentum, second, strict=True):
+        count = num_rows(p)
+        g, u = 0.5 * grad, old - p
+        terms = (g * g, g * m, m * m, u * u, old * old, g * u, v.sqrt())
+        expected = torch.stack([term.reshape(count, -1).sum(1) for term in terms], 1)
+        torch.testing.assert_close(stats[start : start + count], expected, rtol=1e-4, atol=1e-5)
+        start += count
+
+
+def test_row_statistics_of_another_shape_are_an_error() -> None:
+    state = [tensors(1.0) for _ in range(4)]
+    with pytest.raises(OpError, match="row_stats"):
+        ops.adamw(*state, [], 1, 0.1, row_stats=torch.zeros(2, 7))
 
 
 def test_grad_scale_multiplies_the_gradients() -> None:

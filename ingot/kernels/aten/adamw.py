@@ -12,9 +12,10 @@ from ingot.ops.arguments import tensors
 
 
 def _supports(*args: object) -> bool:
-    values, grad_scale = tensors(args), args[-1]
+    values, (grad_scale, row_stats) = tensors(args), args[-2:]
     one_dtype = len({t.dtype for t in values}) == 1  # which excludes `master_lo`
-    return grad_scale == 1.0 and one_dtype and all(t.is_contiguous() for t in values)
+    plain = grad_scale == 1.0 and row_stats is None
+    return plain and one_dtype and all(t.is_contiguous() for t in values)
 
 
 @aten(ops.adamw, supports=_supports)
@@ -31,6 +32,7 @@ def adamw(
     eps: float,
     weight_decay: float,
     grad_scale: float,
+    row_stats: None,
 ) -> None:
     """Make one fused call. It takes a step count per tensor, which it only reads."""
     count = torch.tensor(float(step), device=params[0].device)

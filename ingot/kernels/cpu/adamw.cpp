@@ -68,9 +68,10 @@ struct SplitParam {
   }
 };
 
-struct AdamWStep {
+class AdamWStep {
   Floats factor, beta1, rest1, beta2, rest2, rate, scale, eps, decay_rate;
 
+ public:
   AdamWStep(int64_t step, double lr, double beta1, double beta2, double eps, double decay,
             double factor)
       : factor(broadcast(float(factor))),
@@ -83,21 +84,44 @@ struct AdamWStep {
         eps(broadcast(float(eps))),
         decay_rate(broadcast(float(lr * decay))) {}
 
+  // The sums of a row in `stats`, if it is not null: the columns of ops.adamw.ROW_STATS.
   template <class P, class G, class M>
   void operator()(const P& param, const G* grad, M* exp_avg, M* exp_avg_sq, int64_t begin,
-                  int64_t end) const {
+                  int64_t end, float* stats = nullptr) const {
+    if (stats) update<true>(param, grad, exp_avg, exp_avg_sq, begin, end, stats);
+    else update<false>(param, grad, exp_avg, exp_avg_sq, begin, end, stats);
+  }
+
+ private:
+  template <bool STATS, class P, class G, class M>
+  void update(const P& param, const G* grad, M* exp_avg, M* exp_avg_sq, int64_t begin, int64_t end,
+              float* stats) const {
     AdamWStep u = *this;  // a copy in registers: the stores below may alias *this
-    for_each_vector(end - begin, [=](int64_t from, auto... tail) {
+    Floats gg{}, gm{}, mm{}, uu{}, pp{}, gu{}, roots{};
+    for_each_vector(end - begin, [=, &gg, &gm, &mm, &uu, &pp, &gu, &roots](int64_t from,
+                                                                         auto... tail) {
       int64_t at = begin + from;
-      Floats g = u.factor * load(grad + at, tail...);
-      Floats m = fma(u.beta1, load(exp_avg + at, tail...), u.rest1 * g);
+      Floats g = u.factor * load(grad + at, tail...), before = load(exp_avg + at, tail...);
+      Floats m = fma(u.beta1, before, u.rest1 * g);
       Floats v = fma(u.beta2, load(exp_avg_sq + at, tail...), u.rest2 * g * g);
       store(exp_avg + at, m, tail...);
       store(exp_avg_sq + at, v, tail...);
-      Floats p = param.read(at, tail...), update = u.rate * m / fma(sqrt_of(v), u.scale, u.eps);
+      Floats root = sqrt_of(v);
+      Floats p = param.read(at, tail...), update = u.rate * m / fma(root, u.scale, u.eps);
       // Not p * (1 - lr * decay): 1 - 1e-6 in float32 is off by 1.3 % of the decay.
-      param.write(at, p - fma(u.decay_rate, p, update), tail...);
+      Floats change = fma(u.decay_rate, p, update);
+      param.write(at, p - change, tail...);
+      if constexpr (STATS) {  // beyond the end all values are 0, except with an eps of 0
+        if constexpr (sizeof...(tail) > 0) change = blend_first(change, tail..., Floats{});
+        gg = fma(g, g, gg), gm = fma(g, before, gm), mm = fma(before, before, mm);
+        uu = fma(change, change, uu), pp = fma(p, p, pp), gu = fma(g, change, gu);
+        roots = roots + root;
+      }
     });
+    if constexpr (STATS) {
+      Floats sums[] = {gg, gm, mm, uu, pp, gu, roots};
+      for (int i = 0; i < 7; i++) stats[i] = reduce_sum(sums[i]);
+    }
   }
 };
 
@@ -116,6 +140,9 @@ struct ContiguousTensors {
   }
 };
 
+inline int64_t num_rows(const Tensor& x) { return x.dim() ? x.size(0) : 1; }
+inline int64_t row_size(const Tensor& x) { return num_rows(x) ? x.numel() / num_rows(x) : 0; }
+
 // Tasks over all tensors; each is a run of consecutive spans.
 struct Tasks {
   static constexpr int64_t SIZE = 1 << 16;
@@ -126,14 +153,18 @@ struct Tasks {
   std::vector<Span> spans;
   std::vector<size_t> starts;  // first span of each task, and the number of spans
 
-  explicit Tasks(const Tensors& tensors) {
+  // With `whole_rows`, a span has no part of a row.
+  Tasks(const Tensors& tensors, bool whole_rows) {
     int64_t size_of_task = SIZE;
-    for (size_t i = 0; i < tensors.size(); i++)
-      for (int64_t begin = 0, size = tensors[i].numel(); begin < size; begin += SIZE) {
+    for (size_t i = 0; i < tensors.size(); i++) {
+      int64_t row = whole_rows ? std::max<int64_t>(row_size(tensors[i]), 1) : 1;
+      int64_t step = (SIZE + row - 1) / row * row;
+      for (int64_t begin = 0, size = tensors[i].numel(); begin < size; begin += step) {
         if (size_of_task >= SIZE) starts.push_back(spans.size()), size_of_task = 0;
-        spans.push_back({i, begin, std::min(begin + SIZE, size)});
+        spans.push_back({i, begin, std::min(begin + step, size)});
         size_of_task += spans.back().end - begin;
       }
+    }
     starts.push_back(spans.size());
   }
   template <class Body>
@@ -161,7 +192,7 @@ void check_all(const Tensors& tensors, const Tensors& params, ScalarType dtype, 
 void adamw(const Tensors& params, const Tensors& grads, const Tensors& exp_avg,
            const Tensors& exp_avg_sq,
            const Tensors& low, int64_t step, double lr, double beta1, double beta2, double eps,
-           double decay, double factor) {
+           double decay, double factor, const std::optional<Tensor>& row_stats) {
   check(!params.empty() && !exp_avg.empty(), "params must not be empty");
   check(step >= 1 && beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1,
         "step must be at least 1, betas must be in [0, 1)");
@@ -179,15 +210,31 @@ void adamw(const Tensors& params, const Tensors& grads, const Tensors& exp_avg,
     if (split) check_all(low, params, ScalarType::Short, ScalarType::Short);
 
     ContiguousTensors p(params), g(grads), m(exp_avg), v(exp_avg_sq), l(low);
+    std::vector<int64_t> first_rows(params.size() + 1);
+    for (size_t i = 0; i < params.size(); i++)
+      first_rows[i + 1] = first_rows[i] + num_rows(params[i]);
+    if (row_stats) {
+      check(row_stats->is_cpu() && row_stats->scalar_type() == ScalarType::Float &&
+                row_stats->is_contiguous() &&
+                same_sizes(*row_stats, std::array<int64_t, 2>{first_rows.back(), 7}),
+            "row_stats must be contiguous float32 with 7 values per row");
+      // Rows without elements are not part of a task.
+      std::fill_n(data<float>(*row_stats), row_stats->numel(), 0.0f);
+    }
     AdamWStep update(step, lr, beta1, beta2, eps, decay, factor);
     dispatch_dtype(exp_avg[0], [&](auto state_tag) {
       using M = decltype(state_tag);
-      Tasks(params).each([&](const Tasks::Span& part) {
+      Tasks(params, row_stats.has_value()).each([&](const Tasks::Span& part) {
         size_t i = part.tensor;
         dispatch_dtype(grads[i], [&](auto grad_tag) {
           using G = decltype(grad_tag);
           auto run = [&](auto param) {
-            update(param, data<G>(g[i]), data<M>(m[i]), data<M>(v[i]), part.begin, part.end);
+            auto [grad, first, second] = std::tuple{data<G>(g[i]), data<M>(m[i]), data<M>(v[i])};
+            if (!row_stats) return update(param, grad, first, second, part.begin, part.end);
+            int64_t width = row_size(params[i]);
+            for (int64_t at = part.begin; at < part.end; at += width)
+              update(param, grad, first, second, at, at + width,
+                     data<float>(*row_stats) + 7 * (first_rows[i] + at / width));
           };
           if (split) run(SplitParam(p[i], l[i]));
           else run(PlainParam<P>(p[i]));

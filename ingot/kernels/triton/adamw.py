@@ -136,6 +136,7 @@ def adamw(
     eps: float,
     decay: float,
     factor: float,
+    row_stats: None,
 ) -> None:
     """Launch one kernel per gradient dtype, with a table of addresses copied to the GPU."""
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
@@ -185,8 +186,8 @@ def _device_table(rows: list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor(rows).pin_memory().to(device, non_blocking=True)
 
 
-def _supported(params: list[Tensor], *_: object) -> bool:
-    return any(p.numel() for p in params)
+def _supported(params: list[Tensor], *rest: object) -> bool:
+    return rest[-1] is None and any(p.numel() for p in params)
 
 
 def _example(make: ExampleInputs) -> tuple[Any, ...]:

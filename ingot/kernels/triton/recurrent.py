@@ -41,10 +41,11 @@ def _cell_space(target: TargetSpec, INPUT_PRECISION: str, **_: object) -> Iterat
         yield KernelConfig.of(num_warps, stages, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k)
 
 
-def _steps_space(target: TargetSpec, INPUT_PRECISION: str, **_: object) -> Iterator[KernelConfig]:
-    # Wider tiles, and 64 channels of a state at a time, spilled: two of 16 rows, sm_80 and sm_120.
-    for block_n, num_warps in ((32, 4), (32, 8)):
-        yield KernelConfig.of(num_warps, 1, BLOCK_M=_STEP_ROWS, BLOCK_N=block_n, BLOCK_K=32)
+def _steps_space(target: TargetSpec, HAS_HEAD: bool, **_: object) -> Iterator[KernelConfig]:
+    # Other tiles, and more or fewer channels of a state at a time, spilled on sm_80 or sm_120.
+    for num_warps in (4, 8):
+        block_k = 16 if HAS_HEAD else 32
+        yield KernelConfig.of(num_warps, 1, BLOCK_M=_STEP_ROWS, BLOCK_N=32, BLOCK_K=block_k)
 
 
 @triton.jit
