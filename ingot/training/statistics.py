@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from ingot.parallel.ranks import Ranks
 
 _UNIT_BITS = 38  # up to 2^24 rows
 _ALONE = Ranks()
+_NONE = np.zeros((0, len(ROW_STATS)))
 
 
 def summarize(
@@ -47,23 +49,24 @@ def summarize(
     >>> found["update_norm"], found["weight_norm"], found["grad_momentum_cos"]
     (0.5, 3.0, 1.0)
     """
-    found = [name for name in names if name in row_stats]
-    index = {name: number for number, name in enumerate(names)}
-    none = torch.zeros(0, len(ROW_STATS), dtype=torch.float64)
-    rows = torch.cat([none, *(row_stats[name].double().cpu() for name in found)])
-    largest = rows.abs().amax(0) if len(rows) else torch.zeros(len(ROW_STATS), dtype=torch.float64)
-    largest = ranks.max(largest.nan_to_num(math.inf, posinf=math.inf))
+    found = [name for name in names if len(row_stats.get(name, ()))]
+    # In numpy, on this thread: torch's would wait for each other at the end of each of the passes.
+    rows = np.concatenate([_NONE, *(row_stats[name].numpy() for name in found)], dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        largest = np.abs(rows).max(0, initial=0.0)
+        largest = ranks.max(torch.from_numpy(np.where(np.isfinite(largest), largest, np.inf)))
+        if not largest.isfinite().all():
+            return {}
     units = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - _UNIT_BITS)
-    integers = (rows.nan_to_num(0.0, posinf=0.0, neginf=0.0) / units).long()
+    integers = (rows / units.numpy()).astype(np.int64)
     sums = torch.zeros(len(names), len(ROW_STATS) + 1, dtype=torch.int64)
-    counts = torch.tensor([len(row_stats[name]) for name in found], dtype=torch.int64)
-    owners = torch.tensor([index[name] for name in found], dtype=torch.int64)
-    sums[:, :-1].index_add_(0, owners.repeat_interleave(counts), integers)
-    for name in found:
-        sums[index[name], -1] = sizes[name]
+    if found:
+        index = {name: number for number, name in enumerate(names)}
+        owners = torch.tensor([index[name] for name in found])
+        starts = np.cumsum([0, *(len(row_stats[name]) for name in found[:-1])])
+        sums[owners, :-1] = torch.from_numpy(np.add.reduceat(integers, starts, axis=0))
+        sums[owners, -1] = torch.tensor([sizes[name] for name in found])
     sums = ranks.sum_integers(sums)
-    if not largest.isfinite().all():
-        return {}
     return _numbers(sums[:, :-1].double() * units, int(sums[:, -1].sum()))
 
 

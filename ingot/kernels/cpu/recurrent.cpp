@@ -10,12 +10,6 @@ namespace ingot::kernels {
 
 // ---- Arguments
 
-template <class T>
-const T* checked_bias(const Tensor& bias, int64_t count) {
-  check(bias.is_contiguous() && bias.numel() == count, "biases must have 3 entries per channel");
-  return data<T>(bias);
-}
-
 // The weights of one or all members; biases are contiguous.
 template <class T>
 struct GruArgs {
@@ -24,14 +18,21 @@ struct GruArgs {
   int64_t members, hidden;
   bool reset_after;
 
-  [[gnu::noinline]] GruArgs(const Tensor& like, int64_t members, const Tensor& w_ih,
+  // `leading` dimensions are the members: 0 or 1.
+  [[gnu::noinline]] GruArgs(const Tensor& like, int64_t leading, const Tensor& w_ih,
                             const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
                             bool reset_after)
-      : ih(w_ih), hh(w_hh), ih_bias(contiguous(b_ih)), hh_bias(contiguous(b_hh)), members(members),
-        hidden(hh.width), reset_after(reset_after) {
+      : ih(w_ih), hh(w_hh), ih_bias(contiguous(b_ih)), hh_bias(contiguous(b_hh)),
+        members(leading ? like.size(0) : 1), hidden(hh.width), reset_after(reset_after) {
     for (const Tensor* weight : {&w_ih, &w_hh, &b_ih, &b_hh}) check_same_dtype(*weight, like);
-    int64_t sums = 3 * hidden * members;
-    check(hh.count == sums && ih.count == sums && b_ih.numel() == sums && b_hh.numel() == sums,
+    auto has_sizes = [&](const Tensor& x, std::initializer_list<int64_t> rest) {
+      std::vector<int64_t> sizes(leading, members);
+      sizes.insert(sizes.end(), rest);
+      return same_sizes(x, sizes);
+    };
+    int64_t sums = 3 * hidden;
+    check(has_sizes(w_ih, {sums, ih.width}) && has_sizes(w_hh, {sums, hidden}) &&
+              has_sizes(b_ih, {sums}) && has_sizes(b_hh, {sums}),
           "weights and biases must have 3 rows per hidden channel");
   }
   GruWeights<T> operator[](int64_t member) const {
@@ -50,7 +51,7 @@ struct SequenceArgs {
 
   SequenceArgs(const Tensor& x, const Tensor& h, Packing packing, const Tensor& w_ih,
                const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh, bool reset_after)
-      : x(x), h(h), weights(x, 1, w_ih, w_hh, b_ih, b_hh, reset_after), packing(packing) {
+      : x(x), h(h), weights(x, 0, w_ih, w_hh, b_ih, b_hh, reset_after), packing(packing) {
     check_same_dtype(h, x);
     check(x.dim() == 2 && h.dim() == 2, "x and h must have two dimensions");
     check(weights.ih.width == this->x.width && weights.hidden == this->h.width,
@@ -215,7 +216,7 @@ struct RolloutArgs {
       : h(checked(h)), y(y), actions(actions), w_out(w_out), b_out(contiguous(b_out)),
         members(h.size(0)), rows(h.size(1)), steps(checked_steps(actions)),
         num_actions(actions.size(3)), outputs(this->y.width), inputs(outputs + num_actions),
-        weights(h, members, w_ih, w_hh, b_ih, b_hh, reset_after) {
+        weights(h, 1, w_ih, w_hh, b_ih, b_hh, reset_after) {
     for (const Tensor* other : {&y, &actions, &w_out, &b_out}) check_same_dtype(*other, h);
     check(same_sizes(y, std::array{members, rows, outputs}) &&
               same_sizes(actions, std::array{members, rows, steps, num_actions}) &&
