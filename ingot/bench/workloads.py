@@ -407,11 +407,14 @@ def _recurrent() -> Iterator[Workload]:
             yield Workload("gru_cell", _text(rows, hidden), dtype, floats(*shapes))
         yield Workload("gru", _text(16, 64, hidden), dtype, _sequences(16, 64, *weights))
         yield Workload("gru_rollout", _text(5, 50, hidden), dtype, _rollout(5, 50, hidden))
-    logits, noise = (256, 32, 32), (torch.arange(256), torch.arange(256))
-    for dtype in ("bf16", "fp32"):
-        yield Workload(
-            "rssm_step", _text(*logits), dtype, lambda new: (new(*logits), new(*logits), *noise)
-        )
+    for rows, dtype in product((32, 256), ("bf16", "fp32")):
+        yield Workload("rssm_step", _text(rows, 32, 32), dtype, _latents(rows))
+
+
+def _latents(rows: int) -> MakeArgs:
+    """32 groups of 32 categories."""
+    numbers = torch.arange(rows)
+    return lambda new: (*floats((rows, 32, 32), (rows, 32, 32))(new), numbers, numbers)
 
 
 def _sequences(count: int, length: int, *weights: tuple[int, ...]) -> MakeArgs:

@@ -72,9 +72,9 @@ def test_row_statistics_are_the_sums_of_each_row() -> None:
 
 
 def test_row_statistics_of_another_shape_are_an_error() -> None:
-    state = [tensors(1.0) for _ in range(4)]
+    state: Any = [tensors(1.0) for _ in range(4)]
     with pytest.raises(OpError, match="row_stats"):
-        ops.adamw(*state, [], 1, 0.1, row_stats=torch.zeros(2, 7))
+        ops.adamw(*state, master_lo=[], step=1, lr=0.1, row_stats=torch.zeros(2, 7))
 
 
 def test_grad_scale_multiplies_the_gradients() -> None:

@@ -211,8 +211,10 @@ def _rssm_space(
 @triton.jit
 def _softmax_rows(logits, offs, mask):
     scores = tl.load(logits + offs, mask, other=float("-inf")).to(tl.float32)
-    exps = tl.where(mask, tl.exp(scores - tl.max(scores, 1)[:, None]), 0.0)
-    return exps / tl.sum(exps, 1)[:, None]
+    row_max = tl.max(scores, 1)
+    exps = tl.where(mask, tl.exp(scores - row_max[:, None]), 0.0)
+    row_sum = tl.sum(exps, 1)
+    return exps / row_sum[:, None]
 
 
 @triton.jit
