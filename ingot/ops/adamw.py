@@ -42,9 +42,9 @@ from ingot.ops.op import op
 from ingot.ops.record import Cost, Tolerance
 
 ROW_STATS = ("gg", "gm", "mm", "uu", "pp", "gu", "v")
-"""Columns of `row_stats`: sums of products of the scaled gradient g, the first moment m before the
-update, the change u of the parameter, which is subtracted, and the parameter p before it; and the
-sum of the square roots of the second moment."""
+"""Columns of `row_stats`: sums of g g, g m and so on, of the scaled gradient g, the first moment m
+before the update, the change u of the parameter, which is subtracted, and the parameter p before
+it; and of the square roots of the second moment v."""
 
 
 def num_rows(param: Tensor) -> int:

@@ -10,7 +10,7 @@ and the gradients of the recurrences.
 """
 
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 
 from collections.abc import Iterator
