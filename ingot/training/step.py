@@ -152,8 +152,6 @@ class TrainStep:
         self._norms = torch.empty(0)
         self.grads: dict[str, Tensor] = {}
         """Gradients of the global batch, by the names of the weights."""
-        self.statistics: dict[str, float] = {}
-        """Numbers about the last update, see `ingot.training.statistics`."""
 
     def forward_backward(self, micro_batches: Sequence[Batch], step: int) -> StepStats:
         """Compute the gradients of a global batch; gradients of an earlier call are dropped.
@@ -279,21 +277,21 @@ class TrainStep:
         self.master_weights.gradients.clear()
         self.grads = {}
 
-    def optimizer_step(self, lr_factor: float) -> float:
+    def optimizer_step(self, lr_factor: float) -> dict[str, float]:
         """Update the weights and free the gradients; `lr_factor` scales the learning rate.
 
-        Returns the smallest factor by which a gradient was clipped; 1 means none was. Sets
-        `statistics`.
+        Returns `clip_factor`, the smallest by which a gradient was scaled (1 means that none was
+        clipped), and the numbers of `ingot.training.statistics`.
         """
         scale = self.master_weights.loss_scale
         factors = self.clipper.factors(self._norms / scale)
         by_name = dict(zip(self._names, (factors / scale).tolist(), strict=True))
         row_stats: dict[str, Tensor] | None = {} if self.optimizers.has_row_stats else None
         self.optimizers.step(self.grads, by_name, lr_factor, row_stats)
-        self.statistics = {} if row_stats is None else self._summarize(row_stats)
+        statistics = {} if row_stats is None else self._summarize(row_stats)
         self.master_weights.copy_to_model()
         self.hooks.after_optimizer_step()
-        return float(factors.min())
+        return {"clip_factor": float(factors.min()), **statistics}
 
     def _summarize(self, row_stats: dict[str, Tensor]) -> dict[str, float]:
         """Return the statistics of an update of the weights of all ranks."""

@@ -382,8 +382,7 @@ class Trainer:
         if reason := self._reason_to_skip(stats, micro_batches):
             metrics["skipped"] = reason
         else:
-            metrics["clip_factor"] = self.train_step.optimizer_step(lr_factor)
-            metrics |= self.train_step.statistics
+            metrics |= self.train_step.optimizer_step(lr_factor)
             if self.ema and not self.outer:
                 self.ema.update(self.step)
             self.step += 1

@@ -126,6 +126,31 @@ def _gru_cell(
     tl.store(out + offs, state.to(out.dtype.element_ty), mask)
 
 
+@triton.jit
+def _store_outputs(
+    y, states, w_out, b_out, row, active, num_outputs, H, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of rows of states."""
+    for start_n in range(0, num_outputs, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        w_ptrs = w_out + offs_n[None, :] * H + offs_k[:, None]
+        h_ptrs = states + row[:, None] * H + offs_k[None, :]
+        for start_k in range(0, H, BLOCK_K):
+            mask_k = offs_k < H - start_k
+            a = tl.load(h_ptrs, active[:, None] & mask_k[None, :], other=0.0)
+            b = tl.load(w_ptrs, (offs_n < num_outputs)[None, :] & mask_k[:, None], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+            h_ptrs += BLOCK_K
+            w_ptrs += BLOCK_K
+        acc += _bias_at(b_out, offs_n, num_outputs)
+        mask = active[:, None] & (offs_n < num_outputs)[None, :]
+        y_ptrs = y + row[:, None] * num_outputs + offs_n[None, :]
+        tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask)
+
+
 @kernel(space=_steps_space, bound_by="latency")
 @triton.jit
 def _gru_steps(
@@ -180,25 +205,10 @@ def _gru_steps(
                 tl.store(out_ptrs, state.to(out.dtype.element_ty), mask)
         tl.debug_barrier()
         if HAS_HEAD:
-            for start_n in range(0, num_outputs, BLOCK_N):
-                offs_n = start_n + tl.arange(0, BLOCK_N)
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                offs_k = tl.arange(0, BLOCK_K)
-                w_ptrs = w_out + (member * num_outputs + offs_n)[None, :] * H + offs_k[:, None]
-                h_ptrs = states + (before + 1)[:, None] * H + offs_k[None, :]
-                for start_k in range(0, H, BLOCK_K):
-                    mask_k = offs_k < H - start_k
-                    a = tl.load(h_ptrs, active[:, None] & mask_k[None, :], other=0.0)
-                    b = tl.load(
-                        w_ptrs, (offs_n < num_outputs)[None, :] & mask_k[:, None], other=0.0
-                    )
-                    acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
-                    h_ptrs += BLOCK_K
-                    w_ptrs += BLOCK_K
-                acc += _bias_at(b_out + member * num_outputs, offs_n, num_outputs)
-                y_ptrs = y + (before + 1)[:, None] * num_outputs + offs_n[None, :]
-                mask = active[:, None] & (offs_n < num_outputs)[None, :]
-                tl.store(y_ptrs, acc.to(y.dtype.element_ty), mask)
+            _store_outputs(
+                y, states, w_out + member * num_outputs * H, b_out + member * num_outputs,
+                before + 1, active, num_outputs, H, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             tl.debug_barrier()
 
 
