@@ -78,7 +78,10 @@ class Server:
         """Return the engine processes that run."""
         found = []
         for pid, command in _processes():
-            status = Path(f"/proc/{pid}/status").read_text()
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+            except OSError:  # it has exited
+                continue
             is_child = f"\nPPid:\t{self.process.pid}\n" in status
             is_local = is_child and "ingot.serving.workers.worker" in command
             if (
@@ -402,7 +405,7 @@ def _processes() -> list[tuple[int, str]]:
 
 def main() -> None:
     """Run a command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=["kill", "cost"])
     parser.add_argument("model", nargs="?", type=Path, default=Path("smollm2"))
     parser.add_argument("--ray", action="store_true")
