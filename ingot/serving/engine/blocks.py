@@ -22,9 +22,10 @@ All operations take O(1) time per block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from hashlib import sha256
-from struct import pack
+from struct import Struct, pack
 
 
 def root_key(adapter: str, model_version: str, cache_salt: bytes) -> bytes:
@@ -43,7 +44,13 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     >>> block_key(root_key("", "v1", b""), (1, 2, 3, 4)).hex()[:8]
     '7d8ef086'
     """
-    return sha256(parent + pack(f"<{len(tokens)}I", *tokens)).digest()
+    return sha256(parent + _packer(len(tokens))(*tokens)).digest()
+
+
+@lru_cache(maxsize=64)
+def _packer(count: int) -> Callable[..., bytes]:
+    """Return what packs `count` tokens: parsing the format takes longer than packing."""
+    return Struct(f"<{count}I").pack
 
 
 class BlockPool:

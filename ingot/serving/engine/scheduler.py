@@ -289,9 +289,12 @@ class Scheduler:
         self._expire_deadlines()
         scheduled: list[ScheduledSeq] = []
         if not self._in_flight:
-            self._grow_block_tables()
+            if self._needs_block:
+                self._grow_block_tables()
             self._admit()
             scheduled = self._schedule_tokens()
+        if not (self._admitted or self._preempted or self._finished):
+            return SchedulerOutput(self._step, tuple(scheduled))
         output = SchedulerOutput(
             self._step,
             tuple(scheduled),
@@ -336,15 +339,16 @@ class Scheduler:
             if state.finished:  # while in flight
                 self.pool.release(state.block_table)
                 continue
-            state.num_computed += count
-            if bool(new) != (state.num_computed == len(state.tokens)):
+            num_computed, tokens = state.num_computed + count, state.tokens
+            if (num_computed == len(tokens)) != bool(new):
                 raise ValueError(f"request {state.id}: unexpected tokens {new}")
-            state.tokens += new
+            tokens += new
             if len(new) > 1:
                 if new[:-1] != draft[: len(new) - 1]:
                     raise ValueError(f"request {state.id}: tokens {new} for drafts {draft}")
-                state.num_computed += len(new) - 1
-            if state.num_computed >= state.next_event_at:
+                num_computed += len(new) - 1
+            state.num_computed = num_computed
+            if num_computed >= state.next_event_at:
                 self._on_block_boundary(state)
         for state, drafts in zip(in_flight, event.drafts, strict=bool(event.drafts)):
             state.drafts = drafts
@@ -460,7 +464,9 @@ class Scheduler:
             ScheduledSeq(s.id, s.num_computed, (s.tokens[-1],), s.block_table, True)
             for s in in_flight
         ]
-        counts, left = [1] * len(scheduled), self._budget() - len(scheduled)
+        config = self.config
+        budget = config.max_num_batched_tokens if in_flight else config.prefill_only_budget
+        counts, left = [1] * len(scheduled), budget - len(scheduled)
         if len(in_flight) < len(self._running):
             for state in self._running:
                 start, end = state.num_computed, len(state.tokens)

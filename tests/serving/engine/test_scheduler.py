@@ -52,7 +52,7 @@ FAULTS = {
         "            return None\n        for",
         "            count = len(free)\n        for",
     ),
-    "a key does not tell what came before": (blocks, "sha256(parent + pack", "sha256(pack"),
+    "a key does not tell what came before": (blocks, "sha256(parent + _packer", "sha256(_packer"),
     "only the end of a sequence is attended to": (
         scheduler,
         "state.next_event_at = min(next_block, state.request.max_len - 1)",
@@ -83,8 +83,8 @@ FAULTS = {
     ),
     "the budget is exceeded by long prompts": (
         scheduler,
-        "left = [1] * len(scheduled), self._budget() - len(scheduled)",
-        "left = [1] * len(scheduled), self._budget()",
+        "left = [1] * len(scheduled), budget - len(scheduled)",
+        "left = [1] * len(scheduled), budget",
     ),
     "blocks come back in flight": (
         scheduler,
@@ -153,8 +153,8 @@ FAULTS = {
     "drafts are never tried": (scheduler, "if self._has_drafts and left:", "if False:"),
     "streams wait for long prompts": (
         scheduler,
-        "return self.config.max_num_batched_tokens if decoding",
-        "return self.config.prefill_only_budget if decoding",
+        "budget = config.max_num_batched_tokens if in_flight",
+        "budget = config.prefill_only_budget if in_flight",
     ),
     "drafts exceed the budget": (scheduler, "min(left, state.request", "min(99, state.request"),
     "drafts go past the end": (scheduler, "max_len - known - 1)]", "max_len - known)]"),
@@ -176,10 +176,10 @@ FAULTS = {
     ),
     "wrong drafts count": (
         scheduler,
-        "state.num_computed += len(new) - 1",
-        "state.num_computed += len(draft)",
+        "num_computed += len(new) - 1",
+        "num_computed += len(draft)",
     ),
-    "right drafts do not count": (scheduler, "state.num_computed += len(new) - 1", "pass"),
+    "right drafts do not count": (scheduler, "num_computed += len(new) - 1", "pass"),
     "old drafts are tried again": (
         scheduler,
         "self._has_drafts = any(event.drafts)",
