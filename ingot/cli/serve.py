@@ -182,12 +182,12 @@ async def _serve(server: Server, started: float) -> None:
         nonlocal greeted
         _log.info(
             "serving %s%s at %s, admin API at %s, %s, after %.1f s",
-            deployment.name,
+            deployment.version if greeted and not several else deployment.name,
             _describe_replicas(deployment),
             server.address,
             server.admin_address,
             describe_cache(deployment.engine.info),
-            time.monotonic() - (deployment.started_at if several else started),
+            time.monotonic() - (deployment.started_at if several or greeted else started),
         )
         if live and not greeted:
             stderr().print(example(server, deployment), highlight=False, soft_wrap=True)
@@ -229,7 +229,7 @@ def deployment_table(pool: DeploymentPool) -> Table:
 
 def _describe_replicas(deployment: Deployment) -> str:
     engine = deployment.engine
-    count = len(engine.engines)
+    count = engine.num_replicas
     return f" on {engine.num_ready} of {count} replicas" if count > 1 else ""
 
 

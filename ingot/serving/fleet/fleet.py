@@ -125,8 +125,11 @@ class Fleet:
     async def _update(self) -> None:
         while True:
             now = time.monotonic()
-            for rollout in self.rollouts.values():
-                rollout.update(now)
+            for rollout in list(self.rollouts.values()):
+                try:
+                    rollout.update(now)
+                except Exception:  # of one deployment; the others continue
+                    _log.exception("the versions of %s could not be updated", rollout.name)
             for rollout in list(self._removed):
                 rollout.finish_draining()
                 if rollout.is_gone:
@@ -151,6 +154,8 @@ class Fleet:
             self.apply(await asyncio.to_thread(source.load))
         except IngotError as reason:
             error = f"{reason.message}; {reason.hint}"
+        except OSError as reason:  # a directory that is being replaced
+            error = str(reason)
         if error is not None and error != self.file_error:
             _log.error("%s is not used, nothing has changed: %s", source.path, error)
         elif error is None:

@@ -71,8 +71,10 @@ class DeploymentPool:
     def add(self, deployment: Deployment) -> None:
         """Add a deployment, or another version of one; it is not loaded yet."""
         if deployment.key in self.deployments:
+            deployment.key = f"{deployment.name} {deployment.version}"
+        if deployment.key in self.deployments:  # the version is still being drained
             self._num_added += 1
-            deployment.key = f"{deployment.name} {deployment.version} {self._num_added}"
+            deployment.key += f" {self._num_added}"
         key = deployment.weights
         others = [one for one in self.deployments.values() if one.weights == key]
         is_private = any(one.use.is_loaded for one in others) and key not in self._weights
