@@ -123,7 +123,7 @@ class Fleet:
         check_budget(target.memory_bytes, uses)
 
     async def _update(self) -> None:
-        while True:
+        while not self.pool.is_stopping:
             now = time.monotonic()
             for rollout in list(self.rollouts.values()):
                 try:

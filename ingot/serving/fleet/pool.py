@@ -63,6 +63,11 @@ class DeploymentPool:
         return logging.INFO if len(self.deployments) > 1 else logging.DEBUG
 
     @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping
+
+    @property
     def used_bytes(self) -> int:
         """Memory of the deployments that have a process."""
         uses = [one.use for one in self.deployments.values()]

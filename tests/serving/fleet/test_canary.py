@@ -42,7 +42,11 @@ def check_canaries(folder: Path, log: Path, bad: dict[str, str], record: Any) ->
         assert served.log.read_text().count("chat: loading") == loads, "it is not tried again"
         write(folder, stable + CANARY.format(model="v2"))
         load.until(lambda: roles(served) == {"stable": "v2"})
+        engines, count = served.workers, served.log.read_text().count("using the new")
+        write(folder, FILE.format(model="v2"))
+        load.until(lambda: served.log.read_text().count("using the new") > count)
         load.stop()
+        assert (roles(served), served.workers) == ({"stable": "v2"}, engines), "it serves already"
         assert served.metric("ingot:releases_promoted") == 1
         outcomes = ("ingot:releases_rolled_back", "ingot:releases_failed")
         assert sum(map(served.metric, outcomes)) == len(bad)
