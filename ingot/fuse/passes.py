@@ -253,7 +253,8 @@ def _padded_attention_fits(match: Match) -> bool:
     if tokens is None or not _mask_fits(match):
         return False
     (q,) = _tensors(match, "q")
-    return same_shape(tokens.shape, (q.shape[0], q.shape[2]))
+    # The mask's sizes may be symbols of their own: this guards that they are those of the batch.
+    return tuple(tokens.shape) == (q.shape[0], q.shape[2])
 
 
 def _mask_fits(match: Match) -> bool:
@@ -298,6 +299,44 @@ def _embedding_fits(match: Match) -> bool:
 
 def _build_embedding(b: Builder, match: Match) -> tuple[fx.Node, ...]:
     return (b.op(ops.embedding, match["tokens"], match["weight"]),)
+
+
+_CROSS_ENTROPY = Call(
+    "cross_entropy",
+    Reshaped(Cast(Arg("logits"))),
+    Arg("targets"),
+    Constant(None),
+    Constant(None),
+    Number("ignore_index"),
+    Constant(None),
+    Anything("reduction"),
+    Number("label_smoothing"),
+)
+
+
+def _cross_entropy_fits(match: Match) -> bool:
+    logits, targets = _tensors(match, "logits", "targets")
+    if not (logits.is_floating_point() and logits.dim() in (2, 3) and targets.dim() == 1):
+        return False
+    rows = logits.shape[0] if logits.dim() == 2 else logits.shape[0] * logits.shape[1]
+    integers = not targets.is_floating_point() and targets.dtype != torch.bool
+    known = match["reduction"] in ("mean", "sum", "none")
+    return known and integers and same_shape([rows], targets.shape)
+
+
+def _build_cross_entropy(b: Builder, match: Match) -> tuple[fx.Node, ...]:
+    logits, targets = match["logits"], match["targets"]
+    (value,) = _tensors(match, "logits")
+    rows = b.method("flatten", logits, 0, 1) if value.dim() == 3 else logits
+    options = match["ignore_index"], match["label_smoothing"]
+    loss = b.op(ops.cross_entropy, rows, targets, *options)
+    if match["reduction"] == "none":
+        return (loss,)
+    total = b.method("sum", loss)
+    if match["reduction"] == "sum":
+        return (total,)
+    counted = b.method("sum", b.method("ne", targets, match["ignore_index"]))
+    return (b.method("div", total, counted),)
 
 
 PASSES: tuple[Rewrite, ...] = (
@@ -365,5 +404,12 @@ PASSES: tuple[Rewrite, ...] = (
         pattern=_EMBEDDING,
         condition=_embedding_fits,
         build=_build_embedding,
+    ),
+    Rewrite(
+        name="cross_entropy",
+        op=ops.cross_entropy,
+        pattern=_CROSS_ENTROPY,
+        condition=_cross_entropy_fits,
+        build=_build_cross_entropy,
     ),
 )

@@ -192,12 +192,12 @@ class Cast(Pattern):
     of: Pattern
 
     def matches(self, value: Any, match: Match) -> Iterator[Match]:
-        """Match through the cast if there is one."""
-        yield from self.of.matches(value, match)
+        """Match through the cast if there is one, then without."""
         source, skipped = strip(value)
         call = named_call(source)
         if call is not None and call.name == "to" and _is_floating_cast(source, call):
             yield from self.of.matches(call.args[0], match.enter(*skipped, source))
+        yield from self.of.matches(value, match)
 
 
 @dataclass(frozen=True)
@@ -207,12 +207,12 @@ class Reshaped(Pattern):
     of: Pattern
 
     def matches(self, value: Any, match: Match) -> Iterator[Match]:
-        """Match through the view if there is one."""
-        yield from self.of.matches(value, match)
+        """Match through the view if there is one, then without."""
         source, skipped = strip(value)
         call = named_call(source)
         if call is not None and call.name in ("view", "reshape"):
             yield from self.of.matches(call.args[0], match.enter(*skipped, source))
+        yield from self.of.matches(value, match)
 
 
 def find(pattern: Pattern, root: fx.Node) -> Iterator[Match]:

@@ -95,6 +95,39 @@ def test_other_shapes_do_not_compile_again(name: str) -> None:
     assert len(optimized.report.graphs) == graphs <= 2
 
 
+def run_always(module: fx.GraphModule, inputs: Any) -> Any:
+    """Make every rewrite that matches, and run the result without Inductor."""
+    record(rewrite_graph(module, inputs, always=True))
+    return module.forward
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("llama", run_always),
+        pytest.param("llama", compile_always, marks=pytest.mark.slow),
+        pytest.param("bert", compile_always, marks=pytest.mark.slow),
+    ],
+)
+def test_padded_batches_keep_the_results_of_all_positions(name: str, backend: Any) -> None:
+    torch._dynamo.reset()
+    model, wide = hf_models.build(name), hf_models.build(name).double()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for batch, length in ((3, 11), (2, 8), (5, 13)):
+        tokens = hf_models.inputs(name, batch, length)
+        mask = torch.ones_like(tokens)
+        mask[0, length - 3 :] = 0
+        mask[1, :2] = 0
+        truth = wide(tokens, attention_mask=mask)[0]
+        out = compiled(tokens, attention_mask=mask)[0]
+        assert relative(out, truth) < 1e-4
+        found, expected = gradients(model, out), gradients(wide, truth)
+        largest = max(float(grad.abs().max()) for grad in expected.values())
+        for parameter, grad in expected.items():
+            assert float((found[parameter].double() - grad).abs().max()) < 1e-4 * largest
+    assert recent()[-1].kept["padded_attention"] == 2
+
+
 def test_the_backend_has_a_name_and_chooses_by_cost() -> None:
     torch._dynamo.reset()
     model, x = hf_models.build("vit"), hf_models.inputs("vit", 2, 0)

@@ -122,6 +122,45 @@ def test_a_spelling_is_found_and_computes_the_same(name: str) -> None:
         assert float((one - other).abs().max()) <= 40 * eps * float(other.abs().max().clamp(min=1))
 
 
+TARGETS = torch.tensor([1, 3, -100, 0, 15, 2, 2, -100, 7, 9])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"ignore_index": 2},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_as_transformers_calls_it(dtype: torch.dtype, options: Any) -> None:
+    targets = TARGETS.clamp(min=0) if "ignore_index" in options else TARGETS
+
+    def function(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().view(-1, D), targets, **options)
+
+    def wide(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.view(-1, D), targets, **options)
+
+    x = X.to(dtype)
+    compiled, reports = rewritten(function)
+    found = outputs_and_gradients(compiled, x)
+    assert dict(reports[0].kept) == {"cross_entropy": 1}
+    for one, other in zip(found, outputs_and_gradients(wide, x.double()), strict=True):
+        bound = 1e-5 if one.dtype == torch.float32 else 0.01
+        torch.testing.assert_close(one.double(), other, atol=bound, rtol=bound)
+
+
+def test_weights_of_classes_are_left() -> None:
+    compiled, reports = rewritten(lambda x, w: F.cross_entropy(x, TARGETS, w))
+    x, w = torch.randn(10, 16), torch.rand(16)
+    torch.testing.assert_close(compiled(x, w), F.cross_entropy(x, TARGETS, w))
+    assert not reports[0].kept
+
+
 def padded(q: Tensor, tokens: Tensor, causal: bool) -> Tensor:
     index = torch.arange(L)
     mask = tokens[torch.arange(B)[:, None, None, None], index[None, None, None, :]]
