@@ -115,7 +115,7 @@ FUNCTIONS = st.lists(
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
-@settings(max_examples=15, **QUIET)  # type: ignore[arg-type]
+@settings(max_examples=8, **QUIET)  # type: ignore[arg-type]
 @given(FUNCTIONS)
 def test_a_sample_of_functions_keeps_its_results(steps: list[tuple[str, int]]) -> None:
     check([name for name, _ in steps], [back for _, back in steps])

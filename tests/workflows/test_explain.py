@@ -40,7 +40,7 @@ def test_a_healthy_model_has_no_fault() -> None:
     model, inputs = load_target(f"{FILE}:healthy", 1, 1)
     result = explain(model, inputs, MACHINE)
     assert not any(advice.is_fault for advice in result.advice)
-    assert result.reports[0].touched.values()
+    assert len(result.reports) == 1
 
 
 def test_a_directory_of_transformers(tmp_path: Path) -> None:
