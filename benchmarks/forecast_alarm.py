@@ -1,12 +1,17 @@
 """Does the alarm of `ingot.forecast.alarm` come before runs diverge, and how often for nothing?
 
     python -m benchmarks.forecast_alarm DIRECTORY DIRECTORY
+    python -m benchmarks.forecast_alarm DIRECTORY --respond digits
 
 reads the runs of `benchmarks/forecast_runs.py`, with and without `--diverging`, learns the hazard
 that the package ships, and writes benchmarks/results/forecast_alarm.csv: recall at one false alarm
 in 1,000 steps, of the hazard and of each feature alone, for runs of data that were left out in
 learning. Ramps of the learning rate and other divergences are apart. "carried" uses the threshold
 of the other data.
+
+`--respond` trains the runs of a kind of data that diverge again, with forecast.alarm = "lower_lr",
+and with a good learning rate, and prints their final validation losses. The hazard is that of the
+other data.
 """
 
 # pyright: basic
@@ -14,19 +19,29 @@ from __future__ import annotations
 
 import argparse
 import csv
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.forecast_runs import PACKAGE, read_all
 from ingot.forecast import alarm
-from ingot.forecast.alarm import AHEAD, FEATURES, PAUSE, Hazard, StepFeatures
+from ingot.forecast.alarm import AHEAD, FEATURES, PAUSE, Alarm, Hazard, StepFeatures
+from ingot.training.forecast import ForecastConfig
+from ingot.training.guard import Diverged
+from ingot.training.recipe import Recipe
+from ingot.training.trainer import Trainer
 
 _MEDIAN, _LOST = 15, 0.3  # steps, share of the gain
 _RATE = 1e-3  # false alarms in a step
 _RIDGE = 1.0
+_WARMUP = 10.0  # weight of the steps of a warm-up: to warn then is to warn every user
+_GOOD = {"xor": 0.02, "digits": 0.003}  # learning rates of AdamW
+_KINDS = {"sgd": 50.0, "lion": 0.1}  # of the others, relative to it
 _COUNTED = 2 * AHEAD  # steps before a divergence in which an alarm counts
 
 
@@ -40,6 +55,8 @@ class Watched:
     features: np.ndarray
     event: int | None
     """Step at which it diverges."""
+    warmup: int
+    """Steps of warm-up; 0 for a ramp."""
 
     @property
     def label(self) -> np.ndarray:
@@ -69,9 +86,9 @@ def find_event(losses: np.ndarray) -> int | None:
     return None
 
 
-def watch_all(out: Path) -> list[Watched]:
+def watch_all(out: Path) -> dict[str, Watched]:
     """Compute the features of all runs until they diverge."""
-    found: list[Watched] = []
+    found: dict[str, Watched] = {}
     for name, (recipe, lines) in read_all(out).items():
         steps = [line for line in lines if "loss" in line]
         event = find_event(np.array([line["loss"] for line in steps], dtype=float))
@@ -84,7 +101,8 @@ def watch_all(out: Path) -> list[Watched]:
             numbers, values = zip(*kept, strict=True)
             ramp = recipe.schedule.warmup_steps == recipe.steps
             data = name.partition("-")[0]
-            found.append(Watched(data, ramp, np.array(numbers), np.array(values), event))
+            warmup = 0 if ramp else recipe.schedule.warmup_steps
+            found[name] = Watched(data, ramp, np.array(numbers), np.array(values), event, warmup)
     return found
 
 
@@ -94,12 +112,14 @@ def learn(runs: list[Watched]) -> Hazard:
     labels = np.concatenate([run.label for run in runs]).astype(float)
     mean, deviation = features.mean(0), features.std(0) + 1e-6
     x = np.column_stack([np.ones(len(features)), (features - mean) / deviation])
+    warm = np.concatenate([run.steps <= run.warmup for run in runs])
+    counts = np.where(warm & (labels == 0), _WARMUP, 1.0)
     w = np.zeros(x.shape[1])
     penalty = np.diag([0.0, *[_RIDGE] * len(FEATURES)])
     for _ in range(30):
         p = 1 / (1 + np.exp(-np.clip(x @ w, -50, 50)))
-        gradient = x.T @ (p - labels) + penalty @ w
-        hessian = (x * (p * (1 - p))[:, None]).T @ x + penalty
+        gradient = x.T @ (counts * (p - labels)) + penalty @ w
+        hessian = (x * (counts * p * (1 - p))[:, None]).T @ x + penalty
         w -= np.linalg.solve(hessian, gradient)
     hazard = Hazard(mean, deviation, w[1:], float(w[0]), 1.0)
     threshold = choose_threshold(runs, [score(hazard, run) for run in runs])
@@ -181,11 +201,49 @@ def _row(runs: list[Watched], scores: list[np.ndarray], threshold: float) -> dic
     return row
 
 
+def respond(out: Path, data: str) -> None:
+    """Train the diverging runs with alarms that lower the rate, and with a good rate."""
+    watched, recipes = watch_all(out), read_all(out)
+    hazard = learn([run for run in watched.values() if run.data != data])
+    for name, run in watched.items():
+        if run.data == data and run.event is not None:
+            recipe = recipes[name][0]
+            good = _GOOD[data] * _KINDS.get(recipe.optimizer.kind, 1.0)
+            lowered = replace(recipe, forecast=ForecastConfig(alarm="lower_lr"))
+            tuned = replace(recipe, optimizer=replace(recipe.optimizer, lr=good))
+            losses = [_train(r, hazard) for r in (recipe, lowered, tuned)]
+            kind = "ramp" if run.ramp else "natural"
+            print(name, kind, run.event, *(f"{loss:.4g}" for loss in losses), flush=True)  # noqa: T201
+
+
+def _train(recipe: Recipe, hazard: Hazard) -> float:
+    """Return the final validation loss."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        trainer = Trainer(recipe, Path(temporary))
+        watch = Alarm(hazard, lambda step: recipe.schedule.lr_factor(step, recipe.steps))
+
+        def act(line: dict[str, Any]) -> None:
+            if watch.add(line) and recipe.forecast.alarm == "lower_lr":
+                trainer.ask("lower_lr")
+
+        try:
+            result = trainer.run(act)
+        except Diverged:
+            result = None
+    return float("inf") if result is None else result.loss
+
+
 def main() -> None:
     """Learn the hazard of the package and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directories", type=Path, nargs="+")
-    runs = [run for out in parser.parse_args().directories for run in watch_all(out)]
+    parser.add_argument("--respond", choices=list(_GOOD))
+    arguments = parser.parse_args()
+    if arguments.respond:
+        respond(arguments.directories[0], arguments.respond)
+        return
+    runs = [run for out in arguments.directories for run in watch_all(out).values()]
     learn(runs).save(PACKAGE / alarm.NAME)
     rows = list(judge(runs))
     path = Path(__file__).parent / "results" / "forecast_alarm.csv"

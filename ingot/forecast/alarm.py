@@ -40,9 +40,11 @@ PAUSE = 50
 FEATURES = (
     "the loss is above its recent values",
     "the loss is above its best",
+    "the loss is near its start",
     "the loss rises",
     "the loss is unsteady",
     "the gradient norm is above its recent values",
+    "the gradient norm is above its lowest",
     "the gradient norm rises",
     "the gradient norm is unsteady",
     "gradients are clipped",
@@ -51,6 +53,7 @@ FEATURES = (
 )
 _WINDOW, _RECENT, _LATEST = 60, 20, 5  # steps
 _BOUND = 6.0  # of a feature
+_RISE = 0.1  # of the log learning rate, at most: every warm-up is steep at its start
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class StepFeatures:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._clipped: deque[bool] = deque(maxlen=_RECENT)
-        self._best = math.inf  # of the median of the latest losses
+        self._best = self._lowest = math.inf  # of medians: of the latest losses, of recent norms
+        self._first: float | None = None
 
     def add(self, line: Mapping[str, Any]) -> Floats | None:
         """Read a line; return the features at every fifth step, after the first 20."""
@@ -145,19 +149,24 @@ class StepFeatures:
     def _compute(self, step: int) -> Floats:
         losses, norms = np.array(self._losses), np.array(self._norms)
         latest = float(np.median(losses[-_LATEST:]))
-        self._best = min(self._best, latest)
+        norm = float(np.median(norms[-_RECENT:]))
+        self._best, self._lowest = min(self._best, latest), min(self._lowest, norm)
+        if self._first is None:
+            self._first = float(np.median(losses[:_LATEST]))
         lr = [max(self._planned_lr(max(0, s)), 1e-12) for s in (step, step - _RECENT, step + AHEAD)]
         values = (
             _deviations(losses),
             latest - self._best,
+            latest - self._first,
             _rise(losses),
             math.log(_spread(np.diff(losses[-_RECENT:]))),
             _deviations(norms),
+            norm - self._lowest,
             _rise(norms),
             math.log(_spread(norms[-_RECENT:])),
             float(np.mean(self._clipped)),
-            math.log(lr[0] / lr[1]),
-            math.log(lr[2] / lr[0]),
+            min(max(math.log(lr[0] / lr[1]), -_RISE), _RISE),
+            min(max(math.log(lr[2] / lr[0]), 0.0), _RISE),
         )
         return np.clip(np.array(values), -_BOUND, _BOUND)
 
