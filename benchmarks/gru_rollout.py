@@ -9,9 +9,10 @@ rolls out 5 members for 50 steps (one row, 2 outputs that are fed back, 6 action
     ensemble step     a loop over steps, with the step of all members (bmm) compiled
     rollout           the rollout of all members and steps compiled as one graph
 
-each compiled in the default mode and with max-autotune, except the last. All of them take turns, so
-that a busy machine slows each down alike; a ratio is between two neighbours in time. Prints medians
-and, of the ratios to `gru_rollout`, the 20th and 80th percentile.
+each compiled in the default mode and with max-autotune, except the last. All of them take turns,
+and the CPU time of the process is measured, on one thread, so that other processes disturb it less.
+Prints the median times and the median ratio to `gru_rollout` of the calls of a turn, with its 20th
+and 80th percentile.
 """
 
 # pyright: basic
@@ -143,15 +144,15 @@ def measure(hidden: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             call()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.process_time() - start)
     own = np.array(times["gru_rollout"])
     print(f"H {hidden}")  # noqa: T201
     for name, seconds in times.items():
         low, middle, high = np.percentile(np.array(seconds) / own, [20, 50, 80])
         line = f"  {name:<28} {1e3 * np.median(seconds):9.3f} ms"
-        print(f"{line} {middle:7.2f}x ({low:.2f}-{high:.2f})")  # noqa: T201
+        print(f"{line} {middle:7.2f}x ({low:.2f}-{high:.2f})", flush=True)  # noqa: T201
 
 
 def main(widths: list[int]) -> None:
