@@ -29,8 +29,7 @@ def check_canaries(folder: Path, log: Path, bad: dict[str, str], record: Any) ->
         load = Load(served, 8)
         for model, reason in bad.items():
             write(folder, stable + CANARY.format(model=model))
-            if model != "broken":
-                load.until(lambda: "canary" in chat(served))
+            load.until(lambda model=model: "canary" in chat(served) or model in rejected(served))
             seconds = load.until(lambda model=model: model in rejected(served))
             record(f"seconds until a {model} canary was rolled back", round(seconds, 1))
             assert reason in rejected(served)[model]

@@ -35,6 +35,8 @@ def check_release(folder: Path, log: Path, clients: int, num_requests: int, roun
             model = ("v2", "v1")[number % 2]
             write(folder, FILE.format(model=model))
             load.until(lambda model=model: roles(served) == {"stable": model})
+            enough = len(load.answers) + num_requests / 10  # of the new version
+            load.until(lambda enough=enough: len(load.answers) > enough)
         load.until(lambda: len(load.answers) > num_requests)
         answers = load.stop()
         assert not load.errors, load.errors[:3]
@@ -74,7 +76,7 @@ def test_a_user_stays_on_a_version(folder: Path, tmp_path: Path) -> None:
             user: {complete(served, user=user) for _ in range(3)} for user in map(str, range(30))
         }
         assert all(len(versions) == 1 for versions in found.values())
-        assert 8 <= sum("v2" in next(iter(versions)) for versions in found.values()) <= 22
+        assert 5 <= sum("v2" in next(iter(versions)) for versions in found.values()) <= 25
         assert len({complete(served) for _ in range(30)}) == 2, "requests without a user"
         messages: Any = [{"role": "user", "content": "Hello"}]
         body: dict[str, Any] = {"model": "chat", "messages": messages, "max_tokens": 3}
