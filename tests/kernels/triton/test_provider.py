@@ -80,7 +80,7 @@ PRIORITY = """
         WITHOUT_KERNELS = (
             'lora_shrink', 'linear_int4_dynamic', 'embedding_int4', 'embedding_int8',
             'square_sum', 'linear_preact_grad', 'gated_linear_preact_grad',
-            'gated_linear_input_grad'
+            'gated_linear_input_grad', 'padded_attention'
         )
         for op in ops.registry().values():
             names = list(op.providers)
