@@ -98,7 +98,8 @@ def find_matches(graph: fx.Graph, rewrite: Rewrite) -> list[tuple[fx.Node, Match
             match = replace(match, args={**match.args, "root": node})
             nodes = {*match.inside, *_nodes(match.args.values())}
             if (
-                taken.isdisjoint(_expensive(match.inside))
+                _reads_no_inner_value(match, rewrite)
+                and taken.isdisjoint(_expensive(match.inside))
                 and not any(roots[n] in written for n in nodes)
                 and _in_one_region(node, match, regions)
                 and _results_suffice(node, match, rewrite, live)
@@ -109,6 +110,13 @@ def find_matches(graph: fx.Graph, rewrite: Rewrite) -> list[tuple[fx.Node, Match
                 found.append((node, match))
                 break
     return found[::-1]
+
+
+def _reads_no_inner_value(match: Match, rewrite: Rewrite) -> bool:
+    """Return whether no argument is computed inside the match, which another form may avoid."""
+    results = {"root", *rewrite.outputs}
+    read = _nodes(value for name, value in match.args.items() if name not in results)
+    return set(match.inside).isdisjoint(read)
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:

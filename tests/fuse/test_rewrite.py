@@ -85,3 +85,19 @@ def test_layers_share_the_starts_of_their_sequences() -> None:
     inputs = [n.meta["example_value"] for n in graph.nodes if n.op == "placeholder"]
     values = [q if isinstance(v, Tensor) else v.node.hint for v in inputs]
     torch.testing.assert_close(fx.GraphModule({}, graph)(*values)[0], layers(q))
+
+
+def test_a_view_that_is_also_an_argument_is_not_inside() -> None:
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        flat = x.view(-1, 8)
+        return flat + torch.addmm(v, flat, w)
+
+    x = torch.randn(2, 3, 8)
+    graph = capture(function, x, W, V)
+    applied, skipped = run_passes(graph, PASSES)
+    assert [a.rewrite.name for a in applied] == ["linear"]
+    assert not skipped
+    values = {"l_x_": x, "l_w_": W, "l_v_": V}
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    (found,) = fx.GraphModule({}, graph)(*(values[name] for name in names))
+    torch.testing.assert_close(found, function(x, W, V), atol=1e-5, rtol=1e-5)
