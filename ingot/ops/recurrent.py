@@ -21,6 +21,7 @@ Legend: T rows or tokens, N sequences, I inputs, H hidden channels, E members of
 of each member, S steps, A actions, O outputs, G groups, C categories of each group.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -140,7 +141,7 @@ def _rssm_samples(make: TensorMaker) -> Iterator[SampleInput]:
 
 
 def _check_weights(
-    name: str, inputs: int, hidden: int, leading: torch.Size, *weights: Tensor
+    name: str, inputs: int, hidden: int, leading: tuple[int, ...], *weights: Tensor
 ) -> None:
     rows = 3 * hidden
     expected = (*leading, rows, inputs), (*leading, rows, hidden), (*leading, rows)
@@ -260,8 +261,8 @@ def _fake_rollout(h: Tensor, y: Tensor, actions: Tensor, *_: object) -> tuple[Te
 
 def _fake_rssm(prior: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accum_dtype(prior.dtype)
-    logprobs = (prior.new_empty(prior.shape, dtype=dtype) for _ in range(2))
-    return allocate_like(prior), *logprobs
+    first, second = (prior.new_empty(prior.shape, dtype=dtype) for _ in range(2))
+    return allocate_like(prior), first, second
 
 
 def _gru_flops(rows: int, w_ih: Tensor, w_hh: Tensor) -> int:

@@ -41,7 +41,7 @@ def killed(recipe: Recipe, directory: Path, steps: int) -> None:
     trainer, made = Trainer(recipe, directory), 0
     plain = trainer.train_step.optimizer_step
 
-    def update(factor: float) -> float:
+    def update(factor: float) -> dict[str, float]:
         nonlocal made
         if made == steps:
             raise Killed
@@ -233,7 +233,7 @@ def test_a_run_can_be_stopped(tmp_path: Path) -> None:
     trainer = Trainer(recipe, tmp_path / "stopped")
     plain = trainer.train_step.optimizer_step
 
-    def update(factor: float) -> float:
+    def update(factor: float) -> dict[str, float]:
         trainer.stop()
         return plain(factor)
 
