@@ -60,6 +60,24 @@ struct Loss {
   }
 };
 
+template <class T>
+void write_logit_grads(const T* logits, int64_t vocab_size, int64_t target, double grad,
+                       const Loss& loss, T* to) {
+  LogSum log = log_sum(logits, vocab_size);
+  LogitGrads of = loss.logit_grads(log, vocab_size);
+  float factor = float(grad * of.softmax * std::exp(-log.rest));
+  Floats scale = broadcast(factor), shift = broadcast(float(log.row_max)),
+      constant = broadcast(float(grad * of.constant));
+  auto exps = [&](int64_t at, auto... tail) {
+    return exp_nonpositive(load(logits + at, tail...) - shift);
+  };
+  for_each_vector(vocab_size, [&](int64_t at, auto... tail) {
+    store(to + at, fma(exps(at, tail...), scale, constant), tail...);
+  });
+  double prob = double(exps(target, 1)[0]) * factor;
+  to[target] = round_to<T>(float(prob + grad * (of.constant + of.target)));
+}
+
 // The loss of each row of logits; 0 if its target is ignored.
 Tensor loss_of_logits(const Tensor& logits, const Tensor& targets, std::optional<int64_t> ignored,
                       const Loss& loss) {
@@ -90,6 +108,35 @@ Tensor loss_of_logits(const Tensor& logits, const Tensor& targets, std::optional
       }
     });
     return y;
+  });
+}
+
+// The gradient of the logits; 0 for a row whose target is ignored.
+Tensors logits_backward(const NeedsGrad& needs_grad, const Tensors& grads, const Tensor& logits,
+                        const Tensor& targets, std::optional<int64_t> ignored, const Loss& loss) {
+  check(!needs_grad.empty() && grads.size() == 1, "expected one flag per argument and one gradient");
+  if (!needs_grad[0]) return {};
+  Tensor of_losses = contiguous(grads[0]);
+  Integers target(targets);
+  check(of_losses.is_cpu() && of_losses.scalar_type() == ScalarType::Float &&
+            of_losses.numel() == target.count,
+        "the gradient must be float32 on the CPU, one for each target");
+  return dispatch_dtype(logits, [&](auto tag) {
+    using T = decltype(tag);
+    int64_t vocab_size = logits.size(logits.dim() - 1);
+    check(logits.numel() == target.count * vocab_size, "targets must have one entry per row");
+    check_targets(target, ignored, vocab_size);
+    Rows<T> rows(logits);
+    Tensor y = allocate_like(logits);
+    const float* from = data<float>(of_losses);
+    parallel_for(target.count, 8 * vocab_size, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        T* to = data<T>(y) + i * vocab_size;
+        if (target[i] == ignored) std::fill_n(to, vocab_size, T{});
+        else write_logit_grads(rows[i], vocab_size, target[i], from[i], loss, to);
+      }
+    });
+    return Tensors{y};
   });
 }
 
@@ -415,6 +462,17 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(
                             true, weight_grad, [&](int64_t) { return float(grad_output); });
 }
 
+Tensors token_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& logits,
+                                const Tensor& targets) {
+  return logits_backward(needs_grad, grads, logits, targets, std::nullopt,
+                         Loss{.is_logprob = true});
+}
+Tensors cross_entropy_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& logits,
+                               const Tensor& targets, int64_t ignore_index, double label_smoothing,
+                               double z_loss) {
+  return logits_backward(needs_grad, grads, logits, targets, ignore_index,
+                         cross_entropy_loss(label_smoothing, z_loss));
+}
 Tensors linear_token_logprobs_backward(NeedsGrad needs_grad, Tensors grads, const Tensor& hidden,
                                        const Tensor& weight, const Tensor& targets) {
   return linear_loss_backward(needs_grad, grads, hidden, weight, targets, std::nullopt,
@@ -436,5 +494,7 @@ REGISTER_OP(linear_token_logprobs)
 REGISTER_OP(linear_cross_entropy)
 REGISTER_OP(linear_cross_entropy_fwd_bwd)
 
+REGISTER_BACKWARD(token_logprobs)
+REGISTER_BACKWARD(cross_entropy)
 REGISTER_BACKWARD(linear_token_logprobs)
 REGISTER_BACKWARD(linear_cross_entropy)
