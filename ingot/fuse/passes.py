@@ -320,8 +320,6 @@ def _cross_entropy_fits(match: Match) -> bool:
         return False
     rows = logits.shape[0] if logits.dim() == 2 else logits.shape[0] * logits.shape[1]
     integers = not targets.is_floating_point() and targets.dtype != torch.bool
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return False  # the op's backward is that of its reference, slower than Inductor's
     known = match["reduction"] in ("mean", "sum", "none")
     return known and integers and same_shape([rows], targets.shape)
 
