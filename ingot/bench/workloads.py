@@ -453,6 +453,8 @@ def _attention() -> Iterator[Workload]:
         name = f"prefill {tokens}, {query_heads}/{kv_heads} x {width}"
         sdpa = _sdpa(heads, sequences=1, queries=tokens, keys=tokens)
         yield Workload("attention", name, dtype, _prefill(heads, tokens), sdpa)
+    for (batch, length), dtype in product(((8, 128), (4, 512)), ("bf16", "fp32")):
+        yield Workload("padded_attention", f"{batch} of {length}", dtype, _padded(batch, length))
 
 
 def _decode(sequences: int, context: int, int8: bool = False) -> MakeArgs:
@@ -479,6 +481,15 @@ def _prefill(of: tuple[int, int, int], tokens: int) -> MakeArgs:
     starts = torch.tensor([0, tokens], dtype=torch.int32)
     kv = (tokens, kv_heads, width)
     return lambda new: (new(tokens, heads, width), new(*kv), new(*kv), starts)
+
+
+def _padded(batch: int, length: int) -> MakeArgs:
+    """Sequences of half the length to all of it."""
+    heads, kv_heads, width = HEADS
+    lengths = torch.linspace(length / 2, length, batch)
+    tokens = torch.arange(length) < lengths[:, None]
+    kv = (batch, length, kv_heads, width)
+    return lambda new: (new(batch, length, heads, width), new(*kv), new(*kv), tokens)
 
 
 def _sdpa(of: tuple[int, int, int], sequences: int, queries: int, keys: int) -> MakeArgs:

@@ -18,7 +18,8 @@ JOBS: Jobs = {
     4: [
         {"name": "4-ep", "cases": CASES, "parallel": {"ep": 4}, "steps": 3},
         {"name": "2-dp-2-ep", "cases": CASES, "parallel": {"dp": 2, "ep": 2}, "steps": 3},
-        {"name": "wrong", "cases": CASES[:1], "parallel": {"ep": 4}, "steps": 3, "fault": FAULT},
+        # Sums of bfloat16 in float32 often have no rounding, and then no order.
+        {"name": "wrong", "cases": CASES[1:2], "parallel": {"ep": 4}, "steps": 3, "fault": FAULT},
     ],
 }
 
@@ -26,7 +27,7 @@ JOBS: Jobs = {
 def test_experts_on_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     """Also with several micro-batches in a shard, with recomputation, and in float32."""
     compared = compare(JOBS, tmp_path)
-    assert compared.pop(("wrong", "experts"))  # another order of summation is noticed
+    assert compared.pop(("wrong", "experts-accum"))  # another order of summation is noticed
     assert compared == {key: [] for key in compared}
     assert len(compared) == 6
 

@@ -19,7 +19,7 @@ numbers = 7, 1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5
 
 def run(function, params, grads, low):
     first, second = ([m.clone() for m in some] for some in moments)
-    function(params, grads, first, second, low, *numbers)
+    function(params, grads, first, second, low, *numbers, None)
     return [*(map(join, params, low) if low else params), *first, *second]
 
 high, low = ([split(master)[i] for master in masters] for i in (0, 1))
@@ -37,7 +37,8 @@ ties = (torch.arange(0x3F80, 0x4080, dtype=torch.int32) * 65536 + 0x8000).view(t
 ties = torch.cat([ties, -ties])
 high, low = split(ties)
 zeros = torch.zeros(len(ties))
-adamw([high], [zeros], [zeros.clone()], [zeros.clone()], [low], 7, 0.0, 0.9, 0.95, 1e-8, 0.1, 1.0)
+moments = [zeros.clone()], [zeros.clone()]
+adamw([high], [zeros], *moments, [low], 7, 0.0, 0.9, 0.95, 1e-8, 0.1, 1.0, None)
 assert torch.equal(join(high, low), ties)
 assert torch.equal(high, split(ties)[0])
 """
