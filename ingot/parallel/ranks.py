@@ -36,7 +36,8 @@ from ingot.core.errors import ConfigError
 from ingot.parallel.trace import record_collectives
 
 _HEARTBEAT_S = 1.0
-_SUMMED = 2**20  # elements
+_SENT = 2**22  # elements for each rank
+_SUMMED = 2**18  # temporaries of as many stay in the cache
 
 
 @dataclass(frozen=True)
@@ -294,15 +295,15 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 def reduce_scatter(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of the sum over the ranks, in float32.
 
-    Values are sent in their own dtype, a few megabytes at a time: what is received stays in the
-    cache, and takes no memory of the size of `values`.
+    Values are sent in their own dtype; many of them in pieces, so that what is received takes
+    less memory than `values`.
     """
     parts = values.view(group.size(), -1)
     total = values.new_empty(parts.shape[1], dtype=torch.float32)
-    for begin in range(0, len(total), _SUMMED):
-        end = begin + _SUMMED
-        received = all_to_all(parts[:, begin:end], group)
-        total[begin:end] = tree_sum([part.float() for part in received])
+    for sent, own in zip(parts.split(_SENT, 1), total.split(_SENT), strict=True):
+        received = all_to_all(sent, group)
+        for some, sums in zip(received.split(_SUMMED, 1), own.split(_SUMMED), strict=True):
+            sums.copy_(tree_sum([part.float() for part in some]))
     return total
 
 
