@@ -295,7 +295,7 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 def reduce_scatter(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of the sum over the ranks, in float32.
 
-    Values are sent in their own dtype; many of them in pieces, so that what is received takes
+    Values are sent in their own dtype; many of them in chunks, so that what is received takes
     less memory than `values`.
     """
     parts = values.view(group.size(), -1)
