@@ -117,6 +117,11 @@ def loss(make: TensorMaker, call: Call, *, options: bool) -> tuple[Any, ...]:
     return make(call.rows, call.width), weight, targets, *rest
 
 
+def loss_of_logits(make: TensorMaker, call: Call, *, options: bool) -> tuple[Any, ...]:
+    rest = (0, call.smooth, call.smooth * 1e-2) if options else ()
+    return make(call.rows, call.out), make.ints(call.out, call.rows), *rest
+
+
 def attention(make: TensorMaker, call: Call) -> tuple[Any, ...]:
     kv_heads, group = call.heads
     total, width = sum(call.lengths), 1 + call.width % 80
@@ -194,6 +199,8 @@ ARGUMENTS: dict[str, Callable[[TensorMaker, Call], tuple[Any, ...]]] = {
     "layer_norm": lambda make, call: norm(make, call, residual=False, bias=True),
     "add_rms_norm": lambda make, call: norm(make, call, residual=True, bias=False),
     "add_layer_norm": lambda make, call: norm(make, call, residual=True, bias=True),
+    "token_logprobs": lambda make, call: loss_of_logits(make, call, options=False),
+    "cross_entropy": lambda make, call: loss_of_logits(make, call, options=True),
     "linear_token_logprobs": lambda make, call: loss(make, call, options=False),
     "linear_cross_entropy": lambda make, call: loss(make, call, options=True),
     "attention": attention,
@@ -211,7 +218,8 @@ each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 def arguments(op: Op[..., Any], call: Call) -> tuple[Any, ...]:
     # Gradients that are GEMMs are MKL's in float32, whose bits depend on the threads.
-    dtype = torch.bfloat16 if op.family in ("linear", "lora", "loss") else call.dtype
+    is_gemm = op.family in ("linear", "lora") or op.name.startswith("linear_")
+    dtype = torch.bfloat16 if is_gemm else call.dtype
     args = ARGUMENTS[op.name](TensorMaker(dtype, seed=call.seed), call)
     return tuple(map(apart, args)) if call.strided else args
 

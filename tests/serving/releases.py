@@ -27,6 +27,7 @@ model = "{model}"
 share = 0.5
 min_seconds = 3
 min_requests = 40
+max_slowdown = 5
 """
 Answer = tuple[str, str, Any]
 """The version, the prompt and the log-probabilities."""

@@ -41,6 +41,8 @@ ERROR_SIGMAS = 4.0
 SIGMAS = 3.0
 MIN_DRIFTS = 8
 MAX_RESTARTS = 2
+MIN_DELAY = 0.002
+"""Seconds by which a canary may be slower in any case: what two processes on one machine differ."""
 WINDOW = 2000
 """Requests whose latency is kept."""
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)  # of a normal distribution, in standard errors of the mean
@@ -235,7 +237,7 @@ def _slowness(
     before, before_error = median_and_error(stable)
     after, after_error = median_and_error(canary)
     limit = config.max_slowdown * (before + SIGMAS * before_error)
-    if after - SIGMAS * after_error <= limit:
+    if after - SIGMAS * after_error <= max(limit, before + MIN_DELAY):
         return None
     return f"{name}: median {after:.4f}, and {before:.4f} of the stable version"
 
@@ -272,7 +274,10 @@ def _missing(
         (stable.ttfts, canary.ttfts),
         (stable.seconds_per_token, canary.seconds_per_token),
     ):
-        if before and after and median(after) > config.max_slowdown * median(before):
+        if not (before and after):
+            continue
+        limit = max(config.max_slowdown * median(before), median(before) + MIN_DELAY)
+        if median(after) > limit:
             return "latency: above max_slowdown, but not significantly"
     if math.isfinite(config.max_drift):
         if len(canary.drifts) < MIN_DRIFTS:

@@ -210,3 +210,14 @@ def test_an_ab_test_is_never_promoted_but_rolled_back() -> None:
     for _ in range(50):
         canary.add_request(ok=False)
     assert decide(config, stable, canary, 1e9).verdict is Verdict.ROLL_BACK
+
+
+@pytest.mark.parametrize(("slower", "verdict"), [(0.0015, "promote"), (0.0025, "roll back")])
+def test_a_delay_of_two_milliseconds_does_not_count(slower: float, verdict: str) -> None:
+    config = CanaryConfig(min_seconds=0, min_requests=1, max_drift=math.inf)
+    stable, canary = Observations(), Observations()
+    for number in range(100):
+        noise = number % 10 * 1e-6
+        stable.add_request(ok=True, ttft=0.01, seconds_per_token=0.0002 + noise)
+        canary.add_request(ok=True, ttft=0.01, seconds_per_token=0.0002 + slower + noise)
+    assert decide(config, stable, canary, now=1.0).verdict == verdict
