@@ -96,7 +96,8 @@ def desired_replicas(config: AutoscalerConfig, samples: Sequence[LoadSample]) ->
         window = [sample for sample in samples if sample.at >= now - config.cooldown_s]
         is_known = samples[0].at <= now - config.cooldown_s
         is_steady = is_known and now - changed_at >= config.cooldown_s
-        needed = max(_needed(config, sample) for sample in window) if is_steady else current
+        before = max(_needed(config, sample) for sample in window)
+        needed = min(before, current) if is_steady else current
     return max(config.min_replicas, min(config.max_replicas, needed))
 
 

@@ -50,6 +50,11 @@ def test_more_load_never_gives_fewer_replicas(past: list[LoadSample], name: str)
     assert desired_replicas(CONFIG, [*past[:-1], more]) >= desired_replicas(CONFIG, past)
 
 
+def test_load_of_the_past_adds_no_replica() -> None:
+    past = [LoadSample(10.0, 3, 5.0, 0.0), LoadSample(310.0, 3, 0.0, 0.0)]
+    assert desired_replicas(CONFIG, [*past, LoadSample(610.0, 3, 0.0, 0.5)]) == 3
+
+
 @given(samples.map(history))
 def test_replicas_are_removed_only_after_a_quiet_time(past: list[LoadSample]) -> None:
     now, current = past[-1].at, past[-1].num_replicas
