@@ -56,7 +56,7 @@ def test_parts_do_not_depend_on_how_the_text_is_divided(
     data: st.DataObject,
 ) -> None:
     if not format.trigger:  # a call is the whole reply, and a text does not begin with a brace
-        content = "" if given_calls else content.lstrip("{")
+        content = "" if given_calls else content.replace("{", "")
     content = content.strip("\n") if thoughts is not None else content.lstrip()
     text = content + (format.write(given_calls) if given_calls else "")
     if thoughts is not None:

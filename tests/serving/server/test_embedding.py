@@ -33,7 +33,8 @@ def server(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def embed(server: Served, input: Any, **options: Any) -> torch.Tensor:
-    answer = server.client().embeddings.create(model="minilm", input=input, **options)
+    with server.client(max_retries=10) as client:  # 503 while no engine is up
+        answer = client.embeddings.create(model="minilm", input=input, **options)
     assert [one.index for one in answer.data] == list(range(len(answer.data)))
     return torch.tensor([one.embedding for one in answer.data])
 

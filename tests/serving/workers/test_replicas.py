@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -302,7 +303,7 @@ def pair(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield served
 
 
-def complete(client: openai.OpenAI, body: dict[str, Any]) -> Any:
+def complete(client: openai.OpenAI, body: dict[str, Any], begun: threading.Event) -> Any:
     """The choices of a completion, streamed or not, as the client of OpenAI reads them."""
     extra = {name: body[name] for name in ("top_k", "repetition_penalty") if name in body}
     known = {name: value for name, value in body.items() if name not in extra}
@@ -315,6 +316,7 @@ def complete(client: openai.OpenAI, body: dict[str, Any]) -> Any:
         return [choice.model_dump() for choice in answer.choices]
     found: dict[int, list[Any]] = {}
     for chunk in answer:
+        begun.set()
         for choice in chunk.choices:
             text, scored, ended = found.setdefault(choice.index, ["", [], None])
             if choice.logprobs:
@@ -323,14 +325,25 @@ def complete(client: openai.OpenAI, body: dict[str, Any]) -> Any:
     return found
 
 
-def complete_all(served: Served, act: Callable[[], None] = lambda: None) -> list[Any]:
-    """The completions of all bodies, streamed and not; `act` is called when they run."""
+def complete_all(served: Served, act: Callable[[], None] | None = None) -> list[Any]:
+    """The completions of all bodies, streamed and not; `act` is called when all of them run."""
     bodies = [{**body, "stream": stream} for body in BODIES for stream in (False, True)]
+    begun = threading.Event()
     with served.client() as client, ThreadPoolExecutor(len(bodies)) as pool:
-        asked = [pool.submit(complete, client, body) for body in bodies]
-        served.wait(lambda: served.metric("vllm:num_requests_running") >= 8)
-        act()
+        if act:  # the engines wait until the last request has arrived
+            signal_all(served.workers, signal.SIGSTOP)
+        asked = [pool.submit(complete, client, body, begun) for body in bodies]
+        if act:
+            served.wait(lambda: served.metric("ingot:requests_in_flight") >= len(bodies))
+            signal_all(served.workers, signal.SIGCONT)
+            assert begun.wait(60)
+            act()
         return [one.result() for one in asked]
+
+
+def signal_all(workers: list[int], number: int) -> None:
+    for worker in workers:
+        os.kill(worker, number)
 
 
 @pytest.fixture(scope="module")
@@ -344,11 +357,7 @@ def test_a_killed_engine_is_not_noticed(pair: Served, undisturbed: list[Any], ki
     retries, workers = pair.metric("ingot:request_retries"), pair.workers
     assert len(workers) == 2
 
-    def kill() -> None:
-        for worker in workers[:killed]:
-            os.kill(worker, signal.SIGKILL)
-
-    answers = complete_all(pair, kill)
+    answers = complete_all(pair, lambda: signal_all(workers[:killed], signal.SIGKILL))
     for index, (answer, wanted) in enumerate(zip(answers, undisturbed, strict=True)):
         assert answer == wanted, BODIES[index // 2]
     assert pair.metric("ingot:request_retries") - retries >= 4 * killed
