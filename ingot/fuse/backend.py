@@ -21,7 +21,8 @@ from ingot.fuse import cost
 from ingot.fuse.passes import PASSES, Rewrite
 from ingot.fuse.proof import prove
 from ingot.fuse.report import FusionReport, GraphReport, record, summarize
-from ingot.fuse.rewrite import run_passes
+from ingot.fuse.rewrite import is_call, live_nodes, run_passes
+from ingot.fuse.work import work_of
 
 
 def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -44,12 +45,14 @@ def rewrite_graph(
     """
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    graph = graph_module.graph
+    work = {node.name: work_of(node) for node in live_nodes(graph) if is_call(node)}
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        return summarize([], [], graph_module.graph)  # not measured on a GPU
+        return summarize([], [], graph, work)  # not measured on a GPU
     predict = None if always else partial(cost.predict, training=training)
-    applied, skipped = run_passes(graph_module.graph, passes, predict)
+    applied, skipped = run_passes(graph, passes, predict)
     prove(graph_module, applied, example_inputs, training)
-    return summarize(applied, skipped, graph_module.graph)
+    return summarize(applied, skipped, graph, work)
 
 
 class Optimized:
@@ -97,7 +100,7 @@ def optimize(
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
     >>> fast = ingot.optimize(model, torch.ones(2, 8))  # doctest: +SKIP
     >>> print(fast.report)  # doctest: +SKIP
-    graph 0: 0 calls left to Inductor
+    graph 0: 100% of FLOPs and 100% of bytes in ingot's kernels, 0 calls left to Inductor
         1 x linear          float32 2x8                  error 0.25 of the bound
     """
     if isinstance(example_inputs, Tensor):

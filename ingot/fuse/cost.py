@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -33,6 +33,7 @@ from ingot.core.errors import IngotError
 from ingot.fuse.graph import tensor_of
 from ingot.fuse.passes import Rewrite
 from ingot.fuse.pattern import Match
+from ingot.fuse.work import hint, size_hint
 
 Rates: TypeAlias = dict[str, dict[int, float]]
 """Of each provider and kind of call: number of rows -> FLOPs per second."""
@@ -97,7 +98,7 @@ def _predict_linear(match: Match, training: bool) -> Prediction:
 def _predict_attention(match: Match, training: bool) -> Prediction:
     q = tensor_of(match["q"])
     assert q is not None
-    batch, heads, length, width = (_hint(size) for size in q.shape)
+    batch, heads, length, width = (hint(size) for size in q.shape)
     flops = 4.0 * batch * heads * length * length * width
     causal = match["is_causal"] or match["causal"]
     kind = f"{_dtype(q)}/{'training' if training else 'forward'}/{'causal' if causal else 'full'}"
@@ -109,19 +110,6 @@ def _predict_attention(match: Match, training: bool) -> Prediction:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def size_hint(tensor: Tensor) -> int:
-    """Return the number of elements of a tensor, at the sizes of the first call.
-
-    >>> size_hint(torch.ones(2, 3))
-    6
-    """
-    return math.prod(_hint(size) for size in tensor.shape)
-
-
-def _hint(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)  # int(size) would add a guard
 
 
 def rate(kind: str, rows: int) -> float:

@@ -100,7 +100,7 @@ _NAMES = [
     "gelu", "softmax", "matmul", "view", "reshape", "transpose", "expand", "unsqueeze",
     "contiguous", "to", "float", "flatten", "cat", "cos", "sin", "square", "sqrt", "le", "lt",
     "ge", "gt", "eq", "ne", "cumsum", "diff", "arange", "linear", "addmm", "layer_norm",
-    "rms_norm", "embedding", "dropout", "cross_entropy", "getitem",
+    "rms_norm", "embedding", "dropout", "cross_entropy", "getitem", "repeat",
 ]
 # fmt: on
 _OTHER_FUNCTIONS: dict[Any, str] = {
@@ -112,8 +112,16 @@ _OTHER_FUNCTIONS: dict[Any, str] = {
     torch.bitwise_and: "and",
 }
 _METHODS = {name: name for name in _NAMES} | {"new_ones": "new_ones", "__and__": "and"}
-_VARIADIC = {"view", "reshape", "expand"}
-_VIEWS = _VARIADIC | {"transpose", "unsqueeze", "contiguous", "to", "float", "flatten", "getitem"}
+_VARIADIC = {"view", "reshape", "expand", "repeat"}
+_VIEWS = (_VARIADIC - {"repeat"}) | {
+    "transpose",
+    "unsqueeze",
+    "contiguous",
+    "to",
+    "float",
+    "flatten",
+    "getitem",
+}
 _VIEW_METHODS = {
     "t",
     "permute",

@@ -169,6 +169,10 @@ def _evaluate_call(node: fx.Node, known: dict[fx.Node, Expression]) -> Expressio
             return of if source.dtype == value.dtype or isinstance(of, Const) else None
         case "expand" | "contiguous":
             return of
+        case "repeat":  # of a size of 1, like `expand`
+            sizes = zip(args[1][::-1], source.shape[::-1], strict=False)
+            expands = all(times == 1 or same_shape([size], [1]) for times, size in sizes)
+            return of if expands else None
         case "unsqueeze":
             dim = args[1] if args[1] < 0 else args[1] - value.dim()
             return _insert(of, dim)

@@ -1,7 +1,7 @@
 """Times the calls of a captured graph one by one, and counts their bytes and FLOPs.
 
 The graph runs as Dynamo captured it, without fusion: the times show where a model spends them in
-eager mode. The bytes of a call are those of its arguments and results, none for a view.
+eager mode.
 """
 
 # pyright: basic
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from ingot.fuse.graph import named_call
 from ingot.fuse.proof import concrete_inputs
+from ingot.fuse.work import work_of
 
 RUNS = 3
 """Timed runs, of which the shortest time of each call counts."""
@@ -73,7 +73,7 @@ class _Timer(fx.Interpreter):
 
 
 class _Counter(fx.Interpreter):
-    """Counts instead of timing: the counter slows calls down."""
+    """Counts what the calls do."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -82,47 +82,22 @@ class _Counter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op not in ("call_function", "call_method"):
             return super().run_node(n)
-        arguments = [self.env[source] for source in n.all_input_nodes]
-        tensors = _tensors(arguments)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad():
             result = super().run_node(n)
-        flops = _attention_flops(n, tensors) or counter.get_total_flops()
+        work = work_of(n, lambda node: result if node is n else self.env[node])
         call = named_call(n)
         target = getattr(n.target, "__name__", str(n.target))
         self.calls[n.name] = CallProfile(
             node=n.name,
             name=call.name if call is not None else target,
             seconds=float("inf"),
-            bytes=_bytes(tensors, result),
-            flops=flops,
+            bytes=work.bytes,
+            flops=work.flops,
             dtype=str(result.dtype).removeprefix("torch.") if isinstance(result, Tensor) else "",
             source=_source(n),
             notes=_notes(n, self.env),
         )
         return result
-
-
-def _attention_flops(node: fx.Node, tensors: Sequence[Tensor]) -> int:
-    call = named_call(node)
-    if call is None or call.name != "sdpa":
-        return 0
-    q, k = tensors[:2] if len(tensors) > 1 else (tensors[0], tensors[0])
-    return 4 * q.numel() * k.shape[-2]
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors among values and in tuples of them."""
-    if isinstance(values, tuple | list):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return [values] if isinstance(values, Tensor) else []
-
-
-def _bytes(arguments: Sequence[Tensor], result: Any) -> int:
-    results = _tensors(result)
-    read = {tensor.untyped_storage().data_ptr() for tensor in arguments}
-    if all(tensor.untyped_storage().data_ptr() in read for tensor in results):
-        return 0
-    return sum(tensor.nbytes for tensor in (*arguments, *results))
 
 
 def _notes(node: fx.Node, env: dict[fx.Node, Any]) -> frozenset[str]:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from ingot.fuse.rewrite import Applied, Skipped
+from ingot.fuse.work import Work, total
 
 MAX_RECENT = 64
 """Graphs of which a process keeps a report."""
@@ -42,6 +43,26 @@ class GraphReport:
     """Calls that Inductor compiles."""
     touched: dict[str, str] = field(default_factory=dict[str, str])
     """Call of the original graph -> pass that replaced it."""
+    work: Work = field(default_factory=Work)
+    """FLOPs and bytes of the original graph, forward."""
+    replaced: Work = field(default_factory=Work)
+    """Those of the calls that were replaced by ingot's ops."""
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Shares of the FLOPs and of the bytes of the graph that run in ingot's kernels.
+
+        >>> GraphReport(
+        ...     rows=(),
+        ...     skipped=(),
+        ...     calls_left=0,
+        ...     work=Work(flops=4, bytes=2),
+        ...     replaced=Work(flops=3, bytes=1),
+        ... ).shares
+        (0.75, 0.5)
+        """
+        ours, all_of_it = self.replaced, self.work
+        return ours.flops / max(1, all_of_it.flops), ours.bytes / max(1, all_of_it.bytes)
 
     @property
     def kept(self) -> Counter[str]:
@@ -57,7 +78,11 @@ class GraphReport:
         return [row for row in self.rows if row.dropped is not None]
 
     def __str__(self) -> str:
-        lines = [f"{self.calls_left} calls left to Inductor"]
+        flops, num_bytes = self.shares
+        lines = [
+            f"{flops:.0%} of FLOPs and {num_bytes:.0%} of bytes in ingot's kernels, "
+            f"{self.calls_left} calls left to Inductor"
+        ]
         for row in self.rows:
             outcome = f"error {row.error or 0:.2f} of the bound"
             if row.dropped is not None:
@@ -78,9 +103,15 @@ class FusionReport:
 
 
 def summarize(
-    applied: Iterable[Applied], skipped: Iterable[Skipped], graph: fx.Graph
+    applied: Iterable[Applied],
+    skipped: Iterable[Skipped],
+    graph: fx.Graph,
+    work: Mapping[str, Work],
 ) -> GraphReport:
-    """Describe the rewrites of a graph without holding on to it."""
+    """Describe the rewrites of a graph without holding on to it.
+
+    `work` is that of each call before the passes.
+    """
     applied = list(applied)
     kept = [rewrite for rewrite in applied if rewrite.dropped is None]
     equal: dict[tuple[str, str, bool], list[Applied]] = defaultdict(list)
@@ -99,11 +130,14 @@ def summarize(
     left = Counter((s.name, s.reason) for s in skipped)
     calls = (node for node in graph.nodes if node.op in ("call_function", "call_method"))
     ours = sum("ingot" in str(node.target) for node in graph.nodes)
+    touched = {name: a.rewrite.name for a in kept for name in a.replaced}
     return GraphReport(
         rows=rows,
         skipped=tuple((name, why, count) for (name, why), count in left.items()),
         calls_left=sum(1 for _ in calls) - ours,
-        touched={name: a.rewrite.name for a in kept for name in a.replaced},
+        touched=touched,
+        work=total(work.values()),
+        replaced=total(work[name] for name in touched if name in work),
     )
 
 

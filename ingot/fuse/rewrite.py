@@ -144,7 +144,7 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     """
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        needed = any(user in live for user in node.users) or not _is_call(node)
+        needed = any(user in live for user in node.users) or not is_call(node)
         if needed or mutated_by(node):
             live.add(node)
     return live
@@ -334,7 +334,7 @@ def erase_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_call(node: fx.Node) -> bool:
+def is_call(node: fx.Node) -> bool:
     """Return whether a node only computes tensors; `mutated_by` knows its other effects."""
     value = value_of(node)
     tensors = value if isinstance(value, tuple) else (value,)

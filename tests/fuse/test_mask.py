@@ -39,6 +39,7 @@ CAUSAL: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "query_from_key": lambda t, q, k: q >= k,
     "before_next": lambda t, q, k: k < q + 1,
     "expanded": lambda t, q, k: (k <= q).expand(2, 1, -1, -1),
+    "repeated": lambda t, q, k: k.repeat(2, 1, 1, 1) <= q.repeat(1, 1, 1, 1),
     "and_true": lambda t, q, k: (q >= 0) & (k <= q),
 }
 OTHER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -49,6 +50,8 @@ OTHER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "window": lambda t, q, k: (k <= q) & (k > q - 3),
     "reversed": lambda t, q, k: (6 - k) <= q,
     "of_tokens": lambda t, q, k: (k <= q) & t[0][None, None, None, :],
+    "repeated_row": lambda t, q, k: (k <= q) & t[:1].repeat(2, 1)[:, None, None, :],
+    "repeated_key": lambda t, q, k: k[..., 3:4].repeat(1, 1, 1, 7) <= q,
     "rows_of_tokens": lambda t, q, k: t[:, None, :, None] & (k <= q),
 }
 
@@ -70,7 +73,7 @@ def test_another_mask_is_not_causal(name: str) -> None:
 @pytest.mark.parametrize(("name", "causal"), [("gpt2", True), ("llama", True), ("bert", False)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_masks_of_transformers(name: str, causal: bool, padded: bool) -> None:
-    model, tokens = hf_models.build(name), hf_models.inputs(name, 2, 7)
+    model, tokens = hf_models.build(name), hf_models.inputs(name, 2, 7)["input_ids"]
     mask = TOKENS.long() if padded else None
 
     def call(tokens: Tensor, mask: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ingot.fuse.passes import PASSES
 from ingot.fuse.report import MAX_RECENT, FusionReport, GraphReport, recent, record
+from ingot.fuse.work import Work
 from tests.fuse.graphs import rewritten
 
 
@@ -23,8 +24,20 @@ def test_equal_rewrites_are_one_row() -> None:
     (report,) = reports
     text = str(FusionReport(graphs=reports))
     assert dict(report.kept) == {"linear": 2, "layer_norm": 1}
-    assert "graph 0: 1 calls left to Inductor" in text
+    assert "graph 0: 100% of FLOPs and 88% of bytes in ingot's kernels, 1 calls left" in text
     assert "1 x layer_norm      float32 2x8" in text
+
+
+def test_shares_are_those_of_the_calls_before_the_passes() -> None:
+    compiled, reports = rewritten(lambda x, w: (x @ w.sin(), F.linear(x, w).sin()))
+    compiled(torch.randn(2, 8), torch.randn(8, 8))
+    matmul = 4 * (2 * 8 + 8 * 8 + 2 * 8)
+    (report,) = reports
+    assert report.replaced == Work(flops=2 * 2 * 8 * 8, bytes=matmul)
+    assert report.work == Work(
+        flops=2 * 2 * 2 * 8 * 8, bytes=2 * matmul + 4 * (2 * 8 * 8 + 2 * 2 * 8)
+    )
+    assert report.shares[0] == 0.5
 
 
 def test_dropped_and_left_matches_have_a_reason() -> None:
