@@ -4,68 +4,118 @@
 
 The models have random weights, the widths of their published small versions and fewer layers, since
 all layers cost the same. Systems are timed one call each in turn, so that a change of the machine
-affects all. A row has the median time of each system, and the median over the rounds of the ratio
-of Inductor's time to ingot's.
+affects all. A row has the median time of each system, the median over the rounds of the ratio of
+its time to ingot's, and the shares of the FLOPs and bytes of the forward pass in ingot's kernels.
+
+With `--processes`, each system compiles in a process of its own, first with empty caches, then
+again. A row has the time of the first call and the peak memory of later ones, ratios are ingot's
+over Inductor's.
 """
 
 # pyright: basic
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from ingot.fuse.backend import Optimized
+from ingot.fuse import cost
+from ingot.fuse.backend import Optimized, rewrite_graph
+from ingot.fuse.report import recent
 
 Step = Callable[[], object]
 SIZES = {
     "tiny": {"dim": 64, "ffn": 128, "layers": 2, "heads": 4, "vocab": 512},
     "small": {"dim": 768, "ffn": 3072, "layers": 4, "heads": 12, "vocab": 32000},
 }
-NAMES = ("gpt2", "llama", "qwen2", "bert", "vit")
+NAMES = ("gpt2", "llama", "qwen2", "bert", "vit", "t5", "whisper", "resnet")
+SYSTEMS = ("eager", "inductor", "ingot", "always")
+SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
 
-def build(name: str, size: str) -> torch.nn.Module:
-    """Return a model of transformers with random weights."""
+def build(name: str, size: str) -> Any:
+    """Return a model of transformers with random weights and without dropout."""
     import transformers as hf
 
     s = SIZES[size]
     dim, ffn, layers, heads, vocab = (s[k] for k in ("dim", "ffn", "layers", "heads", "vocab"))
     common: dict[str, Any] = {"hidden_size": dim, "intermediate_size": ffn}
     common |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    text: dict[str, Any] = {"vocab_size": vocab, **common}
+    gqa: dict[str, Any] = {"num_key_value_heads": heads // 4, "use_cache": False, **SPECIAL}
     match name:
         case "gpt2":
-            widths = {"n_embd": dim, "n_layer": layers, "n_head": heads}
+            widths: dict[str, Any] = {"n_embd": dim, "n_layer": layers, "n_head": heads}
             drop = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-            return hf.GPT2LMHeadModel(
-                hf.GPT2Config(vocab_size=vocab, **widths, **drop, **tokens, use_cache=False)
+            config: Any = hf.GPT2Config(
+                vocab_size=vocab, use_cache=False, **widths, **drop, **SPECIAL
             )
-        case "llama" | "qwen2":
-            kind = (hf.LlamaConfig, hf.LlamaForCausalLM)
-            if name == "qwen2":
-                kind = (hf.Qwen2Config, hf.Qwen2ForCausalLM)
-            gqa = {"num_key_value_heads": heads // 4, "use_cache": False}
-            return kind[1](kind[0](vocab_size=vocab, **common, **gqa, **tokens))
+            return hf.GPT2LMHeadModel(config)
+        case "llama":
+            return hf.LlamaForCausalLM(hf.LlamaConfig(**text, **gqa))
+        case "qwen2":
+            return hf.Qwen2ForCausalLM(hf.Qwen2Config(**text, **gqa))
         case "bert":
             drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-            return hf.BertModel(hf.BertConfig(vocab_size=vocab, **common, **drop))
-        case _:
+            return hf.BertModel(hf.BertConfig(**text, **drop))
+        case "vit":
             return hf.ViTModel(hf.ViTConfig(**common))
+        case "t5":
+            widths = {"d_model": dim, "d_kv": dim // heads, "d_ff": ffn, "num_heads": heads}
+            config = hf.T5Config(vocab_size=vocab, num_layers=layers, **widths)
+            config.update({"dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0})
+            return hf.T5ForConditionalGeneration(config)
+        case "whisper":
+            return hf.WhisperForConditionalGeneration(whisper_config(size))
+        case _:
+            narrow: dict[str, Any] = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
+            return hf.ResNetForImageClassification(
+                hf.ResNetConfig(**(narrow | {"embedding_size": 8} if size == "tiny" else {}))
+            )
+
+
+def whisper_config(size: str) -> Any:
+    """Return the sizes of Whisper-tiny, or of one that is smaller still."""
+    import transformers as hf
+
+    dim, heads, layers = (384, 6, 4) if size == "small" else (64, 4, 2)
+    sides = {
+        f"{side}_{key}": value
+        for side in ("encoder", "decoder")
+        for key, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", 4 * dim))
+    }
+    return hf.WhisperConfig(d_model=dim, dropout=0.0, use_cache=False, **sides)
 
 
 def make_inputs(name: str, model: Any, batch: int, length: int, training: bool) -> dict[str, Any]:
     """Return random inputs, with labels if the model has a loss."""
-    if name == "vit":
+    if name in ("vit", "resnet"):
         return {"pixel_values": torch.randn(batch, 3, 224, 224, dtype=model.dtype)}
-    tokens = torch.randint(0, model.config.vocab_size, (batch, length))
-    return {"input_ids": tokens} | ({"labels": tokens} if training and name != "bert" else {})
+    tokens = torch.randint(0, min(model.config.vocab_size, 32000), (batch, length))
+    labels = {"labels": tokens} if training else {}
+    match name:
+        case "t5":
+            return {"input_ids": tokens, **(labels or {"decoder_input_ids": tokens})}
+        case "whisper":
+            features = torch.randn(batch, 80, 3000, dtype=model.dtype)
+            return {"input_features": features, **(labels or {"decoder_input_ids": tokens})}
+        case "bert":
+            return {"input_ids": tokens}
+        case _:
+            return {"input_ids": tokens, **labels}
 
 
 def make_step(call: Callable[..., Any], model: Any, inputs: dict[str, Any], training: bool) -> Step:
@@ -94,12 +144,21 @@ def systems(model: Any, training: bool, freeze: bool) -> dict[str, tuple[Any, An
         "eager": (model, none),
         "inductor": (torch.compile(model), none),
         "ingot": (torch.compile(model, backend="ingot"), none),
+        "always": (torch.compile(model, backend=always), none),
     }
     if freeze and not training:
         frozen = config.patch(freezing=True, max_autotune=True)
         found["frozen"] = (torch.compile(model, options={"freezing": True}), frozen)
         found["ingot"] = (Optimized(model, freeze=True), none)
     return found
+
+
+def always(module: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Compile with every rewrite that matches, whatever its predicted time."""
+    from torch._inductor.compile_fx import compile_fx
+
+    rewrite_graph(module, inputs, always=True)
+    return compile_fx(module, list(inputs))
 
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
@@ -113,34 +172,86 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def run(name: str, args: argparse.Namespace, batch: int) -> dict[str, float]:
-    """Measure one model; print its row and return the ratios."""
+def prepare(name: str, args: argparse.Namespace, batch: int) -> tuple[Any, dict[str, Any]]:
+    """Return a model and its inputs."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     training = args.mode == "training"
     model = build(name, args.size).to(getattr(torch, args.dtype)).train(training)
-    inputs = make_inputs(name, model, batch, args.length, training)
+    return model, make_inputs(name, model, batch, args.length, training)
+
+
+def run(name: str, args: argparse.Namespace, batch: int) -> dict[str, float]:
+    """Measure one model; print its row and return the ratios."""
+    model, inputs = prepare(name, args, batch)
+    training = args.mode == "training"
     steps: dict[str, Step] = {}
-    compile_seconds: dict[str, float] = {}
+    share = 0.0, 0.0
     for system, (call, context) in systems(model, training, args.freeze).items():
+        if system not in args.systems:
+            continue
         steps[system] = make_step(call, model, inputs, training)
         with context:
-            start = time.perf_counter()
             steps[system]()
-            compile_seconds[system] = time.perf_counter() - start
             steps[system]()
+        if system == "ingot":
+            share = recent()[-1].shares
     times = measure(steps, args.rounds)
-    p50 = {system: median(values) for system, values in times.items()}
     ratios = {
         system: median(a / b for a, b in zip(values, times["ingot"], strict=True))
         for system, values in times.items()
     }
-    row = [f"{name:6}", f"{batch:3}"]
-    row += [f"{system} {p50[system] * 1e3:8.2f} ms" for system in times]
+    row = [f"{name:7}", f"{batch:3}"]
+    row += [f"{system} {median(values) * 1e3:8.2f} ms" for system, values in times.items()]
     row += [f"{system}/ingot {ratio:5.2f}" for system, ratio in ratios.items() if system != "ingot"]
-    row += [f"compile {compile_seconds['inductor']:.0f} s, {compile_seconds['ingot']:.0f} s"]
+    row += [f"in ingot {share[0]:4.0%} of FLOPs {share[1]:4.0%} of bytes"]
     print("  ".join(row), flush=True)  # noqa: T201
     return ratios
+
+
+def run_in_processes(name: str, args: argparse.Namespace, batch: int) -> dict[str, float]:
+    """Compile a model in processes of its own, with empty caches and again; print its row."""
+    row, found = [f"{name:7}", f"{batch:3}"], dict[str, dict[str, float]]()
+    for system in ("inductor", "ingot"):
+        with tempfile.TemporaryDirectory() as cache:
+            environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+            given = ["--child", system, "--batch", str(batch), "--length", str(args.length)]
+            given += ["--size", args.size, "--dtype", args.dtype, "--mode", args.mode]
+            command = [sys.executable, __file__, name, *given, "--threads", str(args.threads)]
+            for state in ("cold", "warm"):
+                out = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE)
+                found[f"{system} {state}"] = json.loads(out.stdout.splitlines()[-1])
+        cold, warm = found[f"{system} cold"], found[f"{system} warm"]
+        row += [f"{system} cold {cold['compile']:5.1f} s warm {warm['compile']:5.1f} s"]
+        row += [f"peak {warm['running']:,.0f} MB ({cold['peak']:,.0f} MB compiling)"]
+    print("  ".join(row), flush=True)  # noqa: T201
+    theirs, ours = found["inductor cold"], found["ingot cold"]
+    return {
+        "compile time": ours["compile"] / theirs["compile"],
+        "warm over cold": found["ingot warm"]["compile"] / ours["compile"],
+        "peak memory": found["ingot warm"]["running"] / found["inductor warm"]["running"],
+    }
+
+
+def run_child(name: str, args: argparse.Namespace) -> None:
+    """Print the compile time of one system in seconds, and its peak memory in MB."""
+    for kind in ("linear/torch/{}/contiguous", "attention/torch/{}/causal"):
+        mode = "training" if args.mode == "training" else "forward"
+        cost.rate(kind.format(f"{args.dtype}/{mode}"), 1)  # of the machine, not of the model
+    model, inputs = prepare(name, args, args.batch[0])
+    training = args.mode == "training"
+    call, _ = systems(model, training, False)[args.child]
+    step = make_step(call, model, inputs, training)
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in range(3):
+        step()
+    status = Path("/proc/self/status").read_text()
+    running = int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    print(json.dumps({"compile": seconds, "peak": peak, "running": running}))  # noqa: T201
 
 
 def main() -> None:
@@ -155,17 +266,34 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=SYSTEMS,
+        default=["eager", "inductor", "ingot"],
+        help="`always` makes every rewrite, whatever its predicted time",
+    )
+    parser.add_argument(
         "--freeze",
         action="store_true",
         help="also time max-autotune with freezing, and freeze ingot too",
     )
+    parser.add_argument(
+        "--processes", action="store_true", help="measure compile time and peak memory instead"
+    )
+    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.child:
+        run_child(args.models[0], args)
+        return
+    args.systems += ["frozen"] if args.freeze else []
     print(f"torch {torch.__version__}, {args}", flush=True)  # noqa: T201
-    found = [run(name, args, batch) for name in args.models for batch in args.batch]
-    for system in found[0]:
-        mean = math.exp(sum(math.log(ratios[system]) for ratios in found) / len(found))
-        print(f"{system}/ingot, geometric mean: {mean:.2f}")  # noqa: T201
+    measure_model = run_in_processes if args.processes else run
+    found = [measure_model(name, args, batch) for name in args.models for batch in args.batch]
+    for key in found[0]:
+        mean = math.exp(sum(math.log(ratios[key]) for ratios in found) / len(found))
+        what = key if args.processes else f"{key}/ingot"
+        print(f"{what}, geometric mean: {mean:.2f}")  # noqa: T201
 
 
 if __name__ == "__main__":
