@@ -6,12 +6,14 @@ in float64. The error of the replacement against float64 may be the record's tol
 the replaced calls, as in the tests of ops (`ingot.ops.accuracy`); the same for gradients when the
 model is trained. A rewrite that differs more is undone and reported.
 
-Rewrites of one kind with the same shapes are the same functions, and are proved once.
+Rewrites of one kind with the same shapes are the same functions, and are proved once. The outcome
+is kept for the next process that compiles the same graph (`ingot.fuse.store`).
 """
 
 # pyright: basic
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ingot.fuse import store
 from ingot.fuse.graph import inputs_of, mutations, named_call, tensor_of
 from ingot.fuse.rewrite import MARK, Applied, erase_dead, live_nodes, undo
 from ingot.ops.accuracy import error_bound, relative_error
@@ -29,10 +32,15 @@ def prove(
 ) -> None:
     """Prove the rewrites of a graph on its inputs; undo those that fail."""
     pending = list(applied)
+    key = store.key_of(module.graph, pending, training)
+    known = store.load(key, len(pending)) if pending else None
+    for rewrite, outcome in zip(pending, known or (), strict=False):
+        rewrite.error, rewrite.dropped = outcome.error, outcome.dropped
     reason = "there were no values to prove it with"
-    if pending and not any(isinstance(value, FakeTensor) for value in inputs):
+    if pending and not known and not any(isinstance(value, FakeTensor) for value in inputs):
         try:
             _Prover(module, training).prove(inputs)
+            store.save(key, [_outcome(rewrite) for rewrite in pending])
         except Exception as error:  # invalid inputs: the caller's call raises the same
             reason = f"the graph raised {type(error).__name__}"
     for rewrite in reversed(pending):  # later ones first: they read outputs of earlier ones
@@ -42,6 +50,12 @@ def prove(
             undo(module.graph, rewrite, pending)
     erase_dead(module.graph)
     module.recompile()
+
+
+def _outcome(rewrite: Applied) -> store.Outcome:
+    error = rewrite.error
+    finite = error if error is not None and math.isfinite(error) else None
+    return store.Outcome(finite, rewrite.dropped)
 
 
 class _Prover(fx.Interpreter):
