@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ingot.fuse.rewrite import Applied, Skipped
-from ingot.fuse.work import Work, total
+from ingot.fuse.work import total
+from ingot.ops import Cost
 
+NO_WORK = Cost(bytes=0, flops=0)
 MAX_RECENT = 64
 """Graphs of which a process keeps a report."""
 _RECENT: deque[GraphReport] = deque(maxlen=MAX_RECENT)
@@ -43,9 +45,9 @@ class GraphReport:
     """Calls that Inductor compiles."""
     touched: dict[str, str] = field(default_factory=dict[str, str])
     """Call of the original graph -> pass that replaced it."""
-    work: Work = field(default_factory=Work)
+    work: Cost = NO_WORK
     """FLOPs and bytes of the original graph, forward."""
-    replaced: Work = field(default_factory=Work)
+    replaced: Cost = NO_WORK
     """Those of the calls that were replaced by ingot's ops."""
 
     @property
@@ -56,8 +58,8 @@ class GraphReport:
         ...     rows=(),
         ...     skipped=(),
         ...     calls_left=0,
-        ...     work=Work(flops=4, bytes=2),
-        ...     replaced=Work(flops=3, bytes=1),
+        ...     work=Cost(flops=4, bytes=2),
+        ...     replaced=Cost(flops=3, bytes=1),
         ... ).shares
         (0.75, 0.5)
         """
@@ -106,7 +108,7 @@ def summarize(
     applied: Iterable[Applied],
     skipped: Iterable[Skipped],
     graph: fx.Graph,
-    work: Mapping[str, Work],
+    work: Mapping[str, Cost],
 ) -> GraphReport:
     """Describe the rewrites of a graph without holding on to it.
 

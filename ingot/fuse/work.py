@@ -1,7 +1,8 @@
 """Counts the FLOPs and bytes of calls, from the sizes of their arguments and results.
 
 They are those of a call on its own, without fusion: the arguments are read and the result is
-written, nothing is moved by a view. With dynamic shapes they are those of the first call.
+written, nothing is moved by a view. FLOPs are those of matmuls, attention and convolutions. With
+dynamic shapes they are those of the first call.
 """
 
 # pyright: basic
@@ -9,35 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from ingot.fuse.graph import named_call, value_of
+from ingot.ops import Cost
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """FLOPs of matmuls, attention and convolutions, and bytes."""
-
-    flops: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(flops=self.flops + other.flops, bytes=self.bytes + other.bytes)
-
-
-def total(works: Iterable[Work]) -> Work:
+def total(works: Iterable[Cost]) -> Cost:
     """Return a sum.
 
-    >>> total([Work(flops=1, bytes=2), Work(bytes=3)])
-    Work(flops=1, bytes=5)
+    >>> total([Cost(flops=1, bytes=2), Cost(flops=0, bytes=3)])
+    Cost(bytes=5, flops=1)
     """
-    return sum(works, Work())
+    parts = list(works)
+    return Cost(bytes=sum(part.bytes for part in parts), flops=sum(part.flops for part in parts))
 
 
-def work_of(node: fx.Node, value: Callable[[fx.Node], Any] = value_of) -> Work:
+def work_of(node: fx.Node, value: Callable[[fx.Node], Any] = value_of) -> Cost:
     """Return the work of a call; `value` returns the tensors of nodes, by default fake ones.
 
     >>> from ingot.fuse.graph import VALUE
@@ -46,11 +37,11 @@ def work_of(node: fx.Node, value: Callable[[fx.Node], Any] = value_of) -> Work:
     ...     import torch
     ...     node.meta[VALUE] = torch.ones(4, 4)
     >>> work_of(list(graph.nodes)[1])
-    Work(flops=128, bytes=128)
+    Cost(bytes=128, flops=128)
     """
     read = _tensors([value(source) for source in node.all_input_nodes])
     result = value(node)
-    return Work(flops=_flops(node, value, result), bytes=_bytes(read, _tensors(result)))
+    return Cost(flops=_flops(node, value, result), bytes=_bytes(read, _tensors(result)))
 
 
 def size_hint(tensor: Tensor) -> int:

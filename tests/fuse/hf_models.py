@@ -51,9 +51,7 @@ def _vit() -> Any:
 
 def _t5() -> Any:
     widths: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
-    config = transformers.T5Config(
-        vocab_size=VOCAB, num_layers=2, use_cache=False, decoder_start_token_id=0, **widths
-    )
+    config = transformers.T5Config(vocab_size=VOCAB, num_layers=2, use_cache=False, **widths)
     return transformers.T5ForConditionalGeneration(config)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ingot.fuse.passes import PASSES
 from ingot.fuse.report import MAX_RECENT, FusionReport, GraphReport, recent, record
-from ingot.fuse.work import Work
+from ingot.ops import Cost
 from tests.fuse.graphs import rewritten
 
 
@@ -33,8 +33,8 @@ def test_shares_are_those_of_the_calls_before_the_passes() -> None:
     compiled(torch.randn(2, 8), torch.randn(8, 8))
     matmul = 4 * (2 * 8 + 8 * 8 + 2 * 8)
     (report,) = reports
-    assert report.replaced == Work(flops=2 * 2 * 8 * 8, bytes=matmul)
-    assert report.work == Work(
+    assert report.replaced == Cost(flops=2 * 2 * 8 * 8, bytes=matmul)
+    assert report.work == Cost(
         flops=2 * 2 * 2 * 8 * 8, bytes=2 * matmul + 4 * (2 * 8 * 8 + 2 * 2 * 8)
     )
     assert report.shares[0] == 0.5

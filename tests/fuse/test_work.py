@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ingot.fuse.work import Work, work_of
+from ingot.fuse.work import work_of
+from ingot.ops import Cost
 from tests.fuse.graphs import capture
 
 X, W, Q = torch.randn(2, 3, 8), torch.randn(4, 8), torch.randn(2, 3, 5, 4)
@@ -55,4 +56,4 @@ def test_work_of_a_call(name: str, dynamic: bool) -> None:
     function, args, flops, num_bytes = CASES[name]
     graph = capture(function, *args, dynamic=dynamic)
     calls: list[Any] = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
-    assert work_of(calls[-1]) == Work(flops=flops, bytes=num_bytes)
+    assert work_of(calls[-1]) == Cost(flops=flops, bytes=num_bytes)
