@@ -1,8 +1,11 @@
-"""Replicas: what becomes of requests when engines are killed, and what replicas and Ray cost.
+"""Replicas: what becomes of requests when engines are killed, what replicas and Ray cost, and
+whether `ingot simulate` predicts them.
 
     python benchmarks/replicas.py kill [MODEL] [--ray] [--replicas 4] [--requests 10000]
                                        [--kills 20] [--load 0.7] [--rate R]
     python benchmarks/replicas.py cost [MODEL] [--ray] [--replicas 4]
+    python benchmarks/replicas.py predict [MODEL] [--replicas 4] [--requests 10000] [--load 0.7]
+                                          [--rounds 3]
 
 **kill** starts `ingot serve MODEL --replicas 4`, measures how many requests per second it
 completes, and sends requests at 70 % of this rate (Poisson arrivals, whether earlier ones have
@@ -15,6 +18,11 @@ the seconds since the last kill.
 of this machine, too. It reports the seconds to start, the memory of all processes,
 the latency of a request for one token, and the time of the router's decision.
 
+**predict** measures the CPU time of the processes of one replica, and fits the costs of `ingot
+simulate` to it. With these, the requests that all replicas complete per second are predicted for
+more requests than they can serve, and latencies for 70 % of this rate. Then the same requests are
+sent to a server, and the errors of the predictions are reported.
+
 Ray listens on all interfaces: with `--ray` everything runs in a network namespace of its own
 (`unshare -n`). `--json` prints the results for scripts.
 """
@@ -24,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -64,6 +73,12 @@ class Server:
             page = response.read().decode()
         rows = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
         return sum(map(float, rows))
+
+    def label(self, name: str, label: str) -> str:
+        """Return the value of a label of a metric."""
+        with urllib.request.urlopen(f"{self.admin}/metrics", timeout=60) as response:
+            page = response.read().decode()
+        return re.findall(rf'^{re.escape(name)}{{.*{label}="(.*?)"', page, re.MULTILINE)[0]
 
     def wait(self, name: str, value: float) -> float:
         """Wait until a metric has a value; return the seconds."""
@@ -403,10 +418,120 @@ def _processes() -> list[tuple[int, str]]:
     return [one for one in found if one[0] != os.getpid()]
 
 
+# Predictions
+
+
+def predict(args: argparse.Namespace) -> dict[str, object]:
+    """Compare simulated replicas with real ones on the same requests."""
+    from ingot.bench import serve
+    from ingot.serving.engine.scheduler import SchedulerConfig
+    from ingot.serving.simulate import SLO, FleetConfig, simulate
+
+    # Engines of a calibration with one replica have as many threads as each of several.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.replicas)))
+    costs, machine, blocks = calibrate(args.model)
+    fleet, config = FleetConfig(replicas=args.replicas), SchedulerConfig(num_blocks=blocks)
+
+    def run_simulation(workload):
+        return simulate(config, costs, workload, SLO(), fleet=fleet, machine=machine)
+
+    full = _trace(args, 1e6)
+    capacity = run_simulation(full).requests_per_s
+    traces = {"overload": _trace(args, 2 * capacity)}
+    traces["load"] = dataclasses.replace(_trace(args, args.load * capacity), seed=args.seed + 1)
+    found: dict[str, object] = {"costs": dataclasses.asdict(costs)}
+    found["machine"] = dataclasses.asdict(machine)
+    found["requests_per_s"] = {name: round(one.request_rate, 1) for name, one in traces.items()}
+    with serving(args.model, args.replicas) as server:
+        address = f"http://127.0.0.1:{server.port}"
+        warm_up = dataclasses.replace(_trace(args, capacity / 2, share=0.1), salt=1)
+        serve.send_over_http(address, serve.Load(workload=warm_up))
+        for name, workload in traces.items():
+            predicted = _figures(run_simulation(workload))
+            rounds = []
+            for number in range(args.rounds):
+                salted = dataclasses.replace(workload, salt=2 + number)
+                records = serve.send_over_http(address, serve.Load(workload=salted))
+                rounds.append(_figures(serve.summarize([records], SLO())))
+            found[name] = {
+                key: _compare(predicted[key], [r[key] for r in rounds]) for key in predicted
+            }
+    return found
+
+
+def calibrate(model: Path):
+    """Return the costs of an engine's step, the machine, and the blocks of an engine's cache."""
+    from ingot.bench.machine import calibration_loads, fit_machine
+    from ingot.interop import hf
+    from ingot.serving.simulate import CostModel
+
+    loads = calibration_loads(hf.describe(model).config.max_seq_len)
+    with serving(model, 1) as server:
+        blocks = int(server.label("vllm:cache_config_info", "num_gpu_blocks"))
+        _measure_usage(server, *loads[-1])  # warm-up
+        usages = [_measure_usage(server, *load) for load in loads]
+    return *fit_machine(usages, CostModel(), os.cpu_count() or 1), blocks
+
+
+def _measure_usage(server: Server, clients: int, workload):
+    from ingot.bench.machine import Usage, count_tokens
+    from ingot.bench.serve import Load, send_over_http
+
+    def read_counters() -> list[float]:
+        cpu = [_cpu_seconds(pid) for pid in (*server.engines(), server.process.pid)]
+        return [server.metric("ingot:engine_steps_total"), *cpu, time.process_time()]
+
+    before = read_counters()
+    address = f"http://127.0.0.1:{server.port}"
+    send_over_http(address, Load(workload=workload, clients=clients))
+    values = [b - a for a, b in zip(before, read_counters(), strict=True)]
+    counters = dict(zip(("steps", "engine_s", "server_s", "clients_s"), values, strict=True))
+    return Usage(tokens=count_tokens(workload), **counters)
+
+
+def _trace(args: argparse.Namespace, rate: float, share: float = 1.0):
+    from ingot.bench.machine import RandomPrompts
+
+    return RandomPrompts(
+        num_requests=int(args.requests * share),
+        request_rate=rate,
+        input_len=64,
+        output_len=32,
+        length_sigma=0.6,
+        max_len=512,
+        prefix_len=64,
+        num_prefixes=8,
+        seed=args.seed,
+    )
+
+
+def _figures(report) -> dict[str, float]:
+    if report.finish_reasons != {"length": report.num_requests}:
+        raise RuntimeError(f"requests were not completed: {report.finish_reasons}")
+    return {
+        "requests_per_s": report.requests_per_s,
+        "ttft_p50_s": report.ttft["p50"],
+        "ttft_p99_s": report.ttft["p99"],
+        "latency_p50_s": report.e2e["p50"],
+        "latency_p99_s": report.e2e["p99"],
+    }
+
+
+def _compare(predicted: float, measured: list[float]) -> dict[str, object]:
+    error = predicted / median(measured) - 1
+    return {"predicted": predicted, "measured": sorted(measured), "error": round(error, 3)}
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
 def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", choices=["kill", "cost"])
+    parser.add_argument("command", choices=["kill", "cost", "predict"])
     parser.add_argument("model", nargs="?", type=Path, default=Path("smollm2"))
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--replicas", type=int, default=4)
@@ -414,6 +539,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--rate", type=float)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -422,7 +548,7 @@ def main() -> None:
         inside = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, *sys.argv]
         os.execvp("unshare", ["unshare", "-n", *inside])
     args.options = ["--ray"] if args.ray and args.command == "kill" else []
-    found = kill(args) if args.command == "kill" else cost(args)
+    found = {"kill": kill, "cost": cost, "predict": predict}[args.command](args)
     lines = [json.dumps(found)]
     if not args.json:
         lines = [f"{name}: {json.dumps(value)}" for name, value in found.items()]

@@ -90,6 +90,8 @@ def fit_costs(
 def solve_costs(steps: Sequence[tuple[float, ...]], costs: CostModel) -> CostModel:
     """Return the costs that fit these steps of (tokens, keys, pairs, seconds) best.
 
+    Before the seconds may be two more numbers: of sequences, and of those that are admitted.
+
     >>> true = CostModel(bandwidth=2e10, peak_flops=1e12, overhead_s=0.0)
     >>> steps = [(t, k, p, true.step_seconds(t, k, p)) for t, k, p in
     ...          ((1, 9, 0), (8, 999, 0), (64, 64, 2e3), (500, 900, 1e5), (32, 4e4, 0))]
@@ -98,14 +100,15 @@ def solve_costs(steps: Sequence[tuple[float, ...]], costs: CostModel) -> CostMod
     (20.0, 1.0)
     """
     table = np.array(steps)
-    features, seconds = np.c_[np.ones(len(table)), table[:, :3]], table[:, 3]
+    features, seconds = np.c_[np.ones(len(table)), table[:, :-1]], table[:, -1]
     kept = np.ones(len(table), bool)
     for _ in range(4):
         weights = 1 / seconds[kept]
-        coefficients = _non_negative_lstsq(features[kept] * weights[:, None], np.ones(kept.sum()))
+        coefficients = non_negative_lstsq(features[kept] * weights[:, None], np.ones(kept.sum()))
         excess = seconds / (features @ coefficients)
         kept = excess <= np.quantile(excess, 0.9)
-    fixed, token, key, pair = (max(float(value), 1e-15) for value in coefficients)
+    fixed, token, key, pair, *more = (max(float(value), 1e-15) for value in coefficients)
+    sequence, admitted = more or (0.0, 0.0)
     bandwidth, peak = costs.weight_bytes / fixed, costs.flops_per_token / token
     return dataclasses.replace(
         costs,
@@ -114,10 +117,12 @@ def solve_costs(steps: Sequence[tuple[float, ...]], costs: CostModel) -> CostMod
         kv_bytes_per_token=key * bandwidth,
         attention_flops=pair * peak,
         overhead_s=0.0,
+        sequence_s=sequence,
+        admission_s=admitted,
     )
 
 
-def _non_negative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+def non_negative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Solve least squares; columns whose coefficient would be negative are left out."""
     scale = np.linalg.norm(matrix, axis=0) + 1e-30
     used = list(range(matrix.shape[1]))

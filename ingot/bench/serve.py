@@ -202,15 +202,20 @@ class _HttpLoad:
         begin = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for arrival, request, cancel_at in requests:
-                await asyncio.sleep(begin + arrival - time.perf_counter())
-                group.create_task(self._send(request, cancel_at and cancel_at - arrival))
+                due = begin + arrival
+                await asyncio.sleep(due - time.perf_counter())
+                group.create_task(self._send(request, cancel_at and cancel_at - arrival, due))
 
     async def _run_client(self, requests: Iterator[tuple[float, Request, float | None]]) -> None:
         for arrival, request, cancel_at in requests:
             await self._send(request, cancel_at and cancel_at - arrival)
 
-    async def _send(self, request: Request, cancel_at: float | None) -> None:
-        record = RequestRecord(time.perf_counter(), len(request.prompt), request.max_tokens)
+    async def _send(
+        self, request: Request, cancel_at: float | None, due: float | None = None
+    ) -> None:
+        """Send a request; latencies are from `due` on, when it should have been sent."""
+        sent = time.perf_counter() if due is None else due
+        record = RequestRecord(sent, len(request.prompt), request.max_tokens)
         self._records.append(record)
         body = {
             "prompt": to_model_tokens(request.prompt),

@@ -13,6 +13,7 @@ from ingot.cli.tables import new_grid
 from ingot.core import log
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.scheduler import SchedulerConfig
+from ingot.serving.machine import MachineConfig
 from ingot.serving.simulate import SLO, CostModel, FleetConfig, LoadReport, SimulationReport
 from ingot.serving.simulate import simulate as run
 from ingot.serving.workload import RequestWorkload
@@ -26,6 +27,7 @@ def simulate(
     fleet: Annotated[FleetConfig, tyro.conf.OmitArgPrefixes] = FleetConfig(),  # noqa: B008
     scheduler: SchedulerConfig = SchedulerConfig(num_blocks=2048),  # noqa: B008
     costs: CostModel = CostModel(),  # noqa: B008
+    machine: MachineConfig = MachineConfig(),  # noqa: B008
     slo: SLO = SLO(),  # noqa: B008
     model: Path | None = None,
     calibrate: tyro.conf.FlagCreatePairsOff[bool] = False,
@@ -46,6 +48,7 @@ def simulate(
         fleet: The replicas, and how requests are distributed to them.
         scheduler: Limits of the scheduler.
         costs: Cost of a step on the simulated machine.
+        machine: Cores that the replicas share, and costs of the HTTP process in front of them.
         slo: Latency objectives; requests that meet them count as goodput.
         model: Take sizes and FLOPs from the model in this directory.
         calibrate: Fit the cost model to that model on this machine (takes a minute).
@@ -59,11 +62,11 @@ def simulate(
     if model:
         costs = _model_costs(model, scheduler, costs, calibrate)
     with log.progress("simulating", workload.num_requests) as bar:
-        report = run(scheduler, costs, workload, slo, bar.advance, fleet)
+        report = run(scheduler, costs, workload, slo, bar.advance, fleet, machine)
     measured = run_on_engine(model, scheduler, workload, slo) if compare and model else None
     if json:
         settings = {"workload": workload, "fleet": fleet, "scheduler": scheduler}
-        settings |= {"costs": costs, "slo": slo}
+        settings |= {"costs": costs, "machine": machine, "slo": slo}
         fields = {name: dataclasses.asdict(value) for name, value in settings.items()}
         fields["report"] = dataclasses.asdict(report)
         if measured:

@@ -6,6 +6,7 @@ Only time is simulated. A step of T tokens takes
     + weight_bytes / bandwidth + T * flops_per_token / peak_flops   the matrices, read once a step
     + keys * kv_bytes_per_token / bandwidth                         KV-cache reads of attention
     + pairs * attention_flops / peak_flops                          its FLOPs during prefill
+    + sequences * sequence_s + admitted * admission_s               work for each request
 
 and the simulated clock advances by that. (A sum: measured steps are nearer to it than to the
 larger of memory and compute time.) The scheduler's decisions are those of the engine, so queueing,
@@ -15,6 +16,10 @@ or to judge a change of the scheduler.
 A fleet has a scheduler for each replica, and the real router. If a replica fails, its requests are
 sent to others at once: those without a first token are retried, the others continue with the tokens
 generated so far as a part of their prompt.
+
+By default each replica has a machine to itself, and what is in front of it takes no time. With a
+`MachineConfig` they share the cores of one machine with the HTTP process, which handles each
+request and the outputs of each step.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from ingot.core.errors import ConfigError
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.scheduler import (
     Event,
+    Finished,
     ScheduledSeq,
     Scheduler,
     SchedulerConfig,
@@ -43,6 +49,7 @@ from ingot.serving.engine.scheduler import (
     StepDone,
 )
 from ingot.serving.fleet.router import Router, RouterConfig, RouterPolicy
+from ingot.serving.machine import Action, Machine, MachineConfig, Process
 from ingot.serving.workload import RequestWorkload
 
 PERCENTILES = (50, 90, 99)
@@ -73,20 +80,28 @@ class CostModel:
     """FLOPs per second."""
     overhead_s: float = 1e-3
     """Fixed seconds of a step: scheduling, sampling, sending."""
+    sequence_s: float = 0.0
+    """Seconds for each sequence of a step, for the same."""
+    admission_s: float = 0.0
+    """Seconds for each sequence that begins."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value >= 0) or (name in _DIVISORS and not value):
                 raise ConfigError(f"{name} is {value}", hint="give a positive number")
 
-    def step_seconds(self, tokens: int, keys: int, pairs: float) -> float:
+    def step_seconds(
+        self, tokens: float, keys: float, pairs: float, sequences: float = 0, admitted: float = 0
+    ) -> float:
         """Return the duration of a step that computes `tokens` and reads `keys`; `pairs` counts
         those of a query and a key in requests with several tokens."""
         matrices = (
             self.weight_bytes / self.bandwidth + tokens * self.flops_per_token / self.peak_flops
         )
         reading = keys * self.kv_bytes_per_token / self.bandwidth
-        return self.overhead_s + matrices + reading + pairs * self.attention_flops / self.peak_flops
+        attention = pairs * self.attention_flops / self.peak_flops
+        work = sequences * self.sequence_s + admitted * self.admission_s
+        return self.overhead_s + matrices + reading + attention + work
 
 
 _DIVISORS = ("bandwidth", "peak_flops")
@@ -233,6 +248,7 @@ def simulate(
     slo: SLO,
     progress: Callable[[int], object] = lambda finished: None,
     fleet: FleetConfig = FleetConfig(),  # noqa: B008
+    machine: MachineConfig = MachineConfig(),  # noqa: B008
 ) -> SimulationReport:
     """Serve the workload; `progress` is called with the number of newly finished requests.
 
@@ -240,7 +256,7 @@ def simulate(
     >>> simulate(config, CostModel(), workload, SLO()).finish_reasons
     {'length': 100}
     """
-    return _Simulation(config, costs, workload, slo, fleet).run(progress)
+    return _Simulation(config, costs, workload, slo, fleet, machine).run(progress)
 
 
 class _SimulatedClient:
@@ -250,7 +266,7 @@ class _SimulatedClient:
 
     def __init__(self, arrival: float, request: Request, disconnect: float | None) -> None:
         self.arrival, self.request, self.disconnect = arrival, request, disconnect
-        # While it decodes without interruption, the second of these is that of its replica's step.
+        # While it decodes without interruption, the second is its replica's `delivered_at`.
         self.first_token_at = self.last_token_at = math.nan
         self.moved = False  # to another replica, without a token from there yet
 
@@ -264,9 +280,21 @@ class _SimulatedReplica:
         self.events: list[Event] = []
         self.disconnects: list[tuple[float, int]] = []  # a heap
         self.plan: SchedulerOutput | None = None  # in flight
-        self.step_began = math.nan
+        self.step_began = self.delivered_at = math.nan
         self.prefilling: set[int] = set()  # admitted, without a token since
         self.failed = False
+
+
+class _StepOutputs:
+    """What clients see of a step."""
+
+    __slots__ = ("finished", "num_decoding", "paused", "resumed")
+
+    def __init__(self) -> None:
+        self.num_decoding = 0  # requests with a token now, and one in the step before
+        self.resumed: Sequence[int] = ()  # with a token now, but none in the step before
+        self.paused: Sequence[int] = ()  # with a token now, but none in the next step
+        self.finished: Sequence[Finished] = ()
 
 
 class _Simulation:
@@ -277,14 +305,19 @@ class _Simulation:
         workload: RequestWorkload,
         slo: SLO,
         fleet: FleetConfig,
+        machine: MachineConfig,
     ) -> None:
         self.config, self.costs, self.workload, self.slo = config, costs, workload, slo
-        self.fleet = fleet
+        self.fleet, self.machine_config = fleet, machine
+        self.machine = Machine(machine.cores) if machine.cores else None
+        self.has_processes = machine.has_processes
+        self.load_generator = Process(self._begin_work)
+        self.server = Process(self._begin_work)
         self.router = Router(config, RouterConfig(policy=fleet.policy))
         self.stats = [ReplicaReport() for _ in range(fleet.replicas)]
         self.replicas: dict[int, _SimulatedReplica] = {}
         self.now = 0.0
-        self.timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self.timers: list[tuple[float, int, Action]] = []  # a heap
         self.num_timers = 0
         self.clients: dict[int, _SimulatedClient] = {}
         self.unrouted: list[Request] = []  # while all replicas are down
@@ -308,24 +341,41 @@ class _Simulation:
         if self.fleet.fail_at is not None:
             self._set_timer(self.fleet.fail_at, self._fail_replica)
         while upcoming or self.clients:
-            if upcoming and not (self.timers and self.timers[0][0] < upcoming[0]):
+            if upcoming and upcoming[0] <= self._next_event():
                 self.now, requests = upcoming[0], []
                 while upcoming and upcoming[0] <= self.now:
                     requests.append(self._add_client(*upcoming))
                     upcoming = next(arrivals, None)
-                self._route_all(requests)
+                self._send_all(requests)
             else:
-                self.now, _, action = heappop(self.timers)
-                action()
+                self._next_action()()
             if self.num_finished >= _PROGRESS_EVERY:
                 progress(self.num_finished)
                 self.num_finished = 0
         progress(self.num_finished)
         return self._report(time.perf_counter() - begin)
 
-    def _set_timer(self, at: float, action: Callable[[], None]) -> None:
+    def _set_timer(self, at: float, action: Action) -> None:
         self.num_timers += 1
         heappush(self.timers, (at, self.num_timers, action))
+
+    def _begin_work(self, seconds: float, action: Action) -> None:
+        """Call `action` when a process has computed for so many seconds."""
+        if self.machine is None:
+            self._set_timer(self.now + seconds, action)
+        else:
+            self.machine.begin(self.now, seconds, action)
+
+    def _next_event(self) -> float:
+        """Return the time of the next timer, or of the next end of a work."""
+        next_timer = self.timers[0][0] if self.timers else math.inf
+        return next_timer if self.machine is None else min(next_timer, self.machine.next_end)
+
+    def _next_action(self) -> Action:
+        self.now = self._next_event()
+        if self.machine is not None and self.now == self.machine.next_end:
+            return self.machine.pop()
+        return heappop(self.timers)[2]
 
     # Requests
 
@@ -333,6 +383,18 @@ class _Simulation:
         self.clients[request.id] = _SimulatedClient(arrival, request, disconnect)
         self.prompt_tokens += len(request.prompt)
         return request
+
+    def _send_all(self, requests: Sequence[Request]) -> None:
+        """Send requests through the load generator and the HTTP process, if these take time."""
+        if not self.has_processes:
+            self._route_all(requests)
+            return
+        machine = self.machine_config
+        for request in requests:
+            num_tokens = len(request.prompt)
+            route = partial(self._route_all, [request])
+            parse = partial(self.server.submit, machine.server.request_seconds(num_tokens), route)
+            self.load_generator.submit(machine.clients.request_seconds(num_tokens), parse)
 
     def _route_all(self, requests: Iterable[Request]) -> None:
         """Send requests to replicas, and start steps on those that were idle."""
@@ -347,38 +409,42 @@ class _Simulation:
             disconnect = self.clients[request.id].disconnect
             if disconnect is not None:
                 heappush(replica.disconnects, (disconnect, request.id))
-            if replica.plan is None:
+            if replica.plan is None and not replica.failed:
                 woken[index] = replica
         for replica in woken.values():
             self._start_step(replica)
 
     # Steps
 
-    def _start_step(self, replica: _SimulatedReplica) -> None:
+    def _start_step(
+        self, replica: _SimulatedReplica, outputs: _StepOutputs | None = None, num_tokens: int = 0
+    ) -> None:
+        """Start the next step; send the outputs of the last one, and what the scheduler adds."""
         now, disconnects = self.now, replica.disconnects
         while disconnects and disconnects[0][0] <= now:
             replica.events.append(Abort(heappop(disconnects)[1], FinishReason.CANCELLED))
         plan = self._schedule(replica)
         replica.events = []
-        if plan.preempted:
-            self._preempt(replica, plan.preempted)
-        if plan.admitted:
-            replica.prefilling.update([start.id for start in plan.admitted])
+        if plan.preempted or plan.finished:
+            outputs = outputs or _StepOutputs()
+            outputs.paused = [id for id in plan.preempted if id not in replica.prefilling]
+            outputs.finished = plan.finished
         if plan.admitted or plan.preempted or plan.finished:
             self._record(replica, plan)
         replica.plan = None
-        if not plan.scheduled:
-            return
-        replica.plan, replica.step_began = plan, now
-        if replica.prefilling:
-            tokens, keys, pairs = count_work(plan.scheduled)
-        else:  # one token each
-            tokens, pairs = len(plan.scheduled), 0.0
-            keys = tokens + sum([seq.start for seq in plan.scheduled])
-        replica.stats.computed_tokens += tokens
-        self._set_timer(
-            now + self.costs.step_seconds(tokens, keys, pairs), partial(self._end_step, replica)
-        )
+        if plan.scheduled:
+            replica.plan, replica.step_began = plan, now
+            if replica.prefilling:
+                tokens, keys, pairs = count_work(plan.scheduled)
+            else:  # one token each
+                tokens, pairs = len(plan.scheduled), 0.0
+                keys = tokens + sum([seq.start for seq in plan.scheduled])
+            replica.stats.computed_tokens += tokens
+            counts = len(plan.scheduled), len(plan.admitted)
+            seconds = self.costs.step_seconds(tokens, keys, pairs, *counts)
+            self._begin_work(seconds, partial(self._end_step, replica))
+        if outputs is not None:
+            self._send_outputs(replica, outputs, num_tokens)
 
     def _schedule(self, replica: _SimulatedReplica) -> SchedulerOutput:
         """Return the next step; measure the CPU time of some: reading that clock takes longer than
@@ -392,19 +458,14 @@ class _Simulation:
         return plan
 
     def _record(self, replica: _SimulatedReplica, plan: SchedulerOutput) -> None:
-        stats = replica.stats
+        stats, prefilling = replica.stats, replica.prefilling
         self.preemptions += len(plan.preempted)
+        prefilling.difference_update(plan.preempted)
         for admitted in plan.admitted:
+            prefilling.add(admitted.id)
             stats.cached_tokens += admitted.num_cached_tokens
         for finished in plan.finished:
-            self.finish_reasons[finished.reason.value] += 1
-            self.num_finished += 1
-            replica.prefilling.discard(finished.id)
-            self.router.finish(finished.id)
-            client = self.clients.pop(finished.id)
-            if finished.reason is FinishReason.LENGTH:
-                stats.requests += 1
-                self._record_latency(client)
+            prefilling.discard(finished.id)
 
     def _record_latency(self, client: _SimulatedClient) -> None:
         ttft, tokens = client.first_token_at - client.arrival, client.request.max_tokens
@@ -414,10 +475,11 @@ class _Simulation:
         self.num_good += ttft <= self.slo.ttft and tpot <= self.slo.tpot
 
     def _end_step(self, replica: _SimulatedReplica) -> None:
-        """Deliver the tokens of the step, and begin the next one."""
+        """Send the tokens of the step, and begin the next one."""
         plan = replica.plan
         if replica.failed or plan is None:
             return
+        outputs, resumed = _StepOutputs(), list[int]()
         scheduled, prefilling = plan.scheduled, replica.prefilling
         num_decoding = num_sampled = len(scheduled)
         sampled = (_SAMPLED,) * num_decoding
@@ -429,20 +491,59 @@ class _Simulation:
                     num_decoding -= 1
                     if seq.needs_sampling:
                         prefilling.remove(seq.id)
-                        self._resume(self.clients[seq.id])
-        if num_decoding:
-            self.itl[_bucket(self.now - replica.step_began)] += num_decoding
+                        resumed.append(seq.id)
+        outputs.num_decoding, outputs.resumed = num_decoding, resumed
         stats = replica.stats
         stats.steps += 1
         stats.busy_s += self.now - replica.step_began
         stats.output_tokens += num_sampled
         self.decisions += len(scheduled)
         replica.events.insert(0, StepDone(plan.step, sampled))
-        self._start_step(replica)
+        self._start_step(replica, outputs, num_sampled)
+
+    def _send_outputs(
+        self, replica: _SimulatedReplica, outputs: _StepOutputs, num_tokens: int
+    ) -> None:
+        """Send what a step has computed through the HTTP process and the load generator."""
+        if not self.has_processes:
+            self._on_outputs(outputs)
+            self._deliver(replica, outputs)
+            return
+        machine = self.machine_config
+
+        def send() -> None:
+            self._on_outputs(outputs)
+            deliver = partial(self._deliver, replica, outputs)
+            self.load_generator.submit(machine.clients.outputs_seconds(num_tokens), deliver)
+
+        self.server.submit(machine.server.outputs_seconds(num_tokens), send)
+
+    def _on_outputs(self, outputs: _StepOutputs) -> None:
+        """The HTTP process has the outputs of a step."""
+        for id in outputs.resumed:
+            self.router.start_decoding(id)
+        for finished in outputs.finished:
+            self.router.finish(finished.id)
+
+    def _deliver(self, replica: _SimulatedReplica, outputs: _StepOutputs) -> None:
+        """The clients have the outputs of a step."""
+        if outputs.num_decoding:
+            self.itl[_bucket(self.now - replica.delivered_at)] += outputs.num_decoding
+        replica.delivered_at = self.now
+        for id in outputs.resumed:
+            self._resume(self.clients[id])
+        for id in outputs.paused:
+            self.clients[id].last_token_at = self.now
+        for finished in outputs.finished:
+            self.finish_reasons[finished.reason.value] += 1
+            self.num_finished += 1
+            client = self.clients.pop(finished.id)
+            if finished.reason is FinishReason.LENGTH:
+                replica.stats.requests += 1
+                self._record_latency(client)
 
     def _resume(self, client: _SimulatedClient) -> None:
         """The first token arrived, or the first after an interruption."""
-        self.router.start_decoding(client.request.id)
         if math.isnan(client.first_token_at):
             client.first_token_at = self.now
             if client.moved:
@@ -452,13 +553,6 @@ class _Simulation:
             if client.moved:
                 self.pauses.append(self.now - client.last_token_at)
         client.moved = False
-
-    def _preempt(self, replica: _SimulatedReplica, ids: Sequence[int]) -> None:
-        """Note when those that were decoding got their last token: in the step that just ended."""
-        for id in ids:
-            if id not in replica.prefilling:
-                self.clients[id].last_token_at = self.now
-        replica.prefilling.difference_update(ids)
 
     # Replicas
 
@@ -472,23 +566,27 @@ class _Simulation:
         self._route_all(requests)
 
     def _fail_replica(self) -> None:
-        """The replica with the most load dies; others get its requests with their tokens."""
+        """The replica with the most load dies; the HTTP process gets what it has sent before."""
         index = max(self.router.loads, key=self.router.loads.__getitem__)
-        replica = self.replicas.pop(index)
+        replica = self.replicas[index]
         replica.failed = True
+        self.server.submit(0.0, partial(self._lose_replica, index))
+
+    def _lose_replica(self, index: int) -> None:
+        """Others get the requests of a replica that died, with their tokens."""
+        replica = self.replicas.pop(index)
         if replica.plan:
             for seq in replica.plan.scheduled:
                 if seq.id not in replica.prefilling:
-                    self.clients[seq.id].last_token_at = replica.step_began
+                    self.clients[seq.id].last_token_at = replica.delivered_at
         requests: list[Request] = []
         for id in self.router.lose(index):
             client = self.clients[id]
             client.moved = True
-            has_token = not math.isnan(client.first_token_at)
-            self.num_continued += has_token
-            self.num_retried += not has_token
             tokens = replica.scheduler.tokens(id) or client.request.prompt
             generated = tokens[len(client.request.prompt) :]
+            self.num_continued += len(generated) > 0
+            self.num_retried += not generated
             requests.append(replace(client.request, generated=generated))
         self._route_all(requests)
         restart = partial(self._restart_replica, index)

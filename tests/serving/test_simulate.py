@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ingot.core.errors import ConfigError
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.fleet.router import RouterPolicy
+from ingot.serving.machine import MachineConfig, ProcessCosts
 from ingot.serving.simulate import (
     SLO,
     CostModel,
@@ -31,6 +32,7 @@ def run(
     config: SchedulerConfig | None = None,
     costs: CostModel | None = None,
     fleet: FleetConfig | None = None,
+    machine: MachineConfig | None = None,
     **workload: Any,
 ) -> SimulationReport:
     return simulate(
@@ -39,6 +41,7 @@ def run(
         RequestWorkload(**workload),
         SLO(),
         fleet=fleet or FleetConfig(),
+        machine=machine or MachineConfig(),
     )
 
 
@@ -315,7 +318,8 @@ def test_a_request_without_a_token_is_retried_and_one_with_tokens_continued() ->
     """Steps take a second. Prompts of 100 tokens; one is computed when the replica dies at 2.5 s,
     and has two tokens then; the other one has arrived in the second step and has none."""
     config = SchedulerConfig(num_blocks=512)
-    workload = {"num_requests": 2, "input_len": 100, "output_len": 10, "length_sigma": 0}
+    workload: dict[str, Any] = {"num_requests": 2, "input_len": 100}
+    workload |= {"output_len": 10, "length_sigma": 0}
     arrivals = [a for a, _, _ in RequestWorkload(request_rate=0.7, seed=5, **workload).generate()]
     first, second = arrivals
     fail_at = first + 2.5
@@ -342,3 +346,74 @@ def test_a_failure_after_the_last_request_changes_nothing() -> None:
 def test_a_fleet_is_bounded(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         FleetConfig(**wrong)
+
+
+# Replicas on one machine
+
+
+def test_processes_that_take_no_time_change_nothing() -> None:
+    """Nor do cores that are never short."""
+    alone = run(fleet=FleetConfig(replicas=3), num_requests=200, burst_size=5)
+    shared = run(
+        fleet=FleetConfig(replicas=3),
+        machine=MachineConfig(cores=3),
+        num_requests=200,
+        burst_size=5,
+    )
+    assert shared.duration_s == pytest.approx(alone.duration_s, rel=1e-6)
+    assert (shared.ttft, shared.itl, shared.e2e) == (alone.ttft, alone.itl, alone.e2e)
+    assert (shared.steps, shared.decisions) == (alone.steps, alone.decisions)
+
+
+def test_replicas_of_one_machine_share_its_cores() -> None:
+    """Two cores do the work of four replicas in the time that it takes two of them."""
+    load: dict[str, Any] = {"num_requests": 600, "request_rate": 1e6, "shared_prefix_ratio": 0}
+    load["length_sigma"] = 0
+    fleet, machine = FleetConfig(replicas=4, policy="round-robin"), MachineConfig(cores=2)
+    shared = run(fleet=fleet, machine=machine, **load)
+    alone = run(fleet=fleet, **load)
+    assert shared.output_tokens == alone.output_tokens
+    work = sum(replica.busy_s for replica in alone.replicas)
+    assert shared.duration_s == pytest.approx(work / 2, rel=0.03)
+    assert shared.duration_s > 1.5 * alone.duration_s
+
+
+@pytest.mark.parametrize("cores", [None, 8])
+def test_a_request_passes_all_processes(cores: int | None) -> None:
+    """Steps take a second; the request 2 + 3, each output 0.5 + 0.25 with its only token."""
+    machine = MachineConfig(
+        cores=cores,
+        clients=ProcessCosts(request_s=1.0, prompt_token_s=0.01, step_s=0.05, token_s=0.2),
+        server=ProcessCosts(request_s=1.0, prompt_token_s=0.02, step_s=0.2, token_s=0.3),
+    )
+    only: dict[str, Any] = {"num_requests": 1, "input_len": 100, "output_len": 10}
+    only |= {"length_sigma": 0, "shared_prefix_ratio": 0}
+    report = run(SchedulerConfig(num_blocks=512), FREE, machine=machine, **only)
+    assert report.ttft["p50"] == pytest.approx(2 + 3 + 1 + 0.75, rel=0.006)
+    assert report.itl["p50"] == pytest.approx(1.0, rel=0.006)
+    assert report.e2e["p50"] == pytest.approx(2 + 3 + 10 + 0.75, rel=0.006)
+
+
+def test_a_server_process_that_is_busy_limits_the_replicas() -> None:
+    """With 10 ms for a request, it handles 100 per second however many replicas there are."""
+    machine = MachineConfig(server=ProcessCosts(request_s=0.01))
+    load: dict[str, Any] = {"num_requests": 500, "request_rate": 1e6, "output_len": 2}
+    for replicas in (16, 32):
+        report = run(fleet=FleetConfig(replicas=replicas), machine=machine, **load)
+        assert report.requests_per_s == pytest.approx(100, rel=0.05)
+
+
+@pytest.mark.parametrize("cores", [None, 2])
+def test_a_failure_with_outputs_on_their_way(cores: int | None) -> None:
+    """All tokens arrive, none twice, whatever waits in the HTTP process."""
+    costs = ProcessCosts(request_s=2e-3, step_s=1e-3, token_s=1e-3)
+    machine = MachineConfig(cores=cores, server=costs, clients=costs)
+    load: dict[str, Any] = {"num_requests": 400, "request_rate": 30, "burst_size": 10}
+    for fail_at in (1.0, 4.0, 6.0):
+        fleet = FleetConfig(replicas=3, fail_at=fail_at, restart_s=5.0)
+        report = run(fleet=fleet, machine=machine, **load)
+        assert report.finish_reasons == {"length": 400}
+        assert report.failover
+        assert report.failover.continued > 0
+        assert sum(replica.requests for replica in report.replicas) == 400
+        assert report.output_tokens >= run(**load).output_tokens

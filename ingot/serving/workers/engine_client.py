@@ -121,6 +121,8 @@ class EngineClient:
         """Progress of the worker before it is ready."""
         self.ready = False
         """Whether a worker with a loaded model is connected."""
+        self.ready_at: float | None = None
+        """When the last worker had loaded the model; None if it has not."""
         self.startup_error: wire.EngineFailed | None = None
         """Why the last worker could not load the model."""
         self.last_step_at = 0.0
@@ -151,6 +153,7 @@ class EngineClient:
     def connect(self) -> asyncio.Protocol:
         """Return a protocol for the socket of a new worker."""
         self.stats, self.status, self.ready, self.startup_error = None, "starting", False, None
+        self.ready_at = None
         self.disconnected = asyncio.Event()
         return _WorkerProtocol(self)
 
@@ -254,6 +257,7 @@ class EngineClient:
         elif isinstance(message, wire.EngineReady):
             self.adapters = {adapter.name: adapter for adapter in message.adapters}
             self.info, self.ready, self.status = message, True, "serving"
+            self.ready_at = time.monotonic()
             self.on_ready()
         else:
             self.startup_error = message

@@ -3,8 +3,8 @@
 A worker is dead when its socket closes, and stalled when requests are outstanding and no step has
 completed for `stall_timeout` seconds: then it is killed. Either way its requests are handed over
 (`EngineClient.on_lost`), and the next worker starts: the first time immediately, then after 1, 2,
-4... seconds, at most 30, until one has served for a minute. If the first worker reports why it
-cannot load the model, it is not restarted: `Supervisor.run` raises the error.
+4... seconds, at most 30, until one has served for `STEADY_S` seconds. If the first worker reports
+why it cannot load the model, it is not restarted: `Supervisor.run` raises the error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ingot.serving.workers.worker import WorkerSettings
 
 _log = logger(__name__)
 MAX_RESTART_DELAY_S = 30.0
-STEADY_S = 60.0
+STEADY_S = 10.0
 EXIT_TIMEOUT_S = 5.0
 
 
@@ -94,14 +94,14 @@ class Supervisor:
         """Start workers until `stop` is called."""
         failures, earlier = 0, self._engine.info
         while True:
-            started = self.started_at = time.monotonic()
+            self.started_at = time.monotonic()
             await self._run_worker()
             engine = self._engine
             if self._stopping.is_set():
                 return
             if engine.startup_error is not None and engine.info is earlier:
                 raise IngotError(engine.startup_error.message, hint=engine.startup_error.hint)
-            steady = engine.info is not None and time.monotonic() - started > STEADY_S
+            steady = engine.ready_at is not None and time.monotonic() - engine.ready_at > STEADY_S
             failures = 1 if steady else failures + 1
             self.restarts += 1
             wait = restart_delay(failures)
