@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,12 @@ from typing import Any
 
 import pytest
 
+from ingot.serving.workers import supervisor, wire
+from ingot.serving.workers.engine_client import EngineClient
+from ingot.serving.workers.worker import WorkerSettings
 from tests.serving.conftest import Served, serving
 from tests.serving.load import LoadReport, ask
+from tests.serving.server.messages import READY
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 600, "ignore_eos": True}
 
@@ -77,6 +82,50 @@ def test_a_stalled_step(served: Served) -> None:
     assert served.tokens() == before
     served.wait(served.quiet)
     assert "no engine step completed for 3 s" in served.log.read_text()
+
+
+class _Scripted:
+    """A worker process that has loaded its model, and dies."""
+
+    def __init__(self) -> None:
+        self.connection, self._socket = socket.socketpair()
+        self._socket.sendall(wire.frame(READY))
+        asyncio.get_running_loop().call_later(0.02, self._socket.close)
+
+    def poll(self) -> int | None:
+        return None if self._socket.fileno() >= 0 else -9
+
+    def kill(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize(("steady_s", "failures"), [(1e9, [1, 2, 3, 4]), (0.0, [1, 1, 1, 1])])
+def test_only_a_worker_that_dies_soon_is_restarted_later(
+    monkeypatch: pytest.MonkeyPatch, steady_s: float, failures: list[int]
+) -> None:
+    """One that has served for a while is restarted at once, however often it dies."""
+    monkeypatch.setattr(supervisor, "STEADY_S", steady_s)
+    counted: list[int] = []
+
+    def restart_delay(number: int) -> float:
+        counted.append(number)
+        return 0.0
+
+    async def launch(settings: str) -> tuple[socket.socket, _Scripted]:
+        worker = _Scripted()
+        return worker.connection, worker
+
+    async def run() -> None:
+        one = supervisor.Supervisor(EngineClient(), WorkerSettings(directory="m"), 60.0, launch)
+        running = asyncio.create_task(one.run())
+        while len(counted) < len(failures):
+            await asyncio.sleep(0.01)
+        one.stop("over")
+        await asyncio.wait_for(running, 20)
+
+    monkeypatch.setattr(supervisor, "restart_delay", restart_delay)
+    asyncio.run(run())
+    assert counted[: len(failures)] == failures
 
 
 @pytest.mark.slow
