@@ -128,7 +128,7 @@ class Process:
     """A process that does one thing at a time, in the order of `submit`."""
 
     def __init__(self, begin: Callable[[float, Action], None]) -> None:
-        """`begin` starts a work of so many seconds, and calls an action when it has ended."""
+        """`begin(seconds, action)` starts a work, and calls the action when it has ended."""
         self._begin = begin
         self._queue: deque[tuple[float, Action]] = deque()
 

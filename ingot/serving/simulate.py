@@ -360,7 +360,7 @@ class _Simulation:
         heappush(self.timers, (at, self.num_timers, action))
 
     def _begin_work(self, seconds: float, action: Action) -> None:
-        """Call `action` when a process has computed for so many seconds."""
+        """Call `action` after a process has computed for `seconds`."""
         if self.machine is None:
             self._set_timer(self.now + seconds, action)
         else:
