@@ -474,7 +474,7 @@ def calibrate(model: Path):
 
 
 def _measure_usage(server: Server, clients: int, workload):
-    from ingot.bench.machine import Usage, count_tokens
+    from ingot.bench.machine import LoadUsage, count_tokens
     from ingot.bench.serve import Load, send_over_http
 
     def read_counters() -> list[float]:
@@ -486,7 +486,7 @@ def _measure_usage(server: Server, clients: int, workload):
     send_over_http(address, Load(workload=workload, clients=clients))
     values = [b - a for a, b in zip(before, read_counters(), strict=True)]
     counters = dict(zip(("steps", "engine_s", "server_s", "clients_s"), values, strict=True))
-    return Usage(tokens=count_tokens(workload), **counters)
+    return LoadUsage(tokens=count_tokens(workload), **counters)
 
 
 def _trace(args: argparse.Namespace, rate: float, share: float = 1.0):

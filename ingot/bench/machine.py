@@ -92,7 +92,7 @@ def count_tokens(workload: RequestWorkload) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class LoadUsage:
     """A load, and the CPU seconds that each process took for it."""
 
     tokens: Sequence[tuple[int, int]]
@@ -122,7 +122,7 @@ class Usage:
 
 
 def fit_machine(
-    usages: Sequence[Usage], costs: CostModel, cores: int
+    usages: Sequence[LoadUsage], costs: CostModel, cores: int
 ) -> tuple[CostModel, MachineConfig]:
     """Return the costs that explain the CPU times of the processes best."""
     messages = np.array([usage.messages() for usage in usages])

@@ -14,7 +14,7 @@ import pytest
 
 from ingot.bench.machine import (
     RandomPrompts,
-    Usage,
+    LoadUsage,
     calibration_loads,
     count_tokens,
     fit_machine,
@@ -29,14 +29,14 @@ SERVER = ProcessCosts(request_s=4e-4, prompt_token_s=1e-6, step_s=3e-5, token_s=
 CLIENTS = ProcessCosts(request_s=6e-5, prompt_token_s=4e-7, step_s=9e-6, token_s=1e-6)
 
 
-def usage(tokens: list[tuple[int, int]], clients: int, noise: float) -> Usage:
+def usage(tokens: list[tuple[int, int]], clients: int, noise: float) -> LoadUsage:
     """What a server with these costs takes for a load, if all clients get a token in each step."""
     steps = sum(new for _, new in tokens) / clients
-    blank = Usage(tokens=tokens, steps=steps, engine_s=0.0, server_s=0.0, clients_s=0.0)
+    blank = LoadUsage(tokens=tokens, steps=steps, engine_s=0.0, server_s=0.0, clients_s=0.0)
     seconds = [
         float(np.dot(blank.messages(), list(vars(costs).values()))) for costs in (SERVER, CLIENTS)
     ]
-    return Usage(
+    return LoadUsage(
         tokens=tokens,
         steps=steps,
         engine_s=noise * steps * TRUE.step_seconds(*blank.step()[:-1]),
@@ -47,7 +47,7 @@ def usage(tokens: list[tuple[int, int]], clients: int, noise: float) -> Usage:
 
 def test_costs_are_found_again() -> None:
     rng = np.random.default_rng(0)
-    usages: list[Usage] = []
+    usages: list[LoadUsage] = []
     for clients, workload in calibration_loads(4096):
         tokens = count_tokens(workload)
         usages += [usage(tokens, clients, 1 + 0.02 * rng.standard_normal()) for _ in range(3)]
