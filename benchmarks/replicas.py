@@ -463,7 +463,7 @@ def calibrate(model: Path):
     """Return the costs of an engine's step, the machine, and the blocks of an engine's cache."""
     from ingot.bench.machine import calibration_loads, fit_machine
     from ingot.interop import hf
-    from ingot.serving.simulate import CostModel
+    from ingot.serving.costs import CostModel
 
     loads = calibration_loads(hf.describe(model).config.max_seq_len)
     with serving(model, 1) as server:

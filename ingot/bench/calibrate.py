@@ -20,9 +20,9 @@ from ingot.bench.serve import Load, run_on_engine
 from ingot.core.errors import IngotError
 from ingot.interop import hf
 from ingot.nn import Decoder
+from ingot.serving.costs import CostModel, count_work
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.scheduler import SchedulerConfig, SchedulerOutput
-from ingot.serving.simulate import CostModel, count_work
 from ingot.serving.workload import RequestWorkload
 
 # Concurrent clients, and the tokens of their prompts.

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from ingot.bench.calibrate import non_negative_lstsq, solve_costs
+from ingot.serving.costs import CostModel
 from ingot.serving.engine.request import Request
 from ingot.serving.machine import MachineConfig, ProcessCosts
-from ingot.serving.simulate import CostModel
 from ingot.serving.workload import RequestWorkload
 
 # Concurrent clients, tokens of a prompt, tokens of an output, requests.

@@ -12,9 +12,10 @@ import tyro
 from ingot.cli.tables import new_grid
 from ingot.core import log
 from ingot.core.errors import ConfigError
+from ingot.serving.costs import CostModel
 from ingot.serving.engine.scheduler import SchedulerConfig
 from ingot.serving.machine import MachineConfig
-from ingot.serving.simulate import SLO, CostModel, FleetConfig, LoadReport, SimulationReport
+from ingot.serving.simulate import SLO, FleetConfig, LoadReport, SimulationReport
 from ingot.serving.simulate import simulate as run
 from ingot.serving.workload import RequestWorkload
 

@@ -75,16 +75,16 @@ class MachineConfig:
         return any([*vars(self.server).values(), *vars(self.clients).values()])
 
 
-class Machine:
+class SharedCores:
     """Works in progress on the cores.
 
-    >>> machine, ended = Machine(cores=1), []
-    >>> machine.begin(0.0, 1.0, lambda: ended.append("short"))
-    >>> machine.begin(0.0, 3.0, lambda: ended.append("long"))
-    >>> machine.next_end
+    >>> cores, ended = SharedCores(cores=1), []
+    >>> cores.begin(0.0, 1.0, lambda: ended.append("short"))
+    >>> cores.begin(0.0, 3.0, lambda: ended.append("long"))
+    >>> cores.next_end
     2.0
-    >>> machine.pop()()
-    >>> machine.next_end, ended
+    >>> cores.pop()()
+    >>> cores.next_end, ended
     (4.0, ['short'])
     """
 

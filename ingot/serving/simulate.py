@@ -1,17 +1,9 @@
 """Simulate a server: the real scheduler, a synthetic workload and a cost model instead of a model.
 
-Only time is simulated. A step of T tokens takes
-
-    overhead_s
-    + weight_bytes / bandwidth + T * flops_per_token / peak_flops   the matrices, read once a step
-    + keys * kv_bytes_per_token / bandwidth                         KV-cache reads of attention
-    + pairs * attention_flops / peak_flops                          its FLOPs during prefill
-    + sequences * sequence_s + admitted * admission_s               work for each request
-
-and the simulated clock advances by that. (A sum: measured steps are nearer to it than to the
-larger of memory and compute time.) The scheduler's decisions are those of the engine, so queueing,
-batching, prefix hits, preemption and rejection are those of a server. Use it to size a deployment
-or to judge a change of the scheduler.
+Only time is simulated: a step takes what the `CostModel` says, and the simulated clock advances by
+that. The scheduler's decisions are those of the engine, so queueing, batching, prefix hits,
+preemption and rejection are those of a server. Use it to size a deployment or to judge a change of
+the scheduler.
 
 A fleet has a scheduler for each replica, and the real router. If a replica fails, its requests are
 sent to others at once: those without a first token are retried, the others continue with the tokens
@@ -37,89 +29,24 @@ from typing import Any
 from msgspec.structs import replace
 
 from ingot.core.config import check_bounds
-from ingot.core.errors import ConfigError
+from ingot.serving.costs import CostModel, count_work
 from ingot.serving.engine.request import Abort, FinishReason, Request
 from ingot.serving.engine.scheduler import (
     Event,
     Finished,
-    ScheduledSeq,
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
     StepDone,
 )
 from ingot.serving.fleet.router import Router, RouterConfig, RouterPolicy
-from ingot.serving.machine import Action, Machine, MachineConfig, Process
+from ingot.serving.machine import Action, MachineConfig, Process, SharedCores
 from ingot.serving.workload import RequestWorkload
 
 PERCENTILES = (50, 90, 99)
 _SAMPLED = (0,)
 _TIMED_EVERY = 64  # calls of the scheduler, of which one is measured
 _PROGRESS_EVERY = 1000  # finished requests between two calls of `progress`
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """Cost of a step of a model on a machine. Default: SmolLM2-135M, bfloat16, two cores with AMX.
-
-    >>> round(CostModel().step_seconds(1, 100, 0) * 1e3, 1)
-    10.2
-    """
-
-    weight_bytes: float = 269e6
-    """Bytes of weights that a step reads."""
-    flops_per_token: float = 269e6
-    """FLOPs of a token in the matrices: twice their elements."""
-    kv_bytes_per_token: float = 23040.0
-    """Bytes of keys and values of a token."""
-    attention_flops: float = 69120.0
-    """FLOPs of a pair of query and key: 4 * layers * heads * head_dim."""
-    bandwidth: float = 30e9
-    """Bytes per second."""
-    peak_flops: float = 1.6e12
-    """FLOPs per second."""
-    overhead_s: float = 1e-3
-    """Fixed seconds of a step: scheduling, sampling, sending."""
-    sequence_s: float = 0.0
-    """Seconds for each sequence of a step, for the same."""
-    admission_s: float = 0.0
-    """Seconds for each sequence that begins."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not (math.isfinite(value) and value >= 0) or (name in _DIVISORS and not value):
-                raise ConfigError(f"{name} is {value}", hint="give a positive number")
-
-    def step_seconds(
-        self, tokens: float, keys: float, pairs: float, sequences: float = 0, admitted: float = 0
-    ) -> float:
-        """Return the duration of a step that computes `tokens` and reads `keys`; `pairs` counts
-        those of a query and a key in requests with several tokens."""
-        matrices = (
-            self.weight_bytes / self.bandwidth + tokens * self.flops_per_token / self.peak_flops
-        )
-        reading = keys * self.kv_bytes_per_token / self.bandwidth
-        attention = pairs * self.attention_flops / self.peak_flops
-        work = sequences * self.sequence_s + admitted * self.admission_s
-        return self.overhead_s + matrices + reading + attention + work
-
-
-_DIVISORS = ("bandwidth", "peak_flops")
-
-
-def count_work(scheduled: Sequence[ScheduledSeq]) -> tuple[int, int, float]:
-    """Return the number of tokens, keys and query-key pairs of a step.
-
-    >>> decode = ScheduledSeq(1, 100, (5,), (), True)
-    >>> count_work([decode, ScheduledSeq(2, 0, (5, 6, 7, 8), (), True)])
-    (5, 105, 8.0)
-    """
-    counts = [len(seq.tokens) for seq in scheduled]
-    starts = [seq.start for seq in scheduled]
-    tokens, pairs = sum(counts), 0.0
-    if tokens > len(counts):
-        pairs = sum([n * (at + n / 2) for n, at in zip(counts, starts, strict=True) if n > 1])
-    return tokens, tokens + sum(starts), pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +236,7 @@ class _Simulation:
     ) -> None:
         self.config, self.costs, self.workload, self.slo = config, costs, workload, slo
         self.fleet, self.machine_config = fleet, machine
-        self.machine = Machine(machine.cores) if machine.cores else None
+        self.machine = SharedCores(machine.cores) if machine.cores else None
         self.has_processes = machine.has_processes
         self.load_generator = Process(self._begin_work)
         self.server = Process(self._begin_work)

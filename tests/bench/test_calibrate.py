@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from ingot.bench.calibrate import fit_costs, solve_costs
 from ingot.bench.serve import Load, run_on_engine, summarize
 from ingot.nn import Decoder, preset
+from ingot.serving.costs import CostModel
 from ingot.serving.engine.engine import Engine
 from ingot.serving.engine.scheduler import SchedulerConfig
-from ingot.serving.simulate import SLO, CostModel, simulate
+from ingot.serving.simulate import SLO, simulate
 from ingot.serving.workload import RequestWorkload
 
 

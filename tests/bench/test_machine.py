@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from ingot.bench.machine import (
-    RandomPrompts,
     LoadUsage,
+    RandomPrompts,
     calibration_loads,
     count_tokens,
     fit_machine,
 )
+from ingot.serving.costs import CostModel
 from ingot.serving.machine import ProcessCosts
-from ingot.serving.simulate import CostModel
 from tests import models
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from ingot.bench.calibrate import model_costs
 from ingot.nn import Decoder, preset
-from ingot.serving.simulate import CostModel
+from ingot.serving.costs import CostModel
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingot.core.errors import ConfigError
-from ingot.serving.machine import Machine, MachineConfig, Process, ProcessCosts
+from ingot.serving.machine import MachineConfig, Process, ProcessCosts, SharedCores
 
 Works = list[tuple[float, float]]
 """When each begins, and its seconds."""
@@ -17,7 +17,7 @@ Works = list[tuple[float, float]]
 
 def run_machine(cores: int, works: Works) -> list[float]:
     """When each work ends."""
-    machine, ends = Machine(cores), [math.nan] * len(works)
+    machine, ends = SharedCores(cores), [math.nan] * len(works)
     upcoming = sorted(range(len(works)), key=lambda n: works[n][0])
     while upcoming or machine.next_end < math.inf:
         if upcoming and works[upcoming[0]][0] <= machine.next_end:
@@ -69,7 +69,7 @@ def test_with_a_core_each_works_take_their_own_time() -> None:
 
 
 def test_a_process_does_one_thing_at_a_time_in_order() -> None:
-    machine, done = Machine(cores=4), list[tuple[str, float]]()
+    machine, done = SharedCores(cores=4), list[tuple[str, float]]()
     now = 0.0
 
     def begin(seconds: float, action: Any) -> None:
