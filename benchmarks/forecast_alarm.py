@@ -37,6 +37,7 @@ from ingot.training.recipe import Recipe
 from ingot.training.trainer import Trainer
 
 _MEDIAN, _LOST = 15, 0.3  # steps, share of the gain
+_LEAST_GAIN = 0.15  # of the first loss: less is noise
 _RATE = 1e-3  # false alarms in a step
 _RIDGE = 1.0
 _WARMUP = 10.0  # weight of the steps of a warm-up: to warn then is to warn every user
@@ -74,12 +75,13 @@ def find_event(losses: np.ndarray) -> int | None:
     >>> find_event(np.linspace(4, 2, 100))
     """
     first, best = float(np.median(losses[:5])), np.inf
+    noise = _LEAST_GAIN * first
     for at in range(len(losses) - _MEDIAN + 1):
         value = float(np.median(losses[at : at + _MEDIAN]))
         if not np.isfinite(value):
             return int(at + np.flatnonzero(~np.isfinite(losses[at : at + _MEDIAN]))[0] + 1)
         best = min(best, value)
-        gain = max(first - best, 0.05 * first)
+        gain = max(first - best, noise)
         if value - best > _LOST * gain:
             threshold = best + _LOST * gain
             return int(at + np.flatnonzero(losses[at : at + _MEDIAN] > threshold)[0] + 1)
@@ -110,8 +112,9 @@ def learn(runs: list[Watched]) -> Hazard:
     """Fit the logistic model by Newton's method, and choose its threshold."""
     features = np.concatenate([run.features for run in runs])
     labels = np.concatenate([run.label for run in runs]).astype(float)
-    mean, deviation = features.mean(0), features.std(0) + 1e-6
-    x = np.column_stack([np.ones(len(features)), (features - mean) / deviation])
+    known = np.ma.masked_invalid(features)
+    mean, deviation = known.mean(0).filled(0.0), known.std(0).filled(0.0) + 1e-6
+    x = np.column_stack([np.ones(len(features)), ((known - mean) / deviation).filled(0.0)])
     warm = np.concatenate([run.steps <= run.warmup for run in runs])
     counts = np.where(warm & (labels == 0), _WARMUP, 1.0)
     w = np.zeros(x.shape[1])

@@ -29,7 +29,8 @@ from ingot.forecast.runs import RunLibrary
 NOWS = (10, 20, 30, 40)
 SPLITS = 3
 ENSEMBLE = "weighted"
-_ETA_NOW, _ETA_BIN = 20, 39  # from 40 %, to the loss at 80 %
+_ETA_NOW, _ETA_BIN = 20, 39  # from 40 %, to the loss at 80 %, or to those at
+_ETA_BINS = (24, 29, 34, 39, 44, 49)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def _row(cases: list[Case], method: str, power: float) -> dict[str, object]:
         "worst": errors.max(),
         "worst split": max(means),
         "to power law": errors.mean() / power,
-        "arrival": _arrival(cases, method),
+        "arrival": _arrival(cases, method, (_ETA_BIN,)),
+        "arrival at any loss": _arrival(cases, method, _ETA_BINS),
         "mean of all runs": np.mean([c.error(method) for c in cases]),
     }
     if method == ENSEMBLE:
@@ -134,21 +136,26 @@ def _row(cases: list[Case], method: str, power: float) -> dict[str, object]:
     return row
 
 
-def _arrival(cases: list[Case], method: str) -> float:
-    """Return the median |log ratio| of the remaining steps to the loss at 80 %, from 40 %."""
+def _arrival(cases: list[Case], method: str, bins: tuple[int, ...]) -> float:
+    """Return the median |log ratio| of the remaining steps to the losses of `bins`, from 40 %."""
     ratios: list[float] = []
     for case in cases:
         if not case.healthy or case.now != _ETA_NOW:
             continue
-        target = case.truth[_ETA_BIN]
-        ahead = case.truth[case.now :]
-        real = int(np.flatnonzero(ahead <= target)[0]) + 1
-        found = np.flatnonzero(case.path(method) <= target)
-        # A target that is not reached within the run: at its end, at the earliest.
-        steps = int(found[0]) + 1 if len(found) else BINS - case.now
-        if case.truth[: case.now].min() > target:
-            ratios.append(abs(float(np.log(steps / real))))
+        for target in case.truth[list(bins)]:
+            if case.truth[: case.now].min() > target:
+                real = int(np.flatnonzero(case.truth[case.now :] <= target)[0]) + 1
+                ratios.append(abs(float(np.log(_bins_to(case, method, float(target)) / real))))
     return float(np.median(ratios)) if ratios else float("nan")
+
+
+def _bins_to(case: Case, method: str, target: float) -> int:
+    """Return the bins to a loss; a method that does not reach it says the end of the run."""
+    if method == ENSEMBLE:
+        step = case.forecast.arrival(float(np.exp(target))).step
+        return BINS - case.now if step is None else step - case.now  # a bin is a step here
+    found = np.flatnonzero(case.path(method) <= target)
+    return int(found[0]) + 1 if len(found) else BINS - case.now
 
 
 def write(rows: list[dict[str, object]], path: Path) -> None:

@@ -9,8 +9,8 @@ depends on the family and its number alone: model, batch size, steps, optimizer,
 learning rate from a hundredth of a good one to far too high. One in eight warms up to such a rate
 over the whole run (a ramp). The guard is off, so runs diverge until the loss is not finite.
 
-`--diverging` draws runs for the alarm (`benchmarks/forecast_alarm.py`): learning rates that are too
-high more often than not, 40 % ramps, and no clipping.
+`--diverging` draws runs for the alarm (`benchmarks/forecast_alarm.py`), without clipping: 30 %
+ramps, 55 % with a rate 10 to 200 times too high, most of them with a warm-up, and 15 % healthy.
 
 `pack` writes the curves of the runs in DIRECTORY as one compressed file, and what is learned from
 them. `judge` measures the forecasts (`benchmarks/forecast_judge.py`).
@@ -36,11 +36,12 @@ from benchmarks import forecast_judge
 from ingot.core import config, log
 from ingot.forecast import learned, runs
 from ingot.forecast.runs import RunLibrary
-from ingot.nn import CNNConfig, DecoderConfig, DenseConfig, Rope
+from ingot.nn import CNNConfig, DecoderConfig, DenseConfig, GRUConfig, Rope
 from ingot.observe import metrics
 from ingot.training.clip import AdaGCConfig, ClipNormConfig, ZClipConfig
 from ingot.training.guard import Diverged, SpikeGuardConfig
 from ingot.training.optimizer import AdamWConfig, LionConfig, SGDConfig
+from ingot.training.precision import Precision
 from ingot.training.recipe import DigitsData, Recipe, TextData, XorData
 from ingot.training.schedule import LRSchedule
 from ingot.training.trainer import RECIPE, Trainer
@@ -55,27 +56,61 @@ _Drawn = tuple[dict[str, Any], float]  # keys of the recipe, AdamW's good learni
 
 def draw(family: str, number: int, diverging: bool = False) -> Recipe:
     """Return the recipe of a run."""
-    seed = f"{family} diverging" if diverging else family
-    rng = np.random.default_rng([zlib.crc32(seed.encode()), number])
+    if diverging:
+        return _draw_diverging(family, number)
+    rng = np.random.default_rng([zlib.crc32(family.encode()), number])
     keys, good = _FAMILIES[family](rng)
     steps = int(rng.choice([200, 300, 400, 600]))
-    ramp = rng.random() < (0.4 if diverging else 0.125)
+    ramp = rng.random() < 0.125
     too_high = rng.random() < 0.15
-    low, high = (1.0, 2.3) if ramp or too_high else (0.4, 1.6) if diverging else (-1.3, 0.7)
+    low, high = (1.0, 2.3) if ramp or too_high else (-1.3, 0.7)
     lr = good * 10 ** rng.uniform(low, high)
     return Recipe(
         name=f"{family}-{number}",
         steps=steps,
         optimizer=_optimizer(rng, lr),
         schedule=_schedule(rng, steps, ramp),
-        clip=ClipNormConfig(max_norm=1e4) if diverging else _clip(rng),
-        guard=SpikeGuardConfig(policy="skip", z_threshold=1e6, patience=0),
-        seed=number,
-        device="cpu",
+        clip=_clip(rng),
         eval_every=steps // BINS,
-        checkpoint_every=10**9,
+        **_ALONE,
+        seed=number,
         **keys,
     )
+
+
+def _draw_diverging(family: str, number: int) -> Recipe:
+    """Return a run without clipping: 30 % ramps, 55 % with a rate that is too high.
+
+    Half of the decoders compute in bf16, and the second moment's beta is up to 0.9999.
+    """
+    rng = np.random.default_rng([zlib.crc32(f"{family} alarm".encode()), number])
+    keys, good = (_small_text if family == "text" else _FAMILIES[family])(rng)
+    steps = int(rng.choice([200, 300] if family in _OF_TEXT else [300, 600]))
+    kind = rng.random()
+    ramp = kind < 0.3
+    low, high = (1.0, 2.3) if kind < 0.85 else (-1.3, 0.5)
+    lr = good * 10 ** rng.uniform(low, high)
+    warmup = steps if ramp else int(steps * rng.choice([0.0, 0.05, 0.1, 0.2, 0.3]))
+    shape: Any = rng.choice(["constant", "cosine", "wsd"])
+    bf16 = family == "text" and rng.random() < 0.5
+    return Recipe(
+        name=f"{family}-{number}",
+        steps=steps,
+        optimizer=_optimizer_without_brakes(rng, lr),
+        schedule=LRSchedule(kind=shape, warmup_steps=warmup),
+        clip=ClipNormConfig(max_norm=1e4),
+        precision=Precision.BF16 if bf16 else Precision.FP32,
+        **_ALONE,
+        seed=number,
+        **keys | {"eval_batches": 1},
+    )
+
+
+_ALONE: dict[str, Any] = {
+    "guard": SpikeGuardConfig(policy="skip", z_threshold=1e6, patience=0),
+    "device": "cpu",
+    "checkpoint_every": 10**9,
+}
 
 
 def _xor(rng: np.random.Generator) -> _Drawn:
@@ -99,8 +134,22 @@ def _digits(rng: np.random.Generator) -> _Drawn:
 
 
 def _text(rng: np.random.Generator) -> _Drawn:
-    dim = int(rng.choice([32, 48, 64, 96]))
-    length, batch = int(rng.choice([64, 128])), int(rng.choice([4, 8, 16]))
+    return _decoder(rng, dims=(32, 48, 64, 96), lengths=(64, 128), batches=(4, 8, 16))
+
+
+def _small_text(rng: np.random.Generator) -> _Drawn:
+    return _decoder(rng, dims=(32, 48), lengths=(32, 64), batches=(2, 4, 8))
+
+
+def _decoder(
+    rng: np.random.Generator,
+    *,
+    dims: tuple[int, ...],
+    lengths: tuple[int, ...],
+    batches: tuple[int, ...],
+) -> _Drawn:
+    dim = int(rng.choice(dims))
+    length, batch = int(rng.choice(lengths)), int(rng.choice(batches))
     model = DecoderConfig(
         vocab_size=512,
         dim=dim,
@@ -118,11 +167,21 @@ def _text(rng: np.random.Generator) -> _Drawn:
     return {**keys, "eval_batches": 4096 // (length * batch)}, 0.004
 
 
+def _recurrent(rng: np.random.Generator) -> _Drawn:
+    length = int(rng.choice([32, 64]))
+    dim, layers = int(rng.choice([32, 64])), int(rng.integers(1, 4))
+    model = GRUConfig(vocab_size=512, dim=dim, layers=layers)
+    data = TextData(source="stdlib", vocab_size=512, seq_len=length)
+    return {"data": data, "model": model, "global_batch_size": int(rng.choice([4, 8]))}, 0.004
+
+
 _FAMILIES: dict[str, Callable[[np.random.Generator], _Drawn]] = {
     "xor": _xor,
     "digits": _digits,
     "text": _text,
+    "recurrent": _recurrent,
 }
+_OF_TEXT = ("text", "recurrent")
 
 
 def _optimizer(rng: np.random.Generator, lr: float) -> Any:
@@ -133,6 +192,17 @@ def _optimizer(rng: np.random.Generator, lr: float) -> Any:
     if kind < 0.35:
         return LionConfig(lr=_LION * lr, weight_decay=10 * decay)
     return AdamWConfig(lr=lr, betas=(0.9, float(rng.choice([0.95, 0.999]))), weight_decay=decay)
+
+
+def _optimizer_without_brakes(rng: np.random.Generator, lr: float) -> Any:
+    betas = float(rng.choice([0.8, 0.9, 0.9, 0.95])), float(rng.choice([0.95, 0.99, 0.999, 0.9999]))
+    decay = float(rng.choice([0.0, 0.01, 0.1]))
+    kind = rng.random()
+    if kind < 0.1:
+        return SGDConfig(lr=_SGD * lr, momentum=float(rng.choice([0.0, 0.9])))
+    if kind < 0.15:
+        return LionConfig(lr=_LION * lr, weight_decay=10 * decay)
+    return AdamWConfig(lr=lr, betas=betas, weight_decay=decay)
 
 
 def _schedule(rng: np.random.Generator, steps: int, ramp: bool) -> LRSchedule:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ingot.core.errors import DataError
 from ingot.forecast.band import adapt, estimate_spread
@@ -17,15 +19,22 @@ from ingot.forecast.runs import RunLibrary
 
 _MAX_MISSES = 0.4  # of the backtests
 _KNOWN = 20  # earlier runs of a task, from which it is known
+_LIKELY = 0.65  # quantile of the step at which a loss is reached, if it is
+_EDGE = 1.2816  # standard deviations from the middle of an 80 % band to its edge
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The steps at which the loss reaches a target; None if not within the run."""
+    """When the loss reaches a target; a step is None if not within the run."""
 
+    probability: float
+    """That it is reached within the run."""
     step: int | None
+    """Likely step, if it is reached."""
     earliest: int | None
+    """Step at which the lower edge of the band reaches it."""
     latest: int | None
+    """Step at which the upper edge does."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +78,19 @@ class Forecast:
         return [last_step(k + 1, self.steps) for k in range(BINS - len(self.path), BINS)]
 
     def arrival(self, loss: float) -> Arrival:
-        """Return when the loss first is at most `loss`, and the range of it."""
-        found = (self._reach(edge, loss) for edge in (self.path, self.low, self.high))
-        return Arrival(*found)
+        """Return when the loss first is at most `loss`, from a normal distribution in each bin."""
+        target, spread = np.log(loss), (self.high - self.low) / 2 / _EDGE
+        reached = [NormalDist().cdf(z) for z in ((target - self.path) / spread).tolist()]
+        reached = np.maximum.accumulate(reached)
+        likely = self._find_step(reached >= _LIKELY * reached[-1]) if reached[-1] > 0 else None
+        earliest, latest = (self._find_step(edge <= target) for edge in (self.low, self.high))
+        if likely is not None and earliest is not None:
+            likely = max(likely, earliest)
+        return Arrival(float(reached[-1]), likely, earliest, latest)
 
-    def _reach(self, path: Floats, loss: float) -> int | None:
-        below: list[int] = np.flatnonzero(path <= np.log(loss)).tolist()
-        return self.bin_steps[below[0]] if below else None
+    def _find_step(self, bins: NDArray[np.bool_]) -> int | None:
+        found: list[int] = np.flatnonzero(bins).tolist()
+        return self.bin_steps[found[0]] if found else None
 
 
 class Forecaster:

@@ -28,7 +28,7 @@ _HEALTHY = np.log(1.3)  # largest log of the end of a run over its best loss
 _NOISE = 0.03  # of the laws on whole runs
 _FOLDS = 5
 _MOMENTS = 3  # of a run that are forecast
-_TRUST = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
+_TRUST = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0)
 _BASELINE = "power law"
 _MAX_ERROR = 1.0  # counted; further off is as bad
 

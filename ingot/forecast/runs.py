@@ -8,8 +8,9 @@ relative to its last value and divided by its scale, and by the learning rate be
     shape    (y_j - y_now) / scale, log scale, log(lr_j / lr_now) for earlier and later bins j
 
 Neither the loss's unit nor the number of steps or parameters is in it, so runs of other tasks can
-be near, although those of the same task are preferred. The forecast is the weighted median of what
-the nearest runs did from there, in units of their scale; their quantiles are its spread.
+be near, although those of the same task are preferred, and among these the ones that are at the
+same loss. The forecast is the weighted median of what the nearest runs did from there, in units of
+their scale; their quantiles are its spread.
 """
 
 # pyright: basic
@@ -34,8 +35,9 @@ _COUNT = 14  # nearest runs
 _EARLIER = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9)  # of the bins so far
 _LATER = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the bins to come
 _SHAPE, _LATER_LR, _EARLIER_LR = 0.5, 0.5, 0.6  # weights of the parts of the description
-_OTHER_TASK = 2.0  # squared distance of runs of other tasks
-_MIN_SCALE = 0.02
+_LEVEL = 4.0  # weight of the log loss, for runs of the same task
+_OTHER_TASK = 8.0  # squared distance of runs of other tasks
+_MIN_SCALE = 0.05
 _MAX_RUNS = 100_000
 
 
@@ -154,7 +156,9 @@ def find_nearest(library: RunLibrary, curve: LossCurve) -> Nearest:
     now, values = curve.now, library.log_loss[curve.target]
     own, own_scale = describe(curve.log_loss[None], curve.lr[None], now)
     others, scales = describe(values, library.lr, now)
-    squared = ((others - own) ** 2).sum(1) + _OTHER_TASK * library.differ(curve.task)
+    level = (_LEVEL * (values[:, now - 1] - curve.log_loss[-1])) ** 2
+    apart = np.where(library.differ(curve.task), _OTHER_TASK, level)
+    squared = ((others - own) ** 2).sum(1) + apart
     rows = np.argsort(squared, kind="stable")[:_COUNT]
     widest = max(float(squared[rows[-1]]), 1e-12)
     weights = np.exp(-2 * squared[rows] / widest)

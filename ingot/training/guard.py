@@ -5,8 +5,9 @@ deviation (MAD), which a spike does not move. Scaled to the standard deviation o
 
     z = (loss - median) / (1.4826 MAD)
 
-A loss with z above `z_threshold` is a spike. The spread is taken to be at least 1 % of the median,
-so that small fluctuations on a plateau are not spikes. Falling losses never are.
+A loss with z above `z_threshold` is a spike. The spread is taken to be at least 1 % of the median
+and 0.0001, so that small fluctuations on a plateau are not spikes, nor are losses next to 0 where
+the task is solved. Falling losses never are.
 
 The policy decides what happens next: `stop` ends the run, `skip` skips the batch, `rollback`
 restores the weights of the latest checkpoint and continues with the data after the batch (Chowdhery
@@ -31,6 +32,7 @@ from ingot.core.paths import write_atomic
 
 _MIN_LOSSES = 10  # losses needed before a spike can be detected
 _MAD_TO_STD = 1.4826
+_MIN_SPREAD = 1e-4  # nats: of a loss that is 0, any other would be a spike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class SpikeDetector:
             return None
         median = statistics.median(self._losses)
         spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
-        if loss - median > self.guard.z_threshold * max(spread, 0.01 * abs(median)):
+        if loss - median > self.guard.z_threshold * max(spread, 0.01 * abs(median), _MIN_SPREAD):
             return f"a loss of {loss:.4g} where {median:.4g} is usual"
         return None
 

@@ -247,13 +247,12 @@ def describe_forecast(
 def describe_arrival(found: Forecast, goal: float, seconds_per_step: float) -> str:
     """Describe when a loss is reached."""
     arrival = found.arrival(goal)
-    if arrival.earliest is None:
+    if arrival.earliest is None or arrival.step is None:
         return f"{goal:.4g} not within this run"
-    if arrival.step is None:
-        return f"{goal:.4g} at step {arrival.earliest:,} at the earliest, maybe not within this run"
     latest = "the end" if arrival.latest is None else f"{arrival.latest:,}"
     left = duration((arrival.step - found.step) * seconds_per_step)
-    return f"{goal:.4g} at step {arrival.step:,} ({arrival.earliest:,} to {latest}), in {left}"
+    text = f"{goal:.4g} at step {arrival.step:,} ({arrival.earliest:,} to {latest}), in {left}"
+    return text + (f", {arrival.probability:.0%} likely" if arrival.latest is None else "")
 
 
 class LiveForecast:

@@ -59,9 +59,23 @@ def test_arrivals() -> None:
     arrival = found.arrival(middle)
     assert arrival.step is not None
     assert arrival.earliest is not None
-    assert found.step < arrival.earliest <= arrival.step <= found.bin_steps[10]
+    assert found.step < arrival.earliest <= found.bin_steps[10]
+    assert arrival.earliest <= arrival.step <= found.bin_steps[-1]
+    assert arrival.latest is None or arrival.step <= arrival.latest
     assert found.arrival(low * 0.9).earliest is None
     assert found.arrival(value * 0.999).latest is None
+
+
+def test_lower_losses_are_less_likely_and_later() -> None:
+    found = FORECASTER.forecast(libraries.curve(noise=0.02).prefix(25))
+    value, low, _ = found.end
+    likely, unlikely = (found.arrival(loss) for loss in (value * 1.05, (value + low) / 2))
+    assert likely.probability > 0.5 > unlikely.probability
+    assert likely.step is not None
+    assert unlikely.step is not None
+    assert likely.step <= unlikely.step
+    assert found.arrival(value).probability == pytest.approx(0.5, abs=0.1)
+    assert found.arrival(1e-9).step is None
 
 
 def test_a_run_that_nothing_foresaw_has_no_forecast() -> None:
