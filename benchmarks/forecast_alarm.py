@@ -131,7 +131,7 @@ def learn(runs: list[Watched]) -> Hazard:
 
 def score(hazard: Hazard, run: Watched) -> np.ndarray:
     """Return the hazard at each of the steps of a run."""
-    return np.array([hazard.probability(row) for row in run.features])
+    return 1 / (1 + np.exp(-np.clip(hazard.bias + hazard.terms(run.features).sum(-1), -50, 50)))
 
 
 def alarms(run: Watched, scores: np.ndarray, threshold: float) -> Iterator[int]:
@@ -155,7 +155,9 @@ def rate(runs: list[Watched], scores: list[np.ndarray], threshold: float) -> flo
 
 def choose_threshold(runs: list[Watched], scores: list[np.ndarray]) -> float:
     """Return the lowest threshold with at most one false alarm in 1,000 steps."""
-    levels = np.unique(np.quantile(np.concatenate(scores), np.linspace(0.5, 1, 400)))
+    levels = np.unique(
+        np.quantile(np.concatenate(scores), np.linspace(0.5, 1, 400), method="nearest")
+    )
     return next((float(v) for v in levels if rate(runs, scores, v) <= _RATE), float(levels[-1]))
 
 
@@ -176,7 +178,8 @@ def judge(runs: list[Watched]) -> Iterator[dict[str, object]]:
     kinds = sorted({run.data for run in runs})
     hazards = {kind: learn([run for run in runs if run.data != kind]) for kind in kinds}
     methods = {"hazard": [score(hazards[run.data], run) for run in runs]}
-    methods |= {name: [run.features[:, i] for run in runs] for i, name in enumerate(FEATURES)}
+    for i, name in enumerate(FEATURES):
+        methods[name] = [np.nan_to_num(run.features[:, i], nan=-np.inf) for run in runs]
     for data in (*kinds, "all"):
         chosen = [i for i, run in enumerate(runs) if data in ("all", run.data)]
         own = [runs[i] for i in chosen]

@@ -70,7 +70,9 @@ def test_runs_become_a_library_and_features(trained: Path) -> None:
 def test_the_forecasts_are_judged(tmp_path: Path) -> None:
     tasks = tuple(f"{('text', 'digits', 'xor')[n % 3]}/dense" for n in range(24))
     library = replace(libraries.library(24), tasks=tasks)
-    cases = list(forecast_judge.forecast_all(library, np.zeros(24, dtype=bool)))
+    ramps, fresh = np.zeros(24, dtype=bool), np.arange(24) >= 12
+    cases = list(forecast_judge.forecast_all(library, ramps, fresh))
+    assert len(cases) == 2 * 12 * len(forecast_judge.NOWS)
     rows = list(forecast_judge.summarize(cases))
     forecast_judge.write(rows, tmp_path / "forecast.csv")
     read = read_csv(tmp_path / "forecast.csv")
@@ -115,9 +117,7 @@ def test_gru_and_rssm_have_the_same_budget_and_learn() -> None:
     assert abs(sizes[0] / sizes[1] - 1) < 0.02
     curves = forecast_rssm.Curves.of(libraries.library(32))
     for method in ("GRU", "RSSM"):
-        untrained, trained = (
-            forecast_rssm.train(method, curves, 1e-2, steps) for steps in (1, 40)
-        )
+        untrained, trained = (forecast_rssm.train(method, curves, 1e-2, steps) for steps in (1, 40))
         before, after = (forecast_rssm.find_errors(m, curves, 20) for m in (untrained, trained))
         assert after.mean() < 0.7 * before.mean()
 
@@ -129,9 +129,7 @@ def test_forecasts_of_recurrent_models_do_not_see_what_came() -> None:
     other = forecast_rssm.Curves(hidden, curves.actions)
     for method in ("GRU", "RSSM"):
         model = forecast_rssm.build(method)
-        (one, _), (two, _) = (
-            model(c.changes(20)[0], c.actions, 20, 0) for c in (curves, other)
-        )
+        (one, _), (two, _) = (model(c.changes(20)[0], c.actions, 20, 0) for c in (curves, other))
         torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
