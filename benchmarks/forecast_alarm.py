@@ -37,7 +37,6 @@ from ingot.training.recipe import Recipe
 from ingot.training.trainer import Trainer
 
 _MEDIAN, _LOST = 15, 0.3  # steps, share of the gain
-_LEAST_GAIN = 0.15  # of the first loss: less is noise
 _RATE = 1e-3  # false alarms in a step
 _RIDGE = 1.0
 _WARMUP = 10.0  # weight of the steps of a warm-up: to warn then is to warn every user
@@ -75,13 +74,12 @@ def find_event(losses: np.ndarray) -> int | None:
     >>> find_event(np.linspace(4, 2, 100))
     """
     first, best = float(np.median(losses[:5])), np.inf
-    noise = _LEAST_GAIN * first
     for at in range(len(losses) - _MEDIAN + 1):
         value = float(np.median(losses[at : at + _MEDIAN]))
         if not np.isfinite(value):
             return int(at + np.flatnonzero(~np.isfinite(losses[at : at + _MEDIAN]))[0] + 1)
         best = min(best, value)
-        gain = max(first - best, noise)
+        gain = max(first - best, 0.05 * first)
         if value - best > _LOST * gain:
             threshold = best + _LOST * gain
             return int(at + np.flatnonzero(losses[at : at + _MEDIAN] > threshold)[0] + 1)
@@ -112,9 +110,8 @@ def learn(runs: list[Watched]) -> Hazard:
     """Fit the logistic model by Newton's method, and choose its threshold."""
     features = np.concatenate([run.features for run in runs])
     labels = np.concatenate([run.label for run in runs]).astype(float)
-    known = np.ma.masked_invalid(features)
-    mean, deviation = known.mean(0).filled(0.0), known.std(0).filled(0.0) + 1e-6
-    x = np.column_stack([np.ones(len(features)), ((known - mean) / deviation).filled(0.0)])
+    mean, deviation = features.mean(0), features.std(0) + 1e-6
+    x = np.column_stack([np.ones(len(features)), (features - mean) / deviation])
     warm = np.concatenate([run.steps <= run.warmup for run in runs])
     counts = np.where(warm & (labels == 0), _WARMUP, 1.0)
     w = np.zeros(x.shape[1])
@@ -131,7 +128,7 @@ def learn(runs: list[Watched]) -> Hazard:
 
 def score(hazard: Hazard, run: Watched) -> np.ndarray:
     """Return the hazard at each of the steps of a run."""
-    return 1 / (1 + np.exp(-np.clip(hazard.bias + hazard.terms(run.features).sum(-1), -50, 50)))
+    return np.array([hazard.probability(row) for row in run.features])
 
 
 def alarms(run: Watched, scores: np.ndarray, threshold: float) -> Iterator[int]:
@@ -155,9 +152,7 @@ def rate(runs: list[Watched], scores: list[np.ndarray], threshold: float) -> flo
 
 def choose_threshold(runs: list[Watched], scores: list[np.ndarray]) -> float:
     """Return the lowest threshold with at most one false alarm in 1,000 steps."""
-    levels = np.unique(
-        np.quantile(np.concatenate(scores), np.linspace(0.5, 1, 400), method="nearest")
-    )
+    levels = np.unique(np.quantile(np.concatenate(scores), np.linspace(0.5, 1, 400)))
     return next((float(v) for v in levels if rate(runs, scores, v) <= _RATE), float(levels[-1]))
 
 
@@ -178,8 +173,7 @@ def judge(runs: list[Watched]) -> Iterator[dict[str, object]]:
     kinds = sorted({run.data for run in runs})
     hazards = {kind: learn([run for run in runs if run.data != kind]) for kind in kinds}
     methods = {"hazard": [score(hazards[run.data], run) for run in runs]}
-    for i, name in enumerate(FEATURES):
-        methods[name] = [np.nan_to_num(run.features[:, i], nan=-np.inf) for run in runs]
+    methods |= {name: [run.features[:, i] for run in runs] for i, name in enumerate(FEATURES)}
     for data in (*kinds, "all"):
         chosen = [i for i, run in enumerate(runs) if data in ("all", run.data)]
         own = [runs[i] for i in chosen]

@@ -42,7 +42,7 @@ from ingot.forecast.runs import RunLibrary
 RESULTS = Path(__file__).parent / "results" / "forecast_rssm.csv"
 NOWS = (10, 20, 30)
 SPLITS = 3
-LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+LEARNING_RATES = (3e-3, 1e-2, 3e-2)
 _BATCH, _ACTIONS, _SAMPLES = 64, 4, 16
 _GROUPS, _CLASSES = 8, 8
 _HIDDEN = 48  # of the RSSM; the GRU has as many as give the same number of weights

@@ -47,23 +47,12 @@ FEATURES = (
     "the gradient norm is above its lowest",
     "the gradient norm rises",
     "the gradient norm is unsteady",
+    "gradients are clipped",
     "the learning rate has risen",
     "the learning rate will rise",
-    "gradients oppose the momentum",
-    "the momentum is small for the gradients",
-    "gradients outgrow the second moments",
-    "updates are large for the weights",
-    "updates grow",
-    "weights grow",
-    "updates are long for the slope of the loss",
-    "the loss falls less than its slope predicts",
 )
-_VALUES = ("mean", "deviation", "weight")
-_NEEDED = ("loss", "grad_norm")
-_LOGS = (*_NEEDED, "clip_factor", "update_norm", "weight_norm", "momentum_norm", "mean_sqrt_v")
-_COLUMNS = (*_LOGS, "grad_momentum_cos", "grad_update_cos")
 _WINDOW, _RECENT, _LATEST = 60, 20, 5  # steps
-_BOUND = 10.0  # of a feature
+_BOUND = 6.0  # of a feature
 _RISE = 0.1  # of the log learning rate, at most: every warm-up is steep at its start
 
 
@@ -98,7 +87,7 @@ class Hazard:
         source = Path(str(files("ingot.forecast"))) / NAME if path is None else path
         try:
             content = json.loads(source.read_text())
-            columns = [[float(content["features"][f][k]) for f in FEATURES] for k in _VALUES]
+            columns = [[float(content["features"][f][k]) for f in FEATURES] for k in _COLUMNS]
             mean, deviation, weight = (np.array(column) for column in columns)
             return cls(mean, deviation, weight, float(content["bias"]), float(content["threshold"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -111,7 +100,7 @@ class Hazard:
         """Write the file."""
         columns = zip(self.mean, self.deviation, self.weight, strict=True)
         features = {
-            name: dict(zip(_VALUES, (round(float(v), 4) for v in values), strict=True))
+            name: dict(zip(_COLUMNS, (round(float(v), 4) for v in values), strict=True))
             for name, values in zip(FEATURES, columns, strict=True)
         }
         content = {"bias": round(self.bias, 4), "threshold": round(self.threshold, 4)}
@@ -119,8 +108,7 @@ class Hazard:
 
     def terms(self, features: Floats) -> Floats:
         """Return what each feature adds to the log odds."""
-        found = self.weight * (features - self.mean) / self.deviation
-        return np.where(np.isnan(found), 0.0, found)
+        return self.weight * (features - self.mean) / self.deviation
 
     def probability(self, features: Floats) -> float:
         """Return the hazard."""
@@ -128,32 +116,38 @@ class Hazard:
         return 1 / (1 + math.exp(-min(max(odds, -50.0), 50.0)))
 
 
+_COLUMNS = ("mean", "deviation", "weight")
+
+
 class StepFeatures:
     """The features of a run, from the lines of its `metrics.jsonl`.
 
-    `planned_lr` is the learning rate by step, from 0. A feature is not a number where the lines
-    lack what it is computed from: only AdamW reports the statistics of its updates.
+    `planned_lr` is the learning rate by step, from 0.
     """
 
     def __init__(self, planned_lr: Callable[[int], float]) -> None:
         self._planned_lr = planned_lr
-        self._rows: deque[list[float]] = deque(maxlen=_WINDOW)
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._clipped: deque[bool] = deque(maxlen=_RECENT)
         self._best = self._lowest = math.inf  # of medians: of the latest losses, of recent norms
         self._first: float | None = None
 
     def add(self, line: Mapping[str, Any]) -> Floats | None:
         """Read a line; return the features at every fifth step, after the first 20."""
-        step = line.get("step")
-        if type(step) is not int or not all(_is_positive(line.get(k)) for k in _NEEDED):
+        step, loss, norm = (line.get(key) for key in ("step", "loss", "grad_norm"))
+        if type(step) is not int or not _is_positive(loss) or not _is_positive(norm):
             return None
-        self._rows.append([_read(line, name) for name in _COLUMNS])
-        if step % EVERY or len(self._rows) < _RECENT:
+        self._losses.append(math.log(loss))
+        self._norms.append(math.log(norm))
+        clipped = line.get("clip_factor", 1.0)
+        self._clipped.append(isinstance(clipped, float) and clipped < 1)
+        if step % EVERY or len(self._losses) < _RECENT:
             return None
         return self._compute(step)
 
     def _compute(self, step: int) -> Floats:
-        window = dict(zip(_COLUMNS, np.array(self._rows).T, strict=True))
-        losses, norms = window["loss"], window["grad_norm"]
+        losses, norms = np.array(self._losses), np.array(self._norms)
         latest = float(np.median(losses[-_LATEST:]))
         norm = float(np.median(norms[-_RECENT:]))
         self._best, self._lowest = min(self._best, latest), min(self._lowest, norm)
@@ -170,31 +164,11 @@ class StepFeatures:
             norm - self._lowest,
             _rise(norms),
             math.log(_spread(norms[-_RECENT:])),
+            float(np.mean(self._clipped)),
             min(max(math.log(lr[0] / lr[1]), -_RISE), _RISE),
             min(max(math.log(lr[2] / lr[0]), 0.0), _RISE),
-            *_describe_updates(window),
         )
         return np.clip(np.array(values), -_BOUND, _BOUND)
-
-
-def _describe_updates(window: Mapping[str, Floats]) -> tuple[float, ...]:
-    """Return the features that need the statistics of the update."""
-    clipped = window["grad_norm"] + window["clip_factor"]
-    relative, weights = window["update_norm"] - window["weight_norm"], window["weight_norm"]
-    lag = clipped - window["mean_sqrt_v"]
-    slope = np.exp(clipped + window["update_norm"]) * np.abs(window["grad_update_cos"])
-    loss = np.exp(window["loss"])
-    fall = float(loss[-20:-10].mean() - loss[-10:].mean())
-    return (
-        -_mean(window["grad_momentum_cos"]),
-        -_mean((window["momentum_norm"] - clipped)[-10:]),
-        _mean(lag[-10:]) - _mean(lag),
-        _mean(relative[-10:]),
-        _mean(relative[-10:]) - _mean(relative[:-10]),
-        _mean(weights[-10:]) - _mean(weights[-20:-10]),
-        math.log(_mean(slope[-10:]) / float(loss[-10:].mean()) + 1e-12),
-        -fall / (10 * _mean(slope[-15:]) + 1e-12),
-    )
 
 
 class Alarm:
@@ -227,22 +201,6 @@ class Alarm:
 
 def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 < value < math.inf
-
-
-def _read(line: Mapping[str, Any], name: str) -> float:
-    """Return a value of a line, or its logarithm; not a number if the line does not have it."""
-    value = line.get(name, 1.0 if name == "clip_factor" else None)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return math.nan
-    if name not in _LOGS:
-        return float(value)
-    return math.log(value) if value > 0 else math.nan
-
-
-def _mean(values: Floats) -> float:
-    """Return the mean of those that are numbers."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else math.nan
 
 
 def _deviations(values: Floats) -> float:

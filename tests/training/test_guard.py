@@ -35,6 +35,14 @@ def test_bad_losses_and_norms_have_a_reason(loss: float, norm: float, reason: st
     assert (watch.check(loss, norm) or "").startswith(reason)
 
 
+def test_losses_next_to_zero_are_no_spikes() -> None:
+    watch = SpikeDetector(SpikeGuardConfig())
+    for _ in range(50):
+        assert watch.check(0.0, 1.0) is None  # solved
+    assert watch.check(1e-6, 1.0) is None
+    assert watch.check(0.1, 1.0) == "a loss of 0.1 where 0 is usual"
+
+
 def test_not_finite_is_bad_from_the_first_step_on() -> None:
     assert SpikeDetector(SpikeGuardConfig()).check(math.nan, 1.0)
 
