@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -390,6 +391,29 @@ def test_the_key_changes_with_all_that_goes_into_a_library(
         with (sources / name).open("a") as source:
             source.write("\n")
     assert key() == keys[-1]
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        pytest.param(tier, marks=() if tier == "amx" else pytest.mark.slow)
+        for tier in build.TIER_FLAGS
+    ],
+)
+def test_all_families_compile_for_tiers_of_other_machines(tier: str) -> None:
+    """AMX is the tier with the most code of its own, and few machines have it."""
+    gcc = detect().compiler
+    assert gcc is not None
+    command = build._command(gcc, tier)
+    flags = [flag for flag in command if not flag.startswith(("-shared", "-Wl", "-L", "-l"))]
+
+    def check(family: str) -> str:
+        source = build.HERE / f"{family}.cpp"
+        done = subprocess.run([*flags, "-fsyntax-only", str(source)], capture_output=True)
+        return done.stderr.decode() if done.returncode else ""
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert [error for error in pool.map(check, build.FAMILIES) if error] == []
 
 
 def test_the_declarations_of_the_abi_are_those_of_torch() -> None:

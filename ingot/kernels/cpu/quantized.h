@@ -248,11 +248,11 @@ constexpr int PANEL_BLOCK = 1;
 
 // 16 rows of the weight: their scales in float32 and what is added to scale * q (the minimum, or the
 // zero point times -scale), for all groups.
-struct Panel {
+struct IntPanel {
   const uint8_t* bytes;
   const FloatLanes *scale, *offset;
 
-  Panel(const QuantizedWeight& w, const uint8_t* bytes, int64_t column, int64_t groups,
+  IntPanel(const QuantizedWeight& w, const uint8_t* bytes, int64_t column, int64_t groups,
         FloatLanes* memory)
       : bytes(bytes), scale(memory), offset(nullptr) {
     int64_t row = w.first_row + column, count = std::min<int64_t>(LANES, w.rows - column);
@@ -360,7 +360,7 @@ bool multiply_row(const QuantizedWeight& w, int64_t column, const uint8_t* bytes
 
 // The first R rows of a block of x times C panels.
 template <class Format, int R, int C, bool HAS_OFFSETS>
-[[gnu::noinline]] void multiply_panels(const Panel* panels, const QuantizedRows& x, int64_t row,
+[[gnu::noinline]] void multiply_panels(const IntPanel* panels, const QuantizedRows& x, int64_t row,
                                        FloatLanes (&totals)[C][R]) {
   const int8_t* operand = x.values + row * x.words * 4 * Format::PLANES;
   const int64_t stride = 4 * x.block;
@@ -413,7 +413,7 @@ template <class Format, int R, int C, bool HAS_OFFSETS>
 }
 
 template <class Format, int R, int C>
-void multiply_block(const Panel* panels, int num_panels, const QuantizedRows& x, int64_t row,
+void multiply_block(const IntPanel* panels, int num_panels, const QuantizedRows& x, int64_t row,
                     int64_t rows, float (*out)[BLOCK_N]) {
   FloatLanes totals[C][R] = {};
   if (Format::MAY_HAVE_OFFSETS && panels[0].offset)
@@ -429,7 +429,7 @@ void multiply_block(const Panel* panels, int num_panels, const QuantizedRows& x,
 // slower. So are the last four or fewer, for which smaller kernels do less work. The others find the
 // panels in a cache.
 template <class Format>
-void multiply_rows(const Panel* panels, int num_panels, const QuantizedRows& x, int64_t row,
+void multiply_rows(const IntPanel* panels, int num_panels, const QuantizedRows& x, int64_t row,
                    int64_t rows, float (*out)[BLOCK_N]) {
   int64_t r = 0;
   auto multiply_each = [&] {
@@ -476,14 +476,14 @@ void quantized_gemm(const QuantizedRows& x, int64_t num_rows,
           return static_cast<const uint8_t*>(packed);
         };
         auto panel = [&](int64_t c, int i) {
-          return Panel(w, panel_bytes(c), groups[g].begin + c, x.groups, scales + 2 * x.groups * i);
+          return IntPanel(w, panel_bytes(c), groups[g].begin + c, x.groups, scales + 2 * x.groups * i);
         };
         int64_t c = 0;
         for (; num_rows == 1 && c < groups[g].count; c += LANES)
           if (!multiply_row<Format>(w, groups[g].begin + c, panel_bytes(c), x, &acc[0][c])) break;
         for (; c < groups[g].count; c += PANEL_BLOCK * LANES) {
           bool full = PANEL_BLOCK > 1 && c + LANES < groups[g].count;
-          Panel first = panel(c, 0), panels[2] = {first, full ? panel(c + LANES, 1) : first};
+          IntPanel first = panel(c, 0), panels[2] = {first, full ? panel(c + LANES, 1) : first};
           auto out = reinterpret_cast<float(*)[BLOCK_N]>(&acc[0][c]);
           multiply_rows<Format>(panels, full ? 2 : 1, x, row, rows, out);
         }
