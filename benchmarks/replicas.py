@@ -461,7 +461,7 @@ def predict(args: argparse.Namespace) -> dict[str, object]:
 
 def calibrate(model: Path):
     """Return the costs of an engine's step, the machine, and the blocks of an engine's cache."""
-    from ingot.bench.machine import calibration_loads, fit_machine
+    from ingot.bench.server_costs import calibration_loads, fit_machine
     from ingot.interop import hf
     from ingot.serving.costs import CostModel
 
@@ -474,8 +474,8 @@ def calibrate(model: Path):
 
 
 def _measure_usage(server: Server, clients: int, workload):
-    from ingot.bench.machine import LoadUsage, count_tokens
     from ingot.bench.serve import Load, send_over_http
+    from ingot.bench.server_costs import LoadUsage, count_tokens
 
     def read_counters() -> list[float]:
         cpu = [_cpu_seconds(pid) for pid in (*server.engines(), server.process.pid)]
@@ -490,7 +490,7 @@ def _measure_usage(server: Server, clients: int, workload):
 
 
 def _trace(args: argparse.Namespace, rate: float, share: float = 1.0):
-    from ingot.bench.machine import RandomPrompts
+    from ingot.bench.server_costs import RandomPrompts
 
     return RandomPrompts(
         num_requests=int(args.requests * share),

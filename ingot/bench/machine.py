@@ -1,145 +1,69 @@
-"""Fits the `MachineConfig` of `ingot simulate` to a server on this machine.
+"""The peaks of this machine: measured once, then read from the cache.
 
-A server with one replica runs several loads. The CPU time of its processes is a sum of costs:
+    peaks().read_bandwidth.value         # GB/s of all cores together
+    peaks().matmul["bf16"]               # a Peak in GFLOPS; None where the platform cannot
 
-    engine  = a * steps + b * tokens + c * keys + d * pairs + e * sequences + f * requests
-    others  = a * requests + b * prompt tokens + c * steps + d * generated tokens
-
-CPU time does not depend on how many processes share a core, so the same costs predict several
-replicas on the same machine.
+The cache is keyed by the fingerprint of the machine (`ingot.core.device`).
 """
 
-# pyright: basic
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from ingot.bench.calibrate import non_negative_lstsq, solve_costs
-from ingot.serving.costs import CostModel
-from ingot.serving.engine.request import Request
-from ingot.serving.machine import MachineConfig, ProcessCosts
-from ingot.serving.workload import RequestWorkload
-
-# Concurrent clients, tokens of a prompt, tokens of an output, requests.
-_LOADS = (
-    (1, 16, 16, 200),
-    (1, 120, 2, 400),
-    (4, 120, 4, 800),
-    (4, 16, 60, 200),
-    (16, 16, 4, 1600),
-    (16, 64, 60, 400),
-    (16, 250, 20, 400),
-    (48, 16, 16, 1200),
-    (48, 64, 60, 600),
-    (48, 120, 4, 1600),
-)
+from ingot.bench import cpu_peaks, gpu_peaks
+from ingot.bench.peaks import ROUNDS, Peaks
+from ingot.core import log, paths
+from ingot.core.device import detect
+from ingot.core.errors import IngotError
 
 
-@dataclass(frozen=True, kw_only=True)
-class RandomPrompts(RequestWorkload):
-    """A workload whose prompts have random tokens of every model's vocabulary: those of
-    `RequestWorkload` become equal when they are mapped to such a small one.
+def peaks(refresh: bool = False, device: str = "cpu") -> Peaks:
+    """Return the peaks of this machine's CPU or GPU: measured once, then read from the cache.
 
-    >>> workload = RandomPrompts(num_requests=2, length_sigma=0, shared_prefix_ratio=1)
-    >>> first, second = [request.prompt for _, request, _ in workload.generate()]
-    >>> len(first), max(first) < 256, first[256:] == second[256:]
-    (384, True, False)
+    While another process measures, this one waits, because the two would slow each other down. If
+    the cache cannot be written, a warning is logged and the next call measures again.
+
+        peaks().read_bandwidth.value
+        peaks(refresh=True)     # measures again
     """
+    path = _cache_path(device)
+    cached = None if refresh else _load(path)
+    if cached:
+        return cached
 
-    salt: int = 0
-    """Another one gives other tokens at the same times, so that none is in a prefix cache."""
+    def measure() -> Peaks:
+        if device == "cpu":
+            return cpu_peaks.measure(bar.advance)
+        return gpu_peaks.measure(device, bar.advance)
 
-    def generate(self) -> Iterator[tuple[float, Request, float | None]]:
-        """Yield arrival time, request, and the time at which its client disconnects, if any."""
-        for arrival, request, disconnect in super().generate():
-            numbers = random.Random(f"{self.seed} {self.salt} {request.id}")
-            num_shared = self.prefix_len if request.prompt[0] < 2**31 else 0
-            tail = numbers.choices(range(256), k=len(request.prompt) - num_shared)
-            shared = [token % 251 for token in request.prompt[:num_shared]]
-            yield arrival, msgspec.structs.replace(request, prompt=(*shared, *tail)), disconnect
-
-
-def calibration_loads(max_seq_len: int) -> list[tuple[int, RequestWorkload]]:
-    """Return the number of clients of each load, and its requests."""
-    return [
-        (
-            clients,
-            RandomPrompts(
-                num_requests=num_requests,
-                input_len=min(input_len, max_seq_len // 2),
-                output_len=min(output_len, max_seq_len // 2),
-                length_sigma=0,
-                shared_prefix_ratio=0,
-                seed=seed,
-            ),
-        )
-        for seed, (clients, input_len, output_len, num_requests) in enumerate(_LOADS)
-    ]
+    with log.progress("measuring this machine's peaks", ROUNDS) as bar:
+        result = None
+        try:
+            with paths.lock(path):
+                # Another process may have measured while it held the lock.
+                result = None if refresh else _load(path)
+                if result is None:
+                    result = measure()
+                    paths.write_atomic(path, result.to_json())
+                return result
+        except IngotError as error:
+            log.logger(__name__).warning("the peaks are not cached: %s", error)
+            return result or measure()
 
 
-def count_tokens(workload: RequestWorkload) -> list[tuple[int, int]]:
-    """Return the tokens of prompt and output of each request.
-
-    >>> count_tokens(RequestWorkload(num_requests=2, length_sigma=0, shared_prefix_ratio=0))
-    [(128, 64), (128, 64)]
-    """
-    return [(len(request.prompt), request.max_tokens) for _, request, _ in workload.generate()]
+def cached_peaks() -> Peaks | None:
+    """Return the CPU's peaks if they are cached; None otherwise. Nothing is measured."""
+    return _load(_cache_path("cpu"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadUsage:
-    """A load, and the CPU seconds that each process took for it."""
-
-    tokens: Sequence[tuple[int, int]]
-    """See `count_tokens`."""
-    steps: float
-    engine_s: float
-    server_s: float
-    clients_s: float
-
-    def step(self) -> tuple[float, ...]:
-        """Return tokens, keys, pairs, sequences, admitted ones and seconds of the average step of
-        the engine."""
-        prompt, new = np.array(self.tokens, float).T
-        counts = (
-            (prompt + new - 1).sum(),
-            (prompt * new + new * (new - 1) / 2).sum(),
-            (prompt * prompt / 2).sum(),
-            new.sum(),
-            len(self.tokens),
-        )
-        return tuple(float(value) / self.steps for value in (*counts, self.engine_s))
-
-    def messages(self) -> tuple[float, ...]:
-        """Return the number of requests, prompt tokens, steps and generated tokens."""
-        prompt_tokens, new_tokens = map(sum, zip(*self.tokens, strict=True))
-        return len(self.tokens), prompt_tokens, self.steps, new_tokens
+def _cache_path(device: str) -> Path:
+    return paths.cache("peaks", f"{detect().fingerprint}{'' if device == 'cpu' else '-gpu'}.json")
 
 
-def fit_machine(
-    usages: Sequence[LoadUsage], costs: CostModel, cores: int
-) -> tuple[CostModel, MachineConfig]:
-    """Return the costs that explain the CPU times of the processes best."""
-    messages = np.array([usage.messages() for usage in usages])
-    server = _fit_process(messages, np.array([usage.server_s for usage in usages]))
-    clients = _fit_process(messages, np.array([usage.clients_s for usage in usages]))
-    machine = MachineConfig(cores=cores, server=server, clients=clients)
-    return solve_costs([usage.step() for usage in usages], costs), machine
-
-
-def _fit_process(messages: np.ndarray, seconds: np.ndarray) -> ProcessCosts:
-    """Fit the costs by least squares of relative errors.
-
-    >>> messages = np.array([[9, 900, 20, 30], [9, 100, 40, 400], [99, 500, 20, 200], [5, 0, 9, 9]])
-    >>> costs = _fit_process(messages, messages @ [1e-3, 1e-6, 2e-4, 1e-5])
-    >>> [round(value, 9) for value in vars(costs).values()]
-    [0.001, 1e-06, 0.0002, 1e-05]
-    """
-    found = non_negative_lstsq(messages / seconds[:, None], np.ones(len(seconds)))
-    names = ("request_s", "prompt_token_s", "step_s", "token_s")
-    return ProcessCosts(**dict(zip(names, map(float, found), strict=True)))
+def _load(path: Path) -> Peaks | None:
+    try:
+        return Peaks.from_json(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
