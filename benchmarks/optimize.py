@@ -4,8 +4,9 @@
 
 The models have random weights, the widths of their published small versions and fewer layers, since
 all layers cost the same. Systems are timed one call each in turn, so that a change of the machine
-affects all. A row has the median time of each system, the median over the rounds of the ratio of
-its time to ingot's, and the shares of the FLOPs and bytes of the forward pass in ingot's kernels.
+affects all; with one thread, times are CPU times. A row has the median time of each system, the
+median over the rounds of the ratio of its time to ingot's, and the shares of the FLOPs and bytes of
+the forward pass in ingot's kernels.
 
 With `--processes`, each system compiles in a process of its own, first with empty caches, then
 again. A row has the time of the first call and the peak memory of later ones, ratios are ingot's
@@ -164,11 +165,12 @@ def always(module: torch.fx.GraphModule, inputs: Any) -> Any:
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Time the steps one after the other, `rounds` times."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    now = cost.clock()
     for _ in range(rounds):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = now()
             step()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(now() - start)
     return seconds
 
 

@@ -38,12 +38,14 @@ from ingot.fuse.work import hint, size_hint
 Rates: TypeAlias = dict[str, dict[int, float]]
 """Of each provider and kind of call: number of rows -> FLOPs per second."""
 
-_VERSION = 2
+_VERSION = 3
 _PROVIDERS = ("torch", "ingot")
 _SECONDS = 0.05
 """How long the calls of one size are timed."""
 _ROWS = (1, 8, 32, 128, 512)
 _LENGTHS = (32, 128, 512)
+_POSITIONS = (49, 196, 784)
+_CHANNELS = 128
 _WIDTH, _OUT, _HEADS, _HEAD_DIM = 768, 1536, 4, 64
 _BYTES_PER_SECOND = 10e9
 """Of a pass over memory: low, because the result of a matmul is usually still in a cache."""
@@ -70,6 +72,8 @@ def predict(rewrite: Rewrite, match: Match, training: bool) -> Prediction | None
         return _predict_linear(match, training)
     if rewrite.name in ("attention", "padded_attention"):
         return _predict_attention(match, training)
+    if rewrite.name == "conv":
+        return _predict_conv(match)
     return None
 
 
@@ -105,6 +109,25 @@ def _predict_attention(match: Match, training: bool) -> Prediction:
     return Prediction(
         before=flops / rate(f"attention/torch/{kind}", length),
         after=flops / rate(f"attention/ingot/{kind}", length),
+    )
+
+
+def _predict_conv(match: Match) -> Prediction:
+    x, weight, root = (tensor_of(match[name]) for name in ("x", "weight", "root"))
+    assert x is not None
+    assert weight is not None
+    assert root is not None
+    channels, width = int(weight.shape[0]), size_hint(weight) // int(weight.shape[0])
+    rows = size_hint(root) // channels
+    flops = 2.0 * rows * size_hint(weight)
+    extra = match.get("activation") is not None
+    kind = f"{_dtype(x)}/forward/contiguous"
+    # The patches are written, and the weight in their order.
+    copied = 2 * (rows * width + size_hint(weight)) if width > int(weight.shape[1]) else 0
+    return Prediction(
+        before=flops / rate(f"conv/torch/{kind}", rows)
+        + 2 * extra * size_hint(root) * x.itemsize / _BYTES_PER_SECOND,
+        after=flops / rate(f"linear/ingot/{kind}", rows) + copied * x.itemsize / _BYTES_PER_SECOND,
     )
 
 
@@ -161,12 +184,12 @@ def _load(path: Path) -> Rates:
 def _measure(family: str, variant: str) -> Rates:
     """Time both providers of a kind of call, interleaved."""
     dtype, mode, form = variant.split("/")
-    make = _linear_call if family == "linear" else _attention_call
-    found: Rates = {f"{family}/{provider}/{variant}": {} for provider in _PROVIDERS}
-    for rows in _ROWS if family == "linear" else _LENGTHS:
-        calls = [make(provider, getattr(torch, dtype), rows, form) for provider in _PROVIDERS]
+    make, sizes, providers = _FAMILIES[family]
+    found: Rates = {f"{family}/{provider}/{variant}": {} for provider in providers}
+    for rows in sizes:
+        calls = [make(provider, getattr(torch, dtype), rows, form) for provider in providers]
         runs = [_runner(call, args, mode == "training") for call, args, _ in calls]
-        for provider, (*_, flops), seconds in zip(_PROVIDERS, calls, _shortest(runs), strict=True):
+        for provider, (*_, flops), seconds in zip(providers, calls, shortest(runs), strict=True):
             found[f"{family}/{provider}/{variant}"][rows] = flops / seconds
     return found
 
@@ -200,6 +223,22 @@ def _attention_call(
     return sdpa, [tensor.transpose(0, 1)[None] for tensor in packed], flops
 
 
+def _conv_call(
+    provider: str, dtype: torch.dtype, rows: int, layout: str
+) -> tuple[Callable[..., Tensor], list[Tensor], float]:
+    side = math.isqrt(rows)
+    x, weight = torch.randn(1, _CHANNELS, side, side), torch.randn(_CHANNELS, _CHANNELS, 3, 3)
+    flops = 2.0 * rows * weight.numel()
+    return (lambda x, w: F.conv2d(x, w, padding=1)), [x.to(dtype), weight.to(dtype)], flops
+
+
+_FAMILIES = {
+    "linear": (_linear_call, _ROWS, _PROVIDERS),
+    "attention": (_attention_call, _LENGTHS, _PROVIDERS),
+    "conv": (_conv_call, _POSITIONS, _PROVIDERS[:1]),  # ingot's is `linear`
+}
+
+
 def _runner(
     call: Callable[..., Tensor], args: Sequence[Tensor], training: bool
 ) -> Callable[[], None]:
@@ -215,15 +254,21 @@ def _runner(
     return run
 
 
-def _shortest(runs: Sequence[Callable[[], None]]) -> list[float]:
+def clock() -> Callable[[], float]:
+    """Return a clock in seconds; with one thread its CPU time, without that of other processes."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def shortest(runs: Sequence[Callable[[], object]]) -> list[float]:
     """Return the shortest of several times of each call, timed in turn."""
+    now = clock()
     times: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run()
-    start = time.perf_counter()
-    while len(times[0]) < 5 or time.perf_counter() - start < _SECONDS:
+    start = now()
+    while len(times[0]) < 5 or now() - start < _SECONDS:
         for run, seconds in zip(runs, times, strict=True):
-            before = time.perf_counter()
+            before = now()
             run()
-            seconds.append(time.perf_counter() - before)
+            seconds.append(now() - before)
     return [min(seconds) for seconds in times]

@@ -39,6 +39,10 @@ class NamedCall(NamedTuple):
     args: tuple[Any, ...]
 
 
+_CONV: tuple[str, dict[str, Any]] = (
+    "input weight",
+    {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
+)
 # Parameters of calls that may be spelled with keywords; the others have positional ones only.
 _SIGNATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("input weight", {"bias": None}),
@@ -68,6 +72,12 @@ _SIGNATURES: dict[str, tuple[str, dict[str, Any]]] = {
             "scale": None,
             "enable_gqa": False,
         },
+    ),
+    "conv1d": _CONV,
+    "conv2d": _CONV,
+    "batch_norm": (
+        "input running_mean running_var",
+        {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5},
     ),
     "mean": ("input", {"dim": None, "keepdim": False, "dtype": None}),
     "softmax": ("input", {"dim": None, "_stacklevel": 3, "dtype": None}),
@@ -101,10 +111,12 @@ _NAMES = [
     "contiguous", "to", "float", "flatten", "cat", "cos", "sin", "square", "sqrt", "le", "lt",
     "ge", "gt", "eq", "ne", "cumsum", "diff", "arange", "linear", "addmm", "layer_norm",
     "rms_norm", "embedding", "dropout", "cross_entropy", "getitem", "repeat",
+    "conv1d", "conv2d",
 ]
 # fmt: on
 _OTHER_FUNCTIONS: dict[Any, str] = {
     F.scaled_dot_product_attention: "sdpa",
+    F.batch_norm: "batch_norm",
     operator.truediv: "div",
     torch.true_divide: "div",
     operator.and_: "and",
@@ -190,6 +202,7 @@ def named_call(node: Any) -> NamedCall | None:
         return None  # a spelling with other arguments, such as `out`
     bound.apply_defaults()
     mutates = bound.arguments.get("inplace") is True
+    mutates |= name == "batch_norm" and bound.arguments["training"] is not False
     return None if mutates else NamedCall(name, bound.args)
 
 

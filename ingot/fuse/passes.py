@@ -10,11 +10,13 @@ Legend: T tokens, B batch, L length, N query heads, G key-value heads, H channel
 # pyright: basic
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ingot import ops
@@ -155,6 +157,70 @@ _WITH_EPILOGUE = Either(
     _activated(_linear()),
     _linear(),
 )
+
+
+# Convolution: a linear layer of patches. Batch normalization is not folded into the weight: in
+# bfloat16 that rounds the weight once more, which the proof does not pass.
+
+
+def _conv(x: str = "x") -> Pattern:
+    bias = Either(Constant(None), Arg("bias"))
+    options = [Anything(name) for name in ("stride", "padding", "dilation")]
+    args = Arg(x), Arg("weight"), bias, *options, Constant(1)
+    return Either(Call("conv2d", *args), Call("conv1d", *args))
+
+
+_CONVOLUTION = Either(_activated(_conv()), _conv())
+
+
+def _sizes(match: Match, name: str) -> tuple[int, ...] | None:
+    """Return an option of a convolution by dimension, None for "same" and "valid"."""
+    value, count = match[name], _tensors(match, "weight")[0].dim() - 2
+    if isinstance(value, int):
+        return (value,) * count
+    numbers = isinstance(value, tuple | list) and all(isinstance(v, int) for v in value)
+    return tuple(value) * (count if len(value) == 1 else 1) if numbers else None
+
+
+def _conv_fits(match: Match) -> bool:
+    x, weight = _tensors(match, "x", "weight")
+    inputs = _tensors(match, "x", "weight", "bias")
+    # The backward pass of the patches would be slower than that of the convolution.
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        return False
+    known = all(_sizes(match, name) for name in ("stride", "padding", "dilation"))
+    if not (known and x.dim() == weight.dim() and _one_dtype(match, "x", "weight", "bias", "root")):
+        return False
+    return all(isinstance(size, int) for size in weight.shape)
+
+
+def _patches(b: Builder, match: Match) -> fx.Node:
+    """Return what each position of the result reads, channels last: (B, *positions, K * C)."""
+    kernel = _tensors(match, "weight")[0].shape[2:]
+    stride, padding, dilation = (_sizes(match, n) or () for n in ("stride", "padding", "dilation"))
+    count = len(kernel)
+    spatial = range(2, 2 + count)
+    x = b.method("permute", match["x"], 0, *spatial, 1)
+    if any(padding):
+        sides = [side for size in reversed(padding) for side in (size, size)]
+        x = b.function(F.pad, x, (0, 0, *sides))
+    for i in range(count):
+        x = b.method("unfold", x, 1 + i, (kernel[i] - 1) * dilation[i] + 1, stride[i])
+    if any(step > 1 for step in dilation):
+        index = (Ellipsis, *(slice(None, None, step) for step in dilation))
+        x = b.function(operator.getitem, x, index)
+    offsets = range(2 + count, 2 + 2 * count)
+    x = b.method("permute", x, *range(1 + count), *offsets, 1 + count)
+    return b.method("flatten", x, 1 + count)
+
+
+def _build_conv(b: Builder, match: Match) -> tuple[fx.Node, ...]:
+    count = _tensors(match, "weight")[0].dim() - 2
+    spatial = range(2, 2 + count)
+    weight = b.method("flatten", b.method("permute", match["weight"], 0, *spatial, 1), 1)
+    activation = match.get("activation") or 0
+    rows = b.op(ops.linear, _patches(b, match), weight, match.get("bias"), activation)
+    return (b.method("permute", rows, 0, 1 + count, *range(1, 1 + count)),)
 
 
 # Normalization
@@ -367,6 +433,13 @@ PASSES: tuple[Rewrite, ...] = (
         pattern=_WITH_EPILOGUE,
         condition=_linear_fits,
         build=_build_linear,
+    ),
+    Rewrite(
+        name="conv",
+        op=ops.linear,
+        pattern=_CONVOLUTION,
+        condition=_conv_fits,
+        build=_build_conv,
     ),
     Rewrite(
         name="add_rms_norm",

@@ -290,3 +290,81 @@ def test_a_matmul_without_gradient_does_not_join_one_with() -> None:
     for one, other in zip(outputs_and_gradients(compiled, *args), expected, strict=True):
         torch.testing.assert_close(one, other)
     assert "gated_linear" not in reports[0].kept
+
+
+def vector(x: Tensor, end: float) -> Tensor:
+    return torch.linspace(1, end, 5, dtype=x.dtype)
+
+
+IMAGES, KERNELS = make(2, 6, 9, 8), make(5, 6, 3, 3)
+SIGNAL, TAPS = make(2, 6, 11), make(5, 6, 3)
+CONVOLUTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "plain": (F.conv2d, (IMAGES, KERNELS, make(5))),
+    "pointwise": (F.conv2d, (IMAGES, KERNELS[:, :, :1, :1])),
+    "options": (
+        lambda x, w: F.conv2d(x, w, stride=(1, 2), padding=(3, 1), dilation=(2, 1)),
+        (IMAGES, KERNELS),
+    ),
+    "one_dimension": (lambda x, w: F.gelu(F.conv1d(x, w, stride=2, padding=1)), (SIGNAL, TAPS)),
+    "bias_and_relu": (
+        lambda x, w, b: F.relu(F.conv2d(x, w, b, padding=1)),
+        (IMAGES, KERNELS, make(5)),
+    ),
+    "before_batch_norm": (
+        lambda x, w: F.batch_norm(F.conv2d(x, w), vector(x, -1), vector(x, 2)),
+        (IMAGES, KERNELS),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_a_linear_layer_of_patches(name: str, dtype: torch.dtype) -> None:
+    function, args = CONVOLUTIONS[name]
+    args = tuple(arg.to(dtype) for arg in args)
+    compiled, reports = rewritten(function)
+    with torch.no_grad():
+        found = compiled(*args)
+    assert [dict(report.kept) for report in reports] == [{"conv": 1}]
+    truth = function(*(arg.double() for arg in args))
+    assert found.shape == truth.shape
+    error = (found.double() - truth).abs().max()
+    assert float(error) <= 8 * torch.finfo(dtype).eps * float(truth.abs().max())
+
+
+NOT_CONVOLVED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "groups": (lambda x, w: F.conv2d(x, w, groups=2), (IMAGES, KERNELS[:4, :3])),
+    "same": (lambda x, w: F.conv2d(x, w, padding="same"), (IMAGES, KERNELS)),
+    "one_image": (F.conv2d, (IMAGES[0], KERNELS)),
+    "transposed": (F.conv_transpose2d, (IMAGES, KERNELS.transpose(0, 1).contiguous())),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CONVOLVED)
+def test_other_convolutions_are_left(name: str) -> None:
+    function, args = NOT_CONVOLVED[name]
+    compiled, reports = rewritten(function)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*args), function(*args))
+    assert not reports[0].kept
+
+
+def test_batch_statistics_are_left_and_updated() -> None:
+    def function(x: Tensor, w: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return F.batch_norm(F.conv2d(x, w), mean, variance, training=True)
+
+    compiled, reports = rewritten(function)
+    found, expected = (torch.zeros(5), torch.ones(5)), (torch.zeros(5), torch.ones(5))
+    with torch.no_grad():
+        out = compiled(IMAGES, KERNELS, *found)
+        torch.testing.assert_close(out, function(IMAGES, KERNELS, *expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected)
+    assert not reports[0].kept
+
+
+def test_convolutions_in_training_are_left() -> None:
+    compiled, reports = rewritten(F.conv2d)
+    expected = outputs_and_gradients(F.conv2d, IMAGES, KERNELS)
+    for one, other in zip(outputs_and_gradients(compiled, IMAGES, KERNELS), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not reports[0].kept

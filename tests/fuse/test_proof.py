@@ -171,6 +171,42 @@ def test_a_wrong_rewrite_is_undone_and_named(name: str) -> None:
         torch.testing.assert_close(one, other)  # computed by the calls that were put back
 
 
+def conv(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.silu(F.conv2d(x, w, b, stride=(1, 2), padding=(0, 1)))
+
+
+def rows_flipped(b: Builder, m: Match) -> tuple[fx.Node, ...]:
+    (out,) = next(p for p in PASSES if p.name == "conv").build(b, m)
+    return (b.method("flip", out, 2),)
+
+
+def kernel_transposed(b: Builder, m: Match) -> tuple[fx.Node, ...]:
+    turned = b.method("transpose", m["weight"], 2, 3)
+    return next(p for p in PASSES if p.name == "conv").build(
+        b, replace(m, args={**m.args, "weight": turned})
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        changed("conv", bias=None),
+        changed("conv", activation=2),
+        rows_flipped,
+        kernel_transposed,
+    ],
+)
+def test_a_wrong_convolution_is_undone(fault: Fault) -> None:
+    right = next(p for p in PASSES if p.name == "conv")
+    args = torch.randn(2, 4, 6, 7), torch.randn(3, 4, 3, 3), torch.randn(3)
+    compiled, reports = rewritten(conv, [replace(right, build=fault)])
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*args), conv(*args))
+    (row,) = reports[0].dropped
+    assert row.error is not None
+    assert row.error > 1
+
+
 def test_a_call_that_raises_in_the_proof_raises_the_models_error() -> None:
     compiled, reports = rewritten(lambda w, t: F.embedding(t, w))
     with pytest.raises(IndexError):
