@@ -44,6 +44,7 @@ SUMMARIES = {
     "merge": "merge a LoRA adapter into its base model",
     "ops": "list the ops: providers, batch invariance, tolerance, cost",
     "plan": "rank the parallel layouts of a training run on a GPU cluster",
+    "profile": "where a training run spends its time, and what would help",
     "pull": "download a model from the Hugging Face hub",
     "runs": "list and compare training runs",
     "serve": "serve a model with an OpenAI-compatible API",

@@ -23,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
+from torch.profiler import record_function
+
+from ingot.core import spans
 from ingot.core.errors import ConfigError
 from ingot.data.permutation import shuffled_indices
 
@@ -96,7 +99,8 @@ class Loader(Generic[B]):
         start = time.perf_counter()
         try:
             # It stays at the head while we wait: an interrupted wait loses no batch.
-            found = self._coming[0].result()
+            with record_function(spans.DATA):
+                found = self._coming[0].result()
         except Exception:
             self._forget()  # the next call tries again
             raise

@@ -30,7 +30,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
+from ingot.core import spans
 from ingot.core.device import resolve
 from ingot.core.errors import ConfigError
 from ingot.parallel.trace import record_collectives
@@ -247,7 +249,8 @@ def waiting(kind: str, sent: int) -> Generator[None]:
     """Count the bytes and the seconds of a collective."""
     count_sent(sent)
     start = time.perf_counter()
-    yield
+    with record_function(f"{spans.COMMUNICATION}: {kind}"):
+        yield
     _waited[kind] += time.perf_counter() - start
 
 

@@ -132,6 +132,7 @@ class Trainer:
         self.lr_scale = 1.0
         self._stop = False
         self._asked: set[str] = set()
+        self._metrics: MetricsLog | None = None
         self._metrics_lines = 0
         self._saved_step: int | None = None
 
@@ -326,6 +327,10 @@ class Trainer:
                 )
                 self._reshard()
         return result
+
+    def measure_step(self) -> dict[str, Any]:
+        """Run one step and return its metrics, which are not logged."""
+        return self._run_step()
 
     def _build_console(self) -> ConsoleLogger:
         recipe, flops = self.recipe, self.flops()

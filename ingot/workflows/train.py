@@ -110,7 +110,7 @@ class TrainingRun:
         resume = resume or _is_restarted(run_dir)
         self.directory = self._find_directory(run_dir, resume)
         try:
-            self.trainer = _build_trainer(self.recipe, self.directory, peak_flops, self.ranks)
+            self.trainer = build_trainer(self.recipe, self.directory, peak_flops, self.ranks)
         except BaseException:
             with suppress(OSError):
                 self.directory.rmdir()  # still empty: nothing was trained
@@ -259,16 +259,16 @@ def _create_directory(name: str, run_dir: Path | None) -> Path:
     return run_dir
 
 
-def _build_trainer(
-    recipe: Recipe, directory: Path, peak_flops: float | None, ranks: Ranks
+def build_trainer(
+    recipe: Recipe,
+    directory: Path,
+    peak_flops: float | None,
+    ranks: Ranks,
+    datasets: Datasets | None = None,
 ) -> Trainer:
+    """Load model and data of a recipe, unless the data is given; `directory` is that of the run."""
     model = None if recipe.init_from is None else hf.load(recipe.init_from)
-    if ranks.is_main:
-        datasets = load_datasets(recipe)
-        ranks.barrier()
-    else:
-        ranks.barrier()  # the main rank tokenizes the text, if that was not done before
-        datasets = load_datasets(recipe)
+    datasets = _load_datasets(recipe, ranks) if datasets is None else datasets
     trainer = Trainer(recipe, directory, model, peak_flops, datasets, ranks)
     if isinstance(recipe.objective, DPOConfig):  # before a checkpoint is loaded
         add_reference(trainer.model, trainer.datasets)
@@ -281,6 +281,16 @@ def _build_trainer(
         if recipe.qat:
             hf.check_quantizable(trainer.model)
     return trainer
+
+
+def _load_datasets(recipe: Recipe, ranks: Ranks) -> Datasets:
+    """Load the data; the main rank first, which tokenizes the text if that was not done before."""
+    if not ranks.is_main:
+        ranks.barrier()
+    datasets = load_datasets(recipe)
+    if ranks.is_main:
+        ranks.barrier()
+    return datasets
 
 
 def _write_model(

@@ -91,13 +91,14 @@ def test_wrong_option_suggests_the_right_one(cli: Run, verb: str) -> None:
             *("model", "--gpu", "h100", "--gpus", "8"),
             *("--seq-len", "1", "--global-batch-size", "8"),
         ),
+        "profile": ("recipe",),
         "pull": ("org/name",),
         "serve": ("directory",),
         "train": ("recipe",),
         "verify": ("directory",),
     }.get(verb, ())
     near = {"chat": ("--sede", "--seed"), "serve": ("--prot", "--port")}
-    near |= {"explain": ("--lenght", "--length")}
+    near |= {"explain": ("--lenght", "--length"), "profile": ("--stesp", "--steps")}
     near |= {"keys": ("--hlep", "--help")}  # which has no other option
     wrong, right = near.get(verb, ("--jsno", "--json"))
     result = cli(verb, *subject, wrong)
