@@ -107,7 +107,7 @@ class _Args(msgspec.Struct):
     """Of an op, and of the kernels that it starts on a GPU."""
 
 
-class Event(msgspec.Struct, gc=False):
+class TraceEvent(msgspec.Struct, gc=False):
     """One entry of a trace, in microseconds."""
 
     name: str = ""
@@ -125,10 +125,10 @@ class Event(msgspec.Struct, gc=False):
 
 
 class _Trace(msgspec.Struct):
-    traceEvents: list[Event]
+    traceEvents: list[TraceEvent]
 
 
-def read_trace(path: Path) -> list[Event]:
+def read_trace(path: Path) -> list[TraceEvent]:
     """Return the events of a file, which may be compressed with gzip."""
     content = path.read_bytes()
     try:
@@ -141,11 +141,11 @@ def read_trace(path: Path) -> list[Event]:
         ) from error
 
 
-def profile_window(events: Sequence[Event]) -> WindowProfile:
+def profile_window(events: Sequence[TraceEvent]) -> WindowProfile:
     """Return what the thread of `spans.WINDOW` did.
 
     >>> def event(name, ts, dur):
-    ...     return Event(name=name, ph="X", cat="cpu_op", tid=1, ts=ts, dur=dur)
+    ...     return TraceEvent(name=name, ph="X", cat="cpu_op", tid=1, ts=ts, dur=dur)
     >>> window = event(spans.WINDOW, 0, 100)
     >>> found = profile_window([window, event("ingot::silu", 10, 60), event("aten::empty", 20, 9)])
     >>> [(kind.value, round(found.share(kind), 2)) for kind in found.kinds]
@@ -172,7 +172,7 @@ def profile_window(events: Sequence[Event]) -> WindowProfile:
 
 
 def _add_up(
-    claims: Sequence[Event], window_end: float, *, on_device: bool
+    claims: Sequence[TraceEvent], window_end: float, *, on_device: bool
 ) -> tuple[dict[Kind, float], dict[str, OpTime]]:
     kinds: defaultdict[Kind, float] = defaultdict(float)
     ops: dict[str, OpTime] = {}
@@ -188,7 +188,7 @@ def _add_up(
 
 
 def _add_allocations(
-    claims: Sequence[Event], ops: dict[str, OpTime], allocations: Sequence[Event]
+    claims: Sequence[TraceEvent], ops: dict[str, OpTime], allocations: Sequence[TraceEvent]
 ) -> None:
     starts = [event.ts for event in claims]
     for event in allocations:
@@ -197,7 +197,7 @@ def _add_allocations(
             ops[_op_name(claims[index])].allocated += event.args.bytes
 
 
-def _kind(event: Event) -> Kind | None:
+def _kind(event: TraceEvent) -> Kind | None:
     """Return what runs in an event; None for Python and for what only has others inside."""
     name = _op_name(event)
     if name in (spans.DATA, spans.REQUESTS):
@@ -211,13 +211,13 @@ def _kind(event: Event) -> Kind | None:
     return Kind.INGOT if name.startswith("ingot") else Kind.OTHER
 
 
-def _op_name(event: Event) -> str:
+def _op_name(event: TraceEvent) -> str:
     """Return the name of an op, also for its autograd function."""
     found = _AUTOGRAD.fullmatch(event.name)
     return f"{found[1]}::{found[2]}" if found else event.name
 
 
-def _claims(own: Sequence[Event], device: Sequence[Event]) -> list[Event]:
+def _claims(own: Sequence[TraceEvent], device: Sequence[TraceEvent]) -> list[TraceEvent]:
     """Return what the instants of a window belong to, in order and without overlap."""
     timed = [e for e in own if e.ph == "X" and e.dur]
     if not device:
@@ -232,7 +232,7 @@ def _claims(own: Sequence[Event], device: Sequence[Event]) -> list[Event]:
     return sorted([*busy, *_idle_parts(waits, busy)], key=lambda event: event.ts)
 
 
-def _is_python(events: Sequence[Event], index: int) -> bool:
+def _is_python(events: Sequence[TraceEvent], index: int) -> bool:
     """Return whether an event has no op of its own.
 
     An op of ingot runs Python if it calls more than allocations and copies: its autograd function,
@@ -250,7 +250,7 @@ def _is_python(events: Sequence[Event], index: int) -> bool:
     return False
 
 
-def _outermost(events: Sequence[Event]) -> Iterator[Event]:
+def _outermost(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield the events that end after all before, from where those end."""
     end = float("-inf")
     for event in events:
@@ -259,7 +259,7 @@ def _outermost(events: Sequence[Event]) -> Iterator[Event]:
             end = event.end
 
 
-def _idle_parts(waits: Sequence[Event], busy: Sequence[Event]) -> Iterator[Event]:
+def _idle_parts(waits: Sequence[TraceEvent], busy: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield the parts of waiting spans in which nothing is busy."""
     for event in waits:
         start = event.ts
@@ -272,5 +272,5 @@ def _idle_parts(waits: Sequence[Event], busy: Sequence[Event]) -> Iterator[Event
             yield _cut(event, start, event.end)
 
 
-def _cut(event: Event, start: float, end: float) -> Event:
+def _cut(event: TraceEvent, start: float, end: float) -> TraceEvent:
     return msgspec.structs.replace(event, ts=start, dur=end - start)

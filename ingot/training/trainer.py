@@ -128,8 +128,7 @@ class Trainer:
         self.loader = self._build_loader(shard_batches)
         place = directory / "checkpoints"
         self.checkpoints = Checkpoints(place, recipe.keep_checkpoints, self.ranks)
-        self.step = 0
-        self.lr_scale = 1.0
+        self.step, self.lr_scale = 0, 1.0
         self._stop = False
         self._asked: set[str] = set()
         self._metrics: MetricsLog | None = None
@@ -286,7 +285,6 @@ class Trainer:
         `on_metrics` is called with every line of metrics.
         """
         self._on_metrics = on_metrics
-        self._metrics = None
         if self.ranks.is_main:
             self._write_description()
             self._metrics = MetricsLog(self.directory, self._metrics_lines)
@@ -297,7 +295,7 @@ class Trainer:
             console = self._build_console()
             while self.step < recipe.steps and not self._stopping():
                 before = self.step
-                metrics = self._run_step()
+                metrics = self.run_step()
                 console.log(metrics, bar)
                 bar.advance(self.step - before)
                 if recipe.forecast.alarm in _ACTIONS:
@@ -327,10 +325,6 @@ class Trainer:
                 )
                 self._reshard()
         return result
-
-    def measure_step(self) -> dict[str, Any]:
-        """Run one step and return its metrics, which are not logged."""
-        return self._run_step()
 
     def _build_console(self) -> ConsoleLogger:
         recipe, flops = self.recipe, self.flops()
@@ -367,7 +361,8 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return bool(every) and self.step > 0 and self.step % every == 0
 
-    def _run_step(self) -> dict[str, Any]:
+    def run_step(self) -> dict[str, Any]:
+        """Run one step and return its metrics; outside of `run`, they are not logged."""
         start, waited = time.perf_counter(), self.loader.wait_seconds
         before, sent, comm = self.step, sent_bytes(), waited_seconds()
         count = self.recipe.grad_accum_steps // self.mesh.data.size

@@ -156,12 +156,12 @@ def profile_training(
 def _time_steps(trainer: Trainer, steps: int) -> tuple[float, float]:
     """Return rows per second and seconds per step, the fastest of a few times."""
     for _ in range(WARMUP_STEPS - 1):
-        trainer.measure_step()
-    (first,) = zip(*trainer.ranks.gather([trainer.measure_step()["seconds"]]), strict=True)
+        trainer.run_step()
+    (first,) = zip(*trainer.ranks.gather([trainer.run_step()["seconds"]]), strict=True)
     repeats = 3 if max(first) * steps < _REPEATED_S else 1
     best = 0.0, 0.0
     for _ in range(repeats):
-        metrics = [trainer.measure_step() for _ in range(steps)]
+        metrics = [trainer.run_step() for _ in range(steps)]
         seconds = sum(one["seconds"] for one in metrics)
         best = max(best, (sum(one["num_rows"] for one in metrics) / seconds, seconds / steps))
     return best
@@ -173,7 +173,7 @@ def _record(trainer: Trainer, steps: int, path: Path) -> WindowProfile:
     with record_function(spans.WINDOW):
         for _ in range(steps):
             with record_function(spans.STEP):
-                trainer.measure_step()
+                trainer.run_step()
     profiler.stop()
     profiler.export_chrome_trace(str(path))
     return profile_window(read_trace(path))

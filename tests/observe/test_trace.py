@@ -14,7 +14,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ingot import ops
 from ingot.core import spans
 from ingot.core.errors import IngotError
-from ingot.observe.trace import SHORT_US, Event, Kind, WindowProfile, profile_window, read_trace
+from ingot.observe.trace import (
+    SHORT_US,
+    Kind,
+    TraceEvent,
+    WindowProfile,
+    profile_window,
+    read_trace,
+)
 
 
 def write(path: Path, *events: tuple[Any, ...]) -> Path:
@@ -81,8 +88,10 @@ def test_an_op_that_runs_python_has_the_time_of_what_is_inside(tmp_path: Path) -
 
 
 def test_kernels_of_a_gpu_own_the_time_in_which_they_run() -> None:
-    def event(name: str, cat: str, ts: float, dur: float, op: int = 0) -> Event:
-        found = Event(name=name, ph="X", cat=cat, tid=1 if cat != "kernel" else 7, ts=ts, dur=dur)
+    def event(name: str, cat: str, ts: float, dur: float, op: int = 0) -> TraceEvent:
+        found = TraceEvent(
+            name=name, ph="X", cat=cat, tid=1 if cat != "kernel" else 7, ts=ts, dur=dur
+        )
         found.args.external_id = op
         return found
 
@@ -115,7 +124,7 @@ def test_a_recorded_window(tmp_path: Path) -> None:
         for _ in range(3):
             with record_function(spans.STEP):
                 ops.silu(x)
-                x @ x
+                torch.matmul(x, x)
     path = tmp_path / "trace.json.gz"
     recorded.export_chrome_trace(str(path))
     found = profile_window(read_trace(path))

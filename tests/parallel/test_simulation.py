@@ -60,7 +60,7 @@ def train(recipe: Recipe, size: int, directory: Path) -> tuple[list[Program], li
         trainer = Trainer(recipe, directory / "run", ranks=ranks, datasets=datasets)
         trainer._metrics = None
         for _ in range(recipe.parallel.local_steps):
-            trainer._run_step()
+            trainer.run_step()
         trainer._evaluate()
         saved.append(
             {
@@ -103,7 +103,7 @@ def check(layout: str, size: int, directory: Path) -> None:
         return
     alone = Trainer(recipe_of(case, {}, 1, directory), directory / "one")
     alone._metrics = None
-    alone._run_step()
+    alone.run_step()
     parts = alone._tensors().items()
     check_saved(saved, {f"{part}/{n}": t.shape for part, ts in parts for n, t in ts.items()})
 
@@ -215,7 +215,7 @@ def test_a_divided_backward_computes_each_gradient_once(tmp_path: Path) -> None:
             trainer = Trainer(recipe, tmp_path / "run", ranks=ranks, datasets=datasets)  # noqa: B023
             trainer._metrics = None
             with counter:  # noqa: B023
-                trainer._run_step()
+                trainer.run_step()
 
         simulate(2, run)
         counts[schedule] = counter.count

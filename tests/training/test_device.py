@@ -82,7 +82,7 @@ def count_step(tmp_path: Path, number: int) -> dict[str, Any]:
     code = """
 trainer = Trainer(recipe(device=str(fake_device.DEVICE)), path / "run")
 counts = []
-run_step = trainer._run_step
+run_step = trainer.run_step
 
 def counted():
     before = fake_device.COUNTS.snapshot()
@@ -90,7 +90,7 @@ def counted():
     counts.append(vars(fake_device.COUNTS.since(before)))
     return metrics
 
-trainer._run_step = counted
+trainer.run_step = counted
 trainer.run()
 print(json.dumps(counts[-1]))
 """

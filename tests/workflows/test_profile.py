@@ -48,10 +48,10 @@ def cpu_seconds(recipe: Recipe, directory: Path, datasets: Datasets | None = Non
     """CPU seconds of this process for some rows: other processes of the machine do not matter."""
     trainer = Trainer(recipe, directory, datasets=datasets)
     for _ in range(2):
-        trainer.measure_step()
+        trainer.run_step()
     start, rows = time.process_time(), 0
     for _ in range(STEPS):
-        rows += trainer.measure_step()["num_rows"]
+        rows += trainer.run_step()["num_rows"]
     return (time.process_time() - start) / rows
 
 
