@@ -91,17 +91,16 @@ class Server:
 
     def engines(self) -> list[int]:
         """Return the engine processes that run."""
-        found = []
-        for pid, command in _processes():
+        found, commands = [], dict(_processes())
+        for pid, command in commands.items():
             try:
                 status = Path(f"/proc/{pid}/status").read_text()
             except OSError:  # it has exited
                 continue
-            is_child = f"\nPPid:\t{self.process.pid}\n" in status
-            is_local = is_child and "ingot.serving.workers.worker" in command
-            if (
-                is_local or command.startswith("ray::_WorkerActor")
-            ) and "\nState:\tZ" not in status:
+            parent = int(re.findall(r"^PPid:\t(\d+)", status, re.MULTILINE)[0])
+            is_local = "fork_server" in command and "fork_server" in commands.get(parent, "")
+            is_actor = command.startswith("ray::_WorkerActor")
+            if (is_local or is_actor) and "\nState:\tZ" not in status:
                 found.append(pid)
         return found
 

@@ -33,6 +33,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.small(tmp_path_factory.mktemp("models") / "small", max_seq_len=4096)
 
 
+def children(process: int) -> list[int]:
+    """The numbers of a process's children that run."""
+    found: list[int] = []
+    for tasks in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, tasks.read_text().split())
+    return [child for child in found if runs(child)]
+
+
+def runs(process: int) -> bool:
+    """Whether a process exists, and is not only waited for."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @dataclass
 class Served:
     """A server process."""
@@ -57,13 +74,17 @@ class Served:
     @property
     def workers(self) -> list[int]:
         """The numbers of the engines' processes."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [engine for server in self.fork_servers for engine in children(server)]
+
+    @property
+    def fork_servers(self) -> list[int]:
+        """The number of their parent; none before the first engine is started."""
         found: list[int] = []
-        for child in children.read_text().split():
+        for child in children(self.process.pid):
             with contextlib.suppress(FileNotFoundError):
                 command = Path(f"/proc/{child}/cmdline").read_text()
                 if "\0-m\0" in command:  # not the chat template's
-                    found.append(int(child))
+                    found.append(child)
         return found
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:

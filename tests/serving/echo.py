@@ -19,7 +19,7 @@ from ingot.core.errors import ConfigError
 from ingot.serving.engine.adapters import LoadedAdapter
 from ingot.serving.engine.output import EngineStats, Output
 from ingot.serving.engine.request import FinishReason, Request
-from ingot.serving.workers import wire, worker
+from ingot.serving.workers import fork_server, wire, worker
 
 BLOCK, BLOCKS = 32, 1000
 
@@ -106,15 +106,14 @@ def load(
 
 
 def main() -> None:
-    """Run the command line; with a file's number for its first argument, the worker."""
+    """Run the command line; with a file's number for its first argument, the fork server."""
     if sys.argv[1].isdigit():
         worker.load = load
-        worker.main()
+        fork_server.main(imports=())
     else:
         from ingot.cli import main as run
-        from ingot.serving.workers.supervisor import Supervisor
 
-        Supervisor.command = (sys.executable, "-m", "tests.serving.echo")
+        fork_server.ForkServer.command = (sys.executable, "-m", "tests.serving.echo")
         run()
 
 

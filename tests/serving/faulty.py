@@ -9,35 +9,43 @@ with DEADLY kills the process. A model in a directory `failing` fails every thir
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 POISON = (1, 2, 3, 1, 2, 3)
 DEADLY = (3, 2, 1, 3, 2, 1)
 
 
 def main() -> None:
-    """Run the command line; with a file's number for its first argument, the worker."""
+    """Run the command line; with a file's number for its first argument, the fork server."""
     if sys.argv[1].isdigit():
-        _worker()
+        from ingot.serving.workers import fork_server, worker
+
+        plain = worker.serve
+
+        def serve(settings: worker.WorkerSettings, *rest: Any) -> int:
+            break_steps(Path(settings.directory).name)
+            return plain(settings, *rest)
+
+        worker.serve = serve
+        fork_server.main()
     else:
         from ingot.cli import main as run
-        from ingot.serving.workers.supervisor import Supervisor
+        from ingot.serving.workers.fork_server import ForkServer
 
-        Supervisor.command = (sys.executable, "-m", "tests.serving.faulty")
+        ForkServer.command = (sys.executable, "-m", "tests.serving.faulty")
         run()
 
 
-def _worker() -> None:
+def break_steps(model: str) -> None:
+    """Replace the steps of this process."""
     from ingot.serving.engine.runner import Runner
-    from ingot.serving.workers import worker
 
     plain, numbers = Runner.run, count(1)
-    model = Path(json.loads(sys.argv[2])["directory"]).name
 
     def run(self, work, slots=None):  # pyright: ignore
         if model == "failing" and next(numbers) > 12 and next(numbers) % 3 == 0:  # not the warm-up
@@ -51,7 +59,6 @@ def _worker() -> None:
         return plain(self, work, slots)
 
     Runner.run = run  # pyright: ignore
-    worker.main()
 
 
 if __name__ == "__main__":

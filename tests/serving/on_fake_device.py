@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import sys
 
+from ingot.serving.workers import fork_server
 from tests import fake_device  # noqa: F401  (registers the device)
 
 
 def main() -> None:
-    """Run the command line; the worker, if the first argument is a file descriptor."""
+    """Run the command line; the fork server, if the first argument is a file descriptor."""
     if sys.argv[1].isdigit():
-        from ingot.serving.workers import worker
-
-        worker.main()
+        fork_server.main()
     else:
         from ingot.cli import main as run
-        from ingot.serving.workers.supervisor import Supervisor
 
-        Supervisor.command = (sys.executable, "-m", "tests.serving.on_fake_device")
+        fork_server.ForkServer.command = (sys.executable, "-m", "tests.serving.on_fake_device")
         run()
 
 

@@ -36,6 +36,7 @@ from ingot.serving.server.keys import Keys
 from ingot.serving.server.metrics import EngineCollector, ServerMetrics
 from ingot.serving.server.protocol import LimitedHttpProtocol
 from ingot.serving.server.tracing import start_tracing
+from ingot.serving.workers.fork_server import fork_server
 
 _log = logger(__name__)
 MAX_CONNECTIONS = 4096
@@ -160,6 +161,7 @@ class Server:
         stopping = asyncio.create_task(self.fleet.pool.stop())
         main.should_exit = admin.should_exit = True
         await asyncio.gather(*listening, stopping)
+        fork_server.close()
         if traced is not None:
             traced.shutdown()
         draining.cancel()

@@ -30,6 +30,8 @@ import time
 from importlib import import_module
 from typing import Any
 
+import msgspec
+
 from ingot.core.errors import ConfigError, IngotError
 from ingot.core.log import logger
 
@@ -168,7 +170,8 @@ class _WorkerActor:
         from ingot.serving.workers import worker
 
         connection, offset = connect_back(address, token)
-        return worker.serve(settings, connection, clock=lambda: time.monotonic() + offset)
+        decoded = msgspec.json.decode(settings, type=worker.WorkerSettings)
+        return worker.serve(decoded, connection, clock=lambda: time.monotonic() + offset)
 
 
 def connect_back(address: tuple[str, int], token: bytes) -> tuple[socket.socket, float]:

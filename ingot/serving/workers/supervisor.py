@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias
@@ -23,6 +21,7 @@ import msgspec
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
 from ingot.serving.workers.engine_client import EngineClient
+from ingot.serving.workers.fork_server import fork_server
 from ingot.serving.workers.worker import WorkerSettings
 
 _log = logger(__name__)
@@ -61,8 +60,6 @@ class Supervisor:
 
     `launch` starts a worker; by default it is a process on this machine.
     """
-
-    command: tuple[str, ...] = (sys.executable, "-m", "ingot.serving.workers.worker")
 
     def __init__(
         self,
@@ -142,23 +139,7 @@ class Supervisor:
             _log.warning("the engine process exited with status %s", status)
 
     async def _start_process(self, settings: str) -> tuple[socket.socket, WorkerProcess]:
-        ours, theirs = socket.socketpair()
-        weights = self._settings.weights_fd
-        try:
-            # A session of its own: Ctrl-C in the terminal is handled by this process alone.
-            process = subprocess.Popen(
-                [*self.command, str(theirs.fileno()), settings],
-                pass_fds=[theirs.fileno(), *([] if weights is None else [weights])],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return ours, process
+        return await asyncio.to_thread(fork_server.fork, settings, self._settings.weights_fd)
 
     def _worker_settings(self) -> str:
         """Return the settings as JSON; after a restart, with the adapters of the last worker."""

@@ -1,10 +1,8 @@
 """Engine process: a model, and a socket to the HTTP process.
 
-    python -m ingot.serving.workers.worker FD SETTINGS
-
-is how the supervisor starts it, with an open socket and `WorkerSettings` as JSON. Between two steps
-the worker reads received messages without blocking, or waits for more while a batch is not due;
-when idle it blocks on the socket. It exits when the other side closes.
+`ingot.serving.workers.fork_server` starts it, with an open socket and `WorkerSettings` as JSON.
+Between two steps the worker reads received messages without blocking, or waits for more while a
+batch is not due; when idle it blocks on the socket. It exits when the other side closes.
 
 A malformed message is dropped and a request that can never run is rejected; only a broken stream of
 frames ends the worker.
@@ -16,11 +14,10 @@ import logging
 import os
 import select
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeGuard
 
 import msgspec
 
@@ -413,16 +410,17 @@ def warm_up(engine: Engine | PoolingEngine, max_model_len: int) -> None:
 
 
 def serve(
-    settings: str, connection: socket.socket, clock: Callable[[], float] = time.monotonic
+    settings: WorkerSettings,
+    connection: socket.socket,
+    clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Load and serve; errors of the model are sent to the other side. Return the exit status.
 
-    `settings` are `WorkerSettings` as JSON; deadlines are times of the `clock`.
+    Deadlines are times of the `clock`.
     """
-    decoded = msgspec.json.decode(settings, type=WorkerSettings)
-    setup(json=decoded.json_logs)
+    setup(json=settings.json_logs)
     try:
-        worker = load(decoded, connection, clock)
+        worker = load(settings, connection, clock)
     except IngotError as error:
         connection.sendall(wire.frame(wire.EngineFailed(error.message, error.hint)))
         return 2
@@ -432,13 +430,8 @@ def serve(
     return 0
 
 
-def main() -> None:
-    """Serve over an open socket: see above."""
-    status = serve(sys.argv[2], socket.socket(fileno=int(sys.argv[1])))
-    # Without Python's finalization (0.9 s of CPU time): another model may wait for the memory.
+def exit_process(status: int) -> NoReturn:
+    """Exit without Python's finalization (0.9 s of CPU time): another model may wait for the
+    memory."""
     logging.shutdown()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

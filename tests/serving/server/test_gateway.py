@@ -4,7 +4,6 @@ repeat prompts. `test_pool.py` has real models."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -75,13 +74,8 @@ def statuses(served: Served) -> dict[str, str]:
 
 def workers(served: Served) -> dict[str, int]:
     """The processes of the engines by the name of their directory."""
-    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children")
-    found: dict[str, int] = {}
-    for child in children.read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        if "-m" in command:
-            found[Path(json.loads(command[4])["directory"]).name] = int(child)
-    return found
+    names = {worker: Path(f"/proc/{worker}/comm").read_text() for worker in served.workers}
+    return {name.removeprefix("ingot ").strip(): worker for worker, name in names.items()}
 
 
 def test_models_are_loaded_on_demand_and_evicted(fleet: Served) -> None:

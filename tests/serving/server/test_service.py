@@ -286,7 +286,7 @@ def test_a_thousand_required_calls_of_a_real_model_are_valid(smollm2: Path, tmp_
             **{"tools": tools, "tool_choice": "required", "seed": seed},
             "temperature": rng.choice([0.0, 1.0]),
         }
-        client, calls = made.client(timeout=600.0), list[list[str]]()
+        client, calls = made.client(timeout=3600.0), list[list[str]]()
         reason = None
         for chunk in client.chat.completions.create(model="smollm2", **body, stream=True):
             reason = chunk.choices[0].finish_reason
@@ -303,5 +303,7 @@ def test_a_thousand_required_calls_of_a_real_model_are_valid(smollm2: Path, tmp_
             found = [[c.function.name, c.function.arguments] for c in whole.tool_calls or ()]  # pyright: ignore
             assert found == calls
 
-    with serving(smollm2, tmp_path) as made, ThreadPoolExecutor(32) as pool:
+    # A call may be as long as the model's context, at 32 requests per step.
+    timeout = "--timeout", "3600"
+    with serving(smollm2, tmp_path, *timeout) as made, ThreadPoolExecutor(32) as pool:
         assert len(list(pool.map(ask, range(1000)))) == 1000
