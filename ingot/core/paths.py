@@ -1,8 +1,8 @@
 """Directories of ingot's files, and atomic writes to them.
 
 Directories follow the XDG base directory specification: `$XDG_CACHE_HOME` for files that can be
-created again, `$XDG_DATA_HOME` for files that cannot. As the specification demands, a variable
-that holds a relative path is ignored.
+created again, `$XDG_DATA_HOME` for files that cannot, `$XDG_STATE_HOME` for what a server remembers
+over a restart. As the specification demands, a variable that holds a relative path is ignored.
 
 Several processes share these directories (ranks, trials, servers):
 
@@ -46,6 +46,11 @@ def evals(*parts: str) -> Path:
 def models(*parts: str) -> Path:
     """Return a path below the directory that holds downloaded models; nothing is created."""
     return (_xdg("XDG_DATA_HOME", ".local/share") / "ingot" / "models").joinpath(*parts)
+
+
+def state(*parts: str) -> Path:
+    """Return a path below ingot's state directory; nothing is created."""
+    return (_xdg("XDG_STATE_HOME", ".local/state") / "ingot").joinpath(*parts)
 
 
 def find_runs(name: str) -> list[Path]:

@@ -168,6 +168,7 @@ def serving(
     log = folder / "server.log"
     command = [sys.executable, "-m", module, "serve", str(directory), "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment["XDG_STATE_HOME"] = str(folder / "state")
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, "--log-format", "json", *options], stderr=file, env=environment, text=True

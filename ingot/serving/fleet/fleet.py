@@ -19,6 +19,7 @@ from ingot.core.log import logger
 from ingot.serving.fleet.deployment import Deployment
 from ingot.serving.fleet.memory import DeploymentUse, check_budget
 from ingot.serving.fleet.pool import DeploymentPool
+from ingot.serving.fleet.rollbacks import Rejections, RollbackFile
 from ingot.serving.fleet.rollout import DeploymentTarget, Rollout
 from ingot.serving.server.metrics import ModelMetrics
 
@@ -49,7 +50,12 @@ class Fleet:
 
     def __init__(self, target: FleetTarget, source: FleetSource | None = None) -> None:
         self.pool = DeploymentPool([], target.memory_bytes)
-        self.rollouts = {one.name: Rollout(one, self.pool) for one in target.deployments}
+        self._rollbacks = None if source is None else RollbackFile(source.path)
+        rejected: Rejections = {} if self._rollbacks is None else self._rollbacks.load()
+        self.rollouts = {
+            one.name: Rollout(one, self.pool, rejected.get(one.name, {}))
+            for one in target.deployments
+        }
         self._check(target)
         self.file_error: str | None = None
         """Why the present content of the file is not used."""
@@ -93,6 +99,7 @@ class Fleet:
             rollout.remove()
             self._removed.append(rollout)
         self.rollouts = rollouts
+        self._save_rollbacks()
 
     def describe(self) -> dict[str, Any]:
         """Return the versions of all deployments as the admin API shows them."""
@@ -134,7 +141,12 @@ class Fleet:
                 rollout.finish_draining()
                 if rollout.is_gone:
                     self._removed.remove(rollout)
+            self._save_rollbacks()
             await asyncio.sleep(UPDATE_S)
+
+    def _save_rollbacks(self) -> None:
+        if self._rollbacks is not None:
+            self._rollbacks.save({name: one.rejected for name, one in self.rollouts.items()})
 
     async def _follow(self, source: FleetSource) -> None:
         """Use the file again whenever its content has changed."""

@@ -12,7 +12,8 @@
 - **draining** versions finish the requests that began with them, and are then unloaded.
 
 A version that was rolled back or cannot be loaded is not tried again until its table in the file
-changes. The admission limits are those of all versions together.
+changes; `ingot.serving.fleet.rollbacks` remembers those that were rolled back. The admission limits
+are those of all versions together.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from ingot.core.log import logger
 from ingot.serving.fleet.canary import Canary
 from ingot.serving.fleet.deployment import Deployment, DeploymentSpec, DeploymentState
 from ingot.serving.fleet.pool import DeploymentPool
 from ingot.serving.fleet.release import CanaryConfig, Verdict, gets_canary
+from ingot.serving.fleet.rollbacks import Rejection
 from ingot.serving.server.admission import Admission, AdmissionLimits
 from ingot.serving.server.errors import RequestError
 from ingot.serving.server.metrics import ModelMetrics
@@ -55,18 +58,16 @@ class DeploymentTarget:
         return self.spec.name
 
 
-class Rejection(NamedTuple):
-    """Why a version is not tried: it was rolled back, or it cannot be loaded."""
-
-    config: CanaryConfig | None
-    """Of the canary; None if it was to replace the stable version at once."""
-    reason: str
-
-
 class Rollout:
     """A deployment and its versions."""
 
-    def __init__(self, target: DeploymentTarget, pool: DeploymentPool) -> None:
+    def __init__(
+        self,
+        target: DeploymentTarget,
+        pool: DeploymentPool,
+        rejected: Mapping[str, Rejection] = MappingProxyType({}),
+    ) -> None:
+        """`rejected` versions are not tried if the file says the same of them as before."""
         self.target, self.name = target, target.name
         self.admission = Admission(AdmissionLimits(requests=target.spec.config.max_requests))
         self.stable = self._new(target.spec)
@@ -74,7 +75,7 @@ class Rollout:
         self.next: Deployment | None = None
         self.canary: Canary | None = None
         self.draining: list[Deployment] = []
-        self.rejected: dict[str, Rejection] = {}
+        self.rejected = _still_named(rejected, target)
         self.outcomes: dict[str, int] = dict.fromkeys(("promoted", "rolled_back", "failed"), 0)
         """How many versions were promoted as a canary, rolled back, and could not be loaded."""
         self._pool = pool
@@ -149,14 +150,7 @@ class Rollout:
     def apply(self, target: DeploymentTarget) -> None:
         """Begin to become what the file says now."""
         self.target = target
-        configs: dict[str, CanaryConfig | None] = {target.spec.version: None}
-        if target.canary is not None:
-            configs[target.canary.version] = target.config
-        self.rejected = {
-            version: one
-            for version, one in self.rejected.items()
-            if version in configs and configs[version] == one.config
-        }
+        self.rejected = _still_named(self.rejected, target)
         self._apply_to_canary()
         if self.next is not None and self.next.version != target.spec.version:
             self._drain(self.next)
@@ -251,12 +245,12 @@ class Rollout:
             self.next = None
             self._set_stable(one)
         elif self._has_failed(one):
-            self._reject(one, None, f"it cannot be loaded: {_load_error(one)}", "failed")
+            self._reject(one, Rejection(None, _load_error(one), "failed"))
 
     def _update_canary(self, canary: Canary, now: float) -> None:
         one = canary.deployment
         if self._has_failed(one):
-            self._reject(one, canary.config, f"it cannot be loaded: {_load_error(one)}", "failed")
+            self._reject(one, Rejection(canary.config, _load_error(one), "failed"))
             return
         if canary.seen is None:
             if one.state is DeploymentState.READY:
@@ -266,7 +260,7 @@ class Rollout:
             return
         verdict, reason = canary.decide(now)
         if verdict is Verdict.ROLL_BACK:
-            self._reject(one, canary.config, reason, "rolled_back")
+            self._reject(one, Rejection(canary.config, reason, "rolled_back"))
         elif verdict is Verdict.PROMOTE:
             self.canary, self._promoted = None, one.version
             self.outcomes["promoted"] += 1
@@ -281,14 +275,12 @@ class Rollout:
             self.canary = Canary(self.canary.deployment, one, self.canary.config)
         _log.info("%s: %s replaces %s", self.name, one.version, old.version)
 
-    def _reject(
-        self, one: Deployment, config: CanaryConfig | None, reason: str, outcome: str
-    ) -> None:
-        self.rejected[one.version] = Rejection(config, reason)
-        self.outcomes[outcome] += 1
+    def _reject(self, one: Deployment, rejection: Rejection) -> None:
+        self.rejected[one.version] = rejection
+        self.outcomes[rejection.outcome] += 1
         self.next = self.canary = None  # one of them is not None, and it is this one
-        verb = "rolled back" if config is not None else "not used"
-        _log.error("%s: %s is %s: %s", self.name, one.version, verb, reason)
+        verb = "rolled back" if rejection.config is not None else "not used"
+        _log.error("%s: %s is %s: %s", self.name, one.version, verb, rejection.reason)
         self._drain(one)
 
     # Loading and unloading
@@ -341,5 +333,20 @@ class Rollout:
             self.canary.on_end(one, response)
 
 
+def _still_named(
+    rejected: Mapping[str, Rejection], target: DeploymentTarget
+) -> dict[str, Rejection]:
+    """Return the rejections of which the file says the same as before."""
+    configs: dict[str, CanaryConfig | None] = {target.spec.version: None}
+    if target.canary is not None:
+        configs[target.canary.version] = target.config
+    return {
+        version: one
+        for version, one in rejected.items()
+        if version in configs and configs[version] == one.config
+    }
+
+
 def _load_error(one: Deployment) -> str:
-    return "there is no memory for it" if one.error is None else one.error.message
+    error = "there is no memory for it" if one.error is None else one.error.message
+    return f"it cannot be loaded: {error}"

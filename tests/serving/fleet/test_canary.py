@@ -14,6 +14,7 @@ from tests.serving.releases import (
     FILE,
     Load,
     chat,
+    complete,
     rejected,
     releasing,
     roles,
@@ -58,6 +59,26 @@ def test_a_canary_that_drifts_is_rolled_back_and_a_good_one_is_promoted(
 ) -> None:
     bad = {"drifting": "log-probabilities differ by"}
     check_canaries(folder, tmp_path, bad, record_property)
+
+
+def test_a_rollback_is_remembered_over_a_restart(folder: Path, tmp_path: Path) -> None:
+    stable, canary = FILE.format(model="v1"), CANARY.format(model="drifting")
+    with releasing(folder, tmp_path, stable + canary, FAULTY) as served:
+        load = Load(served, 4)
+        load.until(lambda: "drifting" in rejected(served))
+        load.stop()
+        reason = rejected(served)["drifting"]
+    with releasing(folder, tmp_path, stable + canary, FAULTY) as served:
+        for _ in range(3):
+            complete(served)
+        assert rejected(served) == {"drifting": reason}
+        assert roles(served) == {"stable": "v1"}
+        assert "chat: loading" not in served.log.read_text()
+        write(folder, stable + canary.replace("0.5", "0.4"))
+        served.wait(lambda: "chat: loading drifting" in served.log.read_text(), 60)
+        assert rejected(served) == {}
+    with releasing(folder, tmp_path, stable + canary, FAULTY) as served:
+        served.wait(lambda: "chat: loading drifting" in served.log.read_text(), 60)
 
 
 @pytest.mark.slow
