@@ -29,7 +29,7 @@ def test_what_was_rolled_back_is_remembered(tmp_path: Path, state: Path) -> None
     file.save({"chat": {"v2@12": ROLLED_BACK, "v3@34": FAILED}, "other": {"v2@12": FAILED}})
     again = RollbackFile(tmp_path / "fleet.toml")
     assert again.load() == {"chat": {"v2@12": ROLLED_BACK}}
-    assert RollbackFile(tmp_path / "another.toml").load() == {}
+    assert RollbackFile(tmp_path / "other" / "fleet.toml").load() == {}
     again.save({"chat": {}})
     assert RollbackFile(tmp_path / "fleet.toml").load() == {}
 
