@@ -15,8 +15,8 @@ the text and the log-probabilities of an undisturbed run. The time to first toke
 the seconds since the last kill.
 
 **cost** starts the server with one engine and with all of them, and with `--ray` on a Ray cluster
-of this machine, too. It reports the seconds to start, the memory of all processes,
-the latency of a request for one token, and the time of the router's decision.
+of this machine, too. It reports the seconds to start, the memory of all processes, the latency of a
+request for one token, what a restart takes, and the time of the router's decision.
 
 **predict** measures the CPU time of the processes of one replica, and fits the costs of `ingot
 simulate` to it. With these, the requests that all replicas complete per second are predicted for
@@ -348,8 +348,21 @@ def cost(args: argparse.Namespace) -> dict[str, object]:
                 "memory_mb": round(memory / 1e6),
                 "latency_ms": round(1000 * median(seconds), 2),
                 "latency_ms_quartiles": [round(1000 * cuts[0], 2), round(1000 * cuts[2], 2)],
+                **_restart(server, replicas),
             }
     return found
+
+
+def _restart(server: Server, replicas: int) -> dict[str, float]:
+    """Kill an engine that is idle; return the seconds until another one is ready, and the CPU
+    seconds that it took."""
+    before, start = server.engines(), time.monotonic()
+    os.kill(before[0], signal.SIGKILL)
+    server.wait("ingot:engine_restarts", 1)
+    server.wait("ingot:engine_up", replicas)
+    seconds = time.monotonic() - start
+    (new,) = {*server.engines()} - {*before}
+    return {"restart_s": round(seconds, 2), "restart_cpu_s": round(_cpu_seconds(new), 2)}
 
 
 async def _latencies(port: int, body: bytes) -> list[float]:
