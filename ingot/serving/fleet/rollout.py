@@ -348,5 +348,5 @@ def _still_named(
 
 
 def _load_error(one: Deployment) -> str:
-    error = "there is no memory for it" if one.error is None else one.error.message
+    error = "the memory does not suffice" if one.error is None else one.error.message
     return f"it cannot be loaded: {error}"

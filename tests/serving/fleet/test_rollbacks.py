@@ -12,7 +12,7 @@ from ingot.serving.fleet.release import CanaryConfig
 from ingot.serving.fleet.rollbacks import Rejection, RollbackFile
 
 ROLLED_BACK = Rejection(CanaryConfig(share=0.3, max_drift=math.inf), "too slow", "rolled_back")
-FAILED = Rejection(CanaryConfig(), "there is no memory for it", "failed")
+FAILED = Rejection(CanaryConfig(), "the memory does not suffice", "failed")
 
 
 @pytest.fixture(autouse=True)
