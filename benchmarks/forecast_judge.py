@@ -73,7 +73,8 @@ def forecast_all(library: RunLibrary, ramps: np.ndarray, fresh: np.ndarray) -> I
     data = np.array([task.partition("/")[0] for task in library.tasks])
     healthy = ~ramps & (values[:, -1] < values.min(1) + np.log(1.3))
     order = np.random.default_rng(0).permutation(np.flatnonzero(fresh))
-    settings = [("known task", s, order[s::SPLITS], []) for s in range(SPLITS)]
+    nothing = np.array([], dtype=int)
+    settings = [("known task", s, order[s::SPLITS], nothing) for s in range(SPLITS)]
     for kind in np.unique(data[fresh]):
         rows = np.flatnonzero(data == kind)
         settings.append(("unknown task", 0, rows[fresh[rows]], rows))
@@ -85,7 +86,7 @@ def forecast_all(library: RunLibrary, ramps: np.ndarray, fresh: np.ndarray) -> I
             for now in NOWS:
                 found = forecaster.forecast(curve.prefix(now))
                 yield Case(
-                    setting, split, data[row], bool(healthy[row]), now, found, curve.log_loss
+                    setting, split, str(data[row]), bool(healthy[row]), now, found, curve.log_loss
                 )
 
 

@@ -95,6 +95,7 @@ def _draw_diverging(family: str, number: int) -> Recipe:
     warmup = steps if ramp else int(steps * rng.choice([0.0, 0.05, 0.1, 0.2, 0.3]))
     shape: Any = rng.choice(["constant", "cosine", "wsd"])
     bf16 = family == "text" and rng.random() < 0.5
+    keys["eval_batches"] = 1
     return Recipe(
         name=f"{family}-{number}",
         steps=steps,
@@ -104,7 +105,7 @@ def _draw_diverging(family: str, number: int) -> Recipe:
         precision=Precision.BF16 if bf16 else Precision.FP32,
         **_ALONE,
         seed=number,
-        **keys | {"eval_batches": 1},
+        **keys,
     )
 
 
@@ -212,9 +213,8 @@ def _schedule(rng: np.random.Generator, steps: int, ramp: bool) -> LRSchedule:
     warmup = int(steps * rng.choice([0.0, 0.02, 0.05, 0.1]))
     shape = {"decay_ratio": float(rng.uniform(0.1, 0.5))} if kind == "wsd" else {}
     floor = float(rng.choice([0.0, 0.0, 0.1]))
-    return LRSchedule(
-        kind=str(kind), warmup_steps=steps if ramp else warmup, min_lr_ratio=floor, **shape
-    )  # pyright: ignore
+    warmup = steps if ramp else warmup
+    return LRSchedule(kind=kind, warmup_steps=warmup, min_lr_ratio=floor, **shape)
 
 
 def _clip(rng: np.random.Generator) -> Any:

@@ -1,6 +1,6 @@
 """What is learned from a library of runs: priors of the laws, trust in the experts, and bands.
 
-`benchmarks/forecast_runs.py fit` learns them and writes `learned.json`, which the package ships.
+`benchmarks/forecast_runs.py pack` learns them and writes `learned.json`, which the package ships.
 """
 
 # pyright: basic
