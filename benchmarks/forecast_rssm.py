@@ -21,7 +21,7 @@ error; its forecast is the mean of 16 samples.
     unknown task    all runs of one kind of data are left out
 
 "weighted" is the forecast of `ingot.forecast`, of the same runs by a library of the others. Its
-constants were chosen on most of these runs, so it has an advantage.
+constants were chosen on these runs, so it has an advantage.
 """
 
 # pyright: basic
@@ -42,10 +42,11 @@ from torch import Tensor, nn
 from ingot import ops
 from ingot.forecast.curve import BINS
 from ingot.forecast.forecaster import Forecaster
-from ingot.forecast.learned import learn
+from ingot.forecast.learned import Learned
 from ingot.forecast.runs import RunLibrary
 
 RESULTS = Path(__file__).parent / "results" / "forecast_rssm.csv"
+METHODS = ("GRU", "RSSM", "weighted")
 NOWS = (10, 20, 30)
 SPLITS = 3
 LEARNING_RATES = (3e-3, 1e-2, 3e-2)
@@ -226,7 +227,7 @@ def find_errors(model: nn.Module, curves: Curves, now: int) -> np.ndarray:
         model(changes, curves.actions, now, seed)[0][:, now - 1 :].sum(1) for seed in range(samples)
     ]
     end = curves.log_loss[:, now - 1] + torch.stack(drops).mean(0) * scale[:, 0]
-    return (end - curves.log_loss[:, -1]).abs().numpy()
+    return (end - curves.log_loss[:, -1]).abs().double().numpy()
 
 
 def choose_lr(method: str, inner: Curves, held_out: Curves, steps: int) -> float:
@@ -253,7 +254,7 @@ def judge(library: RunLibrary, steps: int) -> Iterator[dict[str, object]]:
     curves, data, healthy = Curves.of(library), _data(library), _find_healthy(library)
     everything = np.arange(len(data))
     rest = curves.select(np.setdiff1d(everything, tuning))
-    for method in ("GRU", "RSSM", "weighted"):
+    for method in METHODS:
         start, neural = time.process_time(), method != "weighted"
         lr = choose_lr(method, rest, curves.select(tuning), steps) if neural else None
         for split, (setting, rows) in enumerate(splits):
@@ -289,8 +290,7 @@ def _find_weighted_errors(
     library: RunLibrary, others: np.ndarray, rows: np.ndarray
 ) -> dict[int, np.ndarray]:
     """Return the errors of the forecast of the package, from each moment."""
-    known = library.select(others)
-    forecaster = Forecaster(known, learn(known, ["validation_loss"]))
+    forecaster = Forecaster(library.select(others), Learned.load())
     found: dict[int, list[float]] = {now: [] for now in NOWS}
     for row in rows:
         curve = library.curve(int(row), "validation_loss", steps=BINS)
