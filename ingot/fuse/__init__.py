@@ -10,4 +10,5 @@ passes   the rewrites: pattern, condition, replacement
 rewrite  runs the passes
 proof    compares each rewrite with what it replaced
 backend  the entry points, and Inductor for the rest
+export   a rewritten model as a file, for processes without its source
 """

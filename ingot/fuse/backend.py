@@ -103,21 +103,33 @@ def optimize(
     graph 0: 100% of FLOPs and 100% of bytes in ingot's kernels, 0 calls left to Inductor
         1 x linear          float32 2x8                  error 0.25 of the bound
     """
-    if isinstance(example_inputs, Tensor):
-        example_inputs = (example_inputs,)
-    args = () if isinstance(example_inputs, Mapping) else tuple(example_inputs)
-    kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    args, kwargs = as_arguments(example_inputs)
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            _mark_dynamic(value)
+        for dim in dynamic_dims(value):
+            torch._dynamo.maybe_mark_dynamic(value, dim)
     optimized = Optimized(model, freeze)
     optimized(*args, **kwargs)
     return optimized
 
 
-def _mark_dynamic(tensor: Tensor) -> None:
-    """Mark batch and length as dynamic; torch specializes for sizes of 1 in any case."""
-    dims = min(tensor.dim(), 1 if tensor.is_floating_point() else 2)
-    for dim in range(dims):
-        if tensor.shape[dim] > 1:
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+def as_arguments(
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that example inputs stand for."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return ((example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)), {}
+
+
+def dynamic_dims(value: Any) -> list[int]:
+    """Return the dimensions that may differ in later calls: batch, and length of integer tensors.
+
+    torch specializes for sizes of 1 in any case.
+
+    >>> dynamic_dims(torch.ones(3, 4)), dynamic_dims(torch.ones(3, 4, dtype=int))
+    ([0], [0, 1])
+    """
+    if not isinstance(value, Tensor):
+        return []
+    dims = range(min(value.dim(), 1 if value.is_floating_point() else 2))
+    return [dim for dim in dims if value.shape[dim] > 1]
