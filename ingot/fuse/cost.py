@@ -47,7 +47,7 @@ _LENGTHS = (32, 128, 512)
 _POSITIONS = (49, 196, 784)
 _CHANNELS = 128
 _WIDTH, _OUT, _HEADS, _HEAD_DIM = 768, 1536, 4, 64
-_BYTES_PER_SECOND = 10e9
+BYTES_PER_SECOND = 10e9
 """Of a pass over memory: low, because the result of a matmul is usually still in a cache."""
 MARGIN = 1.03
 """How much faster a rewrite must be predicted to be: the rates vary by as much."""
@@ -94,7 +94,7 @@ def _predict_linear(match: Match, training: bool) -> Prediction:
     extra = sum(match.get(name) is not None for name in ("residual", "activation"))
     passes = 2 * (extra + len(weights) - 1) * size_hint(root) * x.itemsize
     return Prediction(
-        before=flops / rate(f"linear/torch/{kind}", rows) + passes / _BYTES_PER_SECOND,
+        before=flops / rate(f"linear/torch/{kind}", rows) + passes / BYTES_PER_SECOND,
         after=flops / rate(f"linear/ingot/{kind}", rows),
     )
 
@@ -126,8 +126,8 @@ def _predict_conv(match: Match) -> Prediction:
     copied = 2 * (rows * width + size_hint(weight)) if width > int(weight.shape[1]) else 0
     return Prediction(
         before=flops / rate(f"conv/torch/{kind}", rows)
-        + 2 * extra * size_hint(root) * x.itemsize / _BYTES_PER_SECOND,
-        after=flops / rate(f"linear/ingot/{kind}", rows) + copied * x.itemsize / _BYTES_PER_SECOND,
+        + 2 * extra * size_hint(root) * x.itemsize / BYTES_PER_SECOND,
+        after=flops / rate(f"linear/ingot/{kind}", rows) + copied * x.itemsize / BYTES_PER_SECOND,
     )
 
 

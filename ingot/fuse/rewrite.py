@@ -250,10 +250,12 @@ def _inputs(inside: Sequence[fx.Node], match: Match) -> list[fx.Node]:
 def _copy(
     inside: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """Return the calls of a match as a graph of its own."""
+    """Return the calls of a match as a graph of its own, in the same words for equal calls."""
     graph, mapped = _with_inputs(inputs)
-    for node in inside:
-        mapped[node] = graph.node_copy(node, mapped.__getitem__)
+    for i, node in enumerate(inside):
+        args, kwargs = map_arg((node.args, node.kwargs), mapped.__getitem__)
+        mapped[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"call_{i}")
+        mapped[node].meta = dict(node.meta)
     graph.output(tuple(mapped[node] for node in outputs))
     return fx.GraphModule({}, graph)
 

@@ -90,13 +90,13 @@ def test_outputs_and_gradients_are_those_of_float64(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "count"),
     [
-        name if name == "llama" else pytest.param(name, marks=pytest.mark.slow)
-        for name in hf_models.NAMES
+        ("llama", 20),
+        *(pytest.param(name, 50, marks=pytest.mark.slow) for name in hf_models.NAMES),
     ],
 )
-def test_other_shapes_do_not_compile_again(name: str) -> None:
+def test_other_shapes_do_not_compile_again(name: str, count: int) -> None:
     torch._dynamo.reset()
     model, wide = hf_models.build(name), hf_models.build(name).double()
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_other_shapes_do_not_compile_again(name: str) -> None:
         random = torch.Generator().manual_seed(0)
         optimized(**hf_models.inputs(name, 2, 7))  # torch may compile once more
         graphs = len(optimized.report.graphs)
-        for _ in range(50 if name != "llama" else 20):
+        for _ in range(count):
             batch, length = torch.randint(2, 24, (2,), generator=random).tolist()
             x = hf_models.inputs(name, batch, length)
             assert relative(optimized(**x)[0], wide(**to_double(x))[0]) < 1e-4

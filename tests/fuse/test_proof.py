@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ingot import ops
+from ingot.fuse import proof
 from ingot.fuse.builder import Builder
 from ingot.fuse.passes import PASSES, Rewrite
 from ingot.fuse.pattern import Arg, Call, Match
+from ingot.fuse.proof import worst_error
+from ingot.fuse.rewrite import Applied
 from tests.fuse.graphs import outputs_and_gradients, rewritten
 
 B, L, D, N, H = 2, 6, 16, 4, 4
@@ -169,6 +172,26 @@ def test_a_wrong_rewrite_is_undone_and_named(name: str) -> None:
     assert not reports[0].kept
     for one, other in zip(found, outputs_and_gradients(function, *args), strict=True):
         torch.testing.assert_close(one, other)  # computed by the calls that were put back
+
+
+def test_equal_layers_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers(x: Tensor, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        for weight in (w, u):
+            x = F.layer_norm(x + F.gelu(F.linear(x, weight, v)), (D,), v)
+        return F.linear(x, w)
+
+    count: list[str] = []
+
+    def counted(applied: Applied, values: Any, needs: Any) -> float:
+        count.append(applied.rewrite.name)
+        return worst_error(applied, values, needs)
+
+    monkeypatch.setattr(proof, "worst_error", counted)
+    compiled, reports = rewritten(layers)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(X, W, U, V), layers(X, W, U, V), atol=1e-4, rtol=1e-4)
+    assert dict(reports[0].kept) == {"linear": 3, "layer_norm": 2}
+    assert sorted(count) == ["layer_norm", "linear", "linear"]
 
 
 def conv(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
