@@ -159,6 +159,6 @@ def test_gru_and_rssm_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
     rows = list(forecast_rssm.judge(libraries.library(24), steps=2))
     forecast_rssm.write(rows, tmp_path / "rssm.csv")
     read = read_csv(tmp_path / "rssm.csv")
-    assert {row["method"] for row in read} == {"GRU", "RSSM"}
+    assert {row["method"] for row in read} == {"GRU", "RSSM", "weighted"}
     assert {row["setting"] for row in read} == {"known task", "unknown task"}
     assert all(float(row["mean"]) >= 0 for row in read)
