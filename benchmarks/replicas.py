@@ -490,15 +490,17 @@ def _measure_usage(server: Server, clients: int, workload):
     from ingot.bench.server_costs import LoadUsage, count_tokens
 
     def read_counters() -> list[float]:
-        cpu = [_cpu_seconds(pid) for pid in (*server.engines(), server.process.pid)]
-        return [server.metric("ingot:engine_steps_total"), *cpu, time.process_time()]
+        steps = server.metric("ingot:engine_steps_total")
+        (engine,), pid = server.engines(), server.process.pid
+        processes = _cpu_seconds(pid), _wakeups(pid), time.process_time(), _wakeups(os.getpid())
+        return [steps, _cpu_seconds(engine), *processes]
 
     before = read_counters()
     address = f"http://127.0.0.1:{server.port}"
     send_over_http(address, Load(workload=workload, clients=clients))
     values = [b - a for a, b in zip(before, read_counters(), strict=True)]
-    counters = dict(zip(("steps", "engine_s", "server_s", "clients_s"), values, strict=True))
-    return LoadUsage(tokens=count_tokens(workload), **counters)
+    names = ("steps", "engine_s", "server_s", "server_wakeups", "clients_s", "clients_wakeups")
+    return LoadUsage(tokens=count_tokens(workload), **dict(zip(names, values, strict=True)))
 
 
 def _trace(args: argparse.Namespace, rate: float, share: float = 1.0):
@@ -538,6 +540,12 @@ def _cpu_seconds(pid: int) -> float:
     """Return the CPU time of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def _wakeups(pid: int) -> float:
+    """Return how often the main thread of a process has waited."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return float(re.findall(r"^voluntary_ctxt_switches:\t(\d+)", status, re.MULTILINE)[0])
 
 
 def main() -> None:

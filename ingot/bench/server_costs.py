@@ -3,10 +3,11 @@
 A server with one replica runs several loads. The CPU time of its processes is a sum of costs:
 
     engine  = a * steps + b * tokens + c * keys + d * pairs + e * sequences + f * requests
-    others  = a * requests + b * prompt tokens + c * steps + d * generated tokens
+    others  = a * wakeups + b * requests + c * prompt tokens + d * generated tokens
 
 CPU time does not depend on how many processes share a core, so the same costs predict several
-replicas on the same machine.
+replicas on the same machine. But the others wake up less often the busier they are: they read what
+several engines have sent meanwhile. So wakeups are counted (voluntary context switches).
 """
 
 # pyright: basic
@@ -100,7 +101,9 @@ class LoadUsage:
     steps: float
     engine_s: float
     server_s: float
+    server_wakeups: float
     clients_s: float
+    clients_wakeups: float
 
     def step(self) -> tuple[float, ...]:
         """Return tokens, keys, pairs, sequences, admitted ones and seconds of the average step of
@@ -116,30 +119,32 @@ class LoadUsage:
         return tuple(float(value) / self.steps for value in (*counts, self.engine_s))
 
     def messages(self) -> tuple[float, ...]:
-        """Return the number of requests, prompt tokens, steps and generated tokens."""
-        prompt_tokens, new_tokens = map(sum, zip(*self.tokens, strict=True))
-        return len(self.tokens), prompt_tokens, self.steps, new_tokens
+        """Return the number of requests, prompt tokens and generated tokens."""
+        return len(self.tokens), *map(sum, zip(*self.tokens, strict=True))
 
 
 def fit_machine(
     usages: Sequence[LoadUsage], costs: CostModel, cores: int
 ) -> tuple[CostModel, MachineConfig]:
     """Return the costs that explain the CPU times of the processes best."""
-    messages = np.array([usage.messages() for usage in usages])
-    server = _fit_process(messages, np.array([usage.server_s for usage in usages]))
-    clients = _fit_process(messages, np.array([usage.clients_s for usage in usages]))
-    machine = MachineConfig(cores=cores, server=server, clients=clients)
+    server = [(one.server_wakeups, *one.messages(), one.server_s) for one in usages]
+    clients = [(one.clients_wakeups, *one.messages(), one.clients_s) for one in usages]
+    machine = MachineConfig(cores=cores, server=_fit_process(server), clients=_fit_process(clients))
     return solve_costs([usage.step() for usage in usages], costs), machine
 
 
-def _fit_process(messages: np.ndarray, seconds: np.ndarray) -> ProcessCosts:
-    """Fit the costs by least squares of relative errors.
+def _fit_process(loads: Sequence[tuple[float, ...]]) -> ProcessCosts:
+    """Fit the costs to loads of (wakeups, requests, prompt tokens, generated tokens, seconds), by
+    least squares of relative errors.
 
-    >>> messages = np.array([[9, 900, 20, 30], [9, 100, 40, 400], [99, 500, 20, 200], [5, 0, 9, 9]])
-    >>> costs = _fit_process(messages, messages @ [1e-3, 1e-6, 2e-4, 1e-5])
+    >>> loads = [(20, 9, 900, 30), (40, 9, 100, 400), (20, 99, 500, 200), (9, 5, 0, 9)]
+    >>> true = ProcessCosts(wakeup_s=2e-4, request_s=1e-3, prompt_token_s=1e-6, token_s=1e-5)
+    >>> costs = _fit_process([(*load, np.dot(load, list(vars(true).values()))) for load in loads])
     >>> [round(value, 9) for value in vars(costs).values()]
-    [0.001, 1e-06, 0.0002, 1e-05]
+    [0.0002, 0.001, 1e-06, 1e-05]
     """
-    found = non_negative_lstsq(messages / seconds[:, None], np.ones(len(seconds)))
-    names = ("request_s", "prompt_token_s", "step_s", "token_s")
+    table = np.array(loads)
+    counts, seconds = table[:, :-1], table[:, -1]
+    found = non_negative_lstsq(counts / seconds[:, None], np.ones(len(seconds)))
+    names = ("wakeup_s", "request_s", "prompt_token_s", "token_s")
     return ProcessCosts(**dict(zip(names, map(float, found), strict=True)))

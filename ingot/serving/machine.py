@@ -7,7 +7,8 @@ others end: they stay in a heap (generalized processor sharing, as in fair queue
 
 **Processes around the engines.** The HTTP process parses requests and chooses replicas, and writes
 an event for each token; a load generator, if it runs on the same machine, sends and reads them.
-Each is busy with one thing at a time, in the order in which they came (`Process`).
+Each is busy with one thing at a time, in the order in which they came (`Process`). While it is
+busy it need not wake up for what comes next: outputs that wait are read together.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ class ProcessCosts:
     0.002
     """
 
+    wakeup_s: float = 0.0
+    """Seconds to wake up for a request or for outputs, if it was idle before."""
     request_s: float = 0.0
     """Seconds for a request."""
     prompt_token_s: float = 0.0
     """Seconds for each token of its prompt."""
-    step_s: float = 0.0
-    """Seconds for the outputs of an engine's step."""
     token_s: float = 0.0
-    """Seconds for each token of them."""
+    """Seconds for each token of the outputs."""
 
     def __post_init__(self) -> None:
         bounds = (0, 1e3)
-        check_bounds(self, request_s=bounds, prompt_token_s=bounds, step_s=bounds, token_s=bounds)
+        check_bounds(self, request_s=bounds, prompt_token_s=bounds, wakeup_s=bounds, token_s=bounds)
 
     def request_seconds(self, num_prompt_tokens: int) -> float:
-        """Return the seconds for a request."""
+        """Return the seconds for a request, without waking up."""
         return self.request_s + num_prompt_tokens * self.prompt_token_s
 
     def outputs_seconds(self, num_tokens: int) -> float:
-        """Return the seconds for the outputs of a step."""
-        return self.step_s + num_tokens * self.token_s
+        """Return the seconds for the outputs of a step, without waking up."""
+        return num_tokens * self.token_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +128,15 @@ class SharedCores:
 class Process:
     """A process that does one thing at a time, in the order of `submit`."""
 
-    def __init__(self, begin: Callable[[float, Action], None]) -> None:
+    def __init__(self, begin: Callable[[float, Action], None], wakeup_s: float = 0.0) -> None:
         """`begin(seconds, action)` starts a work, and calls the action when it has ended."""
-        self._begin = begin
+        self._begin, self._wakeup_s = begin, wakeup_s
         self._queue: deque[tuple[float, Action]] = deque()
 
     def submit(self, seconds: float, action: Action) -> None:
         """Compute for `seconds`, then do `action`; at once, if it takes no time."""
+        if not self._queue:
+            seconds += self._wakeup_s
         if seconds <= 0 and not self._queue:
             action()
             return

@@ -238,8 +238,8 @@ class _Simulation:
         self.fleet, self.machine_config = fleet, machine
         self.machine = SharedCores(machine.cores) if machine.cores else None
         self.has_processes = machine.has_processes
-        self.load_generator = Process(self._begin_work)
-        self.server = Process(self._begin_work)
+        self.load_generator = Process(self._begin_work, machine.clients.wakeup_s)
+        self.server = Process(self._begin_work, machine.server.wakeup_s)
         self.router = Router(config, RouterConfig(policy=fleet.policy))
         self.stats = [ReplicaReport() for _ in range(fleet.replicas)]
         self.replicas: dict[int, _SimulatedReplica] = {}

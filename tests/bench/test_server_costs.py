@@ -25,23 +25,31 @@ from tests import models
 
 ROOT = Path(__file__).parents[2]
 TRUE = CostModel(overhead_s=0.0, sequence_s=4e-6, admission_s=1e-4)
-SERVER = ProcessCosts(request_s=4e-4, prompt_token_s=1e-6, step_s=3e-5, token_s=5e-6)
-CLIENTS = ProcessCosts(request_s=6e-5, prompt_token_s=4e-7, step_s=9e-6, token_s=1e-6)
+SERVER = ProcessCosts(wakeup_s=3e-5, request_s=4e-4, prompt_token_s=1e-6, token_s=5e-6)
+CLIENTS = ProcessCosts(wakeup_s=9e-6, request_s=6e-5, prompt_token_s=4e-7, token_s=1e-6)
+
+
+def process_seconds(costs: ProcessCosts, wakeups: float, load: LoadUsage) -> float:
+    return float(np.dot((wakeups, *load.messages()), list(vars(costs).values())))
 
 
 def usage(tokens: list[tuple[int, int]], clients: int, noise: float) -> LoadUsage:
     """What a server with these costs takes for a load, if all clients get a token in each step."""
     steps = sum(new for _, new in tokens) / clients
-    blank = LoadUsage(tokens=tokens, steps=steps, engine_s=0.0, server_s=0.0, clients_s=0.0)
-    seconds = [
-        float(np.dot(blank.messages(), list(vars(costs).values()))) for costs in (SERVER, CLIENTS)
-    ]
-    return LoadUsage(
+    load = LoadUsage(
         tokens=tokens,
         steps=steps,
-        engine_s=noise * steps * TRUE.step_seconds(*blank.step()[:-1]),
-        server_s=noise * seconds[0],
-        clients_s=noise * seconds[1],
+        engine_s=0.0,
+        server_s=0.0,
+        server_wakeups=steps + len(tokens) / 2,
+        clients_s=0.0,
+        clients_wakeups=2 * steps,
+    )
+    return dataclasses.replace(
+        load,
+        engine_s=noise * steps * TRUE.step_seconds(*load.step()[:-1]),
+        server_s=noise * process_seconds(SERVER, load.server_wakeups, load),
+        clients_s=noise * process_seconds(CLIENTS, load.clients_wakeups, load),
     )
 
 
@@ -56,9 +64,12 @@ def test_costs_are_found_again() -> None:
     for one in usages:
         shape = one.step()[:-1]
         assert costs.step_seconds(*shape) == pytest.approx(TRUE.step_seconds(*shape), rel=0.04)
-        for found, true in ((machine.server, SERVER), (machine.clients, CLIENTS)):
-            seconds = [np.dot(one.messages(), list(vars(c).values())) for c in (found, true)]
-            assert seconds[0] == pytest.approx(seconds[1], rel=0.04)
+        for found, true, wakeups in (
+            (machine.server, SERVER, one.server_wakeups),
+            (machine.clients, CLIENTS, one.clients_wakeups),
+        ):
+            seconds = process_seconds(true, wakeups, one)
+            assert process_seconds(found, wakeups, one) == pytest.approx(seconds, rel=0.04)
 
 
 def test_prompts_of_a_small_vocabulary_share_only_their_prefix() -> None:

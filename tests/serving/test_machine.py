@@ -93,6 +93,27 @@ def test_a_process_does_one_thing_at_a_time_in_order() -> None:
     assert done == list(zip(names, [0.0, 2.0, 2.0, 5.0, 6.0], strict=True))
 
 
+def test_a_busy_process_does_not_wake_up() -> None:
+    machine, ends = SharedCores(cores=1), list[float]()
+    now = 0.0
+
+    def begin(seconds: float, action: Any) -> None:
+        machine.begin(now, seconds, action)
+
+    def end() -> None:
+        ends.append(now)
+
+    process = Process(begin, wakeup_s=0.5)
+    process.submit(1.0, end)
+    process.submit(2.0, end)
+    while machine.next_end < math.inf:
+        now = machine.next_end
+        machine.pop()()
+        if len(ends) == 2:
+            process.submit(1.0, end)
+    assert ends == [1.5, 3.5, 5.0]
+
+
 @pytest.mark.parametrize(
     "wrong", [{"request_s": -1.0}, {"token_s": math.nan}, {"prompt_token_s": math.inf}]
 )

@@ -356,18 +356,19 @@ def test_replicas_of_one_machine_share_its_cores() -> None:
 
 @pytest.mark.parametrize("cores", [None, 8])
 def test_a_request_passes_all_processes(cores: int | None) -> None:
-    """Steps take a second; the request 2 + 3, each output 0.5 + 0.25 with its only token."""
+    """Steps take a second; the request 2 + 3, each output 0.3 + 0.2 with its only token, and to
+    wake up takes 0.2 and 0.05."""
     machine = MachineConfig(
         cores=cores,
-        clients=ProcessCosts(request_s=1.0, prompt_token_s=0.01, step_s=0.05, token_s=0.2),
-        server=ProcessCosts(request_s=1.0, prompt_token_s=0.02, step_s=0.2, token_s=0.3),
+        clients=ProcessCosts(request_s=1.0, prompt_token_s=0.01, wakeup_s=0.05, token_s=0.2),
+        server=ProcessCosts(request_s=1.0, prompt_token_s=0.02, wakeup_s=0.2, token_s=0.3),
     )
     only: dict[str, Any] = {"num_requests": 1, "input_len": 100, "output_len": 10}
     only |= {"length_sigma": 0, "shared_prefix_ratio": 0}
     report = run(SchedulerConfig(num_blocks=512), FREE, machine=machine, **only)
-    assert report.ttft["p50"] == pytest.approx(2 + 3 + 1 + 0.75, rel=0.006)
+    assert report.ttft["p50"] == pytest.approx(2.05 + 3.2 + 1 + 0.75, rel=0.006)
     assert report.itl["p50"] == pytest.approx(1.0, rel=0.006)
-    assert report.e2e["p50"] == pytest.approx(2 + 3 + 10 + 0.75, rel=0.006)
+    assert report.e2e["p50"] == pytest.approx(2.05 + 3.2 + 10 + 0.75, rel=0.006)
 
 
 def test_a_server_process_that_is_busy_limits_the_replicas() -> None:
@@ -382,7 +383,7 @@ def test_a_server_process_that_is_busy_limits_the_replicas() -> None:
 @pytest.mark.parametrize("cores", [None, 2])
 def test_a_failure_with_outputs_on_their_way(cores: int | None) -> None:
     """All tokens arrive, none twice, whatever waits in the HTTP process."""
-    costs = ProcessCosts(request_s=2e-3, step_s=1e-3, token_s=1e-3)
+    costs = ProcessCosts(request_s=2e-3, wakeup_s=1e-3, token_s=1e-3)
     machine = MachineConfig(cores=cores, server=costs, clients=costs)
     load: dict[str, Any] = {"num_requests": 400, "request_rate": 30, "burst_size": 10}
     for fail_at in (1.0, 4.0, 6.0):
