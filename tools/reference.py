@@ -52,6 +52,10 @@ VARIABLES = {
     "it continues from its newest checkpoint.",
     "OMP_NUM_THREADS": "The threads of a process on the CPU. Replicas of `ingot serve` and ranks "
     "share the cores unless it is set.",
+    "OPENBLAS_NUM_THREADS": "The process that engines are forked from sets it to 1: NumPy would "
+    "start threads, of which a fork copies only one.",
+    "TORCH_CPP_LOG_LEVEL": "`ingot profile` sets it to `ERROR` unless it is set: torch's profiler "
+    "prints warnings that say nothing about the model.",
     "RAY_ADDRESS": "The Ray cluster of `ingot serve --ray`; read by Ray.",
     "COLUMNS": "The width of tables when the output is not a terminal.",
     "HF_ENDPOINT": "The hub that `ingot pull` downloads from; read by huggingface_hub.",

@@ -112,7 +112,7 @@ def test_a_tiny_batch_is_named_and_a_larger_one_helps(tmp_path: Path) -> None:
 
 
 def test_recomputation_is_suggested_against_where_compute_limits(tmp_path: Path) -> None:
-    model = replace(runs.TINY, dim=128, heads=4, head_dim=32, ffn_dim=512)
+    model = replace(runs.TINY, dim=256, heads=4, head_dim=64, ffn_dim=1024)
     recipe = runs.text(tmp_path, model=model, recompute="full", global_batch_size=8)
     found = profiled(recipe, tmp_path / "out")
     assert found.window.bottleneck == "compute"

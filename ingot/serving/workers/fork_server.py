@@ -28,7 +28,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -68,10 +68,13 @@ class ForkServer:
         """
         ours, theirs = socket.socketpair()
         status, their_status = _message_pair()
-        with theirs, their_status:
+        with theirs, their_status, ExitStack() as on_error:
+            on_error.callback(ours.close)
+            on_error.callback(status.close)
             fds = [theirs.fileno(), their_status.fileno()]
             fds += [] if weights_fd is None else [weights_fd]
             self._send(settings.encode(), fds)
+            on_error.pop_all()
         return ours, ForkedProcess(status)
 
     def close(self) -> None:
@@ -97,8 +100,10 @@ class ForkServer:
         if self._socket is not None and self._process is not None:  # it has died
             self._socket.close()
             self._process.wait()
-        self._socket, theirs = _message_pair()
-        with theirs:
+            self._socket = self._process = None
+        ours, theirs = _message_pair()
+        with theirs, ExitStack() as on_error:
+            on_error.callback(ours.close)
             # A session of its own: Ctrl-C in the terminal is handled by this process alone.
             self._process = subprocess.Popen(
                 [*self.command, str(theirs.fileno())],
@@ -107,6 +112,8 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            on_error.pop_all()
+        self._socket = ours
 
 
 class ForkedProcess:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,19 @@ import pytest
 from ingot.core.errors import ConfigError, IngotError
 from ingot.serving.fleet.deployment import Deployment, DeploymentSpec
 from ingot.serving.server.config import ServerConfig
-from ingot.serving.workers.supervisor import Supervisor
+from ingot.serving.workers import supervisor
+from ingot.serving.workers.fork_server import ForkServer
+from tests.serving.server.test_gateway import ECHO
 
 
 @pytest.fixture(autouse=True)
-def _echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Supervisor, "command", (sys.executable, "-m", "tests.serving.echo"))
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """The fork server that the deployments use, of engines without a model."""
+    server = ForkServer()
+    monkeypatch.setattr(server, "command", (sys.executable, "-m", ECHO))
+    monkeypatch.setattr(supervisor, "fork_server", server)
+    yield server
+    server.close()
 
 
 def new(directory: Path, **config: Any) -> tuple[Deployment, list[str]]:
@@ -104,9 +112,9 @@ def test_it_can_be_stopped_while_it_loads(directory: Path) -> None:
 
 
 def test_what_cannot_be_started_is_an_error_with_its_cause(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Supervisor, "command", ("/nowhere/python",))
+    monkeypatch.setattr(server, "command", ("/nowhere/python",))
 
     async def run() -> None:
         deployment, states = new(directory)
