@@ -18,10 +18,10 @@ the seconds since the last kill.
 of this machine, too. It reports the seconds to start, the memory of all processes, the latency of a
 request for one token, what a restart takes, and the time of the router's decision.
 
-**predict** measures the CPU time of the processes of one replica, and fits the costs of `ingot
-simulate` to it. With these, the requests that all replicas complete per second are predicted for
-more requests than they can serve, and latencies for 70 % of this rate. Then the same requests are
-sent to a server, and the errors of the predictions are reported.
+**predict** measures the CPU time of the processes of a server under several small loads, and fits
+the costs of `ingot simulate` to it. With these, the requests that all replicas complete per second
+are predicted for more requests than they can serve, and latencies for 70 % of this rate. Then the
+same requests are sent to a server, and the errors of the predictions are reported.
 
 Ray listens on all interfaces: with `--ray` everything runs in a network namespace of its own
 (`unshare -n`). `--json` prints the results for scripts.
@@ -439,9 +439,7 @@ def predict(args: argparse.Namespace) -> dict[str, object]:
     from ingot.serving.engine.scheduler import SchedulerConfig
     from ingot.serving.simulate import SLO, FleetConfig, simulate
 
-    # Engines of a calibration with one replica have as many threads as each of several.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.replicas)))
-    costs, machine, blocks = calibrate(args.model)
+    costs, machine, blocks = calibrate(args.model, args.replicas)
     fleet, config = FleetConfig(replicas=args.replicas), SchedulerConfig(num_blocks=blocks)
 
     def run_simulation(workload):
@@ -449,7 +447,8 @@ def predict(args: argparse.Namespace) -> dict[str, object]:
 
     full = _trace(args, 1e6)
     capacity = run_simulation(full).requests_per_s
-    traces = {"overload": _trace(args, 2 * capacity)}
+    # As many as wait without being refused.
+    traces = {"overload": _trace(args, 2 * capacity, share=0.1)}
     traces["load"] = dataclasses.replace(_trace(args, args.load * capacity), seed=args.seed + 1)
     found: dict[str, object] = {"costs": dataclasses.asdict(costs)}
     found["machine"] = dataclasses.asdict(machine)
@@ -471,14 +470,18 @@ def predict(args: argparse.Namespace) -> dict[str, object]:
     return found
 
 
-def calibrate(model: Path):
-    """Return the costs of an engine's step, the machine, and the blocks of an engine's cache."""
+def calibrate(model: Path, replicas: int):
+    """Return the costs of an engine's step, the machine, and the blocks of an engine's cache.
+
+    All replicas run: with 4 on 2 cores, a step takes 1.65 times the CPU time of one that has a core
+    and its caches to itself.
+    """
     from ingot.bench.server_costs import calibration_loads, fit_machine
     from ingot.interop import hf
     from ingot.serving.costs import CostModel
 
     loads = calibration_loads(hf.describe(model).config.max_seq_len)
-    with serving(model, 1) as server:
+    with serving(model, replicas) as server:
         blocks = int(server.label("vllm:cache_config_info", "num_gpu_blocks"))
         _measure_usage(server, *loads[-1])  # warm-up
         usages = [_measure_usage(server, *load) for load in loads]
@@ -491,9 +494,9 @@ def _measure_usage(server: Server, clients: int, workload):
 
     def read_counters() -> list[float]:
         steps = server.metric("ingot:engine_steps_total")
-        (engine,), pid = server.engines(), server.process.pid
+        engines, pid = sum(map(_cpu_seconds, server.engines())), server.process.pid
         processes = _cpu_seconds(pid), _wakeups(pid), time.process_time(), _wakeups(os.getpid())
-        return [steps, _cpu_seconds(engine), *processes]
+        return [steps, engines, *processes]
 
     before = read_counters()
     address = f"http://127.0.0.1:{server.port}"

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from ingot.serving.workers import wire
-from ingot.serving.workers.fork_server import ForkedProcess, ForkServer
+from ingot.serving.workers.fork_server import NICENESS, ForkedProcess, ForkServer
 from ingot.serving.workers.worker import WorkerSettings
 from tests.serving.conftest import Served, children, runs, serving
 from tests.serving.server.test_gateway import ECHO
@@ -156,3 +156,14 @@ def test_the_fork_server_has_a_single_thread(served: Served) -> None:
     """The others would not be copied, and what they have locked would stay locked."""
     (process,) = served.fork_servers
     assert len(list(Path(f"/proc/{process}/task").iterdir())) == 1
+
+
+def test_engines_let_the_http_process_go_first(echo: EchoServer, directory: Path) -> None:
+    with forked(echo, directory) as (connection, _):
+        read(connection)
+        (engine,) = children(number(echo))
+        niceness = os.getpriority(os.PRIO_PROCESS, engine)
+        assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        group = Path(f"/proc/{engine}/autogroup")
+        if group.exists():
+            assert group.read_text().split()[-1] == str(niceness)
