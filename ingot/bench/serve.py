@@ -234,11 +234,10 @@ class _HttpLoad:
         self._advance(1)
 
     async def _exchange(self, body: bytes, record: RequestRecord) -> None:
-        reader, writer = self._idle.pop() if self._idle else await self._connect()
+        request = self._head + str(len(body)).encode() + b"\r\n\r\n" + body
+        reader, writer, head = await self._begin(request)
         done = False
         try:
-            writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
-            head = await reader.readuntil(b"\r\n\r\n")
             status = head.split(b" ", 2)[1].decode()
             if status == "200":
                 await self._read_events(reader, record)
@@ -250,6 +249,30 @@ class _HttpLoad:
                 self._idle.append((reader, writer))
             else:
                 writer.close()
+
+    async def _begin(
+        self, request: bytes
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+        """Send a request on an idle connection, or on a new one if the server has closed those."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            try:
+                return reader, writer, await self._send_on(reader, writer, request)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                continue
+        reader, writer = await self._connect()
+        return reader, writer, await self._send_on(reader, writer, request)
+
+    async def _send_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+    ) -> bytes:
+        """Return the head of the response; close the connection if there is none."""
+        try:
+            writer.write(request)
+            return await reader.readuntil(b"\r\n\r\n")
+        except BaseException:
+            writer.close()
+            raise
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self._host, self._port)
