@@ -1,9 +1,10 @@
 """The machine of a simulated server: processes that share its cores.
 
-**Sharing.** If n processes compute on c cores, each of them advances at min(1, c / n) of its speed.
-All advance alike, so a work of s seconds ends when the *virtual time*, which passes at that speed,
-has advanced by s. A work that begins or ends changes the speed, but not the virtual time at which
-others end: they stay in a heap (generalized processor sharing, as in fair queueing).
+**Sharing.** Processes that compute share the cores in proportion to their weights, and none gets
+more than one core; engines have a lower weight. All of a class advance alike, so a work
+of s seconds ends when the *virtual time* of its class, which passes at that speed, has advanced by
+s. A work that begins or ends changes the speeds, but not the virtual time at which others end: they
+stay in a heap (generalized processor sharing, as in fair queueing).
 
 **Processes around the engines.** The HTTP process parses requests and chooses replicas, and writes
 an event for each token; a load generator, if it runs on the same machine, sends and reads them.
@@ -23,6 +24,9 @@ from typing import TypeAlias
 from ingot.core.config import check_bounds
 
 Action: TypeAlias = Callable[[], None]
+
+ENGINE_WEIGHT = 110 / 1024
+"""Relative to the others: Linux's weight of niceness 10, which engines have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,38 +95,67 @@ class SharedCores:
 
     def __init__(self, cores: int) -> None:
         self._cores = cores
-        self._works: list[tuple[float, int, Action]] = []  # a heap; by virtual end
+        self._engines, self._others = _WorkClass(), _WorkClass()
         self._num_begun = 0
-        self._now = self._virtual_now = 0.0
+        self._now = 0.0
         self.next_end = math.inf
         """When the next work ends if none begins before."""
 
-    def begin(self, now: float, seconds: float, action: Action) -> None:
+    def begin(self, now: float, seconds: float, action: Action, *, is_engine: bool = False) -> None:
         """Begin a work; `action` is for the caller of `pop`."""
-        works = self._works
-        if works:
-            self._virtual_now += (now - self._now) * min(1.0, self._cores / len(works))
-        else:
-            self._virtual_now = now
-        self._now = now
+        self._advance(now)
         self._num_begun += 1
-        heappush(works, (self._virtual_now + seconds, self._num_begun, action))
+        works = self._engines if is_engine else self._others
+        heappush(works.heap, (works.virtual_now + seconds, self._num_begun, action))
         self._update()
 
     def pop(self) -> Action:
         """Return the action of the work that ends at `next_end`."""
-        self._now = self.next_end
-        self._virtual_now, _, action = heappop(self._works)
+        self._advance(self.next_end)
+        engines, others = self._engines, self._others
+        works = engines if engines.seconds_left < others.seconds_left else others
+        _, _, action = heappop(works.heap)
         self._update()
         return action
 
+    def _advance(self, now: float) -> None:
+        for works in (self._engines, self._others):
+            works.virtual_now += (now - self._now) * works.speed
+        self._now = now
+
     def _update(self) -> None:
-        works = self._works
-        if not works:
-            self.next_end = math.inf
-            return
-        left = works[0][0] - self._virtual_now
-        self.next_end = self._now + left * max(1.0, len(works) / self._cores)
+        engines, others = self._engines, self._others
+        engines.speed, others.speed = speeds(self._cores, len(engines.heap), len(others.heap))
+        self.next_end = self._now + max(0.0, min(engines.seconds_left, others.seconds_left))
+
+
+@dataclass
+class _WorkClass:
+    """Works that advance at the same speed."""
+
+    heap: list[tuple[float, int, Action]] = field(default_factory=list)
+    """By the virtual time at which they end."""
+    virtual_now: float = 0.0
+    speed: float = 1.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds until the next one ends at this speed."""
+        return (self.heap[0][0] - self.virtual_now) / self.speed if self.heap else math.inf
+
+
+def speeds(cores: int, engines: int, others: int) -> tuple[float, float]:
+    """Return the share of a core that each engine and each other process gets.
+
+    >>> speeds(2, 4, 0), speeds(2, 4, 1)
+    ((0.5, 1.0), (0.25, 1.0))
+    """
+    if engines + others <= cores:
+        return 1.0, 1.0
+    share = cores / (others + ENGINE_WEIGHT * engines)
+    if share >= 1:  # the others have a core each
+        return (cores - others) / engines, 1.0
+    return ENGINE_WEIGHT * share, share
 
 
 class Process:

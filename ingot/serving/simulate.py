@@ -286,12 +286,12 @@ class _Simulation:
         self.num_timers += 1
         heappush(self.timers, (at, self.num_timers, action))
 
-    def _begin_work(self, seconds: float, action: Action) -> None:
+    def _begin_work(self, seconds: float, action: Action, *, is_engine: bool = False) -> None:
         """Call `action` after a process has computed for `seconds`."""
         if self.machine is None:
             self._set_timer(self.now + seconds, action)
         else:
-            self.machine.begin(self.now, seconds, action)
+            self.machine.begin(self.now, seconds, action, is_engine=is_engine)
 
     def _next_event(self) -> float:
         """Return the time of the next timer, or of the next end of a work."""
@@ -369,7 +369,7 @@ class _Simulation:
             replica.stats.computed_tokens += tokens
             counts = len(plan.scheduled), len(plan.admitted)
             seconds = self.costs.step_seconds(tokens, keys, pairs, *counts)
-            self._begin_work(seconds, partial(self._end_step, replica))
+            self._begin_work(seconds, partial(self._end_step, replica), is_engine=True)
         if outputs is not None:
             self._send_outputs(replica, outputs, num_tokens)
 
