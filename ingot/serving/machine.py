@@ -33,8 +33,8 @@ ENGINE_WEIGHT = 110 / 1024
 class ProcessCosts:
     """CPU time that a process in front of the engines takes.
 
-    >>> ProcessCosts(request_s=1e-3, token_s=1e-4).outputs_seconds(20)
-    0.002
+    >>> ProcessCosts(step_s=1e-3, token_s=1e-4).outputs_seconds(20)
+    0.003
     """
 
     wakeup_s: float = 0.0
@@ -43,12 +43,14 @@ class ProcessCosts:
     """Seconds for a request."""
     prompt_token_s: float = 0.0
     """Seconds for each token of its prompt."""
+    step_s: float = 0.0
+    """Seconds for the outputs of a step of an engine, however many."""
     token_s: float = 0.0
     """Seconds for each token of the outputs."""
 
     def __post_init__(self) -> None:
         bounds = (0, 1e3)
-        check_bounds(self, request_s=bounds, prompt_token_s=bounds, wakeup_s=bounds, token_s=bounds)
+        check_bounds(self, **dict.fromkeys(vars(self), bounds))
 
     def request_seconds(self, num_prompt_tokens: int) -> float:
         """Return the seconds for a request, without waking up."""
@@ -56,7 +58,7 @@ class ProcessCosts:
 
     def outputs_seconds(self, num_tokens: int) -> float:
         """Return the seconds for the outputs of a step, without waking up."""
-        return num_tokens * self.token_s
+        return self.step_s + num_tokens * self.token_s
 
 
 @dataclass(frozen=True, kw_only=True)
