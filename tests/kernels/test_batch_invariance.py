@@ -415,14 +415,36 @@ def test_rows_do_not_depend_on_the_batch_on_many_schedules(op: Op[..., Any], exp
     explore(schedules, lambda schedule: assert_batch_invariant(op, schedule), 200)
 
 
-@pytest.mark.parametrize("rows", [2, 11, 12, 13, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [2, 11, 12, 13, 33, 64, 545])
 @pytest.mark.parametrize("channels", [1, 33, 576, 577, 1536, 3072, 3073])
-def test_rows_of_a_gemm_do_not_depend_on_how_it_is_blocked(rows: int, channels: int) -> None:
-    make = TensorMaker(torch.bfloat16, seed=rows * channels)
+def test_rows_of_a_gemm_do_not_depend_on_how_it_is_blocked(
+    dtype: torch.dtype, rows: int, channels: int
+) -> None:
+    make = TensorMaker(dtype, seed=rows * channels)
     x, weight = make(rows, channels), make(37, channels)
     y = ops.linear(x, weight)
-    assert torch.equal(y, torch.cat([ops.linear(row, weight) for row in x.split(1)]))
-    torch.testing.assert_close(y.float(), x.float() @ weight.float().T, rtol=1e-2, atol=1e-3)
+    by_row = [ops.linear(row, weight) for row in x.split(1)]
+    assert torch.equal(bits(y), bits(torch.cat(by_row)))
+    exact = x.double() @ weight.double().T
+    rtol, atol = (1e-2, 1e-3) if dtype == torch.bfloat16 else (1e-4, 1e-5)
+    torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("rows", [2, 64, 545])
+@pytest.mark.parametrize("channels", [37, 577])
+def test_gradients_of_rows_do_not_depend_on_how_they_are_blocked(rows: int, channels: int) -> None:
+    make = TensorMaker(torch.bfloat16, seed=rows + channels)
+    weight, grad = make(70, channels), make(rows, 70)
+
+    def grad_input(grad: Tensor) -> Tensor:
+        x = torch.zeros(len(grad), channels, dtype=grad.dtype, requires_grad=True)
+        ops.linear(x, weight).backward(grad)
+        assert x.grad is not None
+        return x.grad
+
+    by_row = [grad_input(row) for row in grad.split(1)]
+    assert torch.equal(bits(grad_input(grad)), bits(torch.cat(by_row)))
 
 
 def test_every_op_with_rows_and_a_kernel_has_arguments_here() -> None:

@@ -17,6 +17,7 @@ namespace ingot {
 constexpr int TILE = 16;       // rows of A, columns of B
 constexpr int TILE_DEPTH = 32;  // elements of A's rows
 
+#if !defined(INGOT_EMULATED)  // see tests/kernels/emulated.h
 template <int tile>
 inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(tile));
@@ -59,6 +60,7 @@ struct TileConfig {
   ~TileConfig() { _tile_release(); }
   TileConfig(const TileConfig&) = delete;
 };
+#endif
 
 // 16 rows, the A operand.
 struct Panel {

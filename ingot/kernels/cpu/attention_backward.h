@@ -75,12 +75,12 @@ class AttentionBackward {
     std::fill_n(sums, 2 * seq.keys * width, 0.0f);
     KVSide k{in_.k.rows(seq.first_key, seq.keys, head), {}, sums};
     KVSide v{in_.v.rows(seq.first_key, seq.keys, head), {}, sums + seq.keys * width};
+    int64_t num_rows = seq.queries * shape_.group;
     for (KVSide* side : {&k, &v})
       for (int64_t key = 0; key < seq.keys; key += BLOCK_N, memory += each) {
         int64_t count = std::min<int64_t>(BLOCK_N, seq.keys - key);
-        side->groups.emplace_back(side->rows.slice_rows(key, count), memory);
+        side->groups.emplace_back(side->rows.slice_rows(key, count), memory, num_rows);
       }
-    int64_t num_rows = seq.queries * shape_.group;
     for (int64_t row = 0; row < num_rows; row += MAX_ROWS)
       run_block(seq, head, row, std::min(MAX_ROWS, num_rows - row), k, v);
     store_rounded(grads_.k.rows(seq.first_key, seq.keys, head), k.sums);
@@ -202,7 +202,7 @@ class AttentionBackward {
                                           const RowStore& store) {
     T* memory = scratch<Scratch::BACKWARD_PACKED_B, T>(PackedB<T>::size(BLOCK_N, x.width));
     for (const ColumnRange& columns : fixed_size_columns(w.rows)) {
-      PackedB<T> right(w.slice_rows(columns.begin, columns.count), memory);
+      PackedB<T> right(w.slice_rows(columns.begin, columns.count), memory, x.rows);
       auto compute = [&](int64_t row, int64_t rows, int, AccTile& values) {
         right.multiply(x, row, rows, values);
       };

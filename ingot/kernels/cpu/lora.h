@@ -159,7 +159,7 @@ void gemm_by_rows(const Matrix<T>& x, const std::vector<AdapterRows>& tasks,
       auto [row, rows, adapter] = tasks[i];
       Matrix<T> w = weight_of(adapter);
       for (ColumnRange columns : fixed_size_columns(w.rows)) {
-        PackedB<T> b(w.slice_rows(columns.begin, columns.count), memory);
+        PackedB<T> b(w.slice_rows(columns.begin, columns.count), memory, rows);
         for_each_block<1>(
             row, rows, columns, adapter,
             [&](int64_t at, int64_t count, int, AccTile& acc) { b.multiply(x, at, count, acc); },

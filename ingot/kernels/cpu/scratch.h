@@ -11,7 +11,7 @@ namespace ingot {
 // Every use of scratch memory has a slot of its own, so that two buffers that are alive at the same
 // time cannot overlap. Slots of mutually exclusive paths may be shared where noted.
 enum class Scratch {
-  // matmul.h
+  // matmul*.h
   GEMM_ACC,
   GEMM_SUM,
   GEMM_PACKED_X,

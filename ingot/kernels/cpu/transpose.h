@@ -20,6 +20,32 @@ struct Transposed {
   }
 };
 
+// The lanes of the first halves of two vectors in turn, or from lane `first` on.
+template <int first, size_t... I>
+inline Words alternate(Words a, Words b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, (first + I / 2 + I % 2 * WIDTH)...);
+}
+
+// From (row, lane) to (lane, row). Each round interleaves the first half of all rows with the second.
+inline void transpose(Words (&rows)[WIDTH]) {
+#if defined(__AVX512F__)
+  __m512i tile[WIDTH];
+  std::memcpy(tile, rows, sizeof tile);
+  interleave(tile);
+  std::memcpy(rows, tile, sizeof tile);
+#else
+  constexpr auto lanes = std::make_index_sequence<WIDTH>();
+  for (int round = 1; round < WIDTH; round *= 2) {
+    Words shuffled[WIDTH];
+    for (int i = 0; i < WIDTH / 2; i++) {
+      shuffled[2 * i] = alternate<0>(rows[i], rows[i + WIDTH / 2], lanes);
+      shuffled[2 * i + 1] = alternate<WIDTH / 2>(rows[i], rows[i + WIDTH / 2], lanes);
+    }
+    std::copy_n(shuffled, WIDTH, rows);
+  }
+#endif
+}
+
 #if defined(__AVX512F__)
 // Two vectors of 16 elements as 16 pairs.
 inline __m512i interleave_pairs(__m256i one, __m256i other) {
