@@ -274,8 +274,9 @@ def _linear() -> Iterator[Workload]:
     """Shapes are rows x in x out, followed by the epilogue."""
     for (n, k), m in product(PROJECTIONS, LINEAR_ROWS):
         yield Workload("linear", _text(m, k, n), "bf16", floats((m, k), (n, k)))
-    for m in (8, 512):
+    for m in (8, 512, 2048):
         yield Workload("linear", _text(m, 768, 4096), "fp32", floats((m, 768), (4096, 768)))
+    for m in (8, 512):
         up, down = (2048, 768), (768, 2048)
         for activation in list(ActivationFn)[1:]:
             shape = f"{_text(m, 768, 2048)} {activation.name.lower()}"
@@ -358,7 +359,7 @@ def _quantized() -> Iterator[Workload]:
                 *(None, None, low),
             ),
         )
-    for m in (8, 512):
+    for m in (1, 8, 512):
         for op in ("linear_int8", "linear_int8_dynamic"):
             yield Workload(
                 op,

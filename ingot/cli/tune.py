@@ -1,43 +1,74 @@
-"""`ingot tune`: autotune the GPU kernels on this machine's GPU."""
+"""`ingot tune`: autotune the kernels on this machine's GPU or CPU."""
 
 from __future__ import annotations
 
 import json as json_format
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from ingot.cli.tables import new_table
-from ingot.core.device import resolve
+from ingot.core.device import detect, resolve
 from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import logger, progress, stdout
 
 if TYPE_CHECKING:
+    from ingot.bench.cpu_tuning import SearchResult
     from ingot.kernels.triton.autotune import TuneResult
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def tune(
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OP ...]")] = (),
+    names: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")
+    ] = (),
+    device: Literal["auto", "gpu", "cpu"] = "auto",
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    trials: int = 40,
+    search: Literal["tpe", "random", "evolution", "grid"] = "tpe",
+    export: Path | None = None,
+    import_: Annotated[Path | None, tyro.conf.arg(name="import")] = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> None:
-    """Time every configuration of the GPU kernels on this GPU, at the shapes that `ingot kernels`
-    compiles them for, and store the fastest accurate one. Calls on GPUs of the same name use it
-    from then on.
+    """Time the kernels' configurations on this machine and store the fastest, for machines with the
+    same GPU or CPU. Calls use it from then on.
+
+    On a GPU, every configuration of the named ops is timed at the shapes that `ingot kernels`
+    compiles them for, and has to be accurate. On a CPU, Optuna searches thresholds, block sizes and
+    prefetch distances (groups: matmul, quantized, tasks), none of which changes a bit of a result.
 
     Each result is stored as soon as it is found, so an interrupted run keeps what it has.
 
-    Examples: `ingot tune` for all ops, `ingot tune linear attention` for some, `ingot tune --json`
-    for JSON.
+    Examples: `ingot tune` for all kernels, `ingot tune linear attention` for some on a GPU,
+    `ingot tune --device cpu matmul`, `ingot tune --export tuned.json` and
+    `ingot tune --import tuned.json` for the other machines of a fleet.
 
     Args:
-        names: Only these ops.
-        dtype: Data type of the tensors; each has its own configurations.
+        names: Only these ops (GPU) or groups (CPU).
+        device: "auto" is the GPU if there is one.
+        dtype: Data type of the tensors on a GPU; each has its own configurations.
+        trials: Most trials of a group on a CPU.
+        search: How the values of a trial are chosen on a CPU.
+        export: Write what is stored to this file instead of tuning.
+        import_: Add what is in this file to what is stored, instead of tuning.
         json: Print JSON instead of a table.
     """
+    from ingot.kernels import tuned
+
+    if export:
+        stdout().print(f"{tuned.export(export)} configurations written to {export}")
+    elif import_:
+        stdout().print(f"{tuned.import_(import_)} configurations added from {import_}")
+    elif device == "cpu" or (device == "auto" and not detect().gpus):
+        _tune_cpu(names, trials, search, json)
+    else:
+        _tune_gpu(names, dtype, json)
+
+
+def _tune_gpu(names: tuple[str, ...], dtype: str, json: bool) -> None:
     from ingot.kernels.triton import GPU, interpreting, require_triton
 
     resolve(GPU)
@@ -52,6 +83,56 @@ def tune(
         print(json_format.dumps([as_row(result) for result in results], indent=2))  # noqa: T201
     else:
         _print_table(results)
+
+
+def _tune_cpu(names: tuple[str, ...], trials: int, method: Any, json: bool) -> None:
+    from ingot.bench import cpu_tuning
+    from ingot.kernels.cpu import tuning
+    from ingot.kernels.tuned import database_path
+
+    for name in names:
+        if name not in tuning.GROUPS:
+            raise UnknownName("group of CPU parameters", name, tuning.GROUPS)
+    if trials < 1:
+        raise IngotError(f"trials: expected at least 1, got {trials}")
+    results: list[SearchResult] = []
+    for group in names or tuning.GROUPS:
+        bench = cpu_tuning.Bench(cpu_tuning.workloads(group))
+        with progress(f"tuning {group}", trials) as bar:
+            result = cpu_tuning.search(group, bench, trials=trials, method=method, done=bar.advance)
+        cpu_tuning.store(result)
+        results.append(result)
+    if json:
+        print(json_format.dumps([cpu_row(each) for each in results], indent=2))  # noqa: T201
+        return
+    table = new_table(("group", "fastest", "speedup", "over workloads", "trials", "pruned"))
+    for row in map(cpu_row, results):
+        table.add_row(
+            row["group"],
+            ", ".join(f"{name}={value}" for name, value in row["changed"].items()) or "as it ships",
+            f"{row['speedup']:.3f}x",
+            f"{row['worst']:.2f}x to {row['best']:.2f}x",
+            str(row["trials"]),
+            str(row["pruned"]),
+        )
+    stdout().print(table)
+    stdout().print(f"stored in {database_path()}", highlight=False, markup=False)
+
+
+def cpu_row(result: SearchResult) -> dict[str, Any]:
+    """Return a result of the CPU as `--json` prints it; speedups are relative to the defaults."""
+    from ingot.kernels.cpu import tuning
+
+    defaults, chosen = tuning.defaults(), result.chosen or {}
+    return {
+        "group": result.group,
+        "changed": {name: value for name, value in chosen.items() if value != defaults[name]},
+        "speedup": round(result.speedup, 4),
+        "worst": round(min(result.by_workload.values()), 4),
+        "best": round(max(result.by_workload.values()), 4),
+        "trials": len(result.trials),
+        "pruned": result.pruned,
+    }
 
 
 def _tune_all(names: tuple[str, ...], dtype: str, device: str) -> list[TuneResult]:
@@ -93,7 +174,8 @@ def as_row(result: TuneResult) -> dict[str, Any]:
 
 
 def _print_table(results: list[TuneResult]) -> None:
-    from ingot.kernels.triton.config_store import current_target, database_path
+    from ingot.kernels.triton.config_store import current_target
+    from ingot.kernels.tuned import database_path
 
     headings = "kernel", "fastest", "us", "previous", "us", "speedup", "tried", "rejected"
     table = new_table(headings)

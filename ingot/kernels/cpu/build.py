@@ -50,6 +50,7 @@ from ingot.core import paths
 from ingot.core.device import Compiler, Device, detect
 from ingot.core.errors import IngotError
 from ingot.core.log import logger
+from ingot.kernels.cpu import tuning
 from ingot.ops.arguments import tensors
 from ingot.ops.dispatch import PREFER_DEPTH
 from ingot.ops.gradient import Backward
@@ -163,7 +164,7 @@ def library(family: str) -> ctypes.CDLL | None:
 
 def _open(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
-    loaded.ingot_connect(ctypes.byref(PREFER_DEPTH), _thread_pool(loaded))
+    loaded.ingot_connect(ctypes.byref(PREFER_DEPTH), _thread_pool(loaded), tuning.memory())
     return loaded
 
 

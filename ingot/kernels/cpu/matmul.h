@@ -46,7 +46,9 @@ class PackedB {
 #endif
     // With fewer rows it is slower, and with more channels the rows of x do not fit into L2.
     if constexpr (pack)
-      if (rows >= 12 && x.width > 0 && x.width <= 3072) return dot_block_packed(block, w_, acc);
+      if (rows >= tunable(Tunable::PACK_ROWS) && x.width > 0 &&
+          x.width <= tunable(Tunable::PACK_CHANNELS))
+        return dot_block_packed(block, w_, acc);
     dot_block<M>(block, w_, acc);
   }
 
@@ -91,17 +93,17 @@ class PackedB<bf16> {
       a[p] = {copy_rows_padded(x, first, count, to), x.width * int64_t(sizeof(bf16))};
     }
     // Blocked along k so that x stays in L1: 1.1x faster.
-    constexpr int64_t K_BLOCK = 768;
-    for (int64_t k = 0; k == 0 || k < x.width; k += K_BLOCK) {
+    const int64_t block_depth = tunable(Tunable::AMX_DEPTH);
+    for (int64_t k = 0; k == 0 || k < x.width; k += block_depth) {
       for (int64_t c = 0; c < columns_; c += 2 * TILE) {
         const bf16* tile = first_ + c / TILE * packed_tile_size(x.width) + k * TILE;
         const bf16* b[2] = {tile, tile + packed_tile_size(x.width)};
         float* out[2][2] = {{&acc[0][c], &acc[0][c + TILE]},
                             {&acc[TILE][c], &acc[TILE][c + TILE]}};
-        int64_t depth = std::min(K_BLOCK, x.width - k);
+        int64_t depth = std::min(block_depth, x.width - k);
         tile_gemm<2, 2, CacheHint::STREAM_B>(a, b, depth, out, sizeof acc[0], TILE, k > 0);
       }
-      for (Panel& panel : a) panel.first += K_BLOCK;
+      for (Panel& panel : a) panel.first += block_depth;
     }
   }
 
@@ -138,9 +140,8 @@ void gemm(const Matrix<T>& x, const std::array<Weights, NUM_WEIGHTS>& weights,
           const std::vector<ColumnRange>& groups, const Epilogue& epilogue) {
   if (x.rows == 0) return;
 #if defined(__AMX_BF16__)
-  constexpr int64_t LARGE_M = 512;
   if constexpr (std::is_same_v<Weights, Matrix<bf16>>)
-    if (x.rows < LARGE_M) return gemm_small_m(x, weights, groups, epilogue);
+    if (x.rows < tunable(Tunable::AMX_ROWS)) return gemm_small_m(x, weights, groups, epilogue);
 #endif
   gemm_large_m(x, weights, groups, epilogue);
 }

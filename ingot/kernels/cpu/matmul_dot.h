@@ -191,8 +191,8 @@ inline void dot_panels(const float* a, const float* b, int64_t steps, const T* n
 template <class T>
 [[gnu::noinline]] void dot_block_packed(const Matrix<T>& x, const Matrix<T>& w, AccTile& acc) {
   constexpr int M = 2, N = WIDTH == 16 ? 8 : 4;
-  constexpr int64_t MAX_DEPTH = 576;  // channels of a block: the panel of W stays in L1
-  int64_t blocks = (x.width + MAX_DEPTH - 1) / MAX_DEPTH;
+  const int64_t max_depth = tunable(Tunable::PACK_DEPTH);  // the panel of W stays in L1
+  int64_t blocks = (x.width + max_depth - 1) / max_depth;
   int64_t depth = padded_width<T>((x.width + blocks - 1) / blocks);
   int64_t panels = (x.rows + M - 1) / M;
   float* b = scratch<Scratch::GEMM_PACKED_X, float>(N * depth + BLOCK_M * padded_width<T>(x.width));

@@ -53,8 +53,8 @@ constexpr bool SUPPORTS_LANES = std::is_same_v<T, float>;
 // terms, the operands of a block do not fit into L2.
 template <class T>
 inline bool uses_lanes(int64_t rows, int64_t width) {
-  constexpr int64_t MIN_ROWS = std::is_same_v<T, float> ? 512 : 256, MAX_TERMS = 128;
-  return rows >= MIN_ROWS && width > 0 && lane_terms<T>(width) <= MAX_TERMS;
+  return rows >= tunable(Tunable::LANE_ROWS) && width > 0 &&
+         lane_terms<T>(width) <= tunable(Tunable::LANE_TERMS);
 }
 
 inline Words load_words(const void* from) {

@@ -20,7 +20,6 @@
 namespace ingot {
 
 constexpr int CHUNK_BYTES = 64;  // of a vector
-constexpr int64_t AHEAD = 64 * CHUNK_BYTES;  // to prefetch: the hardware alone does it too late
 
 typedef uint8_t Bytes __attribute__((vector_size(CHUNK_BYTES)));
 
@@ -300,10 +299,11 @@ enum class Offset { NONE, ZERO_POINT, MINIMUM };
 template <class Format, bool IS_BF16, Offset OFFSET>
 [[gnu::noinline]] FloatLanes multiply_row(const uint8_t* bytes, GroupLanes scale, GroupLanes offset,
                                           const QuantizedRows& x) {
-  constexpr int64_t GROUPS_AHEAD = 24;
-  auto load = [](GroupLanes& lanes) {
+  const int64_t ahead = tunable(Tunable::INT_PREFETCH);  // the hardware alone does it too late
+  const int64_t scales_ahead = tunable(Tunable::INT_SCALE_PREFETCH);
+  auto load = [=](GroupLanes& lanes) {
     HalfLanes values;
-    __builtin_prefetch(lanes.first + GROUPS_AHEAD * LANES);
+    __builtin_prefetch(lanes.first + scales_ahead * LANES);
     std::memcpy(&values, lanes.first, sizeof values);
     lanes.first += lanes.stride;
     return IS_BF16 ? widen_bf16(values) : widen_half(values);
@@ -317,7 +317,7 @@ template <class Format, bool IS_BF16, Offset OFFSET>
 #pragma GCC unroll 4
     for (; at < end; at++, bytes += CHUNK_BYTES, operand += 4 * Format::PLANES) {
       Bytes raw, planes[Format::PLANES];
-      __builtin_prefetch(bytes + AHEAD);
+      __builtin_prefetch(bytes + ahead);
       std::memcpy(&raw, bytes, sizeof raw);
       if (Format::PLANES == 2) {  // odd channels times 16: an operation less, and two chains
         sum = dot4(sum, raw & 15, operand);
@@ -363,7 +363,7 @@ template <class Format, int R, int C, bool HAS_OFFSETS>
 [[gnu::noinline]] void multiply_panels(const IntPanel* panels, const QuantizedRows& x, int64_t row,
                                        FloatLanes (&totals)[C][R]) {
   const int8_t* operand = x.values + row * x.words * 4 * Format::PLANES;
-  const int64_t stride = 4 * x.block;
+  const int64_t stride = 4 * x.block, ahead = tunable(Tunable::INT_PREFETCH);
   const uint8_t* bytes[C];
   for (int c = 0; c < C; c++) bytes[c] = panels[c].bytes;
   int64_t at = 0;
@@ -381,7 +381,7 @@ template <class Format, int R, int C, bool HAS_OFFSETS>
 #pragma GCC unroll 2
       for (int c = 0; c < C; c++) {
         Bytes raw;
-        __builtin_prefetch(bytes[c] + AHEAD);
+        __builtin_prefetch(bytes[c] + ahead);
         std::memcpy(&raw, bytes[c], sizeof raw);
         bytes[c] += CHUNK_BYTES;
         Format::unpack(raw, planes[c]);

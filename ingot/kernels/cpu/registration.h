@@ -95,9 +95,11 @@ void boxed_op(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
 // Every library can create a thread pool; all are connected to the pool of the first one loaded.
 #define INGOT_EXPORT extern "C" __attribute__((visibility("default")))
 INGOT_EXPORT void* ingot_create_thread_pool() { return new ingot::ThreadPool; }
-INGOT_EXPORT void ingot_connect(const int* prefer_depth, void* thread_pool) {
-  ingot::prefer_depth = prefer_depth;
+INGOT_EXPORT void ingot_connect(const int* prefer_depth, void* thread_pool,
+                                const int64_t* tunables) {
   ingot::thread_pool = static_cast<ingot::ThreadPool*>(thread_pool);
+  ingot::tunables = tunables;
+  ingot::prefer_depth = prefer_depth;
 }
 
 #define REGISTER_OP(name)                                                              \

@@ -25,6 +25,7 @@
 #endif
 
 #include "threads.h"
+#include "tunables.h"
 #include "torch_abi.h"
 #include "vector.h"
 
@@ -244,15 +245,15 @@ struct Integers {
 };
 
 // Run body(begin, end) over parts of [0, count) on ingot's threads. `work` is the cost of one index
-// in elements; a task has at least MIN_WORK of them, below which waking a thread does not pay.
+// in elements; a task has at least TASK_ELEMENTS of them, below which waking a thread does not pay.
 INGOT_NOINLINE void parallel_for(int64_t count, int64_t work,
                                  const FunctionRef<void(int64_t, int64_t)>& body) {
-  constexpr int64_t MIN_WORK = 16384, TASKS_PER_THREAD = 4;
-  int64_t min_count = std::max<int64_t>(1, MIN_WORK / std::max<int64_t>(work, 1));
+  int64_t min_count =
+      std::max<int64_t>(1, tunable(Tunable::TASK_ELEMENTS) / std::max<int64_t>(work, 1));
   int64_t tasks = std::min<int64_t>(count, 1);
   if (count > min_count)
     tasks = std::min((count + min_count - 1) / min_count,
-                     TASKS_PER_THREAD * num_threads());
+                     tunable(Tunable::TASKS_PER_THREAD) * num_threads());
   parallel_for_dynamic(tasks, [&](TaskQueue& queue) {
     for (int64_t i; queue.pop(i);) body(count * i / tasks, count * (i + 1) / tasks);
   });

@@ -1,8 +1,7 @@
 """Choice of a launch's configuration: tuned on this GPU, else the target's default, else the first.
 
-Tuned configurations are in an SQLite database written by `ingot tune`. A row holds the fastest
-configuration for a kernel's source, its constants and shape bucket, a dtype and a device. The
-source is part of the key, so a kernel that changes loses its tuned configurations. Defaults are in
+Tuned configurations are written by `ingot tune` (`ingot.kernels.tuned`): the fastest one for a
+kernel's source, its constants and shape bucket, a dtype and a device. Defaults are in
 `defaults.json`, ranked from the compiled code by `python -m tools.gpu_defaults`.
 
 The number of rows is not part of any key: a row's bits depend on the configuration.
@@ -12,25 +11,18 @@ The number of rows is not part of any key: a row's bits depend on the configurat
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ingot.core import paths
+from ingot.kernels import tuned
 from ingot.kernels.triton import interpreting
 from ingot.kernels.triton.launch import KernelConfig, Launch
 from ingot.kernels.triton.target import TARGETS, TargetSpec, nearest
 
 DEFAULTS = Path(__file__).parent / "defaults.json"
-_SCHEMA = """create table if not exists tuned (
-    kernel text, source text, bucket text, dtype text, device text,
-    config text not null, microseconds real not null,
-    primary key (kernel, source, bucket, dtype, device)
-)"""
 config_cache: dict[Any, KernelConfig] = {}
 """Configurations that this process has chosen, by `dispatch_key`."""
 
@@ -84,43 +76,21 @@ def load_defaults() -> dict[str, dict[str, list[str]]]:
     return json.loads(DEFAULTS.read_text()) if DEFAULTS.exists() else {}
 
 
-def database_path() -> Path:
-    """Return the path of the database of tuned configurations."""
-    return paths.cache("tuned.db")
-
-
 def save(launch: Launch, device: str, config: KernelConfig, microseconds: float) -> None:
     """Store the fastest configuration of a launch on a device."""
-    database_path().parent.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(database_path(), timeout=60)) as database, database:
-        database.execute(_SCHEMA)
-        database.execute(
-            "insert or replace into tuned values (?, ?, ?, ?, ?, ?, ?)",
-            (*_row_key(launch, device), str(config), microseconds),
-        )
+    tuned.save(_key(launch, device), str(config), microseconds)
     config_cache.pop(dispatch_key(launch), None)
 
 
 def load_tuned(launch: Launch, device: str, target: TargetSpec) -> KernelConfig | None:
     """Return the stored configuration, if there is one that is still in the launch's space."""
-    if not database_path().exists():
-        return None
-    uri = f"file:{database_path()}?mode=ro"
-    try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=60)) as database:
-            row = database.execute(
-                "select config from tuned where "
-                "kernel = ? and source = ? and bucket = ? and dtype = ? and device = ?",
-                _row_key(launch, device),
-            ).fetchone()
-    except sqlite3.Error:  # A corrupt database costs speed, not correctness: use the default.
-        return None
-    return next((c for c in launch.configs(target) if row and str(c) == row[0]), None)
+    stored = tuned.load(_key(launch, device))
+    return next((c for c in launch.configs(target) if str(c) == stored), None)
 
 
-def _row_key(launch: Launch, device: str) -> tuple[str, str, str, str, str]:
+def _key(launch: Launch, device: str) -> tuned.Key:
     source = getattr(launch.kernel.function, "cache_key", "")
-    return launch.kernel.name, source, repr(launch.bucket), _dtype(launch), device
+    return tuned.Key(launch.kernel.name, source, repr(launch.bucket), _dtype(launch), device)
 
 
 def _dtype(launch: Launch) -> str:

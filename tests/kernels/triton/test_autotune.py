@@ -19,6 +19,7 @@ import torch
 from unittest import mock
 from triton.runtime.errors import OutOfResources
 from ingot import ops
+from ingot.kernels.tuned import database_path
 from ingot.kernels.triton import config_store
 from ingot.kernels.triton.launch import Launch, record_launches
 from ingot.kernels.triton.provider import triton_ops
@@ -52,7 +53,7 @@ with record_launches(execute=True) as launches, ops.prefer("triton"):
 default = config_store.default_config(task.launch, "sm_90")
 result = [configs, str(default), str(tuned.previous), str(tuned.config), tuned.seconds,
     tuned.previous_seconds, str(config_store.choose_config(launches[0])),
-    str(config_store.database_path())]
+    str(database_path())]
 """,
     )
     configs, default, previous, config, seconds, previous_seconds, chosen, database = result
@@ -103,7 +104,7 @@ run = Launch.run
 wrong = lambda launch, config: (run(launch, config), launch.args[2].fill_(7.0))
 with mock.patch.object(Launch, "run", wrong):
     tuned = tune(task, seconds, "cpu", rows=3)
-result = [tuned.config, config_store.database_path().exists()]
+result = [tuned.config, database_path().exists()]
 """,
     )
     assert (config, stored) == (None, False)

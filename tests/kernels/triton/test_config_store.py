@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ingot.kernels import tuned
 from ingot.kernels.triton import config_store
 from ingot.kernels.triton.launch import Launch, record_launches
 from ingot.kernels.triton.provider import ExampleInputs, triton_ops
@@ -70,8 +71,8 @@ def test_tuned_configuration_outside_of_the_space_is_ignored() -> None:
 
 def test_corrupt_database_is_ignored(tmp_path: Path) -> None:
     launch = linear(64)
-    config_store.database_path().parent.mkdir(parents=True)
-    config_store.database_path().write_bytes(b"no database" * 100)
+    tuned.database_path().parent.mkdir(parents=True)
+    tuned.database_path().write_bytes(b"no database" * 100)
     assert config_store.load_tuned(launch, "H100", TARGETS["sm_90"]) is None
 
 
