@@ -51,7 +51,7 @@ SUMMARIES = {
     "simulate": "simulate a server under load: latencies, goodput, cache hits",
     "tokenize": "tokenize text to disk, for training",
     "train": "train from a recipe (resumable bit-for-bit)",
-    "tune": "autotune the GPU kernels on this GPU",
+    "tune": "autotune the kernels on this GPU or CPU",
     "verify": "check that serving and training agree bitwise",
 }
 Command: TypeAlias = Callable[..., Any] | dict[str, Callable[..., Any]]
