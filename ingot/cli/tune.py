@@ -94,7 +94,9 @@ def _tune_cpu(names: tuple[str, ...], trials: int, method: Any, json: bool) -> N
         if name not in tuning.GROUPS:
             raise UnknownName("group of CPU parameters", name, tuning.GROUPS)
     if trials < 1:
-        raise IngotError(f"trials: expected at least 1, got {trials}")
+        raise IngotError(
+            f"trials: expected at least 1, got {trials}", hint="the default is 40 for each group"
+        )
     results: list[SearchResult] = []
     for group in names or tuning.GROUPS:
         bench = cpu_tuning.Bench(cpu_tuning.workloads(group))

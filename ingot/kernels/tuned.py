@@ -12,17 +12,17 @@ a damaged or foreign database costs speed, never correctness.
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from ingot.core import paths
 from ingot.core.errors import IngotError
 
 MAX_FILE_BYTES = 16 * 2**20
-MAX_TEXT = 4096
 _SCHEMA = """create table if not exists tuned (
     kernel text, source text, bucket text, dtype text, device text,
     config text not null, microseconds real not null,
@@ -30,15 +30,25 @@ _SCHEMA = """create table if not exists tuned (
 )"""
 
 
-@dataclass(frozen=True)
-class Key:
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Key(msgspec.Struct, frozen=True):
     """What a configuration is for."""
 
-    kernel: str
-    source: str
-    bucket: str
-    dtype: str
-    device: str
+    kernel: Text
+    source: Text
+    bucket: Text
+    dtype: Text
+    device: Text
+
+
+class Entry(Key, frozen=True):
+    """A row of the database."""
+
+    config: Text
+    microseconds: Annotated[float, msgspec.Meta(ge=0)]
+    """See `save`."""
 
 
 def database_path() -> Path:
@@ -51,23 +61,22 @@ def save(key: Key, config: str, cost: float) -> None:
 
     On a GPU these are the microseconds of a call; on a CPU the time is relative to the defaults.
     """
-    _insert([(*asdict(key).values(), config, cost)])
+    _insert([Entry(**msgspec.structs.asdict(key), config=config, microseconds=cost)])
 
 
 def load(key: Key) -> str | None:
     """Return the stored configuration; None if there is none or the database cannot be read."""
-    where = " and ".join(f"{field.name} = ?" for field in fields(Key))
-    rows = _select(f"select config from tuned where {where}", tuple(asdict(key).values()))
+    where = " and ".join(f"{name} = ?" for name in Key.__struct_fields__)
+    rows = _select(f"select config from tuned where {where}", msgspec.structs.astuple(key))
     return rows[0][0] if rows and isinstance(rows[0][0], str) else None
 
 
 def export(path: Path) -> int:
     """Write all configurations to a JSON file; return how many."""
     rows = _select("select * from tuned order by 1, 2, 3, 4, 5")
-    names = [*(field.name for field in fields(Key)), "config", "microseconds"]
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    paths.write_atomic(path, json.dumps(found, indent=1) + "\n")
-    return len(found)
+    entries = [dict(zip(Entry.__struct_fields__, row, strict=True)) for row in rows]
+    paths.write_atomic(path, json.dumps(entries, indent=1) + "\n")
+    return len(entries)
 
 
 def import_(path: Path) -> int:
@@ -77,36 +86,24 @@ def import_(path: Path) -> int:
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise IngotError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
+            raise ValueError(f"it has more than {MAX_FILE_BYTES:,} bytes")
+        entries = msgspec.json.decode(path.read_bytes(), type=list[Entry])
     except (OSError, ValueError, RecursionError) as error:
         raise IngotError(
             f"{path}: cannot read tuned configurations: {error}",
             hint="write the file with `ingot tune --export FILE`",
         ) from None
-    names = [*(field.name for field in fields(Key)), "config"]
-    rows: list[tuple[object, ...]] = []
-    for number, row in enumerate(found if isinstance(found, list) else [None], 1):
-        values = [row.get(name) for name in names] if isinstance(row, dict) else [None]
-        seconds = row.get("microseconds") if isinstance(row, dict) else None
-        is_text = all(isinstance(value, str) and len(value) <= MAX_TEXT for value in values)
-        is_time = isinstance(seconds, int | float) and 0 <= seconds < math.inf
-        if not is_text or not is_time:
-            raise IngotError(
-                f"{path}: entry {number} is not a tuned configuration",
-                hint="write the file with `ingot tune --export FILE`",
-            )
-        rows.append((*values, float(seconds)))
-    _insert(rows)
-    return len(rows)
+    _insert(entries)
+    return len(entries)
 
 
-def _insert(rows: list[tuple[object, ...]]) -> None:
+def _insert(entries: list[Entry]) -> None:
     path = database_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with closing(sqlite3.connect(path, timeout=60)) as database, database:
             database.execute(_SCHEMA)
+            rows = [msgspec.structs.astuple(entry) for entry in entries]
             database.executemany("insert or replace into tuned values (?, ?, ?, ?, ?, ?, ?)", rows)
     except sqlite3.Error as error:
         raise IngotError(
@@ -115,7 +112,7 @@ def _insert(rows: list[tuple[object, ...]]) -> None:
         ) from None
 
 
-def _select(query: str, values: tuple[str, ...] = ()) -> list[tuple[object, ...]]:
+def _select(query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if not database_path().exists():
         return []
     uri = f"file:{database_path()}?mode=ro"

@@ -135,7 +135,7 @@ class SharedCores:
 class _WorkClass:
     """Works that advance at the same speed."""
 
-    heap: list[tuple[float, int, Action]] = field(default_factory=list)
+    heap: list[tuple[float, int, Action]] = field(default_factory=list[tuple[float, int, Action]])
     """By the virtual time at which they end."""
     virtual_now: float = 0.0
     speed: float = 1.0

@@ -59,8 +59,9 @@ def results(rows: int, channels: int, seed: int) -> list[Tensor]:
     """Return results of ops whose code depends on parameters."""
     make, low = TensorMaker(torch.float32, seed=seed), TensorMaker(torch.bfloat16, seed=seed)
     x, weight = low(rows, channels), low(70, channels)
-    codes = torch.randint(-127, 127, (64, channels), dtype=torch.int8)
-    scale = torch.rand(64) + 0.5
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-127, 127, (64, channels), dtype=torch.int8, generator=random)
+    scale = torch.rand(64, generator=random) + 0.5
     return [
         ops.linear(make(rows, channels), make(70, channels)),
         ops.linear(x, weight),

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import msgspec
 
 from ingot.core.device import detect
 from ingot.kernels import tuned
@@ -100,7 +102,7 @@ def memory() -> Any:
 
 
 @contextmanager
-def use(chosen: Mapping[str, int]) -> Iterator[None]:
+def use(chosen: Mapping[str, int]) -> Generator[None]:
     """Let the kernels use other values for a while."""
     before = values()
     put(chosen)
@@ -125,10 +127,8 @@ def save(group: str, chosen: Mapping[str, int], ratio: float) -> None:
 def stored(group: str) -> dict[str, int]:
     """Return the stored values of a group, without any that are not in its space."""
     try:
-        found = json.loads(tuned.load(_key(group)) or "{}")
+        found = msgspec.json.decode(tuned.load(_key(group)) or "{}", type=dict[str, int])
     except ValueError:
-        return {}
-    if not isinstance(found, dict):
         return {}
     return {t.name: found[t.name] for t in space(group) if found.get(t.name) in t.choices}
 
