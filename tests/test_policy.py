@@ -89,11 +89,12 @@ def test_every_kernel_file_belongs_to_a_family_of_ops() -> None:
     assert providers
     headers = {"tensor", "vector", "amx", "matmul", "transpose", "threads", "scratch"}
     headers |= {"registration", "logsum", "gradient", "epilogue", "quantized_tensors"}
-    headers |= {"torch_abi", "torch_shim", "kv_cache", "gru", "philox"}
+    headers |= {"torch_abi", "torch_shim", "kv_cache", "gru", "philox", "tunables"}
+    headers |= {f"matmul_{part}" for part in ("block", "dot", "lanes", "amx")}
     headers |= {f"attention_{part}" for part in ("common", "kernel", "vector", "backward")}
     headers |= {f"attention_{part}" for part in ("amx", "amx_decode", "amx_prefill")}
     headers |= {f"attention_vector_{part}" for part in ("decode", "prefill")}
-    builders = {"build", "replay"}
+    builders = {"build", "replay", "tuning"}
     # How Triton kernels are declared and launched, and what they share.
     shared = {"kernel", "launch", "provider", "target", "autotune", "config_store", "defaults"}
     shared |= {"packed", "reduce", "attention_tiles", "attention_backward"}

@@ -4,9 +4,9 @@
 
 A trial times some values of a group against those that ship, interleaved, on one workload after
 another; the objective is the geometric mean of the ratios. Optuna proposes the values (grid,
-random, TPE or evolution), and its median pruner ends a trial that is behind after some of the
-workloads. The first trials are what is stored for this machine and what the caller passes, such as
-the best of a similar machine.
+random, TPE or evolution), and its median pruner ends a trial that is slower than most after some
+of the workloads. The first trials are what is stored for this machine and what the caller passes,
+such as the best of a similar machine.
 
 The best trial of a noisy objective was also a lucky one. So it is timed again, for longer, and kept
 only if it still gains 1 %, and if all results have the bits of the defaults.
@@ -47,7 +47,7 @@ _OPS = {
     ),
     "tasks": (("silu", "swiglu", "rms_norm", "add_layer_norm", "rope", "softmax"), (32, 256, 2048)),
 }
-_MAX_SIZE = 8192  # of a dimension: calls with more take a second, and tell nothing else
+_MAX_SIZE = 8192  # of a dimension: calls with more take a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchResult:
+class CpuTuneResult:
     """The outcome for a group."""
 
     group: str
@@ -148,7 +148,7 @@ def search(
     first: Sequence[Values] = (),
     seed: int = 0,
     done: Callable[[], None] = lambda: None,
-) -> SearchResult:
+) -> CpuTuneResult:
     """Find the fastest values of a group; `done` is called after each trial."""
     optuna = _import_optuna()
     parameters = tuning.space(group)
@@ -193,11 +193,11 @@ def search(
     return _confirm(group, bench, complete, len(study.trials) - len(complete))
 
 
-def _confirm(group: str, bench: Bench, complete: list[Measurement], pruned: int) -> SearchResult:
+def _confirm(group: str, bench: Bench, complete: list[Measurement], pruned: int) -> CpuTuneResult:
     best = max(complete, key=lambda each: each.speedup)
     again = bench.measure(best.values, seconds=0.5)
     kept = again.speedup >= MIN_GAIN and bench.same_bits(best.values)
-    return SearchResult(
+    return CpuTuneResult(
         group=group,
         chosen=best.values if kept else None,
         speedup=again.speedup,
@@ -207,7 +207,7 @@ def _confirm(group: str, bench: Bench, complete: list[Measurement], pruned: int)
     )
 
 
-def store(result: SearchResult) -> None:
+def store(result: CpuTuneResult) -> None:
     """Store what was found, for the next processes on CPUs like this one."""
     if result.chosen:
         seconds = 1 / result.speedup  # of a call, relative to the defaults

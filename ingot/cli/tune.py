@@ -15,7 +15,7 @@ from ingot.core.errors import IngotError, UnknownName
 from ingot.core.log import logger, progress, stdout
 
 if TYPE_CHECKING:
-    from ingot.bench.cpu_tuning import SearchResult
+    from ingot.bench.cpu_tuning import CpuTuneResult
     from ingot.kernels.triton.autotune import TuneResult
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -97,7 +97,7 @@ def _tune_cpu(names: tuple[str, ...], trials: int, method: Any, json: bool) -> N
         raise IngotError(
             f"trials: expected at least 1, got {trials}", hint="the default is 40 for each group"
         )
-    results: list[SearchResult] = []
+    results: list[CpuTuneResult] = []
     for group in names or tuning.GROUPS:
         bench = cpu_tuning.Bench(cpu_tuning.workloads(group))
         with progress(f"tuning {group}", trials) as bar:
@@ -121,7 +121,7 @@ def _tune_cpu(names: tuple[str, ...], trials: int, method: Any, json: bool) -> N
     stdout().print(f"stored in {database_path()}", highlight=False, markup=False)
 
 
-def cpu_row(result: SearchResult) -> dict[str, Any]:
+def cpu_row(result: CpuTuneResult) -> dict[str, Any]:
     """Return a result of the CPU as `--json` prints it; speedups are relative to the defaults."""
     from ingot.kernels.cpu import tuning
 

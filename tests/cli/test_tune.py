@@ -121,7 +121,7 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
-def test_the_cpu_is_tuned_where_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cpu_is_tuned_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     command.tune(("tasks",), trials=3, json=True)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["group"] == "tasks"

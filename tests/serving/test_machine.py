@@ -39,7 +39,7 @@ def run_machine(cores: int, works: Works) -> list[float]:
 
 
 def fair_speeds(cores: int, weights: list[float]) -> list[float]:
-    """Share the cores by weight, and what somebody cannot use among the rest."""
+    """Share the cores by weight, and what one cannot use among the rest."""
     speeds = [0.0] * len(weights)
     while cores > sum(speeds) + 1e-9 and min(speeds, default=1) < 1:
         rest = cores - sum(speeds)

@@ -79,7 +79,7 @@ inline int64_t lane_panel_words(int64_t width) {
   return lane_terms<T>(width) * WIDTH * LANE_COLUMNS;
 }
 
-// Elements of memory for the packed weights of so many columns.
+// Elements of memory for the packed weights of `columns` columns.
 template <class T>
 inline int64_t lane_weights_size(int64_t columns, int64_t width) {
   return (columns + LANE_COLUMNS - 1) / LANE_COLUMNS * lane_panel_words<T>(width) * WORD<T>;
@@ -188,7 +188,7 @@ template <class T, int READY>
     }
 }
 
-// The product of at most BLOCK_M rows with packed weights.
+// The matmul of at most BLOCK_M rows with packed weights.
 template <class T>
 [[gnu::noinline]] void multiply_lanes(const Matrix<T>& x, const T* packed, int64_t columns,
                                       AccTile& acc) {
