@@ -45,7 +45,6 @@ IMPORTS = (
     "ingot.serving.engine.pooling",
     "ingot.serving.engine.speculate",
 )
-NICENESS = 10
 _MAX_MESSAGE_BYTES = 1 << 18
 _MAX_STATUS_BYTES = 16
 _UNKNOWN = -1
@@ -226,7 +225,6 @@ def _run(content: bytes, fds: list[int], inherited: list[int]) -> None:
     code = 1
     try:
         os.setsid()
-        _lower_priority()
         connection, status, *weights = fds
         for fd in (status, *inherited):
             os.close(fd)
@@ -238,18 +236,6 @@ def _run(content: bytes, fds: list[int], inherited: list[int]) -> None:
         traceback.print_exc()
     finally:
         worker.exit_process(code)
-
-
-def _lower_priority() -> None:
-    """Let the HTTP process go first on the cores.
-
-    Otherwise it gets no more of them than each engine does, and requests wait in it while engines
-    compute steps of one or two sequences: with 4 engines on 2 cores, 1.8 times as many requests are
-    completed.
-    """
-    os.nice(NICENESS)
-    with suppress(OSError):  # niceness is relative to the others of the session's group
-        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
 
 
 def _set_name(model: str) -> None:

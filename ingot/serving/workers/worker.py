@@ -16,6 +16,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeGuard
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _log = logger(__name__)
 _READ_BYTES = 1 << 18
+NICENESS = 10
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,6 +227,8 @@ def load(
     engine, ready = create(settings, directory, device, clock)
     send(wire.Loading(warming_up))
     warm_up(engine, ready.max_model_len)
+    if settings.engines_per_machine > 1:
+        _lower_priority()
     send(ready)
     return Worker(engine, connection, ready.model)
 
@@ -235,6 +239,18 @@ def _share_cores(num_engines: int) -> None:
         import torch
 
         torch.set_num_threads(max(1, torch.get_num_threads() // num_engines))
+
+
+def _lower_priority() -> None:
+    """Let the HTTP process go first on the cores.
+
+    Otherwise it gets no more of them than each engine does, and requests wait in it while engines
+    compute steps of one or two sequences: with 4 engines on 2 cores, 1.7 times as many requests are
+    completed.
+    """
+    os.nice(NICENESS)
+    with suppress(OSError):  # niceness is relative to the others of the session's group
+        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
 
 
 def _create_engine(

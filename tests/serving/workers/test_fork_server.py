@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from ingot.serving.workers import wire
-from ingot.serving.workers.fork_server import NICENESS, ForkedProcess, ForkServer
-from ingot.serving.workers.worker import WorkerSettings
+from ingot.serving.workers.fork_server import ForkedProcess, ForkServer
+from ingot.serving.workers.worker import NICENESS, WorkerSettings
 from tests.serving.conftest import Served, children, runs, serving
 from tests.serving.server.test_gateway import ECHO
 
@@ -158,12 +158,17 @@ def test_the_fork_server_has_a_single_thread(served: Served) -> None:
     assert len(list(Path(f"/proc/{process}/task").iterdir())) == 1
 
 
-def test_engines_let_the_http_process_go_first(echo: EchoServer, directory: Path) -> None:
-    with forked(echo, directory) as (connection, _):
-        read(connection)
-        (engine,) = children(number(echo))
-        niceness = os.getpriority(os.PRIO_PROCESS, engine)
-        assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        group = Path(f"/proc/{engine}/autogroup")
-        if group.exists():
-            assert group.read_text().split()[-1] == str(niceness)
+@pytest.mark.parametrize(("replicas", "niceness"), [(1, 0), (2, NICENESS)])
+def test_replicas_let_the_http_process_go_first(
+    replicas: int, niceness: int, directory: Path, tmp_path: Path
+) -> None:
+    with serving(directory, tmp_path, "--replicas", str(replicas)) as served:
+        served.wait(lambda: len(served.workers) == replicas)
+        wait(lambda: served.metric("ingot:engine_up") == replicas)
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        for engine in served.workers:
+            found = os.getpriority(os.PRIO_PROCESS, engine)
+            assert found == min(19, own + niceness)
+            group = Path(f"/proc/{engine}/autogroup")
+            if niceness and group.exists():
+                assert group.read_text().split()[-1] == str(found)
