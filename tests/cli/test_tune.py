@@ -29,6 +29,14 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 PREVIOUS, FASTEST = KernelConfig.of(4), KernelConfig.of(8)
 
 
+@pytest.fixture(autouse=True)
+def _own_console() -> Iterator[None]:
+    """Other tests have a console of another width."""
+    log.stdout.cache_clear()
+    yield
+    log.stdout.cache_clear()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_error_without_a_gpu_has_a_hint(ready: Run) -> None:
     result = ready("tune", "silu", "--device", "gpu")
@@ -63,7 +71,6 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    log.stdout.cache_clear()
     command.tune(("silu",), device="gpu")
     first, second, *_, last = capsys.readouterr().out.splitlines()[3:]
     assert first.split() == [
@@ -133,7 +140,6 @@ def test_the_cpu_is_tuned_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.skipif(detect().compiler is None, reason="no C++ compiler")
 def test_table_of_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    log.stdout.cache_clear()
     command.tune(("tasks",), device="cpu", trials=1)
     out = capsys.readouterr().out
     assert "tasks" in out
