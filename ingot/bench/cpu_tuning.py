@@ -5,8 +5,7 @@
 A trial times some values of a group against those that ship, interleaved, on one workload after
 another; the objective is the geometric mean of the ratios. Optuna proposes the values (grid,
 random, TPE or evolution), and its median pruner ends a trial that is slower than most after some
-of the workloads. The first trials are what is stored for this machine and what the caller passes,
-such as the best of a similar machine.
+of the workloads. The first trials are what is stored for this machine and for others of its tier.
 
 The best trial of a noisy objective was also a lucky one. So it is timed again, for longer, and kept
 only if it still gains 1 %, and if all results have the bits of the defaults.
@@ -55,9 +54,13 @@ class Measurement:
     """Some values against the defaults."""
 
     values: dict[str, int]
-    speedup: float
-    """Geometric mean of the default's time over this one's, over all workloads."""
     by_workload: dict[str, float]
+    """The default's time over this one's."""
+
+    @property
+    def speedup(self) -> float:
+        """Return the geometric mean over the workloads."""
+        return geometric_mean(self.by_workload.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +70,8 @@ class CpuTuneResult:
     group: str
     chosen: dict[str, int] | None
     """The best values; None if the defaults are within 1 % of them."""
-    speedup: float
-    """Of the best values, timed again."""
-    by_workload: dict[str, float]
+    best: Measurement
+    """The best values, timed again."""
     trials: tuple[Measurement, ...]
     """The complete trials, in order."""
     pruned: int
@@ -100,10 +102,13 @@ class Bench:
         """Return the default's time over that of the values."""
         op = registry()[workload.op]
         walk = cycle(argument_sets(workload, self._arena))
+        in_use: list[Values] = [{}]
 
         def call(these: Values) -> Callable[[], object]:
             def run() -> object:
-                tuning.put(these)
+                if in_use[0] is not these:  # in the first call of a slice, which is discarded
+                    tuning.put(these)
+                    in_use[0] = these
                 return op(*next(walk))
 
             return run
@@ -116,9 +121,7 @@ class Bench:
     def measure(self, values: Values, seconds: float | None = None) -> Measurement:
         """Return the ratios on all workloads."""
         ratios = {name_of(each): self.ratio(each, values, seconds) for each in self.workloads}
-        return Measurement(
-            values=dict(values), speedup=geometric_mean(ratios.values()), by_workload=ratios
-        )
+        return Measurement(values=dict(values), by_workload=ratios)
 
     def same_bits(self, values: Values) -> bool:
         """Return whether all results are bitwise those of the defaults."""
@@ -145,8 +148,6 @@ def search(
     *,
     trials: int = 40,
     method: Search = "tpe",
-    first: Sequence[Values] = (),
-    seed: int = 0,
     done: Callable[[], None] = lambda: None,
 ) -> CpuTuneResult:
     """Find the fastest values of a group; `done` is called after each trial."""
@@ -154,16 +155,16 @@ def search(
     parameters = tuning.space(group)
     grid = {each.name: list(each.choices) for each in parameters}
     samplers: dict[str, Callable[[], Any]] = {
-        "tpe": lambda: optuna.samplers.TPESampler(seed=seed, n_startup_trials=8),
-        "random": lambda: optuna.samplers.RandomSampler(seed=seed),
-        "evolution": lambda: optuna.samplers.NSGAIISampler(seed=seed, population_size=10),
-        "grid": lambda: optuna.samplers.GridSampler(grid, seed=seed),
+        "tpe": lambda: optuna.samplers.TPESampler(seed=0, n_startup_trials=8),
+        "random": lambda: optuna.samplers.RandomSampler(seed=0),
+        "evolution": lambda: optuna.samplers.NSGAIISampler(seed=0, population_size=10),
+        "grid": lambda: optuna.samplers.GridSampler(grid, seed=0),
     }
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=3)
     study = optuna.create_study(direction="maximize", sampler=samplers[method](), pruner=pruner)
-    for values in (tuning.stored(group), *first):
+    for values in (tuning.stored(group), *tuning.stored_elsewhere(group)):
         if values:
-            study.enqueue_trial(dict(values), skip_if_exists=True)
+            study.enqueue_trial(values, skip_if_exists=True)
     complete: list[Measurement] = []
 
     def objective(trial: Any) -> float:
@@ -179,9 +180,8 @@ def search(
             trial.report(geometric_mean(ratios.values()), step)
             if trial.should_prune():
                 raise optuna.TrialPruned
-        speedup = geometric_mean(ratios.values())
-        complete.append(Measurement(values=values, speedup=speedup, by_workload=ratios))
-        return speedup
+        complete.append(Measurement(values=values, by_workload=ratios))
+        return complete[-1].speedup
 
     def after(study: Any, trial: Any) -> None:
         done()
@@ -200,18 +200,10 @@ def _confirm(group: str, bench: Bench, complete: list[Measurement], pruned: int)
     return CpuTuneResult(
         group=group,
         chosen=best.values if kept else None,
-        speedup=again.speedup,
-        by_workload=again.by_workload,
+        best=again,
         trials=tuple(complete),
         pruned=pruned,
     )
-
-
-def store(result: CpuTuneResult) -> None:
-    """Store what was found, for the next processes on CPUs like this one."""
-    if result.chosen:
-        seconds = 1 / result.speedup  # of a call, relative to the defaults
-        tuning.save(result.group, result.chosen, seconds)
 
 
 def name_of(workload: Workload) -> str:

@@ -3,10 +3,11 @@
 A server runs several loads. The CPU time of its processes is a sum of costs:
 
     engine  = a * steps + b * tokens + c * keys + d * pairs + e * sequences + f * requests
-    others  = a * wakeups + b * requests + c * prompt tokens + d * steps + e * generated tokens
+    others  = a * wakeups + b * requests + c * prompt tokens + d * generated tokens
 
 The others wake up less often the busier they are: they read what several engines have sent
-meanwhile. So wakeups are counted (voluntary context switches).
+meanwhile. So wakeups are counted (voluntary context switches). Processes that share cores also take
+more CPU time for the same work, so all replicas of the prediction should run.
 """
 
 # pyright: basic
@@ -118,9 +119,8 @@ class LoadUsage:
         return tuple(float(value) / self.steps for value in (*counts, self.engine_s))
 
     def messages(self) -> tuple[float, ...]:
-        """Return the number of requests, prompt tokens, steps and generated tokens."""
-        prompt, new = map(sum, zip(*self.tokens, strict=True))
-        return len(self.tokens), prompt, self.steps, new
+        """Return the number of requests, prompt tokens and generated tokens."""
+        return len(self.tokens), *map(sum, zip(*self.tokens, strict=True))
 
 
 def fit_machine(
@@ -134,18 +134,17 @@ def fit_machine(
 
 
 def _fit_process(loads: Sequence[tuple[float, ...]]) -> ProcessCosts:
-    """Fit the costs to loads of (wakeups, requests, prompt tokens, steps, generated tokens,
-    seconds), by least squares of relative errors.
+    """Fit the costs to loads of (wakeups, requests, prompt tokens, generated tokens, seconds), by
+    least squares of relative errors.
 
-    >>> loads = [(20, 9, 900, 9, 30), (40, 9, 100, 99, 400), (20, 99, 500, 50, 200)]
-    >>> loads += [(9, 5, 0, 9, 9), (30, 5, 0, 300, 9)]
+    >>> loads = [(20, 9, 900, 30), (40, 9, 100, 400), (20, 99, 500, 200), (9, 5, 0, 9)]
     >>> true = ProcessCosts(wakeup_s=2e-4, request_s=1e-3, prompt_token_s=1e-6, token_s=1e-5)
     >>> costs = _fit_process([(*load, np.dot(load, list(vars(true).values()))) for load in loads])
     >>> [round(value, 9) for value in vars(costs).values()]
-    [0.0002, 0.001, 1e-06, 0.0, 1e-05]
+    [0.0002, 0.001, 1e-06, 1e-05]
     """
     table = np.array(loads)
     counts, seconds = table[:, :-1], table[:, -1]
     found = non_negative_lstsq(counts / seconds[:, None], np.ones(len(seconds)))
-    names = ("wakeup_s", "request_s", "prompt_token_s", "step_s", "token_s")
+    names = ("wakeup_s", "request_s", "prompt_token_s", "token_s")
     return ProcessCosts(**dict(zip(names, map(float, found), strict=True)))

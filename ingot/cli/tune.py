@@ -102,7 +102,8 @@ def _tune_cpu(names: tuple[str, ...], trials: int, method: Any, json: bool) -> N
         bench = cpu_tuning.Bench(cpu_tuning.workloads(group))
         with progress(f"tuning {group}", trials) as bar:
             result = cpu_tuning.search(group, bench, trials=trials, method=method, done=bar.advance)
-        cpu_tuning.store(result)
+        if result.chosen:
+            tuning.save(group, result.chosen, result.best.speedup)
         results.append(result)
     if json:
         print(json_format.dumps([cpu_row(each) for each in results], indent=2))  # noqa: T201
@@ -129,9 +130,9 @@ def cpu_row(result: CpuTuneResult) -> dict[str, Any]:
     return {
         "group": result.group,
         "changed": {name: value for name, value in chosen.items() if value != defaults[name]},
-        "speedup": round(result.speedup, 4),
-        "worst": round(min(result.by_workload.values()), 4),
-        "best": round(max(result.by_workload.values()), 4),
+        "speedup": round(result.best.speedup, 4),
+        "worst": round(min(result.best.by_workload.values()), 4),
+        "best": round(max(result.best.by_workload.values()), 4),
         "trials": len(result.trials),
         "pruned": result.pruned,
     }

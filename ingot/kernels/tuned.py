@@ -1,7 +1,7 @@
 """The database of what `ingot tune` found on this machine, or on others of the same kind.
 
     rows = load(key)                         # the stored configuration, or None
-    save(key, config, cost)
+    save(key, config, score)
     export(path), import_(path)              # to and from other machines
 
 A key is a kernel, its source, a bucket of shapes, a dtype and a device; a kernel whose source
@@ -25,7 +25,7 @@ from ingot.core.errors import IngotError
 MAX_FILE_BYTES = 16 * 2**20
 _SCHEMA = """create table if not exists tuned (
     kernel text, source text, bucket text, dtype text, device text,
-    config text not null, microseconds real not null,
+    config text not null, score real not null,
     primary key (kernel, source, bucket, dtype, device)
 )"""
 
@@ -47,7 +47,7 @@ class Entry(Key, frozen=True):
     """A row of the database."""
 
     config: Text
-    microseconds: Annotated[float, msgspec.Meta(ge=0)]
+    score: Annotated[float, msgspec.Meta(ge=0)]
     """See `save`."""
 
 
@@ -56,12 +56,12 @@ def database_path() -> Path:
     return paths.cache("tuned.db")
 
 
-def save(key: Key, config: str, cost: float) -> None:
-    """Store the best configuration for a key, and its time.
+def save(key: Key, config: str, score: float) -> None:
+    """Store the best configuration for a key, and how good it is, for people who read the file.
 
-    On a GPU these are the microseconds of a call; on a CPU the time is relative to the defaults.
+    On a GPU the score is the microseconds of a call, on a CPU the speedup over the defaults.
     """
-    _insert([Entry(**msgspec.structs.asdict(key), config=config, microseconds=cost)])
+    _insert([Entry(**msgspec.structs.asdict(key), config=config, score=score)])
 
 
 def load(key: Key) -> str | None:
@@ -69,6 +69,16 @@ def load(key: Key) -> str | None:
     where = " and ".join(f"{name} = ?" for name in Key.__struct_fields__)
     rows = _select(f"select config from tuned where {where}", msgspec.structs.astuple(key))
     return rows[0][0] if rows and isinstance(rows[0][0], str) else None
+
+
+def load_elsewhere(key: Key) -> list[str]:
+    """Return the configurations of other devices for an otherwise equal key."""
+    rows = _select(
+        "select config from tuned where kernel = ? and source = ? and bucket = ? and dtype = ? "
+        "and device != ?",
+        msgspec.structs.astuple(key),
+    )
+    return [row[0] for row in rows if isinstance(row[0], str)]
 
 
 def export(path: Path) -> int:

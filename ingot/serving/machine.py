@@ -33,8 +33,8 @@ ENGINE_WEIGHT = 110 / 1024
 class ProcessCosts:
     """CPU time that a process in front of the engines takes.
 
-    >>> ProcessCosts(step_s=1e-3, token_s=1e-4).outputs_seconds(20)
-    0.003
+    >>> ProcessCosts(request_s=1e-3, token_s=1e-4).outputs_seconds(20)
+    0.002
     """
 
     wakeup_s: float = 0.0
@@ -43,8 +43,6 @@ class ProcessCosts:
     """Seconds for a request."""
     prompt_token_s: float = 0.0
     """Seconds for each token of its prompt."""
-    step_s: float = 0.0
-    """Seconds for the outputs of a step of an engine, however many."""
     token_s: float = 0.0
     """Seconds for each token of the outputs."""
 
@@ -58,7 +56,7 @@ class ProcessCosts:
 
     def outputs_seconds(self, num_tokens: int) -> float:
         """Return the seconds for the outputs of a step, without waking up."""
-        return self.step_s + num_tokens * self.token_s
+        return num_tokens * self.token_s
 
 
 @dataclass(frozen=True, kw_only=True)

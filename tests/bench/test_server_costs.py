@@ -25,7 +25,7 @@ from tests import models
 
 ROOT = Path(__file__).parents[2]
 TRUE = CostModel(overhead_s=0.0, sequence_s=4e-6, admission_s=1e-4)
-SERVER = ProcessCosts(wakeup_s=3e-5, request_s=4e-4, prompt_token_s=1e-6, step_s=4e-5, token_s=5e-6)
+SERVER = ProcessCosts(wakeup_s=3e-5, request_s=4e-4, prompt_token_s=1e-6, token_s=5e-6)
 CLIENTS = ProcessCosts(wakeup_s=9e-6, request_s=6e-5, prompt_token_s=4e-7, token_s=1e-6)
 
 

@@ -62,7 +62,13 @@ def results(rows: int, channels: int, seed: int) -> list[Tensor]:
     random = torch.Generator().manual_seed(seed)
     codes = torch.randint(-127, 127, (64, channels), dtype=torch.int8, generator=random)
     scale = torch.rand(64, generator=random) + 0.5
+    grad_x, grad_w = low(rows, channels), low(channels)
+    ops.rms_norm(grad_x.requires_grad_(), grad_w.requires_grad_()).backward(low(rows, channels))
+    linear_x = low(rows, channels).requires_grad_()
+    ops.linear(linear_x, weight).backward(low(rows, 70))
+    gradients = [each.grad for each in (grad_x, grad_w, linear_x)]
     return [
+        *(gradient for gradient in gradients if gradient is not None),
         ops.linear(make(rows, channels), make(70, channels)),
         ops.linear(x, weight),
         ops.silu(make(rows, channels)),
@@ -105,6 +111,17 @@ print(json.dumps(tuning.values()))
     assert run("load") == {**tuning.defaults(), "pack_rows": 24}  # 7 is not in the space
 
 
+@pytest.mark.usefixtures("database")
+def test_values_of_other_machines_of_the_tier_are_known() -> None:
+    ours = tuning._key("tasks")
+    other = tuned.Key(ours.kernel, ours.source, ours.bucket, ours.dtype, "another CPU")
+    tier = tuned.Key(ours.kernel, ours.source, ours.bucket, "none", "another CPU")
+    tuned.save(other, '{"tasks_per_thread": 8, "unknown": 1}', 1.1)
+    tuned.save(tier, '{"tasks_per_thread": 1}', 1.1)
+    assert tuning.stored("tasks") == {}
+    assert tuning.stored_elsewhere("tasks") == [{"tasks_per_thread": 8}]
+
+
 @pytest.mark.parametrize("stored", ["", "[1]", "{", '{"pack_rows": "24"}', '{"pack_rows": [8]}'])
 @pytest.mark.usefixtures("database")
 def test_damaged_values_are_ignored(stored: str) -> None:
@@ -128,7 +145,7 @@ def test_configurations_are_exported_and_imported(
 
 def _edited(edit: Callable[[dict[str, Any]], object]) -> str:
     row = {"kernel": "a", "source": "b", "bucket": "c", "dtype": "d", "device": "e"}
-    full = {**row, "config": "f", "microseconds": 1.0}
+    full = {**row, "config": "f", "score": 1.0}
     edit(full)
     return json.dumps([full])
 
@@ -142,9 +159,9 @@ HOSTILE = (
     _edited(lambda row: row.pop("device")),
     _edited(lambda row: row.update(config=5)),
     _edited(lambda row: row.update(config="x" * 5000)),
-    _edited(lambda row: row.update(microseconds="1")),
-    _edited(lambda row: row.update(microseconds=float("nan"))),
-    _edited(lambda row: row.update(microseconds=-1)),
+    _edited(lambda row: row.update(score="1")),
+    _edited(lambda row: row.update(score=float("nan"))),
+    _edited(lambda row: row.update(score=-1)),
 )
 
 

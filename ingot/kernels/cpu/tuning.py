@@ -119,15 +119,24 @@ def put(chosen: Mapping[str, int]) -> None:
         current[index] = chosen.get(each.name, current[index])
 
 
-def save(group: str, chosen: Mapping[str, int], ratio: float) -> None:
-    """Store the values of a group for CPUs like this one, and their relative time."""
-    tuned.save(_key(group), json.dumps(dict(chosen)), ratio)
+def save(group: str, chosen: Mapping[str, int], speedup: float) -> None:
+    """Store the values of a group for CPUs like this one."""
+    tuned.save(_key(group), json.dumps(dict(chosen)), speedup)
 
 
 def stored(group: str) -> dict[str, int]:
     """Return the stored values of a group, without any that are not in its space."""
+    return _checked(group, tuned.load(_key(group)) or "{}")
+
+
+def stored_elsewhere(group: str) -> list[dict[str, int]]:
+    """Return those that were imported from other CPUs of this tier."""
+    return [_checked(group, config) for config in tuned.load_elsewhere(_key(group))]
+
+
+def _checked(group: str, config: str) -> dict[str, int]:
     try:
-        found = msgspec.json.decode(tuned.load(_key(group)) or "{}", type=dict[str, int])
+        found = msgspec.json.decode(config, type=dict[str, int])
     except ValueError:
         return {}
     return {t.name: found[t.name] for t in space(group) if found.get(t.name) in t.choices}

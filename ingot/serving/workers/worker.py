@@ -227,8 +227,6 @@ def load(
     engine, ready = create(settings, directory, device, clock)
     send(wire.Loading(warming_up))
     warm_up(engine, ready.max_model_len)
-    if settings.engines_per_machine > 1:
-        _lower_priority()
     send(ready)
     return Worker(engine, connection, ready.model)
 
@@ -239,18 +237,6 @@ def _share_cores(num_engines: int) -> None:
         import torch
 
         torch.set_num_threads(max(1, torch.get_num_threads() // num_engines))
-
-
-def _lower_priority() -> None:
-    """Let the HTTP process go first on the cores.
-
-    Otherwise it gets no more of them than each engine does, and requests wait in it while engines
-    compute steps of one or two sequences: with 4 engines on 2 cores, 1.7 times as many requests are
-    completed.
-    """
-    os.nice(NICENESS)
-    with suppress(OSError):  # niceness is relative to the others of the session's group
-        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
 
 
 def _create_engine(
@@ -435,6 +421,8 @@ def serve(
     Deadlines are times of the `clock`.
     """
     setup(json=settings.json_logs)
+    if settings.engines_per_machine > 1:
+        _lower_priority()
     try:
         worker = load(settings, connection, clock)
     except IngotError as error:
@@ -444,6 +432,18 @@ def serve(
         return 0
     worker.run()
     return 0
+
+
+def _lower_priority() -> None:
+    """Let the HTTP process go first on the cores.
+
+    Otherwise it gets no more of them than each engine does, and requests wait in it while engines
+    compute steps of one or two sequences: with 4 engines on 2 cores, 1.7 times as many requests are
+    completed. Threads that run already keep their priority.
+    """
+    os.nice(NICENESS)
+    with suppress(OSError):  # niceness is relative to the others of the session's group
+        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
 
 
 def exit_process(status: int) -> NoReturn:
