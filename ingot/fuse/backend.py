@@ -18,19 +18,29 @@ import torch
 from torch import Tensor, fx
 
 from ingot.fuse import cost
+from ingot.fuse.buffer import MaskBuffers
 from ingot.fuse.passes import PASSES, Rewrite
 from ingot.fuse.proof import prove
-from ingot.fuse.report import FusionReport, GraphReport, record, summarize
+from ingot.fuse.report import FusionReport, GraphReport, recent, record, summarize
 from ingot.fuse.rewrite import is_call, live_nodes, run_passes
 from ingot.fuse.work import work_of
 
 
-def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+def compile_graph(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    freeze: bool = False,
+    always: bool = False,
+) -> Callable[..., Any]:
     """Compile a graph of Dynamo: the function that `backend="ingot"` names."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    record(rewrite_graph(graph_module, example_inputs))
-    return compile_fx(graph_module, list(example_inputs))
+    masks = MaskBuffers(graph_module, example_inputs)
+    record(rewrite_graph(graph_module, example_inputs, always=always))
+    with config.patch(freezing=freeze):
+        compiled: Any = compile_fx(graph_module, list(example_inputs))
+    return masks.guard(compiled)
 
 
 def rewrite_graph(
@@ -68,14 +78,9 @@ class Optimized:
         self._compiled = torch.compile(model, backend=self._compile)
 
     def _compile(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx
-
-        report = rewrite_graph(graph_module, inputs)
-        record(report)
-        self.report.graphs.append(report)
-        with config.patch(freezing=self.freeze):
-            return compile_fx(graph_module, list(inputs))
+        compiled = compile_graph(graph_module, inputs, self.freeze)
+        self.report.graphs.append(recent()[-1])
+        return compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled model."""

@@ -68,10 +68,11 @@ class Prediction:
 
 def predict(rewrite: Rewrite, match: Match, training: bool) -> Prediction | None:
     """Predict the time of a rewrite and of what it replaces; None if it always pays."""
-    if rewrite.name in ("linear", "gated_linear"):
+    if rewrite.name in ("linear", "gated_linear", "grouped_linear", "linear_cross_entropy"):
         return _predict_linear(match, training)
-    if rewrite.name in ("attention", "padded_attention"):
-        return _predict_attention(match, training)
+    if rewrite.name.endswith("attention"):
+        written_out = rewrite.name == "written_out_attention"
+        return _predict_attention(match, training, written_out)
     if rewrite.name == "conv":
         return _predict_conv(match)
     return None
@@ -84,30 +85,37 @@ def _predict_linear(match: Match, training: bool) -> Prediction:
         for name in ("weight", "weight_t", "gate_weight", "up_weight")
         if (tensor := tensor_of(match.get(name))) is not None
     ]
-    x, root = tensor_of(match["x"]), tensor_of(match["root"])
-    assert x is not None
-    assert root is not None
+    (x,) = match.tensors("x", "hidden")
+    (root,) = match.tensors("root")
+    groups = int(weights[0].shape[0]) if weights[0].dim() == 3 else 1
     rows = size_hint(x) // max(1, int(x.shape[-1]))
-    flops = 2.0 * rows * sum(size_hint(weight) for weight in weights)
+    flops = 2.0 * rows * sum(size_hint(weight) for weight in weights) / groups
+    rows = max(1, rows // groups)
     layout = "contiguous" if weight_t is None else "transposed"
     kind = f"{_dtype(x)}/{'training' if training else 'forward'}/{layout}"
     extra = sum(match.get(name) is not None for name in ("residual", "activation"))
     passes = 2 * (extra + len(weights) - 1) * size_hint(root) * x.itemsize
+    again = 1.0
+    if match.get("hidden") is not None:  # logits are not stored: in training they are needed twice
+        passes = 4 * rows * int(weights[0].shape[0]) * x.itemsize
+        again = 4 / 3 if training else 1.0
     return Prediction(
         before=flops / rate(f"linear/torch/{kind}", rows) + passes / BYTES_PER_SECOND,
-        after=flops / rate(f"linear/ingot/{kind}", rows),
+        after=flops * again / rate(f"linear/ingot/{kind}", rows),
     )
 
 
-def _predict_attention(match: Match, training: bool) -> Prediction:
+def _predict_attention(match: Match, training: bool, written_out: bool) -> Prediction:
     q = tensor_of(match["q"])
     assert q is not None
     batch, heads, length, width = (hint(size) for size in q.shape)
     flops = 4.0 * batch * heads * length * length * width
     causal = match["is_causal"] or match["causal"]
     kind = f"{_dtype(q)}/{'training' if training else 'forward'}/{'causal' if causal else 'full'}"
+    # Written out, scores are written and read twice, by the mask and by the softmax.
+    scores = 4 * batch * heads * length**2 * q.itemsize if written_out else 0
     return Prediction(
-        before=flops / rate(f"attention/torch/{kind}", length),
+        before=flops / rate(f"attention/torch/{kind}", length) + scores / BYTES_PER_SECOND,
         after=flops / rate(f"attention/ingot/{kind}", length),
     )
 

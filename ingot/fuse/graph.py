@@ -100,7 +100,11 @@ _SIGNATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "diff": ("input", {"n": 1, "dim": -1, "prepend": None, "append": None}),
     "cumsum": ("input dim", {"dtype": None}),
     "contiguous": ("input", {"memory_format": torch.contiguous_format}),
-    "new_ones": ("input size", {"dtype": None, "device": None, "requires_grad": False}),
+    "tril": ("input", {"diagonal": 0}),
+    "triu": ("input", {"diagonal": 0}),
+    "masked_fill": ("input mask value", {}),
+    "where": ("condition input other", {}),
+    "grouped_mm": ("input weight", {"offs": None, "bias": None, "out_dtype": None}),
     "arange": ("start", {"end": None, "step": 1, "dtype": None, "device": None}),
 }
 
@@ -108,10 +112,10 @@ _SIGNATURES: dict[str, tuple[str, dict[str, Any]]] = {
 _NAMES = [
     "add", "sub", "mul", "div", "pow", "neg", "mean", "rsqrt", "tanh", "sigmoid", "relu", "silu",
     "gelu", "softmax", "matmul", "view", "reshape", "transpose", "expand", "unsqueeze",
-    "contiguous", "to", "float", "flatten", "cat", "cos", "sin", "square", "sqrt", "le", "lt",
+    "contiguous", "to", "flatten", "cat", "cos", "sin", "square", "sqrt", "le", "lt",
     "ge", "gt", "eq", "ne", "cumsum", "diff", "arange", "linear", "addmm", "layer_norm",
     "rms_norm", "embedding", "dropout", "cross_entropy", "getitem", "repeat",
-    "conv1d", "conv2d",
+    "conv1d", "conv2d", "tril", "triu", "masked_fill", "where", "invert",
 ]
 # fmt: on
 _OTHER_FUNCTIONS: dict[Any, str] = {
@@ -122,15 +126,39 @@ _OTHER_FUNCTIONS: dict[Any, str] = {
     operator.and_: "and",
     torch.logical_and: "and",
     torch.bitwise_and: "and",
+    torch.logical_not: "invert",
+    torch.bitwise_not: "invert",
+    F.grouped_mm: "grouped_mm",
+    getattr(torch, "_grouped_mm"): "grouped_mm",  # noqa: B009
 }
-_METHODS = {name: name for name in _NAMES} | {"new_ones": "new_ones", "__and__": "and"}
+_OTHER_OPS = {"transformers.grouped_mm_fallback": "grouped_mm"}
+_METHODS = (
+    {name: name for name in _NAMES}
+    | {
+        "__and__": "and",
+        "__invert__": "invert",
+        "logical_not": "invert",
+        "bitwise_not": "invert",
+        "new_ones": "new_ones",
+    }
+    | dict.fromkeys(["bool", "float", "double", "half", "bfloat16", "int", "long", "type"], "to")
+)
+# Calls that return one number everywhere; None for those that are given it.
+_FILLED = {
+    "ones": 1,
+    "ones_like": 1,
+    "new_ones": 1,
+    "zeros": 0,
+    "zeros_like": 0,
+    "full": None,
+    "tensor": None,
+}
 _VARIADIC = {"view", "reshape", "expand", "repeat"}
 _VIEWS = (_VARIADIC - {"repeat"}) | {
     "transpose",
     "unsqueeze",
     "contiguous",
     "to",
-    "float",
     "flatten",
     "getitem",
 }
@@ -156,7 +184,7 @@ def _functions() -> dict[Any, str]:
     found = {
         function: name
         for module in modules
-        for name in _NAMES
+        for name in (*_NAMES, *_FILLED)
         if (function := getattr(module, name, None)) is not None
     }
     return found | _OTHER_FUNCTIONS
@@ -181,15 +209,15 @@ def named_call(node: Any) -> NamedCall | None:
     if not isinstance(node, fx.Node):
         return None
     if node.op == "call_function":
-        name = _functions().get(node.target)
+        name = _functions().get(node.target) or _OTHER_OPS.get(str(node.target))
     else:
         name = _METHODS.get(str(node.target)) if node.op == "call_method" else None
     if name is None:
         return None
     if name == "to":
         return _cast_call(node)
-    if name == "float":
-        return NamedCall("to", (node.args[0],))
+    if name in _FILLED:
+        return _filled_call(node, name)
     if name in _VARIADIC:
         shape = node.args[1:]
         single = len(shape) == 1 and not isinstance(shape[0], int)
@@ -216,6 +244,18 @@ def defaults_of(name: str, count: int) -> tuple[Any, ...]:
 def _cast_call(node: fx.Node) -> NamedCall:
     """Return `to` with its input only: the dtype and device are those of the node's value."""
     return NamedCall("to", (node.args[0],))
+
+
+def _filled_call(node: fx.Node, name: str) -> NamedCall | None:
+    """Return `full` with its number only: the shape and dtype are those of the node's value."""
+    if node.kwargs.get("out") is not None or node.kwargs.get("requires_grad"):
+        return None
+    number = _FILLED[name]
+    if name == "full":
+        number = node.args[1] if len(node.args) == 2 else node.kwargs.get("fill_value")
+    elif name == "tensor":
+        number = node.args[0] if node.args else None
+    return NamedCall("full", (number,))
 
 
 def value_of(node: Any) -> Any:

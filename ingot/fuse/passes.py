@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from ingot import ops
+from ingot.fuse import attention
 from ingot.fuse.builder import Builder
 from ingot.fuse.graph import same_shape, tensor_of
-from ingot.fuse.mask import AttentionMask
 from ingot.fuse.pattern import (
     Anything,
     Arg,
@@ -55,20 +55,9 @@ class Rewrite:
     """Names of inner values that the replacement computes too."""
 
 
-def _tensors(match: Match, *names: str) -> list[Tensor]:
-    found = (tensor_of(match.get(name)) for name in names)
-    return [tensor for tensor in found if tensor is not None]
-
-
-def _one_dtype(match: Match, *names: str) -> bool:
-    """Return whether the tensors that are there have one floating dtype."""
-    dtypes = {tensor.dtype for tensor in _tensors(match, *names)}
-    return len(dtypes) == 1 and next(iter(dtypes)).is_floating_point
-
-
 def _is_vector(match: Match, name: str, of: str) -> bool:
     """Return whether an argument is None or has one value per channel of another."""
-    vector, (tensor,) = tensor_of(match.get(name)), _tensors(match, of)
+    vector, (tensor,) = tensor_of(match.get(name)), match.tensors(of)
     return vector is None or same_shape(vector.shape, tensor.shape[-1:])
 
 
@@ -107,16 +96,16 @@ def _activated(x: Pattern) -> Pattern:
 
 
 def _linear_fits(match: Match) -> bool:
-    if not _one_dtype(match, "x", "weight", "weight_t", "bias", "residual"):
+    if not match.one_dtype("x", "weight", "weight_t", "bias", "residual"):
         return False
-    (x,) = _tensors(match, "x")
+    (x,) = match.tensors("x")
     weight = tensor_of(match.get("weight"))
     if weight is None:
-        (transposed,) = _tensors(match, "weight_t")
+        (transposed,) = match.tensors("weight_t")
         weight = transposed.t() if transposed.dim() == 2 else transposed
     if weight.dim() != 2 or x.dim() < 2 or not same_shape(x.shape[-1:], weight.shape[1:]):
         return False
-    (root,) = _tensors(match, "root")
+    (root,) = match.tensors("root")
     shape = (*x.shape[:-1], weight.shape[0])
     bias, residual = tensor_of(match.get("bias")), tensor_of(match.get("residual"))
     return (
@@ -138,9 +127,9 @@ def _build_linear(b: Builder, match: Match) -> tuple[fx.Node, ...]:
 
 
 def _gate_fits(match: Match) -> bool:
-    x, gate, up = _tensors(match, "x", "gate_weight", "up_weight")
+    x, gate, up = match.tensors("x", "gate_weight", "up_weight")
     same = same_shape(gate.shape, up.shape) and gate.dim() == 2 and x.dim() >= 2
-    return same and _one_dtype(match, "x", "gate_weight", "up_weight")
+    return same and match.one_dtype("x", "gate_weight", "up_weight")
 
 
 def _build_gated(b: Builder, match: Match) -> tuple[fx.Node, ...]:
@@ -159,6 +148,30 @@ _WITH_EPILOGUE = Either(
 )
 
 
+# Mixtures of experts: rows that are sorted by expert, and the end of the rows of each.
+
+_GROUPED = Call(
+    "grouped_mm",
+    Arg("x"),
+    Call("transpose", Arg("weight"), Constant(-2), Constant(-1)),
+    Arg("ends"),
+)
+
+
+def _grouped_fits(match: Match) -> bool:
+    x, weight, ends = match.tensors("x", "weight", "ends")
+    shapes = x.dim() == 2 and weight.dim() == 3 and ends.dim() == 1
+    return shapes and ends.dtype == torch.int32 and match.one_dtype("x", "weight")
+
+
+def _build_grouped(b: Builder, match: Match) -> tuple[fx.Node, ...]:
+    # What is computed for rows after the last end is not defined: they go to the last expert.
+    count = b.function(torch.full, (1,), b.size(match["x"], 0), dtype=torch.int32)
+    ends = b.function(operator.getitem, match["ends"], slice(None, -1))
+    starts = b.function(torch.cat, [b.function(F.pad, ends, (1, 0)), count])
+    return (b.op(ops.grouped_linear, match["x"], match["weight"], starts),)
+
+
 # Convolution: a linear layer of patches. Batch normalization is not folded into the weight: in
 # bfloat16 that rounds the weight once more, which the proof does not pass.
 
@@ -175,7 +188,7 @@ _CONVOLUTION = Either(_activated(_conv()), _conv())
 
 def _sizes(match: Match, name: str) -> tuple[int, ...] | None:
     """Return an option of a convolution by dimension, None for "same" and "valid"."""
-    value, count = match[name], _tensors(match, "weight")[0].dim() - 2
+    value, count = match[name], match.tensors("weight")[0].dim() - 2
     if isinstance(value, int):
         return (value,) * count
     numbers = isinstance(value, tuple | list) and all(isinstance(v, int) for v in value)
@@ -183,20 +196,20 @@ def _sizes(match: Match, name: str) -> tuple[int, ...] | None:
 
 
 def _conv_fits(match: Match) -> bool:
-    x, weight = _tensors(match, "x", "weight")
-    inputs = _tensors(match, "x", "weight", "bias")
+    x, weight = match.tensors("x", "weight")
+    inputs = match.tensors("x", "weight", "bias")
     # The backward pass of the patches would be slower than that of the convolution.
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return False
     known = all(_sizes(match, name) for name in ("stride", "padding", "dilation"))
-    if not (known and x.dim() == weight.dim() and _one_dtype(match, "x", "weight", "bias", "root")):
+    if not (known and x.dim() == weight.dim() and match.one_dtype("x", "weight", "bias", "root")):
         return False
     return all(isinstance(size, int) for size in weight.shape)
 
 
 def _patches(b: Builder, match: Match) -> fx.Node:
     """Return what each position of the result reads, channels last: (B, *positions, K * C)."""
-    kernel = _tensors(match, "weight")[0].shape[2:]
+    kernel = match.tensors("weight")[0].shape[2:]
     stride, padding, dilation = (_sizes(match, n) or () for n in ("stride", "padding", "dilation"))
     count = len(kernel)
     spatial = range(2, 2 + count)
@@ -215,7 +228,7 @@ def _patches(b: Builder, match: Match) -> fx.Node:
 
 
 def _build_conv(b: Builder, match: Match) -> tuple[fx.Node, ...]:
-    count = _tensors(match, "weight")[0].dim() - 2
+    count = match.tensors("weight")[0].dim() - 2
     spatial = range(2, 2 + count)
     weight = b.method("flatten", b.method("permute", match["weight"], 0, *spatial, 1), 1)
     activation = match.get("activation") or 0
@@ -248,9 +261,9 @@ def _norm_fits(match: Match) -> bool:
     shape = match.get("shape")
     if not (shape is None or len(shape) == 1):
         return False
-    if not _one_dtype(match, "x", "residual", "weight", "bias", "root"):
+    if not match.one_dtype("x", "residual", "weight", "bias", "root"):
         return False
-    (x,), residual = _tensors(match, "x"), tensor_of(match.get("residual"))
+    (x,), residual = match.tensors("x"), tensor_of(match.get("residual"))
     fits = _is_vector(match, "weight", "x") and _is_vector(match, "bias", "x")
     return fits and (residual is None or same_shape(residual.shape, x.shape))
 
@@ -275,89 +288,13 @@ def _build_add_layer(b: Builder, match: Match) -> tuple[fx.Node, ...]:
     return b.item(both, 0), b.item(both, 1)
 
 
-# Attention
-
-_HEADS = (slice(None), slice(None), None, slice(None), slice(None))
-
-
-def _repeated(name: str) -> Pattern:
-    """Return keys or values, also those whose heads transformers repeats for GQA."""
-    expanded = Call("expand", Call("getitem", Arg(name), Constant(_HEADS)), Anything())
-    return Either(Call("reshape", expanded, Anything()), Arg(name))
-
-
-_SDPA = Call(
-    "sdpa",
-    Arg("q"),
-    _repeated("k"),
-    _repeated("v"),
-    AttentionMask(),
-    Constant(0.0),
-    Anything("is_causal"),
-    Either(Constant(None), Number("scale")),
-    Anything("enable_gqa"),
-)
-
-
-def _heads_fit(match: Match) -> bool:
-    """Return whether there are as many queries as keys, and their heads are in groups."""
-    q, k, v = _tensors(match, "q", "k", "v")
-    if not (q.dim() == k.dim() == v.dim() == 4 and _one_dtype(match, "q", "k", "v")):
-        return False
-    aligned = same_shape(k.shape, v.shape) and same_shape(q.shape[2:], k.shape[2:])
-    same_batch = same_shape(q.shape[:1], k.shape[:1])
-    heads = isinstance(q.shape[1], int) and isinstance(k.shape[1], int)
-    return aligned and same_batch and heads and q.shape[1] % k.shape[1] == 0
-
-
-def _attention_fits(match: Match) -> bool:
-    return _mask_fits(match) and match.get("tokens") is None
-
-
-def _padded_attention_fits(match: Match) -> bool:
-    tokens = tensor_of(match.get("tokens"))
-    if tokens is None or not _mask_fits(match):
-        return False
-    (q,) = _tensors(match, "q")
-    # The mask's sizes may be symbols of their own: this guards that they are those of the batch.
-    return tuple(tokens.shape) == (q.shape[0], q.shape[2])
-
-
-def _mask_fits(match: Match) -> bool:
-    mask = tensor_of(match["mask"])
-    if mask is None:
-        return _heads_fit(match) and isinstance(match["is_causal"], bool)
-    (q,) = _tensors(match, "q")
-    fits = _heads_fit(match) and same_shape(mask.shape[-1:], q.shape[2:3])
-    return fits and match["is_causal"] is False
-
-
-def _is_causal(match: Match) -> bool:
-    return match["is_causal"] or match["causal"]
-
-
-def _build_attention(b: Builder, match: Match) -> tuple[fx.Node, ...]:
-    q, k, v = match["q"], match["k"], match["v"]
-    batch, length = b.size(q, 0), b.size(q, 2)
-    packed = [b.packed(tensor) for tensor in (q, k, v)]
-    starts, scale = b.cu_seqlens(batch, length), match.get("scale")
-    out = b.op(ops.attention, *packed, starts, None, None, _is_causal(match), None, scale)
-    return (b.unpacked(out, batch, length),)
-
-
-def _build_padded_attention(b: Builder, match: Match) -> tuple[fx.Node, ...]:
-    q, k, v = (b.method("transpose", match[name], 1, 2) for name in "qkv")
-    args = q, k, v, match["tokens"], _is_causal(match), match.get("scale")
-    return (b.method("transpose", b.op(ops.padded_attention, *args), 1, 2),)
-
-
 # Embedding and loss
 
 _EMBEDDING = Call("embedding", Arg("tokens"), Arg("weight"), Anything("padding_idx"))
 
 
 def _embedding_fits(match: Match) -> bool:
-    (weight,) = _tensors(match, "weight")
+    (weight,) = match.tensors("weight")
     # The row of padding_idx gets no gradient, which the op does not know.
     frozen = not (torch.is_grad_enabled() and weight.requires_grad)
     return weight.is_floating_point() and (match["padding_idx"] is None or frozen)
@@ -367,35 +304,55 @@ def _build_embedding(b: Builder, match: Match) -> tuple[fx.Node, ...]:
     return (b.op(ops.embedding, match["tokens"], match["weight"]),)
 
 
-_CROSS_ENTROPY = Call(
-    "cross_entropy",
-    Reshaped(Cast(Arg("logits"))),
-    Arg("targets"),
-    Constant(None),
-    Constant(None),
-    Number("ignore_index"),
-    Constant(None),
-    Anything("reduction"),
-    Number("label_smoothing"),
-)
+def _cross_entropy(logits: Pattern) -> Pattern:
+    return Call(
+        "cross_entropy",
+        Reshaped(Cast(Reshaped(logits))),
+        Arg("targets"),
+        Constant(None),
+        Constant(None),
+        Number("ignore_index"),
+        Constant(None),
+        Anything("reduction"),
+        Number("label_smoothing"),
+    )
 
 
-def _cross_entropy_fits(match: Match) -> bool:
-    logits, targets = _tensors(match, "logits", "targets")
-    if not (logits.is_floating_point() and logits.dim() in (2, 3) and targets.dim() == 1):
+def _cross_entropy_fits(match: Match, rows: str = "logits") -> bool:
+    values, targets = match.tensors(rows, "targets")
+    if not (values.is_floating_point() and values.dim() in (2, 3) and targets.dim() == 1):
         return False
-    rows = logits.shape[0] if logits.dim() == 2 else logits.shape[0] * logits.shape[1]
+    count = values.shape[0] if values.dim() == 2 else values.shape[0] * values.shape[1]
     integers = not targets.is_floating_point() and targets.dtype != torch.bool
     known = match["reduction"] in ("mean", "sum", "none")
-    return known and integers and same_shape([rows], targets.shape)
+    return known and integers and same_shape([count], targets.shape)
+
+
+def _head_fits(match: Match) -> bool:
+    """Return whether the logits are those of a head that one op computes with the loss."""
+    hidden, weight = match.tensors("hidden", "weight")
+    known = weight.dim() == 2 and same_shape(hidden.shape[-1:], weight.shape[1:])
+    return known and match.one_dtype("hidden", "weight") and _cross_entropy_fits(match, "hidden")
+
+
+def _rows(b: Builder, match: Match, name: str) -> fx.Node:
+    (value,) = match.tensors(name)
+    return b.method("flatten", match[name], 0, 1) if value.dim() == 3 else match[name]
 
 
 def _build_cross_entropy(b: Builder, match: Match) -> tuple[fx.Node, ...]:
-    logits, targets = match["logits"], match["targets"]
-    (value,) = _tensors(match, "logits")
-    rows = b.method("flatten", logits, 0, 1) if value.dim() == 3 else logits
-    options = match["ignore_index"], match["label_smoothing"]
-    loss = b.op(ops.cross_entropy, rows, targets, *options)
+    options = match["targets"], match["ignore_index"], match["label_smoothing"]
+    return _reduced(b, match, b.op(ops.cross_entropy, _rows(b, match, "logits"), *options))
+
+
+def _build_head(b: Builder, match: Match) -> tuple[fx.Node, ...]:
+    options = match["targets"], match["ignore_index"], match["label_smoothing"]
+    args = _rows(b, match, "hidden"), match["weight"], *options
+    return _reduced(b, match, b.op(ops.linear_cross_entropy, *args))
+
+
+def _reduced(b: Builder, match: Match, loss: fx.Node) -> tuple[fx.Node, ...]:
+    targets = match["targets"]
     if match["reduction"] == "none":
         return (loss,)
     total = b.method("sum", loss)
@@ -409,16 +366,37 @@ PASSES: tuple[Rewrite, ...] = (
     Rewrite(
         name="attention",
         op=ops.attention,
-        pattern=_SDPA,
-        condition=_attention_fits,
-        build=_build_attention,
+        pattern=attention.SDPA,
+        condition=attention.fits,
+        build=attention.build,
+    ),
+    Rewrite(
+        name="written_out_attention",
+        op=ops.attention,
+        pattern=attention.WRITTEN_OUT,
+        condition=attention.written_out_fits,
+        build=attention.build,
     ),
     Rewrite(
         name="padded_attention",
         op=ops.padded_attention,
-        pattern=_SDPA,
-        condition=_padded_attention_fits,
-        build=_build_padded_attention,
+        pattern=attention.SDPA,
+        condition=attention.padded_fits,
+        build=attention.build_padded,
+    ),
+    Rewrite(
+        name="linear_cross_entropy",
+        op=ops.linear_cross_entropy,
+        pattern=_cross_entropy(_linear("hidden", bias=None)),
+        condition=_head_fits,
+        build=_build_head,
+    ),
+    Rewrite(
+        name="grouped_linear",
+        op=ops.grouped_linear,
+        pattern=_GROUPED,
+        condition=_grouped_fits,
+        build=_build_grouped,
     ),
     Rewrite(
         name="gated_linear",
@@ -481,7 +459,7 @@ PASSES: tuple[Rewrite, ...] = (
     Rewrite(
         name="cross_entropy",
         op=ops.cross_entropy,
-        pattern=_CROSS_ENTROPY,
+        pattern=_cross_entropy(Arg("logits")),
         condition=_cross_entropy_fits,
         build=_build_cross_entropy,
     ),

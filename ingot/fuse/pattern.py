@@ -41,6 +41,16 @@ class Match:
         """Return the value of an argument, None if this form of the pattern has none."""
         return self.args.get(name)
 
+    def tensors(self, *names: str) -> list[Tensor]:
+        """Return the fake tensors of the arguments that are there."""
+        found = (tensor_of(self.get(name)) for name in names)
+        return [tensor for tensor in found if tensor is not None]
+
+    def one_dtype(self, *names: str) -> bool:
+        """Return whether the tensors that are there have one floating dtype."""
+        dtypes = {tensor.dtype for tensor in self.tensors(*names)}
+        return len(dtypes) == 1 and next(iter(dtypes)).is_floating_point
+
     def bind(self, name: str, value: Any) -> Match | None:
         """Return the match with an argument bound, or None if it is another value already."""
         if name in self.args:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -192,7 +193,10 @@ def _gradients(
 
 
 class _Float64(fx.Interpreter):
-    """Runs a graph without its casts between floating dtypes."""
+    """Runs a graph without its casts between floating dtypes.
+
+    PyTorch's `grouped_mm` has no float64: it is computed group by group.
+    """
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, or return the input of a cast."""
@@ -202,7 +206,27 @@ class _Float64(fx.Interpreter):
             floating = isinstance(value, Tensor) and value.is_floating_point()
             if floating and result is not None and result.is_floating_point():
                 return value
+        if call is not None and call.name == "grouped_mm":
+            x, weight, ends = (self.env[node] for node in call.args[:3])
+            starts = torch.cat([ends.new_zeros(1), ends])
+            parts = [x[a:b] @ weight[i] for i, (a, b) in enumerate(pairwise(starts.tolist()))]
+            return torch.cat([*parts, x.new_zeros(len(x) - int(ends[-1]), weight.shape[-1])])
         return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of tensors without a floating dtype that it is given."""
+        return super().call_function(target, args, _without_cast(args, kwargs))
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of tensors without a floating dtype that it is given."""
+        return super().call_method(target, args, _without_cast(args, kwargs))
+
+
+def _without_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    dtype = kwargs.get("dtype")
+    casts = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    of_tensor = bool(args) and isinstance(args[0], Tensor)
+    return {k: v for k, v in kwargs.items() if k != "dtype"} if casts and of_tensor else kwargs
 
 
 def _to_float64(value: Any) -> Any:

@@ -100,6 +100,7 @@ _FLOPS: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
     "linear": _matmul,
     "matmul": _matmul,
     "bmm": _matmul,
+    "grouped_mm": _matmul,
     "addmm": lambda args, result: _matmul(args[1:], result),
     "baddbmm": lambda args, result: _matmul(args[1:], result),
     "sdpa": lambda args, _: 2 * size_hint(args[0]) * hint(args[1].shape[-2]),

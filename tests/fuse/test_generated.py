@@ -29,6 +29,16 @@ def attend(x: Tensor, mask: Tensor | None = None, **options: object) -> Tensor:
     return y.transpose(1, 2).reshape(B, L, D)
 
 
+def write_out(x: Tensor, diagonal: int | None = None) -> Tensor:
+    """Attend without PyTorch's function, perhaps without the keys from a diagonal on."""
+    q, k = heads(x), heads(x.flip(-1))
+    scores = q @ k.transpose(-2, -1) / 2
+    if diagonal is not None:
+        hidden = torch.ones(L, L).triu(diagonal) > 0
+        scores = scores.masked_fill(hidden, -1e9)
+    return (scores.softmax(-1) @ q).transpose(1, 2).reshape(B, L, D)
+
+
 def rows_and_columns() -> tuple[Tensor, Tensor]:
     index = torch.arange(L)
     return index[None, None, :, None], index[None, None, None, :]
@@ -67,7 +77,11 @@ STEPS: dict[str, Step] = {
     "attention": lambda x, y, w, v: attend(x),
     "is_causal": lambda x, y, w, v: attend(x, is_causal=True, scale=0.4),
     "causal_mask": lambda x, y, w, v: attend(x, causal(0)),
+    "written_out": lambda x, y, w, v: write_out(x),
+    "written_out_causal": lambda x, y, w, v: write_out(x, 1),
     # Near-misses:
+    "written_out_wide": lambda x, y, w, v: write_out(x, 2),
+    "written_out_narrow": lambda x, y, w, v: write_out(x, 0),
     "wide_mask": lambda x, y, w, v: attend(x, causal(1)),
     "narrow_mask": lambda x, y, w, v: attend(x, causal(-1)),
     "added_mask": lambda x, y, w, v: attend(x, F.linear(x, w)[:, None, :, :L]),

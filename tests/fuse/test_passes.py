@@ -13,10 +13,11 @@ from torch import Tensor
 from tests.fuse.graphs import outputs_and_gradients, rewritten
 
 B, L, D, N, H = 2, 5, 16, 4, 4
+RANDOM = torch.Generator().manual_seed(0)
 
 
 def make(*shape: int) -> Tensor:
-    return torch.randn(shape)
+    return torch.randn(shape, generator=RANDOM)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -162,6 +163,48 @@ def test_cross_entropy_in_training() -> None:
     for one, other in zip(outputs_and_gradients(compiled, X), expected, strict=True):
         torch.testing.assert_close(one, other)
     assert dict(reports[0].kept) == {"cross_entropy": 1}
+
+
+@pytest.mark.parametrize("shape", [(10, D), (B, L, D)])
+def test_the_head_joins_the_loss(shape: tuple[int, ...]) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).float().view(-1, D), TARGETS)
+
+    args = make(*shape), W
+    compiled, reports = rewritten(function)
+    found = outputs_and_gradients(compiled, *args)
+    for one, other in zip(found, outputs_and_gradients(function, *args), strict=True):
+        torch.testing.assert_close(one, other)
+    assert dict(reports[0].kept) == {"linear_cross_entropy": 1}
+
+
+def test_a_head_whose_logits_are_needed_does_not() -> None:
+    def function(x: Tensor, w: Tensor) -> Any:
+        logits = F.linear(x, w)
+        return F.cross_entropy(logits.view(-1, D), TARGETS) + logits.sum()
+
+    compiled, reports = rewritten(function)
+    torch.testing.assert_close(compiled(X, W), function(X, W))
+    assert dict(reports[0].kept) == {"linear": 1, "cross_entropy": 1}
+
+
+@pytest.mark.parametrize("last", [8, 6])
+def test_experts_are_a_grouped_linear(last: int) -> None:
+    """Rows after the last end belong to no expert: their results are not defined."""
+    x, w = make(8, D).bfloat16(), make(3, 2 * D, D).bfloat16()
+    ends = torch.tensor([3, 3, last], dtype=torch.int32)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.grouped_mm(x, w.transpose(-2, -1), offs=ends)[:6]
+
+    compiled, reports = rewritten(function)
+    truth = torch.cat([x[:3].double() @ w[0].double().T, x[3:6].double() @ w[2].double().T])
+    torch.testing.assert_close(compiled(x, w).double(), truth, atol=0.05, rtol=0.02)
+    if last == 8:
+        assert dict(reports[0].kept) == {"grouped_linear": 1}
+        found, expected = (outputs_and_gradients(f, x, w) for f in (compiled, function))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=0.1, rtol=0.02)
 
 
 def test_weights_of_classes_are_left() -> None:

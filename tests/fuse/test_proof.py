@@ -19,11 +19,13 @@ from ingot.fuse.pattern import Arg, Call, Match
 from ingot.fuse.proof import worst_error
 from ingot.fuse.rewrite import Applied
 from tests.fuse.graphs import outputs_and_gradients, rewritten
+from tests.fuse.test_passes import make
 
 B, L, D, N, H = 2, 6, 16, 4, 4
-X, Y, W, U, V, Z = (torch.randn(s) for s in ((B, L, D),) * 2 + ((D, D),) * 2 + ((D,),) * 2)
-Q, K, KV = torch.randn(B, N, L, H), torch.randn(B, N, L, H), torch.randn(B, N, L, H)
+X, Y, W, U, V, Z = (make(*s) for s in ((B, L, D),) * 2 + ((D, D),) * 2 + ((D,),) * 2)
+Q, K, KV = make(B, N, L, H), make(B, N, L, H), make(B, N, L, H)
 TOKENS = torch.tensor([[1, 2, 0], [3, 3, 1]])
+ENDS = torch.tensor([2, 2, L], dtype=torch.int32)
 Fault = Callable[[Builder, Match], tuple[fx.Node, ...]]
 
 
@@ -90,6 +92,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
 
 
+def write_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / 2.0
+    return scores.masked_fill(torch.ones(L, L).triu(1) > 0, -1e9).softmax(-1) @ v
+
+
+def head(x: Tensor, w: Tensor) -> Tensor:
+    targets = torch.arange(B * L)
+    return F.cross_entropy(F.linear(x, w).view(-1, D), targets, ignore_index=3, label_smoothing=0.1)
+
+
 def embed(w: Tensor) -> Tensor:
     return F.embedding(TOKENS, w)
 
@@ -148,6 +160,36 @@ FAULTS: dict[str, tuple[str, Fault, Callable[..., Tensor], tuple[Tensor, ...]]] 
         without_gradient_of("attention", "v"),
         attend,
         ATTENTION,
+    ),
+    "a mask is forgotten": (
+        "written_out_attention",
+        changed("written_out_attention", causal=False),
+        write_out,
+        ATTENTION,
+    ),
+    "another divisor": (
+        "written_out_attention",
+        changed("written_out_attention", divisor=2.5),
+        write_out,
+        ATTENTION,
+    ),
+    "no smoothing": (
+        "linear_cross_entropy",
+        changed("linear_cross_entropy", label_smoothing=0.0),
+        head,
+        (X, W),
+    ),
+    "ignored targets count": (
+        "linear_cross_entropy",
+        changed("linear_cross_entropy", ignore_index=-100),
+        head,
+        (X, W),
+    ),
+    "another expert": (
+        "grouped_linear",
+        through("grouped_linear", "roll", 1, 0),
+        lambda x, w: F.grouped_mm(x, w.transpose(-2, -1), offs=ENDS),
+        (X[0].bfloat16(), make(3, D, D).bfloat16()),
     ),
     "another table": ("embedding", through("embedding", "roll", 1, 0), embed, (W,)),
 }
