@@ -170,7 +170,7 @@ def test_the_head_joins_the_loss(shape: tuple[int, ...]) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, w).float().view(-1, D), TARGETS)
 
-    args = make(*shape), W
+    args = X.view(shape), W
     compiled, reports = rewritten(function)
     found = outputs_and_gradients(compiled, *args)
     for one, other in zip(found, outputs_and_gradients(function, *args), strict=True):
@@ -188,10 +188,13 @@ def test_a_head_whose_logits_are_needed_does_not() -> None:
     assert dict(reports[0].kept) == {"linear": 1, "cross_entropy": 1}
 
 
+ROWS, EXPERTS = make(8, D).bfloat16(), make(3, 2 * D, D).bfloat16()
+
+
 @pytest.mark.parametrize("last", [8, 6])
 def test_experts_are_a_grouped_linear(last: int) -> None:
     """Rows after the last end belong to no expert: their results are not defined."""
-    x, w = make(8, D).bfloat16(), make(3, 2 * D, D).bfloat16()
+    x, w = ROWS, EXPERTS
     ends = torch.tensor([3, 3, last], dtype=torch.int32)
 
     def function(x: Tensor, w: Tensor) -> Tensor:
