@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.fuse.graphs import outputs_and_gradients, rewritten
 
 B, L, D, N, H = 2, 5, 16, 4, 4
-RANDOM = torch.Generator().manual_seed(0)
+RANDOM = torch.Generator().manual_seed(1)
 
 
 def make(*shape: int) -> Tensor:
