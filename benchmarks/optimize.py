@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 from ingot.fuse import cost
-from ingot.fuse.backend import Optimized, rewrite_graph
+from ingot.fuse.backend import Optimized, compile_graph
 from ingot.fuse.report import recent
 
 Step = Callable[[], object]
@@ -145,21 +146,13 @@ def systems(model: Any, training: bool, freeze: bool) -> dict[str, tuple[Any, An
         "eager": (model, none),
         "inductor": (torch.compile(model), none),
         "ingot": (torch.compile(model, backend="ingot"), none),
-        "always": (torch.compile(model, backend=always), none),
+        "always": (torch.compile(model, backend=partial(compile_graph, always=True)), none),
     }
     if freeze and not training:
         frozen = config.patch(freezing=True, max_autotune=True)
         found["frozen"] = (torch.compile(model, options={"freezing": True}), frozen)
         found["ingot"] = (Optimized(model, freeze=True), none)
     return found
-
-
-def always(module: torch.fx.GraphModule, inputs: Any) -> Any:
-    """Compile with every rewrite that matches, whatever its predicted time."""
-    from torch._inductor.compile_fx import compile_fx
-
-    rewrite_graph(module, inputs, always=True)
-    return compile_fx(module, list(inputs))
 
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:

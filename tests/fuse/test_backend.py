@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
 
 import ingot
-from ingot.fuse.backend import Optimized, rewrite_graph
+from ingot.fuse.backend import Optimized, compile_graph, rewrite_graph
 from ingot.fuse.report import recent, record
 from tests.fuse import hf_models
 
@@ -39,10 +39,8 @@ def composed_bound(model: Any, dtype: torch.dtype) -> float:
     return 3.0 * 16 * hf_models.num_layers(model) * torch.finfo(dtype).eps
 
 
-def compile_always(module: fx.GraphModule, inputs: Any) -> Any:
-    """Make every rewrite that matches, whether it pays here or not."""
-    record(rewrite_graph(module, inputs, always=True))
-    return compile_fx(module, list(inputs))
+# Makes every rewrite that matches, whether it pays here or not.
+compile_always = partial(compile_graph, always=True)
 
 
 CASES = [
