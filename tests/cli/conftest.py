@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,13 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return subprocess.CompletedProcess(arguments, status, out, err)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _own_console() -> Iterator[None]:
+    _forget_consoles()
+    yield
+    _forget_consoles()
 
 
 def _forget_consoles() -> None:
