@@ -34,8 +34,9 @@ from ingot.fuse.pattern import Match, find
 MARK = "rewrite"
 """Where the first new node of a rewrite keeps its `Applied`."""
 # Calls that must not be computed twice: their results may not be needed outside a match.
-_EXPENSIVE = {"linear", "addmm", "matmul", "sdpa", "softmax", "embedding", "conv1d", "conv2d"}
-_EXPENSIVE |= {"grouped_mm"}
+_EXPENSIVE = frozenset(
+    ["linear", "addmm", "matmul", "grouped_mm", "sdpa", "softmax", "embedding", "conv1d", "conv2d"]
+)
 
 
 @dataclass(kw_only=True, eq=False)

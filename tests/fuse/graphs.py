@@ -49,3 +49,14 @@ def outputs_and_gradients(function: Callable[..., Any], *args: Any) -> list[Tens
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in floating]
     return [out.detach(), *grads]
+
+
+def assert_left(function: Callable[..., Any], *args: Any) -> None:
+    """Check that no pass rewrites a function, and that it computes the same."""
+    expected = outputs_and_gradients(function, *args)
+    compiled, reports = rewritten(function)
+    found = outputs_and_gradients(compiled, *args)
+    assert not reports[0].kept
+    assert not reports[0].dropped
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
