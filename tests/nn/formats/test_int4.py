@@ -29,12 +29,12 @@ def weight(seed: int, rows: int = 5, channels: int = 256) -> torch.Tensor:
 def test_rounding_is_within_one_step(format: Int4, seed: int) -> None:
     """Half a step for values between the ends of the grid; more where they are clamped.
 
-    That is a step, and the error of 8 scales in bfloat16.
+    That is a step, and the error of 8 scales in bfloat16, each at most 2**-8 of the scale.
     """
     original = weight(seed)
     tensors = format.encode(original)
     error = (format.decode(tensors) - original).abs().unflatten(1, (-1, format.group)).amax(-1)
-    assert bool((error <= (1 + 2**-6) * 1.001 * tensors.scale.float().abs()).all())
+    assert bool((error <= (1 + 2**-5) * 1.001 * tensors.scale.float().abs()).all())
 
 
 @given(formats, seeds)
