@@ -8,9 +8,10 @@ affects all; with one thread, times are CPU times. A row has the median time of 
 median over the rounds of the ratio of its time to ingot's, and the shares of the FLOPs and bytes of
 the forward pass in ingot's kernels.
 
-With `--processes`, each system compiles in a process of its own, first with empty caches, then
-again. A row has the time of the first call and the peak memory of later ones, ratios are ingot's
-over Inductor's.
+With `--processes`, each system compiles in a process of its own, first with empty caches (cold),
+then again (warm). A row has the time of the first call and the peak memory of later ones, ratios
+are ingot's over Inductor's. In inference, `package` is the same for an AOTInductor package of the
+rewritten model (docs/optimize.md#export): exported and loaded the first time, then only loaded.
 """
 
 # pyright: basic
@@ -36,6 +37,7 @@ import torch
 
 from ingot.fuse import cost
 from ingot.fuse.backend import Optimized, compile_graph
+from ingot.fuse.export import export
 from ingot.fuse.report import recent
 
 Step = Callable[[], object]
@@ -213,7 +215,8 @@ def run(name: str, args: argparse.Namespace, batch: int) -> dict[str, float]:
 def run_in_processes(name: str, args: argparse.Namespace, batch: int) -> dict[str, float]:
     """Compile a model in processes of its own, with empty caches and again; print its row."""
     row, found = [f"{name:7}", f"{batch:3}"], dict[str, dict[str, float]]()
-    for system in ("inductor", "ingot"):
+    exported = ("package",) if args.mode == "inference" else ()
+    for system in ("inductor", "ingot", *exported):
         with tempfile.TemporaryDirectory() as cache:
             environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
             given = ["--child", system, "--batch", str(batch), "--length", str(args.length)]
@@ -227,11 +230,28 @@ def run_in_processes(name: str, args: argparse.Namespace, batch: int) -> dict[st
         row += [f"peak {warm['running']:,.0f} MB ({cold['peak']:,.0f} MB compiling)"]
     print("  ".join(row), flush=True)  # noqa: T201
     theirs, ours = found["inductor cold"], found["ingot cold"]
-    return {
+    ratios = {
         "compile time": ours["compile"] / theirs["compile"],
         "warm over cold": found["ingot warm"]["compile"] / ours["compile"],
+        "the same of inductor": found["inductor warm"]["compile"] / theirs["compile"],
         "peak memory": found["ingot warm"]["running"] / found["inductor warm"]["running"],
     }
+    if exported:
+        ratios["package over cold"] = found["package warm"]["compile"] / ours["compile"]
+    return ratios
+
+
+def compile_in_child(system: str, model: Any, inputs: dict[str, Any], training: bool) -> Any:
+    """Return the model compiled by a system; `package` is exported if it is not in the cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if system != "package":
+        return systems(model, training, False)[system][0]
+    path = Path(cache_dir()) / "package.pt2"
+    if not path.exists():
+        torch._inductor.aoti_compile_and_package(export(model, inputs), package_path=str(path))
+    package = torch._inductor.aoti_load_package(str(path))
+    return lambda **inputs: list(package(**inputs).values())
 
 
 def run_child(name: str, args: argparse.Namespace) -> None:
@@ -241,9 +261,8 @@ def run_child(name: str, args: argparse.Namespace) -> None:
         cost.rate(kind.format(f"{args.dtype}/{mode}"), 1)  # of the machine, not of the model
     model, inputs = prepare(name, args, args.batch[0])
     training = args.mode == "training"
-    call, _ = systems(model, training, False)[args.child]
-    step = make_step(call, model, inputs, training)
     start = time.perf_counter()
+    step = make_step(compile_in_child(args.child, model, inputs, training), model, inputs, training)
     step()
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -282,7 +301,7 @@ def main() -> None:
     parser.add_argument(
         "--processes", action="store_true", help="measure compile time and peak memory instead"
     )
-    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=(*SYSTEMS, "package"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.child:
