@@ -84,7 +84,12 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled model."""
-        return self._compiled(*args, **kwargs)
+        if not self.freeze:
+            return self._compiled(*args, **kwargs)
+        from torch._inductor import config
+
+        with config.patch(freezing=True):  # Dynamo reads it too: weights become constants
+            return self._compiled(*args, **kwargs)
 
 
 def optimize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import ingot
+from ingot.fuse import backend
 from ingot.fuse.backend import Optimized, compile_graph, rewrite_graph
 from ingot.fuse.report import recent, record
 from tests.fuse import hf_models
@@ -172,3 +174,20 @@ def test_frozen_weights_compute_the_same() -> None:
     with torch.no_grad():
         frozen = ingot.optimize(model, X, freeze=True)
         torch.testing.assert_close(frozen(X), model(X))
+
+
+def test_frozen_weights_are_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], freeze: bool) -> Any:
+        numbers.append(sum(isinstance(value, Tensor) for value in inputs))
+        return module.forward
+
+    monkeypatch.setattr(backend, "compile_graph", compile_graph)
+    monkeypatch.setattr(backend, "recent", lambda: [None])
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        for freeze in (False, True):
+            torch._dynamo.reset()
+            ingot.optimize(model, X, freeze=freeze)
+    assert numbers == [3, 1]  # without freezing, the weight and the bias are inputs

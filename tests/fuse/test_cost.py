@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +81,41 @@ def test_an_epilogue_saves_a_pass_over_the_result(monkeypatch: pytest.MonkeyPatc
 def test_equal_times_do_not_pay() -> None:
     assert Prediction(before=1.1, after=1.0).pays
     assert not Prediction(before=1.0, after=1.0).pays
+
+
+def norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x, (768,), w)
+
+
+def added(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x + 1.0 * x, (768,), w)
+
+
+def added_and_used(x: Tensor, w: Tensor) -> Tensor:
+    total = x + 1.0 * x
+    return F.layer_norm(total, (768,), w) + total
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "training", "kept"),
+    [
+        (norm, 4096, False, {"layer_norm": 1}),
+        (norm, 32, False, {}),  # the call takes longer than the work
+        (norm, 4096, True, {}),
+        (added, 4096, False, {}),  # Inductor does not write the sum
+        (added_and_used, 4096, False, {"add_layer_norm": 1}),
+    ],
+)
+def test_norms_are_kept_where_they_are_faster(
+    function: Any, rows: int, training: bool, kept: dict[str, int]
+) -> None:
+    args = torch.randn(rows, 768), torch.randn(768).requires_grad_(training)
+    module = torch.fx.GraphModule({}, capture(function, *args))
+    assert dict(rewrite_graph(module, args).kept) == kept
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_embedding_is_for_its_gradient(training: bool) -> None:
+    args = torch.tensor([1, 0, 2]), torch.randn(4, 8).requires_grad_(training)
+    module = torch.fx.GraphModule({}, capture(F.embedding, *args))
+    assert dict(rewrite_graph(module, args).kept) == ({"embedding": 1} if training else {})
