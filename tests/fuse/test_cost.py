@@ -114,8 +114,13 @@ def test_norms_are_kept_where_they_are_faster(
     assert dict(rewrite_graph(module, args).kept) == kept
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_embedding_is_for_its_gradient(training: bool) -> None:
-    args = torch.tensor([1, 0, 2]), torch.randn(4, 8).requires_grad_(training)
+@pytest.mark.parametrize(
+    ("rows", "training", "kept"),
+    [(80_000, True, {"embedding": 1}), (80_000, False, {}), (100, True, {})],
+)
+def test_large_embeddings_are_rewritten_for_their_gradient(
+    rows: int, training: bool, kept: dict[str, int]
+) -> None:
+    args = torch.tensor([1, 0, 2]), torch.randn(rows, 100).requires_grad_(training)
     module = torch.fx.GraphModule({}, capture(F.embedding, *args))
-    assert dict(rewrite_graph(module, args).kept) == ({"embedding": 1} if training else {})
+    assert dict(rewrite_graph(module, args).kept) == kept
