@@ -4,7 +4,8 @@ The FLOPs of a matmul or of attention are known from its shapes. How many of the
 depends on the kernel, the dtype, the number of rows and the layout of the weight; so ingot's kernel
 and PyTorch's function are timed for a few numbers of rows when a model first needs it, which takes
 less than a second, and the rates in between are interpolated. What follows a matmul (an activation,
-a residual) is a pass over its result for Inductor, and free in an epilogue.
+a residual) is a pass over its result for Inductor, and free in an epilogue. Norms are predicted
+from their bytes and the time of a call; embeddings pay for the gradient of a large table.
 
 The rates are cached for each machine, version of torch and number of threads.
 """
