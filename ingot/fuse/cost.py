@@ -53,7 +53,7 @@ BYTES_PER_SECOND = 10e9
 _CALL_SECONDS = 50e-6
 """What a call of an op adds to its work, with Inductor around it."""
 _NORM_TIME = 0.8
-"""Time of ingot's norm over that of Inductor's, forward and for the same bytes."""
+"""Time of ingot's norm over that of Inductor's in inference, for the same bytes."""
 _LARGE_TABLE = 8_000_000
 """Values of an embedding whose gradient takes ingot less time (half to a sixth) than Inductor."""
 MARGIN = 1.03
@@ -157,18 +157,20 @@ def _predict_norm(match: Match, training: bool) -> Prediction:
     written = node.op == "placeholder" or any(user not in match.inside for user in node.users)
     arrays = 2 + (match.get("residual") is not None)
     seconds = size_hint(root) * root.itemsize / BYTES_PER_SECOND
-    before, after = (arrays + written) * seconds, (arrays + 1) * seconds
-    if training:  # measured: 0.68 to 0.97 of Inductor's speed
-        return Prediction(before=before, after=after + 2 * _CALL_SECONDS)
-    return Prediction(before=before, after=after * _NORM_TIME + _CALL_SECONDS)
+    relative = 1.0 if training else _NORM_TIME
+    return Prediction(
+        before=(arrays + written) * seconds,
+        after=(arrays + 1) * seconds * relative + _CALL_SECONDS,
+    )
 
 
 def _predict_embedding(match: Match, training: bool) -> Prediction | None:
     """Only the gradient of a large table pays; otherwise Inductor fuses the call into its uses."""
-    (weight,) = match.tensors("weight")
+    weight, root = match.tensors("weight", "root")
     if training and size_hint(weight) >= _LARGE_TABLE:
         return None
-    return Prediction(before=0.0, after=_CALL_SECONDS)
+    seconds = 2 * size_hint(root) * root.itemsize / BYTES_PER_SECOND
+    return Prediction(before=seconds, after=seconds + _CALL_SECONDS)
 
 
 def _dtype(tensor: Tensor) -> str:
