@@ -3,18 +3,21 @@
     run_ranks(4, "tests.parallel.comparison:train_all", {"jobs": jobs}, tmp_path)
 
 calls `train_all(ranks, {"jobs": jobs}, tmp_path)` in each of them.
+
+The processes are forked from one that has imported torch and ingot, which takes seconds each time.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import socket
-import subprocess
-import sys
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
 from typing import Any
+from unittest import mock
 
 _TIMEOUT_S = 300  # for each rank: the cores of a small machine are shared
 
@@ -25,46 +28,56 @@ def run_ranks(size: int, function: str, options: dict[str, Any], directory: Path
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {
-        **os.environ,
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", __name__, function, json.dumps(options), str(directory)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT_S * size)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [
-        f"rank {rank}: {output}"
-        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
-        if process.returncode != 0
-    ]
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.comparison"])
+    with TemporaryDirectory() as directory_of_outputs:
+        outputs = [Path(directory_of_outputs, str(rank)) for rank in range(size)]
+        processes = [
+            context.Process(
+                target=_run_rank, args=(shared, rank, output, function, options, directory)
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        try:
+            # OpenMP reads it in the process they are forked from, which starts with the first.
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+                for process in processes:
+                    process.start()
+            end = monotonic() + _TIMEOUT_S * size
+            for process in processes:
+                process.join(max(0, end - monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+        failed = [
+            f"rank {rank}: {output.read_text()}"
+            for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
+            if process.exitcode != 0
+        ]
     assert not failed, "\n".join(failed)
 
 
-def _main(function: str, options: str, directory: str) -> None:
+def _run_rank(
+    shared: dict[str, str],
+    rank: int,
+    output: Path,
+    function: str,
+    options: dict[str, Any],
+    directory: Path,
+) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
     from ingot.parallel.ranks import connect, disconnect
 
     module, _, name = function.partition(":")
     run = getattr(importlib.import_module(module), name)
     ranks = connect()
-    run(ranks, json.loads(options), Path(directory))
+    run(ranks, options, directory)
     disconnect()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -51,6 +51,16 @@ def test_sums_over_four_processes_are_those_of_the_tree(tmp_path: Path) -> None:
     run_ranks(SIZE, f"{__name__}:check_sums", {}, tmp_path)
 
 
+def fail_on_one(ranks: Ranks, options: dict[str, Any], directory: Path) -> None:
+    assert ranks.rank != options["rank"], "planted"
+
+
+def test_a_rank_that_fails_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"^rank 1: (?s:.)*planted") as caught:
+        run_ranks(2, f"{__name__}:fail_on_one", {"rank": 1}, tmp_path)
+    assert "rank 0" not in str(caught.value)
+
+
 def test_a_single_process_needs_no_group() -> None:
     ranks = Ranks()
     values = torch.tensor([1.0, 2.0])
