@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor import config
 
 from ingot.fuse.backend import compile_graph, rewrite_graph
 from ingot.fuse.buffer import MaskBuffers
@@ -27,7 +28,7 @@ class Attention(nn.Module):
     def __init__(self, mask: Tensor, hide: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.project = nn.Linear(32, 96)
-        self.register_buffer("mask", mask)
+        self.register_buffer("mask", mask.clone())
         self.hide = hide
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,6 +89,18 @@ def test_a_mask_that_changes_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
     torch.testing.assert_close(call(x), model(x))
     model.mask = ONES.tril().view(1, 1, SIZE, SIZE)
     torch.testing.assert_close(call(x), before)
+
+
+def test_a_mask_among_frozen_weights_is_found_and_watched(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Attention(*MASKS["nanogpt"]), torch.randn(2, 7, 32)
+    call = compiled(model, partial(compile_graph, freeze=True, always=True))
+    with torch.no_grad(), config.patch(freezing=True):
+        torch.testing.assert_close(call(x), model(x))
+        assert recent()[-1].kept["written_out_attention"] == 1
+        assert "has changed" not in caplog.text
+        model.mask[..., 3:] = 1
+        torch.testing.assert_close(call(x), model(x))
+    assert "has changed" in caplog.text
 
 
 class Growing(Attention):
