@@ -61,7 +61,13 @@ def _is_vector(match: Match, name: str, of: str) -> bool:
     return vector is None or same_shape(vector.shape, tensor.shape[-1:])
 
 
-# Linear layers
+def _in_training(match: Match, *names: str) -> bool:
+    """Return whether one of these arguments gets a gradient."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in match.tensors(*names))
+
+
+# Linear layers. In training, activations stay outside: the backward pass of the op would compute
+# their inputs again, a third of the matmuls' time, where Inductor stores them.
 
 
 def _linear(x: str = "x", weight: str = "weight", bias: str | None = "bias") -> Pattern:
@@ -98,6 +104,9 @@ def _activated(x: Pattern) -> Pattern:
 def _linear_fits(match: Match) -> bool:
     if not match.one_dtype("x", "weight", "weight_t", "bias", "residual"):
         return False
+    inputs = "x", "weight", "weight_t", "bias"
+    if match.get("activation") is not None and _in_training(match, *inputs):
+        return False
     (x,) = match.tensors("x")
     weight = tensor_of(match.get("weight"))
     if weight is None:
@@ -127,9 +136,10 @@ def _build_linear(b: Builder, match: Match) -> tuple[fx.Node, ...]:
 
 
 def _gate_fits(match: Match) -> bool:
-    x, gate, up = match.tensors("x", "gate_weight", "up_weight")
+    inputs = "x", "gate_weight", "up_weight"
+    x, gate, up = match.tensors(*inputs)
     same = same_shape(gate.shape, up.shape) and gate.dim() == 2 and x.dim() >= 2
-    return same and match.one_dtype("x", "gate_weight", "up_weight")
+    return same and match.one_dtype(*inputs) and not _in_training(match, *inputs)
 
 
 def _build_gated(b: Builder, match: Match) -> tuple[fx.Node, ...]:
@@ -197,9 +207,8 @@ def _sizes(match: Match, name: str) -> tuple[int, ...] | None:
 
 def _conv_fits(match: Match) -> bool:
     x, weight = match.tensors("x", "weight")
-    inputs = match.tensors("x", "weight", "bias")
     # The backward pass of the patches would be slower than that of the convolution.
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+    if _in_training(match, "x", "weight", "bias"):
         return False
     known = all(_sizes(match, name) for name in ("stride", "padding", "dilation"))
     if not (known and x.dim() == weight.dim() and match.one_dtype("x", "weight", "bias", "root")):
@@ -295,13 +304,19 @@ _EMBEDDING = Call("embedding", Arg("tokens"), Arg("weight"), Anything("padding_i
 
 def _embedding_fits(match: Match) -> bool:
     (weight,) = match.tensors("weight")
-    # The row of padding_idx gets no gradient, which the op does not know.
-    frozen = not (torch.is_grad_enabled() and weight.requires_grad)
-    return weight.is_floating_point() and (match["padding_idx"] is None or frozen)
+    padding = match["padding_idx"]
+    known = padding is None or (isinstance(padding, int) and padding >= 0)
+    return weight.is_floating_point() and known
 
 
 def _build_embedding(b: Builder, match: Match) -> tuple[fx.Node, ...]:
-    return (b.op(ops.embedding, match["tokens"], match["weight"]),)
+    tokens, padding = match["tokens"], match["padding_idx"]
+    rows = b.op(ops.embedding, tokens, match["weight"])
+    if padding is None or not match.tensors("weight")[0].requires_grad:
+        return (rows,)
+    # Its row gets no gradient, which the op does not know.
+    is_padding = b.method("unsqueeze", b.method("eq", tokens, padding), -1)
+    return (b.function(torch.where, is_padding, b.method("detach", rows), rows),)
 
 
 def _cross_entropy(logits: Pattern) -> Pattern:

@@ -157,10 +157,18 @@ def _users(node: fx.Node, live: set[fx.Node]) -> set[fx.Node]:
 
 
 def _results_suffice(root: fx.Node, match: Match, rewrite: Rewrite, live: set[fx.Node]) -> bool:
-    """Return whether no expensive call of the match is needed outside of it."""
+    """Return whether no expensive call inside, or what is computed from it, is needed outside."""
     results = {root, *(match[name] for name in rewrite.outputs)}
-    inside = set(match.inside)
-    return all(_users(n, live) <= inside for n in _expensive(inside) - results)
+    inside, expensive = set(match.inside), _expensive(match.inside)
+    pending = list(expensive - results)
+    followed = set(pending)
+    while pending:
+        users = _users(pending.pop(), live)
+        if not users <= inside:
+            return False
+        pending += users - results - followed
+        followed |= users
+    return True
 
 
 class _Pass:

@@ -54,8 +54,8 @@ CASES = [
 
 KEPT = {
     "gpt2": {"attention": 2, "linear": 9, "layer_norm": 5},
-    "llama": {"attention": 2, "linear": 11, "gated_linear": 2, "rms_norm": 5, "embedding": 1},
-    "qwen2": {"attention": 2, "linear": 11, "gated_linear": 2, "rms_norm": 5, "embedding": 1},
+    "llama": {"attention": 2, "linear": 15, "rms_norm": 5, "embedding": 1},
+    "qwen2": {"attention": 2, "linear": 15, "rms_norm": 5, "embedding": 1},
     "bert": {"attention": 2, "linear": 12, "layer_norm": 5},
     "vit": {"attention": 2, "linear": 12, "layer_norm": 5},
     "t5": {"linear": 33, "rms_norm": 12},

@@ -69,6 +69,19 @@ def test_replaced_calls_stay_until_they_are_erased() -> None:
     spec.check(graph, "all")
 
 
+def test_a_matmul_that_is_needed_elsewhere_through_a_view_is_computed_once() -> None:
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = torch.addmm(v, x, w).view(2, 8)
+        return y + torch.pow(y, 3.0)
+
+    graph = capture(function, X, W, V)
+    applied, _ = run_passes(graph, PASSES)
+    assert [a.rewrite.name for a in applied] == ["linear"]
+    erase_dead(graph)
+    assert not any(node.target is torch.addmm for node in graph.nodes)
+    close([run(graph, X, W, V)[0]], [function(X, W, V)])
+
+
 def test_layers_share_the_starts_of_their_sequences() -> None:
     def layers(q: Tensor) -> Tensor:
         for _ in range(3):
