@@ -126,7 +126,9 @@ def _linear_fits(match: Match) -> bool:
 
 def _weight(b: Builder, match: Match) -> fx.Node:
     transposed = match.get("weight_t")
-    return match["weight"] if transposed is None else b.method("t", transposed)
+    if transposed is None:
+        return match["weight"]
+    return b.method("contiguous", b.method("t", transposed))  # Inductor copies faster than the op
 
 
 def _build_linear(b: Builder, match: Match) -> tuple[fx.Node, ...]:
