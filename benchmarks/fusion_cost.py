@@ -4,9 +4,10 @@
 
 The models are those of `benchmarks/optimize.py`. Each distinct rewrite that matches is timed on
 random inputs of its shapes: the calls that it replaces, compiled by Inductor, and the replacement.
-A row has the predicted and the measured time of both. The time of a whole model is predicted as the
-sum of its rewrites, each in the faster form, and of the bytes that the other calls move; it is
-compared with the model that the backend compiled. With one thread, times are CPU times.
+A row has the predicted and the measured time of both. The time of a whole model is predicted as
+the sum of its rewrites, each in the faster form, and of the bytes that the other calls move, three
+times as many in training; it is compared with the model that the backend compiled. With one thread,
+times are CPU times.
 """
 
 # pyright: basic
@@ -60,7 +61,8 @@ def find(model: Any, inputs: dict[str, Any], training: bool) -> Found:
         for rewrite, _ in pairs:
             for name in rewrite.replaced:
                 work.pop(name, None)
-        found.append(Found(rewrites=pairs, other_bytes=sum(work.values())))
+        passes = 3 if training else 1  # a gradient is read, and one or two are written
+        found.append(Found(rewrites=pairs, other_bytes=passes * sum(work.values())))
         return module.forward
 
     with torch.set_grad_enabled(training):

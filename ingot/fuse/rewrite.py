@@ -3,8 +3,8 @@
 # pyright: basic
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,7 +186,6 @@ class _Pass:
         self.applied, self.skipped = applied, skipped
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.shared: dict[Any, fx.Node] = {}
-        self.mode = fake_mode_of(graph)
 
     def run(self, matches: Sequence[tuple[fx.Node, Match]]) -> None:
         """Replace the matches, in order."""
@@ -219,7 +218,7 @@ class _Pass:
         at = order[place]
         if any(order[node] >= at for node in inputs):
             return "a result is needed before the inputs are known"
-        with self.mode, torch.no_grad():
+        with computing_values(self.graph):
             before = _copy(inside, inputs, old)
             after = _build(self.rewrite, match, inputs)
         for new, result in zip(_results(after.graph), old, strict=True):
@@ -227,7 +226,7 @@ class _Pass:
                 return f"the replacement has another shape or dtype: {_describe(new)}"
         if any(new.op == "placeholder" for new in _results(after.graph)):
             return "the replacement returns one of its inputs"
-        with self.graph.inserting_before(place), self.mode, torch.no_grad():
+        with self.graph.inserting_before(place), computing_values(self.graph):
             outputs = splice(self.graph, after.graph, inputs, self.shared)
         applied = Applied(
             rewrite=self.rewrite,
@@ -330,7 +329,7 @@ def _has_gradient(node: fx.Node) -> bool:
 def undo(graph: fx.Graph, applied: Applied, others: Iterable[Applied] = ()) -> None:
     """Put back the calls that a rewrite replaced; `others` may read their results."""
     first = min(applied.outputs, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
-    with graph.inserting_before(first), fake_mode_of(graph), torch.no_grad():
+    with graph.inserting_before(first), computing_values(graph):
         old = splice(graph, applied.before.graph, applied.inputs, {})
     for new, result in zip(applied.outputs, old, strict=True):
         new.replace_all_uses_with(result)
@@ -361,9 +360,14 @@ def _describe(node: fx.Node) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape)) or '1'}"
 
 
-def fake_mode_of(graph: fx.Graph) -> AbstractContextManager[Any]:
-    """Return the fake mode of a graph's values, to compute more of them."""
+@contextmanager
+def computing_values(graph: fx.Graph) -> Generator[None]:
+    """Compute the fake values of new calls of a graph."""
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensor
 
     values = (node.meta.get(VALUE) for node in graph.nodes)
-    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
+    # Without torch's Python dispatcher, `F.pad` replaces dynamic sizes by those of the first call.
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        yield

@@ -64,6 +64,10 @@ KEPT = {
 }
 
 
+CONVOLUTIONS = "whisper", "resnet"
+"""Models with convolutions for which PyTorch has a guard: fewer than 16 in a batch, or more."""
+
+
 def to_double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
 
@@ -104,12 +108,14 @@ def test_other_shapes_do_not_compile_again(name: str, count: int) -> None:
         assert isinstance(optimized, Optimized)
         random = torch.Generator().manual_seed(0)
         optimized(**hf_models.inputs(name, 2, 7))  # torch may compile once more
+        if name in CONVOLUTIONS:
+            optimized(**hf_models.inputs(name, 16, 7))
         graphs = len(optimized.report.graphs)
         for _ in range(count):
             batch, length = torch.randint(2, 24, (2,), generator=random).tolist()
             x = hf_models.inputs(name, batch, length)
             assert relative(optimized(**x)[0], wide(**to_double(x))[0]) < 1e-4
-    assert len(optimized.report.graphs) == graphs <= 2
+    assert len(optimized.report.graphs) == graphs <= 2 + (name in CONVOLUTIONS)
 
 
 def run_always(module: fx.GraphModule, inputs: Any) -> Any:

@@ -430,3 +430,17 @@ def test_convolutions_in_training_are_left() -> None:
     for one, other in zip(outputs_and_gradients(compiled, IMAGES, KERNELS), expected, strict=True):
         torch.testing.assert_close(one, other)
     assert not reports[0].kept
+
+
+def test_a_padded_convolution_keeps_dynamic_sizes() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.gelu(F.conv1d(x, w, padding=1))
+
+    compiled, reports = rewritten(function)
+    w = torch.randn(8, 4, 3)
+    with torch.no_grad():
+        for batch in (3, 5, 7):
+            x = torch.randn(batch, 4, 20)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            torch.testing.assert_close(compiled(x, w), function(x, w), atol=1e-5, rtol=1e-5)
+    assert [dict(report.kept) for report in reports] == [{"conv": 1}]
