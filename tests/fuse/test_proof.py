@@ -248,7 +248,7 @@ def kernel_transposed(b: Builder, m: Match) -> tuple[fx.Node, ...]:
     )
 
 
-CONV = torch.randn(2, 4, 6, 7), torch.randn(3, 4, 3, 3), torch.randn(3)
+CONV = make(2, 4, 6, 7), make(3, 4, 3, 3), make(3)
 # Of passes that are not made in training.
 INFERENCE_FAULTS: dict[str, tuple[str, Fault, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "another activation": ("linear", changed("linear", activation=2), activated, LINEAR),
