@@ -314,6 +314,7 @@ def _embedding_fits(match: Match) -> bool:
 def _build_embedding(b: Builder, match: Match) -> tuple[fx.Node, ...]:
     tokens, padding = match["tokens"], match["padding_idx"]
     rows = b.op(ops.embedding, tokens, match["weight"])
+    # Gradients are off while a replacement is built, so `_in_training` does not know.
     if padding is None or not match.tensors("weight")[0].requires_grad:
         return (rows,)
     # Its row gets no gradient, which the op does not know.
